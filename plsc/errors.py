@@ -1,0 +1,76 @@
+"""The errors that a user can cause or meet: what was expected, what came, and what to do.
+
+All of them derive from `PlscError`, whose text is one clear sentence or two. The command line, and a
+script that runs an `Entry`, print that text without a traceback; anything else is our own mistake and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from collections.abc import Iterable
+
+
+class PlscError(Exception):
+    """Base of every error that is meant for the user's eyes."""
+
+    exit_code = 1
+
+
+class OptionError(PlscError, ValueError):
+    """An option has the wrong type, is out of range, or contradicts another one."""
+
+
+class DataError(PlscError):
+    """A dataset, an image, a label or a pair file is missing or broken."""
+
+
+class CheckpointError(PlscError):
+    """A checkpoint is missing, damaged, or does not fit the run; or it could not be written."""
+
+
+class TrainingError(PlscError):
+    """Training cannot go on: the loss is not finite, for example."""
+
+
+class DistributedError(PlscError):
+    """Another rank failed or was lost; the text says which one and why, when that is known."""
+
+
+class TrainingInterrupted(PlscError):
+    """Training was stopped by a signal, after its state had been saved where that was possible."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return ``known: a, b, c; did you mean 'b'?`` for the error about an unknown name."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"known: {', '.join(known)}{hint}"
+
+
+def report(error: BaseException) -> int:
+    """Print an error that ends the program, once, to stderr; return the exit code.
+
+    A PlscError is one line; anything else is a mistake of the program and keeps its traceback.
+    """
+    if not getattr(error, "is_reported", False):
+        if isinstance(error, PlscError):
+            print(f"plsc: error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        mark_reported(error)
+    return error.exit_code if isinstance(error, PlscError) else 1
+
+
+def mark_reported(error: BaseException) -> None:
+    """Let `report` stay silent about this error: it is known already."""
+    error.is_reported = True  # type: ignore[attr-defined]

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Lint, types, generated files, then the tests: the fast ones first. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/environment.sh
+ensure_environment dev
+
+ruff check .
+ruff format --check .
+mypy
+python tools/generate.py --check
+if [ $# -gt 0 ]; then
+  exec python -m pytest "$@"
+fi
+python -m pytest -q -m "not slow"
+python -m pytest -q -m slow

@@ -1,0 +1,31 @@
+# Sourced by demo/run.sh and tests/run.sh: makes the project's own Python environment, once.
+#
+#   ensure_environment [EXTRA]    installs the project (with that extra) into .venv and puts it first on PATH
+#
+# It is kept, and made again only when pyproject.toml or the Python version has changed.
+
+ensure_environment() {
+  local extra="${1:-}" root python stamp
+  root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+  python="${PYTHON:-python3}"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+    echo "plsc needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1); set PYTHON=..." >&2
+    return 1
+  }
+  stamp="$({ "$python" --version; cat "$root/pyproject.toml"; } | cksum | cut -d' ' -f1)"
+  if [ ! -f "$root/.venv/plsc-$extra-$stamp" ] && [ ! -f "$root/.venv/plsc-dev-$stamp" ]; then
+    echo "making the environment in .venv (once; torch is large, this takes some minutes)"
+    if [ ! -x "$root/.venv/bin/python" ]; then
+      # Debian splits venv off from python3; virtualenv is the same by way of pip.
+      "$python" -m venv "$root/.venv" 2>/dev/null || {
+        rm -rf "$root/.venv"
+        "$python" -m pip install --quiet --user virtualenv && "$python" -m virtualenv --quiet "$root/.venv"
+      } || return 1
+    fi
+    "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+      --editable "$root${extra:+[$extra]}" || return 1
+    rm -f "$root"/.venv/plsc-*
+    touch "$root/.venv/plsc-$extra-$stamp"
+  fi
+  export PATH="$root/.venv/bin:$PATH"
+}
