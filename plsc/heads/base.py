@@ -1,0 +1,99 @@
+"""What every head gives to the training loop, and what all of them measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plsc.errors import DataError
+from plsc.parallel.collectives import gather_rows, gather_sizes
+
+
+@dataclass
+class HeadOutput:
+    """The result of a head's forward pass.
+
+    loss: scalar to call backward() on. Its gradient is that of the mean loss of the global batch for
+        this rank's embeddings; the gradients of a replicated backbone are therefore SUMMED over ranks.
+    mean_loss: scalar, detached: the mean loss of the global batch, the same on all ranks.
+    batch: number of samples in the global batch.
+    accuracy: share of the global batch whose label has the highest logit without margin; None if it
+        was not asked for.
+    mean_cosine: mean cosine between the embeddings of different samples of the global batch, which
+        tends to 1 when the network collapses; None if it was not asked for.
+    """
+
+    loss: Tensor
+    mean_loss: Tensor
+    batch: int
+    accuracy: Tensor | None
+    mean_cosine: Tensor | None
+
+
+class Head(nn.Module):
+    """Base of the classification heads: parameters `weight` [C_local, D] and maybe `bias` [C_local].
+
+    class_num: number of all classes C; class_range: ``(start, stop)``, the classes of this rank's rows.
+    """
+
+    class_num: int
+    class_range: tuple[int, int]
+    is_sharded: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        with_accuracy: bool = False,
+        with_gauge: bool = False,
+    ) -> HeadOutput:
+        """Return the loss of the global batch; a collective: every rank calls it.
+
+        embeddings [b, D], floating; labels [b], int64, in 0..C-1. b may differ between ranks.
+        Raises DataError, on every rank alike, for a label out of range.
+        """
+        raise NotImplementedError
+
+    def sync_gradients(self) -> None:
+        """Make the gradients of the parameters whole after backward(); a collective."""
+
+
+@dataclass
+class GlobalBatch:
+    """What all ranks brought: embeddings [B, D], labels [B], and the rows each rank brought."""
+
+    embeddings: Tensor
+    labels: Tensor
+    sizes: list[int]
+
+
+def gather_batch(
+    embeddings: Tensor, labels: Tensor, class_num: int, group: dist.ProcessGroup | None
+) -> GlobalBatch:
+    """Bring the batches of all ranks together and check the labels, alike on every rank."""
+    sizes = gather_sizes(len(embeddings), embeddings.device, group)
+    all_labels = gather_rows(labels, sizes, group)
+    outside = (all_labels < 0) | (all_labels >= class_num)
+    if bool(outside.any()):
+        position = int(outside.nonzero()[0])
+        raise DataError(
+            f"label {int(all_labels[position])} at position {position} of the global batch is outside "
+            f"0..{class_num - 1}; fix the label or set_class_num"
+        )
+    return GlobalBatch(gather_rows(embeddings, sizes, group), all_labels, sizes)
+
+
+def mean_cosine(embeddings: Tensor) -> Tensor:
+    """Return the mean of e_i . e_j / (|e_i| |e_j|) over i != j, for embeddings [B, D], B >= 2.
+
+    (|sum_i e_i|^2 - B) / (B (B - 1)) on unit vectors: B D operations, no B x B matrix.
+    """
+    unit = F.normalize(embeddings.detach().float())
+    batch = len(unit)
+    total = unit.sum(dim=0).square().sum() - unit.square().sum()
+    return total / max(1, batch * (batch - 1))

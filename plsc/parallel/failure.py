@@ -1,0 +1,154 @@
+"""When one rank fails, the others stop with its message within seconds.
+
+A rank that waits in a collective cannot hear anything else, and a collective may wait for half an
+hour. So the failing rank puts its message into the rendezvous store, and a thread of every rank looks
+there once a second. What it finds is raised at the next chance; a rank that has none, because it hangs
+in a collective, is ended by the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from plsc.errors import DistributedError, PlscError, mark_reported, report
+from plsc.parallel.world import World
+
+_FAILURE = "plsc/failure"  # the message of the first rank that failed
+_TOLD = "plsc/failure-told"  # set once that rank has printed it
+_POLL_SECONDS = 0.5
+_SPEAK_SECONDS = 3.0  # how long a failing rank may take to say why
+_LEAVE_SECONDS = 5.0  # how long a rank may take to leave by itself, once a failure is known
+
+
+class FailureWatch:
+    """Context manager around everything that the ranks do together.
+
+    Leaving it with an exception tells the other ranks. An exception that is only the echo of another
+    rank's failure (its connection closed) becomes a DistributedError with that rank's message.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._left = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._host = socket.gethostname()
+
+    def __enter__(self) -> FailureWatch:
+        if self._world.size > 1 and self._world.store is not None:
+            # A client of its own: the main thread's may be blocked inside a collective's set-up.
+            self._watch_store = self._world.store.clone()
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="plsc-failure")
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self._thread is not None and error is not None:
+                self._explain(error)
+        finally:
+            self._left.set()
+
+    def _explain(self, error: BaseException) -> None:
+        """Tell the others of my failure, or learn of theirs; exactly one rank of a machine prints."""
+        is_echo = _is_connection_failure(error)
+        first = self._wait_for(_FAILURE) if is_echo else None
+        message = _LOST if is_echo else _in_words(error)
+        first = first or self._post(message)
+        if first is None or first["rank"] == self._world.rank:
+            mine = DistributedError(_LOST) if is_echo else error
+            report(mine)
+            self._set(_TOLD)
+            if mine is not error:
+                raise mine from error
+            return
+        alike = message == first["message"]
+        text = message if alike else f"rank {first['rank']} failed: {first['message']}"
+        raised = DistributedError(text)
+        if first["host"] == self._host:
+            # torchrun ends all ranks as soon as one has left: let the other one finish speaking.
+            self._wait_for(_TOLD)
+            mark_reported(raised)
+        elif self._world.local_rank != 0:
+            mark_reported(raised)
+        raise raised from error
+
+    def _post(self, message: str) -> dict | None:
+        """Put my message into the store unless one is there; return the one that is there then."""
+        failure = {"rank": self._world.rank, "host": self._host, "message": message}
+        if self._world.store is None:
+            return None
+        try:
+            return json.loads(self._world.store.compare_set(_FAILURE, "", json.dumps(failure)))
+        except (RuntimeError, ValueError):
+            return None  # the store went down with its host: nobody is left to tell
+
+    def _set(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._world.store is not None:
+                self._world.store.set(key, "1")
+
+    def _wait_for(self, key: str) -> Any:
+        """Give the rank that failed a moment to say why."""
+        deadline = time.monotonic() + _SPEAK_SECONDS
+        while time.monotonic() < deadline:
+            value = self._read(self._world.store, key)
+            if value is not None:
+                return value
+            time.sleep(0.05)
+        return None
+
+    @staticmethod
+    def _read(store: dist.Store | None, key: str) -> Any:
+        try:
+            if store is None or not store.check([key]):
+                return None
+            return json.loads(store.get(key))
+        except (RuntimeError, ValueError):
+            return None
+
+    def _watch(self) -> None:
+        while not self._left.wait(_POLL_SECONDS):
+            failure = self._read(self._watch_store, _FAILURE)
+            if failure is None or failure["rank"] == self._world.rank:
+                continue
+            if self._left.wait(_LEAVE_SECONDS):
+                return
+            # The main thread hangs in a collective that nobody will complete; there is nothing of
+            # ours left to save, as a checkpoint is published by a rename only.
+            if self._world.local_rank == 0 and failure["host"] != self._host:
+                report(DistributedError(f"rank {failure['rank']} failed: {failure['message']}"))
+            os._exit(1)
+
+
+_LOST = (
+    "lost the connection to another rank, which ended without a message (killed, or out of "
+    "memory?); see the launcher's report for its exit code"
+)
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
+
+
+def _is_connection_failure(error: BaseException) -> bool:
+    """Whether this is what a collective raises when a peer has gone."""
+    if isinstance(error, PlscError) or not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return any(mark in text for mark in ("gloo", "Gloo", "NCCL", "Connection", "TCPStore"))

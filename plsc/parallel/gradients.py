@@ -1,0 +1,44 @@
+"""Summing the backbone's gradients over the ranks."""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from plsc.parallel.world import World
+
+
+def sum_gradients(network: nn.Module, world: World) -> nn.Module:
+    """Wrap a network so that backward() leaves on every rank the SUM of the ranks' gradients.
+
+    The head gives the gradient of the mean loss of the GLOBAL batch, so the sum of what the ranks find
+    is the gradient; DDP's average would be too small by the number of ranks.
+    """
+    if world.size == 1 or not any(p.requires_grad for p in network.parameters()):
+        return network
+    # Buffers are made equal where it matters, before evaluating and saving, not at each step. torch
+    # 2.15 renamed the option.
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {name: False}
+    wrapped = DistributedDataParallel(
+        network,
+        process_group=world.backbone_group,
+        # Without it DDP re-orders its buckets after the first step of every start, and with them the
+        # order of the additions: a resumed run would differ from an uninterrupted one in the last bit.
+        find_unused_parameters=True,
+        **options,
+    )
+    wrapped.register_comm_hook(world.backbone_group, _sum_bucket)
+    return wrapped
+
+
+def _sum_bucket(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

@@ -1,0 +1,159 @@
+"""Who am I: rank, world size, device and process groups, made once and passed along.
+
+Nothing else in the package reads the launcher's environment variables.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plsc.errors import DistributedError, OptionError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers.
+
+    The groups are separate so that head traffic does not queue behind gradient buckets, and so that
+    control messages travel over gloo on the CPU whatever the device is. All are None in one process.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backbone_group: dist.ProcessGroup | None = None
+    head_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
+    owns_process_group: bool = False
+
+    @staticmethod
+    def single(device: str = "cpu") -> World:
+        """Return the world of one process, without any process group."""
+        return World(0, 1, 0, torch.device(device))
+
+    @staticmethod
+    def from_environment(
+        device: str = "auto", backend: str = "auto", timeout_seconds: float = 1800.0
+    ) -> World:
+        """Join the ranks that torchrun (or any env:// launcher) started, or stay alone without one.
+
+        device: 'auto', 'cpu' or 'cuda'; backend: 'auto' (NCCL on CUDA, gloo elsewhere), 'gloo', 'nccl'.
+        A process group that the script made itself is used and left standing at the end.
+
+        Raises OptionError for a device that is not there, DistributedError when the ranks do not meet.
+        """
+        launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        rank = int(os.environ["RANK"]) if launched else 0
+        size = int(os.environ["WORLD_SIZE"]) if launched else 1
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = _choose_device(device, local_rank)
+        already_made = dist.is_initialized()
+        if already_made:
+            rank, size = dist.get_rank(), dist.get_world_size()
+        if size == 1:
+            return World(0, 1, local_rank, chosen)
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        if backend == "auto":
+            backend = "nccl" if chosen.type == "cuda" else "gloo"
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        try:
+            if not already_made:
+                dist.init_process_group(
+                    backend, init_method="env://", rank=rank, world_size=size, timeout=timeout
+                )
+            head_group = _new_group(backend, timeout)
+            control_group = _new_group("gloo", timeout)
+        except (RuntimeError, ValueError) as error:
+            raise DistributedError(
+                f"rank {rank} of {size} could not join the others over {backend} at "
+                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
+                f"{_first_line(error)}; start all ranks with torchrun"
+            ) from error
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            device=chosen,
+            backbone_group=dist.group.WORLD,
+            head_group=head_group,
+            control_group=control_group,
+            # torch keeps no public name for the rendezvous store; this is the one that torchrun hosts.
+            store=dist.distributed_c10d._get_default_store(),
+            owns_process_group=not already_made,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self.control_group)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's small Python value, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control_group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's small Python value on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        return box[0]
+
+    def agree_max(self, *values: int) -> list[int]:
+        """Return the largest of each integer over the ranks: one small collective."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
+        return [int(value) for value in tensor]
+
+    def close(self) -> None:
+        """Leave the process groups, if this world made them."""
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend, timeout=timeout)
+    if not isinstance(group, dist.ProcessGroup):
+        raise RuntimeError("this rank is not a member of its own group")
+    return group
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if device != "cuda":
+        raise OptionError(f"device is {device!r}; expected 'auto', 'cpu' or 'cuda'")
+    if not torch.cuda.is_available():
+        raise OptionError("device is 'cuda' but torch sees no CUDA device; use 'auto' or 'cpu'")
+    if local_rank >= torch.cuda.device_count():
+        raise OptionError(
+            f"local rank {local_rank} has no GPU of its own: torch sees "
+            f"{torch.cuda.device_count()}; start that many ranks, or set_device('cpu')"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
