@@ -1,0 +1,115 @@
+"""The plsc command: the options as flags and in a file, one verb each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+
+from plsc.config import Options, all_options
+from plsc.errors import PlscError, report
+from plsc.version import __version__
+
+_VERBS = {
+    "train": "train, from the start or from --checkpoint.load_dir",
+    "test": "verify the network of --checkpoint.load_dir on the pair files",
+    "predict": "write the embeddings of the dataset's images to a .npz file",
+    "config": "print the options in effect, with their defaults and meanings, as YAML",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    try:
+        return _run(_parse(arguments))
+    except PlscError as error:
+        return report(error)
+
+
+def _parse(arguments: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(
+        prog="plsc", description="Train classifiers over very many classes.", version=__version__
+    )
+    verbs = parser.add_subcommands(dest="verb")
+    for name, meaning in _VERBS.items():
+        verb = ArgumentParser(description=f"{meaning[0].upper()}{meaning[1:]}.")
+        verb.add_argument("--config", action=ActionConfigFile, help="YAML file of options")
+        if name == "predict":
+            verb.add_argument("--output", type=str, default="embeddings.npz", help="file to write")
+        for spec in all_options():
+            verb.add_argument(
+                f"--{spec.path}", type=spec.kind, default=spec.default, help=spec.meaning
+            )
+        verbs.add_subcommand(name, verb, help=meaning)
+    return parser.parse_args(arguments, defaults=False)
+
+
+def _run(parsed: Namespace) -> int:
+    given = parsed[parsed.verb] if parsed.get(parsed.verb) else Namespace()
+    options = _read_options(given)
+    if parsed.verb == "config":
+        print(render_options(options))
+        return 0
+    from plsc.entry import Entry  # loads torch: not needed for --help
+
+    entry = Entry()
+    entry.options = options
+    if parsed.verb == "train":
+        result = entry.train()
+        if entry.is_main:
+            print(f"trained {result.steps} steps; last checkpoint {result.checkpoint}")
+    elif parsed.verb == "test":
+        entry.test()
+    else:
+        prediction = entry.predict()
+        if entry.is_main:
+            _write_prediction(Path(given.get("output") or "embeddings.npz"), prediction)
+    return 0
+
+
+def _read_options(given: Namespace) -> Options:
+    options = Options()
+    for spec in all_options():
+        value = given.get(spec.path, spec)
+        if value is not spec:
+            options.set(spec.path, value)
+    return options
+
+
+def render_options(options: Options) -> str:
+    """Return the options as YAML that --config reads, each with its meaning and default."""
+    lines: list[str] = []
+    group = ""
+    for spec in all_options():
+        if spec.group != group:
+            group = spec.group
+            lines.append(f"{group}:")
+        lines.append(f"  # {spec.meaning} (default: {_plain(spec.default)})")
+        lines.append(f"  {spec.name}: {_plain(options.get(spec.path))}")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True).replace("\n...", "").strip()
+
+
+def _write_prediction(path: Path, prediction: Any) -> None:
+    with path.open("wb") as file:
+        np.savez(
+            file,
+            embeddings=prediction.embeddings,
+            names=np.array(prediction.names),
+            labels=prediction.labels,
+        )
+    print(f"wrote {len(prediction.embeddings)} embeddings to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

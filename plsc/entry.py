@@ -1,0 +1,121 @@
+"""The facade: setters fill the options, each verb calls one function."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from plsc.config import Options
+from plsc.errors import OptionError, report
+from plsc.evaluate.verification import VerificationResult
+from plsc.models import BaseModel
+from plsc.parallel.failure import FailureWatch
+from plsc.parallel.world import World
+from plsc.setters import Setters
+from plsc.train.build import UserParts
+from plsc.train.job import Prediction, run_prediction, run_test, run_training
+from plsc.train.result import TrainResult
+
+T = TypeVar("T")
+
+
+class Entry(Setters):
+    """Train, test and use a classifier over very many classes.
+
+    The same script runs in one process and under torchrun, on CPU and GPU::
+
+        from plsc import Entry
+
+        ins = Entry()
+        ins.set_dataset_dir("./train_data")
+        ins.set_model_save_dir("./saved_model")
+        ins.train()
+
+    train_reader: a function that returns a generator of (CHW float32 image, label), or a map-style
+        torch Dataset of (image, label), instead of the dataset folder.
+    test_reader: ``reader(dataset_dir, val_targets)``, as plsc.utils.jpeg_reader.test.
+    predict_reader: as train_reader; a generator may yield images without labels.
+
+    Errors that a user can mend are PlscError. Where a script does not catch them they end it with one
+    line and without a traceback; PLSC_TRACEBACK=1 in the environment shows that, too.
+    """
+
+    def __init__(self) -> None:
+        self.options = Options()
+        self.train_reader: Any = None
+        self.test_reader: Any = None
+        self.predict_reader: Any = None
+        self._model: BaseModel | None = None
+        self._world: World | None = None
+        _print_errors_in_one_line()
+
+    def set_model(self, model: BaseModel) -> None:
+        """Use a network of your own instead of `model.name`; OptionError unless it is a BaseModel."""
+        if not isinstance(model, BaseModel):
+            raise OptionError(
+                f"the model is a {type(model).__name__}; expected an instance of a class derived from "
+                "plsc.models.base_model.BaseModel"
+            )
+        self._model = model
+        self.options.set("model.name", f"{type(model).__module__}:{type(model).__qualname__}")
+
+    def set_seed(self, seed: int) -> None:
+        """Set ``train.seed``, the one seed of the run, and torch's generator.
+
+        So a model of your own that is made after this call starts from the same weights each time.
+        """
+        super().set_seed(seed)
+        torch.manual_seed(seed)
+
+    def train(self) -> TrainResult:
+        """Train and return the final metrics, evaluation and checkpoints.
+
+        Writes checkpoints to ``<save_dir>/<epoch>/``, and metrics.jsonl and loss.png beside them. With
+        set_checkpoint_dir it goes on from there. SIGINT and SIGTERM save at the next step boundary and
+        raise TrainingInterrupted.
+        """
+        return self._together(run_training)
+
+    def test(self) -> dict[str, VerificationResult]:
+        """Return the verification of a checkpoint's network on every pair file, by its name."""
+        return self._together(run_test)
+
+    def predict(self) -> Prediction:
+        """Return the embeddings of the dataset's images, or of predict_reader's."""
+        return self._together(run_prediction)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that should print and write."""
+        return self._world is None or self._world.is_main
+
+    def _together(self, verb: Callable[[Options, World, UserParts], T]) -> T:
+        """Run a verb on all ranks; when one fails, the others stop with its message."""
+        if self._world is None:
+            runtime = self.options.runtime
+            if runtime.cpu_threads:
+                torch.set_num_threads(runtime.cpu_threads)
+            self._world = World.from_environment(runtime.device, runtime.backend, runtime.timeout)
+            atexit.register(self._world.close)
+        user = UserParts(self._model, self.train_reader, self.test_reader, self.predict_reader)
+        with FailureWatch(self._world):
+            return verb(self.options, self._world, user)
+
+
+def _print_errors_in_one_line() -> None:
+    """Let a PlscError that nobody catches end the script with one line and its exit code."""
+    if sys.excepthook is not sys.__excepthook__ or os.environ.get("PLSC_TRACEBACK") == "1":
+        return
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        sys.exit(report(error))
+
+    sys.excepthook = hook

@@ -1,0 +1,124 @@
+"""One option: how it is declared, what values it takes, how a wrong one is refused."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from plsc.errors import OptionError
+
+Check = Callable[[Any], "str | None"]
+"""Returns None for a good value, else what was expected."""
+
+
+def declare(default: Any, meaning: str, setter: str, check: Check | None = None) -> Any:
+    """Declare an option; `setter` is ``method(argument)`` of Entry."""
+    return field(default=default, metadata={"meaning": meaning, "setter": setter, "check": check})
+
+
+def at_least(low: float) -> Check:
+    """The value is `low` or more."""
+    return lambda value: None if value >= low else f"at least {low:g}"
+
+
+def more_than(low: float) -> Check:
+    """The value is more than `low`."""
+    return lambda value: None if value > low else f"more than {low:g}"
+
+
+def between(low: float, high: float) -> Check:
+    """The value is in [low, high]."""
+    return lambda value: None if low <= value <= high else f"between {low:g} and {high:g}"
+
+
+def one_of(*names: str) -> Check:
+    """The value is one of the names."""
+    return lambda value: None if value in names else f"one of {', '.join(names)}"
+
+
+def not_empty(text: str) -> str | None:
+    """The text is not blank."""
+    return None if text.strip() else "a path that is not empty"
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """One row of the option table."""
+
+    group: str
+    name: str
+    kind: Any
+    default: Any
+    meaning: str
+    setter: str
+    argument: str
+    check: Check | None
+
+    @property
+    def path(self) -> str:
+        """``group.name``."""
+        return f"{self.group}.{self.name}"
+
+    def checked(self, value: Any) -> Any:
+        """Return the value in the option's type, or raise OptionError."""
+        converted = _convert(value, self.kind)
+        if converted is _WRONG:
+            raise OptionError(
+                f"{self.path} is {value!r}; expected {describe_kind(self.kind)} "
+                f"({self.meaning}); see {self.setter}()"
+            )
+        expected = self.check(converted) if self.check and converted is not None else None
+        if expected is not None:
+            raise OptionError(
+                f"{self.path} is {value!r}; expected {expected} ({self.meaning}); see {self.setter}()"
+            )
+        return converted
+
+
+def describe_kind(kind: Any) -> str:
+    """Return a type in words, such as 'an integer or None'."""
+    if _is_optional(kind):
+        return f"{describe_kind(_without_none(kind))} or None"
+    if typing.get_origin(kind) is tuple:
+        return "a sequence of integers"
+    return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
+
+
+_WRONG = object()
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """Return the value as `kind` when nothing is lost by it, else _WRONG."""
+    if _is_optional(kind):
+        return None if value is None else _convert(value, _without_none(kind))
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            return _WRONG
+        items = tuple(_convert(item, int) for item in value)
+        return _WRONG if _WRONG in items else items
+    if kind is bool:
+        return value if isinstance(value, bool) else _WRONG
+    if kind is int:
+        is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
+        return value.__index__() if is_integer else _WRONG
+    if kind is float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if is_number and math.isfinite(value) else _WRONG
+    return _convert_text(value)
+
+
+def _convert_text(value: Any) -> Any:
+    text = value.__fspath__() if hasattr(value, "__fspath__") else value
+    return text if isinstance(text, str) else _WRONG
+
+
+def _is_optional(kind: Any) -> bool:
+    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+
+
+def _without_none(kind: Any) -> Any:
+    return next(part for part in typing.get_args(kind) if part is not type(None))

@@ -1,0 +1,242 @@
+"""The setters of Entry, one per option.
+
+Written by tools/generate.py from the table in plsc/config.py; edit that instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plsc.config import Options
+
+
+class Setters:
+    """Setters that check a value and put it into `options`; OptionError says what was expected."""
+
+    options: Options
+
+    def set_model_name(self, name: str) -> None:
+        """Set ``model.name``: backbone by name, or 'package.module:Class' for a BaseModel of
+        your own. Default: 'ResNet50'.
+        """
+        self.options.set("model.name", name)
+
+    def set_emb_size(self, size: int) -> None:
+        """Set ``model.emb_size``: size of the embedding. Default: 512."""
+        self.options.set("model.emb_size", size)
+
+    def set_image_shape(self, shape: Sequence[int]) -> None:
+        """Set ``model.image_shape``: channels, height, width of the input. Default: (3, 112,
+        112).
+        """
+        self.options.set("model.image_shape", shape)
+
+    def set_dropout(self, ratio: float) -> None:
+        """Set ``model.dropout``: dropout before the embedding layer. Default: 0.4."""
+        self.options.set("model.dropout", ratio)
+
+    def set_sync_batch_norm(self, sync: bool) -> None:
+        """Set ``model.sync_batch_norm``: batch-norm statistics over the global batch. Default:
+        False.
+        """
+        self.options.set("model.sync_batch_norm", sync)
+
+    def set_loss_type(self, loss_type: str) -> None:
+        """Set ``head.loss_type``: dist_arcface, dist_softmax (rows sharded over the ranks),
+        arcface, softmax (rows on every rank). Default: 'dist_arcface'.
+        """
+        self.options.set("head.loss_type", loss_type)
+
+    def set_class_num(self, num: int | None) -> None:
+        """Set ``head.class_num``: number of classes; when not set, the largest label + 1.
+        Default: None.
+        """
+        self.options.set("head.class_num", num)
+
+    def set_margin(self, margin: float) -> None:
+        """Set ``head.margin``: ArcFace margin in radians. Default: 0.5."""
+        self.options.set("head.margin", margin)
+
+    def set_scale(self, scale: float) -> None:
+        """Set ``head.scale``: scale of the cosines. Default: 64.0."""
+        self.options.set("head.scale", scale)
+
+    def set_dataset_dir(self, directory: str) -> None:
+        """Set ``data.dataset_dir``: folder with label.txt and images/, or with one folder of
+        images per class. Default: './train_data'.
+        """
+        self.options.set("data.dataset_dir", directory)
+
+    def set_train_image_num(self, num: int | None) -> None:
+        """Set ``data.train_image_num``: images per epoch, for readers that cannot tell; when
+        not set, counted. Default: None.
+        """
+        self.options.set("data.train_image_num", num)
+
+    def set_val_targets(self, targets: str | None) -> None:
+        """Set ``data.val_targets``: names of pair files (name.bin in the dataset folder),
+        separated by commas; when not set, 'lfw' if lfw.bin is there. Default: None.
+        """
+        self.options.set("data.val_targets", targets)
+
+    def set_num_workers(self, num: int) -> None:
+        """Set ``data.num_workers``: processes per rank that read images; 0 reads in the rank
+        itself. Default: 2.
+        """
+        self.options.set("data.num_workers", num)
+
+    def set_last_batch(self, policy: str) -> None:
+        """Set ``data.last_batch``: the last batch of an epoch: pad (repeats the epoch's first
+        samples), keep (smaller) or drop. Default: 'pad'.
+        """
+        self.options.set("data.last_batch", policy)
+
+    def set_bad_images(self, policy: str) -> None:
+        """Set ``data.bad_images``: an image that cannot be read: stop the run, or skip (left
+        out and counted). Default: 'stop'.
+        """
+        self.options.set("data.bad_images", policy)
+
+    def set_flip(self, flip: bool) -> None:
+        """Set ``data.flip``: mirror half of the training images, and add the mirrored image's
+        embedding in evaluation. Default: True.
+        """
+        self.options.set("data.flip", flip)
+
+    def set_lr(self, lr: float) -> None:
+        """Set ``optim.lr``: learning rate for a global batch of 1024; scaled in proportion.
+        Default: 0.1.
+        """
+        self.options.set("optim.lr", lr)
+
+    def set_momentum(self, momentum: float) -> None:
+        """Set ``optim.momentum``: momentum of SGD. Default: 0.9."""
+        self.options.set("optim.momentum", momentum)
+
+    def set_weight_decay(self, decay: float) -> None:
+        """Set ``optim.weight_decay``: L2 decay of all parameters. Default: 0.0005."""
+        self.options.set("optim.weight_decay", decay)
+
+    def set_warmup_epochs(self, num: int) -> None:
+        """Set ``optim.warmup_epochs``: epochs over which the learning rate rises linearly from
+        0. Default: 0.
+        """
+        self.options.set("optim.warmup_epochs", num)
+
+    def set_step_boundaries(self, boundaries: Sequence[int]) -> None:
+        """Set ``optim.step_boundaries``: steps at which the learning rate is multiplied by
+        lr_decay_factor. Default: (100000, 160000, 220000).
+        """
+        self.options.set("optim.step_boundaries", boundaries)
+
+    def set_lr_decay_factor(self, factor: float) -> None:
+        """Set ``optim.lr_decay_factor``: factor of the learning rate at each boundary.
+        Default: 0.1.
+        """
+        self.options.set("optim.lr_decay_factor", factor)
+
+    def set_train_batch_size(self, batch_size: int) -> None:
+        """Set ``train.batch_size``: training images per rank and step. Default: 128."""
+        self.options.set("train.batch_size", batch_size)
+
+    def set_global_batch_size(self, batch_size: int | None) -> None:
+        """Set ``train.global_batch_size``: training images per step over all ranks, instead of
+        batch_size. Default: None.
+        """
+        self.options.set("train.global_batch_size", batch_size)
+
+    def set_test_batch_size(self, batch_size: int) -> None:
+        """Set ``train.test_batch_size``: images per rank in test and predict. Default: 120."""
+        self.options.set("train.test_batch_size", batch_size)
+
+    def set_train_epochs(self, num: int) -> None:
+        """Set ``train.epochs``: passes over the data. Default: 120."""
+        self.options.set("train.epochs", num)
+
+    def set_train_steps(self, num: int | None) -> None:
+        """Set ``train.steps``: stop after this many steps, if before the last epoch. Default:
+        None.
+        """
+        self.options.set("train.steps", num)
+
+    def set_calc_acc(self, calc: bool) -> None:
+        """Set ``train.calc_acc``: measure the accuracy of the batch at each logged step.
+        Default: False.
+        """
+        self.options.set("train.calc_acc", calc)
+
+    def set_log_period(self, period: int) -> None:
+        """Set ``train.log_period``: steps between two log lines. Default: 200."""
+        self.options.set("train.log_period", period)
+
+    def set_with_test(self, with_test: bool) -> None:
+        """Set ``train.with_test``: evaluate val_targets while training. Default: True."""
+        self.options.set("train.with_test", with_test)
+
+    def set_test_period(self, period: int) -> None:
+        """Set ``train.test_period``: steps between evaluations, besides each epoch's end; 0:
+        none. Default: 0.
+        """
+        self.options.set("train.test_period", period)
+
+    def set_seed(self, seed: int) -> None:
+        """Set ``train.seed``: the one seed of the run: weights, order, augmentation, dropout.
+        Default: 0.
+        """
+        self.options.set("train.seed", seed)
+
+    def set_deterministic(self, flag: bool) -> None:
+        """Set ``train.deterministic``: refuse operations whose result may differ between runs.
+        Default: False.
+        """
+        self.options.set("train.deterministic", flag)
+
+    def set_stop_deadline(self, seconds: float) -> None:
+        """Set ``train.stop_deadline``: seconds after SIGINT or SIGTERM in which the state must
+        be saved; then the process ends. Default: 60.0.
+        """
+        self.options.set("train.stop_deadline", seconds)
+
+    def set_model_save_dir(self, directory: str) -> None:
+        """Set ``checkpoint.save_dir``: folder for checkpoints, metrics and plots. Default:
+        'output'.
+        """
+        self.options.set("checkpoint.save_dir", directory)
+
+    def set_checkpoint_dir(self, directory: str | None) -> None:
+        """Set ``checkpoint.load_dir``: checkpoint to resume, test or predict with. Default:
+        None.
+        """
+        self.options.set("checkpoint.load_dir", directory)
+
+    def set_max_last_checkpoint_num(self, num: int) -> None:
+        """Set ``checkpoint.keep_last``: number of newest checkpoints to keep; -1 keeps all.
+        Default: 5.
+        """
+        self.options.set("checkpoint.keep_last", num)
+
+    def set_device(self, device: str) -> None:
+        """Set ``runtime.device``: auto, cpu or cuda. Default: 'auto'."""
+        self.options.set("runtime.device", device)
+
+    def set_backend(self, backend: str) -> None:
+        """Set ``runtime.backend``: auto (NCCL on CUDA, gloo elsewhere), gloo or nccl. Default:
+        'auto'.
+        """
+        self.options.set("runtime.backend", backend)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set ``runtime.timeout``: seconds that a rank waits for the others. Default: 1800.0."""
+        self.options.set("runtime.timeout", seconds)
+
+    def set_dtype(self, dtype: str) -> None:
+        """Set ``runtime.dtype``: float32, or float64 for checks, of weights and computation.
+        Default: 'float32'.
+        """
+        self.options.set("runtime.dtype", dtype)
+
+    def set_cpu_threads(self, num: int) -> None:
+        """Set ``runtime.cpu_threads``: CPU threads per rank; 0 leaves it to torch (torchrun
+        sets 1). Default: 0.
+        """
+        self.options.set("runtime.cpu_threads", num)

@@ -1,0 +1,65 @@
+"""What stops or warns: a loss that is not finite, embeddings that collapse, a signal."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from plsc.errors import TrainingError, TrainingInterrupted
+from plsc.parallel.world import World
+from plsc.train.state import Position
+
+BAD_BATCH_NAME = "bad_batch.json"
+_NAMES_SHOWN = 4
+
+COLLAPSED = 0.95
+"""Mean cosine between different samples from which on a network counts as collapsed.
+
+A plain convolutional network without batch norm, trained with ArcFace from scratch, went over 0.998 and
+to chance in verification while its loss kept falling; a healthy one stays well below 0.5.
+"""
+_COLLAPSE_GRACE_STEPS = 20  # an untrained network may start out there
+
+
+def stop_at_bad_loss(
+    world: World, save_dir: Path, position: Position, loss: float, rate: float, names: list[str]
+) -> None:
+    """Raise TrainingError with the step, the learning rate and the samples; a collective.
+
+    names: this rank's samples. All names of the global batch go into a file beside the checkpoints.
+    """
+    everywhere = [name for part in world.all_gather_object(names) for name in part]
+    path = save_dir / BAD_BATCH_NAME
+    if world.is_main:
+        report = {"step": position.step, "loss": str(loss), "lr": rate, "samples": everywhere}
+        path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    shown = ", ".join(everywhere[:_NAMES_SHOWN])
+    more = len(everywhere) - _NAMES_SHOWN
+    raise TrainingError(
+        f"the loss is {loss} at step {position.step} (epoch {position.epoch}, learning rate "
+        f"{rate:g}); samples of the batch: {shown}{f' and {more} more' if more > 0 else ''}, listed in "
+        f"{path}; lower the learning rate or warm up, look at these images, and resume from the last "
+        "checkpoint"
+    )
+
+
+def collapse_warning(step: int, mean_cosine: float | None) -> str | None:
+    """Return a warning when the embeddings of different samples point the same way."""
+    if mean_cosine is None or mean_cosine < COLLAPSED or step < _COLLAPSE_GRACE_STEPS:
+        return None
+    return (
+        f"warning: at step {step} the mean cosine between embeddings of different samples is "
+        f"{mean_cosine:.3f}: the network is collapsing, and verification goes to chance though the "
+        "loss may fall; add batch norm, lower the learning rate, or warm up"
+    )
+
+
+def interrupted(number: int, position: Position, checkpoint: Path) -> TrainingInterrupted:
+    """Return the error that ends a run which a signal stopped."""
+    name = signal.Signals(number).name
+    return TrainingInterrupted(
+        f"stopped by {name} after step {position.step}; all state is in {checkpoint}, "
+        f"set_checkpoint_dir('{checkpoint}') goes on from there",
+        number,
+    )

@@ -1,0 +1,186 @@
+"""The verbs: options and the user's parts in, results out. Each is a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.checkpoint import Manifest, load_weights
+from plsc.config import Options
+from plsc.data.sources.base import Source
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.evaluate.embed import embed_images
+from plsc.evaluate.verification import VerificationResult
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.train.build import (
+    Run,
+    UserParts,
+    build_network,
+    build_run,
+    is_generator_reader,
+    open_training_source,
+)
+from plsc.train.checkpointing import adopt_options, open_checkpoint, prepare_save_dir, restore
+from plsc.train.evaluation import evaluate_targets, load_targets
+from plsc.train.logs import RunLog
+from plsc.train.loop import Trainer
+from plsc.train.result import TrainResult
+
+
+@dataclass
+class Prediction:
+    """Embeddings float32 [N, D], not normalised; names and labels of the N images, in their order.
+
+    A label is -1 where the reader gave none.
+    """
+
+    embeddings: np.ndarray
+    names: list[str]
+    labels: np.ndarray
+
+
+def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
+    """Train, from the start or from `checkpoint.load_dir`."""
+    checkpoint = _open(options)
+    differences = adopt_options(options, checkpoint[1]) if checkpoint else []
+    run = build_run(options, world, user)
+    prepare_save_dir(run)
+    if checkpoint:
+        restore(run, *checkpoint)
+    log = RunLog(run.save_dir, world.is_main, run.position.step, run.total_steps)
+    try:
+        log.say(_summary(run))
+        for difference in differences:
+            log.say(f"differs from the checkpoint: {difference}")
+        return Trainer(run, log).train()
+    finally:
+        log.close()
+
+
+def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
+    """Return the verification of the checkpoint's network on every pair file, by name."""
+    network = _load_network(options, world, user)
+    targets = load_targets(options, user.test_reader)
+    if not targets:
+        raise DataError(
+            f"there is nothing to test on in {options.data.dataset_dir}; put a pair file there and "
+            "name it with set_val_targets"
+        )
+    results = evaluate_targets(network, targets, options, world)
+    if world.is_main:
+        for name, result in results.items():
+            rates = ", ".join(
+                f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items()
+            )
+            print(f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}")
+    return results
+
+
+def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
+    """Return the embeddings of the dataset's images, or of the predict reader's."""
+    network = _load_network(options, world, user)
+    reader = user.predict_reader
+    if reader is not None and is_generator_reader(reader):
+        return _predict_stream(network, reader, options, world)
+    source = open_training_source(options, reader)
+    embeddings = _embed(network, _Images(source), options, world, options.data.dataset_dir)
+    names = [source.name(index) for index in range(len(source))]
+    return Prediction(embeddings, names, source.labels())
+
+
+def _open(options: Options) -> tuple[Path, Manifest] | None:
+    if options.checkpoint.load_dir is None:
+        return None
+    path = Path(options.checkpoint.load_dir)
+    return path, open_checkpoint(path)
+
+
+def _load_network(options: Options, world: World, user: UserParts) -> BaseModel:
+    """Return the checkpoint's network, with the options it was trained with where none are set."""
+    checkpoint = _open(options)
+    if checkpoint is None:
+        raise OptionError("there is no checkpoint to load; call set_checkpoint_dir")
+    path, manifest = checkpoint
+    for difference in adopt_options(options, manifest):
+        if world.is_main and difference.startswith("model."):
+            print(f"differs from the checkpoint: {difference}")
+    network = build_network(options, world, user.model)
+    weights = load_weights(path, "backbone.")
+    state = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} does not fit {type(network).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; use the model and image shape that were trained"
+        ) from error
+    return network
+
+
+class _Images:
+    """The images of a source without their labels, read when they are asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[index][0]
+
+
+def _embed(
+    network: BaseModel, images: Any, options: Options, world: World, name: str
+) -> np.ndarray:
+    channels, height, width = options.model.image_shape
+    return embed_images(
+        network,
+        images,
+        (channels, height, width),
+        batch_size=options.train.test_batch_size,
+        device=world.device,
+        flip=False,
+        world=world,
+        name=name,
+    )
+
+
+def _predict_stream(network: BaseModel, reader: Any, options: Options, world: World) -> Prediction:
+    """Every rank runs the reader; each chunk of its images is shared out over the ranks."""
+    parts: list[np.ndarray] = []
+    labels: list[int] = []
+    samples = _images_and_labels(reader())
+    while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
+        images = [image for image, _ in chunk]
+        parts.append(_embed(network, images, options, world, "the predict reader"))
+        labels.extend(label for _, label in chunk)
+    if not parts:
+        raise DataError("the predict reader yielded no image")
+    names = [f"sample {index}" for index in range(len(labels))]
+    return Prediction(np.concatenate(parts), names, np.array(labels, dtype=np.int64))
+
+
+def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
+    for sample in samples:
+        if isinstance(sample, (tuple, list)):
+            yield sample[0], int(sample[1]) if len(sample) > 1 else -1
+        else:
+            yield sample, -1
+
+
+def _summary(run: Run) -> str:
+    parameters = sum(p.numel() for p in run.network.parameters())
+    images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
+    resumed = f", from step {run.position.step}" if run.position.step else ""
+    return (
+        f"training {type(run.network).__name__} ({parameters:,} parameters) with "
+        f"{run.options.head.loss_type} over {run.head.class_num:,} classes on {images}; "
+        f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{resumed}"
+    )

@@ -1,0 +1,115 @@
+"""What a run tells: metrics.jsonl, the loss plot, and lines or a progress bar, from one rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from plsc.evaluate.plots import plot_metrics
+
+METRICS_NAME = "metrics.jsonl"
+PLOT_NAME = "loss.png"
+
+
+class RunLog:
+    """Writes for rank 0; on other ranks every method does nothing.
+
+    save_dir: folder of metrics.jsonl and loss.png; start_step: step the run resumes from, whose later
+    lines, if there are some of an earlier attempt, are dropped; total_steps: for the bar, None if the
+    length is unknown.
+    """
+
+    def __init__(
+        self, save_dir: Path, is_main: bool, start_step: int, total_steps: int | None
+    ) -> None:
+        self._path = save_dir / METRICS_NAME
+        self._plot = save_dir / PLOT_NAME
+        self._file: TextIO | None = None
+        self._bar: tqdm | None = None
+        self._is_main = is_main
+        if not is_main:
+            return
+        save_dir.mkdir(parents=True, exist_ok=True)
+        _drop_later_lines(self._path, start_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
+
+    def say(self, text: str) -> None:
+        """Print one line, above the bar if there is one."""
+        if not self._is_main:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            print(text, flush=True)
+
+    def advance(self) -> None:
+        """One step is made."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def step(self, metrics: dict[str, Any], total_steps: int | None) -> None:
+        """Write a logged step to metrics.jsonl, and to the bar or the terminal."""
+        if not self._is_main:
+            return
+        self._write(metrics)
+        shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.4g}"}
+        if metrics["accuracy"] is not None:
+            shown["accuracy"] = f"{metrics['accuracy']:.3f}"
+        shown["images/s"] = f"{metrics['images_per_second']:.0f}"
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            return
+        of = f"/{total_steps}" if total_steps else ""
+        values = " ".join(f"{name} {value}" for name, value in shown.items())
+        self.say(f"epoch {metrics['epoch']} step {metrics['step']}{of} {values}")
+
+    def evaluation(self, step: int, epoch: int, results: dict[str, dict[str, Any]]) -> None:
+        """Write the results of an evaluation, by name of the pair file."""
+        if not self._is_main or not results:
+            return
+        self._write({"step": step, "epoch": epoch, "eval": results})
+        for name, result in results.items():
+            self.say(
+                f"epoch {epoch} step {step} {name}: accuracy {result['accuracy']:.4f} "
+                f"+- {result['accuracy_std']:.4f}"
+            )
+
+    def plot(self) -> None:
+        """Draw metrics.jsonl into loss.png."""
+        if self._is_main:
+            plot_metrics(self._path, self._plot)
+
+    def close(self) -> None:
+        """Close the file and the bar."""
+        if self._file is not None:
+            self._file.close()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+
+
+def _drop_later_lines(path: Path, step: int) -> None:
+    """Remove what an earlier attempt wrote after `step`, and a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
+            kept.append(line + "\n")
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,165 @@
+"""The training loop: next batch, forward, head, backward, step, log, maybe evaluate, maybe save."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plsc.data.batch import Batch, to_input
+from plsc.heads import HeadOutput
+from plsc.keys import derive_key
+from plsc.models.sync_batch_norm import equalise_buffers
+from plsc.parallel.signals import StopSignal
+from plsc.train.build import Run
+from plsc.train.checkpointing import save
+from plsc.train.evaluation import evaluate_targets
+from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
+from plsc.train.logs import RunLog
+from plsc.train.meter import Meter
+from plsc.train.result import TrainResult
+
+
+class Trainer:
+    """Trains a run to its last epoch or step. All methods are collectives."""
+
+    def __init__(self, run: Run, log: RunLog) -> None:
+        self._run = run
+        self._log = log
+        self._options = run.options.train
+        self._position = run.position
+        self._result = TrainResult(run.position.step, run.position.epoch, metrics={})
+
+    def train(self) -> TrainResult:
+        """Return the outcome.
+
+        Raises TrainingError for a loss that is not finite, TrainingInterrupted after SIGINT or SIGTERM,
+        once the state has been saved; DataError and CheckpointError from below.
+        """
+        with StopSignal(self._options.stop_deadline) as stop:
+            while self._position.epoch < self._options.epochs and not self._made_all_steps():
+                loss = self._train_epoch(stop)
+                self._end_epoch(loss)
+        return self._result
+
+    def _train_epoch(self, stop: StopSignal) -> float:
+        """Train to the end of the epoch, or to the run's last step; return the mean loss."""
+        run, position = self._run, self._position
+        run.network.train()
+        window, epoch = Meter(), Meter()
+        batches = iter(run.loader.epoch(position.epoch, position.step_in_epoch))
+        while not self._made_all_steps():
+            window.start_step()
+            batch = next(batches, None)
+            window.batch_arrived()
+            # One small collective a step: was anybody told to stop, has anybody's reader ended?
+            signal_number, ended = run.world.agree_max(stop.number, int(batch is None))
+            if signal_number:
+                raise interrupted(signal_number, position, self._save())
+            if ended or batch is None:
+                position.next_epoch()
+                break
+            is_logged = (position.step + 1) % self._options.log_period == 0
+            output, loss = self._train_step(batch, is_logged)
+            position.advance()
+            window.end_step(output.batch, batch.skipped, loss)
+            epoch.end_step(output.batch, batch.skipped, loss)
+            self._log.advance()
+            if is_logged:
+                self._write_metrics(output, loss, window)
+            if self._options.test_period and position.step % self._options.test_period == 0:
+                self._evaluate()
+                run.network.train()
+        if position.step_in_epoch == run.loader.steps_per_epoch:
+            position.next_epoch()  # the run's last step was the epoch's last, too
+        return float(epoch.report()["mean_loss"])
+
+    def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
+        """Make one update; return what the head said, and the loss of the global batch."""
+        run, step, device = self._run, self._position.step, self._run.world.device
+        # Dropout is a function of seed, step and rank, so that no generator state has to be saved.
+        torch.manual_seed(derive_key(self._options.seed, step, run.world.rank))
+        rate = run.rate(step)
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+
+        labels = batch.labels.to(device, non_blocking=True)
+        embeddings = run.forward(to_input(batch.images, device), labels, True)
+        output = run.head(
+            embeddings,
+            labels,
+            with_accuracy=is_logged and self._options.calc_acc,
+            with_gauge=is_logged,
+        )
+        loss = float(output.mean_loss)
+        if not math.isfinite(loss):
+            stop_at_bad_loss(run.world, run.save_dir, self._position, loss, rate, batch.names)
+        run.optimizer.zero_grad(set_to_none=True)
+        output.loss.backward()
+        run.head.sync_gradients()
+        run.optimizer.step()
+        return output, loss
+
+    def _end_epoch(self, loss: float) -> None:
+        """Evaluate, save and plot."""
+        self._evaluate()
+        checkpoint = self._save(loss)
+        self._log.plot()
+        self._log.say(f"saved {checkpoint}")
+
+    def _write_metrics(self, output: HeadOutput, loss: float, window: Meter) -> None:
+        report = window.report()
+        metrics: dict[str, Any] = {
+            "step": self._position.step,
+            "epoch": self._position.epoch,
+            "loss": loss,
+            "lr": self._run.rate(self._position.step - 1),
+            "accuracy": None if output.accuracy is None else float(output.accuracy),
+            "mean_cosine": None if output.mean_cosine is None else float(output.mean_cosine),
+            **report,
+        }
+        self._result.metrics = metrics
+        self._log.step(metrics, self._run.total_steps)
+        warning = collapse_warning(self._position.step, metrics["mean_cosine"])
+        if warning:
+            self._log.say(warning)
+
+    def _evaluate(self) -> None:
+        """Judge the network on the pair files, with the same batch-norm statistics on all ranks."""
+        run = self._run
+        if not run.targets:
+            return
+        equalise_buffers(run.network, run.world.backbone_group)
+        self._result.evaluation = evaluate_targets(run.network, run.targets, run.options, run.world)
+        plain = {name: result.as_dict() for name, result in self._result.evaluation.items()}
+        self._log.evaluation(self._position.step, self._position.epoch, plain)
+
+    def _save(self, loss: float | None = None) -> Path:
+        """Save at a step boundary; `loss` is that of the epoch, None when it was cut short."""
+        position, best = self._position, self._run.best
+        name = str(
+            position.epoch - 1
+        )  # of the epoch that ended, counted from 0, as in the original
+        if position.step_in_epoch:
+            name = f"{position.epoch}-step{position.step}"
+        if loss is not None:
+            metric, value = self._score(loss)
+            best.note(name, metric, value)
+        checkpoint = save(self._run, name)
+        result = self._result
+        result.steps, result.epochs, result.checkpoint = position.step, position.epoch, checkpoint
+        if best.name is not None:
+            result.best_checkpoint = self._run.save_dir / best.name
+            result.best_metric, result.best_value = best.metric, best.value
+        return checkpoint
+
+    def _score(self, loss: float) -> tuple[str, float]:
+        """Return what the best checkpoint is chosen by: accuracy on the first pair file, or loss."""
+        for name, verification in self._result.evaluation.items():
+            return f"{name} accuracy", verification.accuracy
+        return "loss", loss
+
+    def _made_all_steps(self) -> bool:
+        return self._options.steps is not None and self._position.step >= self._options.steps

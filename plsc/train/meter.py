@@ -1,0 +1,49 @@
+"""Measures between two log lines: images per second, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+
+
+class Meter:
+    """Sums over the steps since the last `report`."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def start_step(self) -> None:
+        """A step begins: its batch is asked for."""
+        self._started = time.perf_counter()
+
+    def batch_arrived(self) -> None:
+        """The batch is here; what the step took until now was spent waiting for data."""
+        self._data_seconds += time.perf_counter() - self._started
+
+    def end_step(self, images: int, skipped: int, loss: float) -> None:
+        """Count a step: images of the global batch, bad images skipped on this rank, loss."""
+        self._step_seconds += time.perf_counter() - self._started
+        self._steps += 1
+        self._images += images
+        self._skipped += skipped
+        self._losses += loss
+
+    def report(self) -> dict[str, float | int]:
+        """Return the means over the steps since the last report, and start anew.
+
+        images_per_second counts all ranks; skipped_images this rank's alone.
+        """
+        steps = max(1, self._steps)
+        report: dict[str, float | int] = {
+            "mean_loss": self._losses / steps,
+            "images_per_second": self._images / max(self._step_seconds, 1e-9),
+            "data_seconds": self._data_seconds / steps,
+            "step_seconds": self._step_seconds / steps,
+            "skipped_images": self._skipped,
+        }
+        self._clear()
+        return report
+
+    def _clear(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = self._images = self._skipped = 0
+        self._data_seconds = self._step_seconds = self._losses = 0.0

@@ -1,0 +1,99 @@
+"""What a run must remember: where it is, and the tensors that training changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plsc.checkpoint import ShardedTensor
+from plsc.errors import CheckpointError
+from plsc.heads import Head
+
+
+@dataclass
+class Position:
+    """How far the run is: counts of steps made and of epochs finished."""
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+
+    def advance(self) -> None:
+        """One more step is made."""
+        self.step += 1
+        self.step_in_epoch += 1
+
+    def next_epoch(self) -> None:
+        """The epoch is finished."""
+        self.epoch += 1
+        self.step_in_epoch = 0
+
+
+@dataclass
+class Best:
+    """The best checkpoint so far: its folder's name and the metric that chose it."""
+
+    name: str | None = None
+    metric: str = ""
+    value: float = 0.0
+
+    def note(self, name: str, metric: str, value: float) -> None:
+        """Take this checkpoint if it is better, or if it is judged by another metric than before.
+
+        An accuracy wants to be high, a loss low.
+        """
+        is_better = value < self.value if metric == "loss" else value > self.value
+        if self.name is None or metric != self.metric or is_better:
+            self.name, self.metric, self.value = name, metric, value
+
+
+def collect_tensors(
+    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
+    """Return the replicated and the sharded tensors of a run, by checkpoint key; no copies.
+
+    Keys: ``backbone.<state dict key>``, ``head.weight``, and ``momentum.<key>`` for the optimizer's.
+    """
+    parts = {f"backbone.{key}": value for key, value in network.state_dict().items()}
+    rows = {f"head.{key}": parameter for key, parameter in head.named_parameters()}
+    momentum = {}
+    for key, parameter in _named_parameters(network, head).items():
+        buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
+        if buffer is not None:
+            momentum[f"momentum.{key}"] = buffer
+    everything = {**parts, **rows, **momentum}
+    replicated, sharded = {}, {}
+    for key, tensor in everything.items():
+        if head.is_sharded and key.removeprefix("momentum.").startswith("head."):
+            sharded[key] = ShardedTensor(tensor.detach(), head.class_num, head.class_range[0])
+        else:
+            replicated[key] = tensor.detach()
+    return replicated, sharded
+
+
+def make_momentum(
+    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer, keys: set[str]
+) -> None:
+    """Give the optimizer empty momentum buffers where the checkpoint has some, to be loaded into.
+
+    keys: the checkpoint's. Raises CheckpointError for momentum of a parameter that is not here.
+    """
+    named = _named_parameters(network, head)
+    for key in sorted(keys):
+        if not key.startswith("momentum."):
+            continue
+        parameter = named.get(key.removeprefix("momentum."))
+        if parameter is None:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {key.removeprefix('momentum.')}, which this "
+                "model does not have; use the model that was saved"
+            )
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _named_parameters(network: nn.Module, head: Head) -> dict[str, nn.Parameter]:
+    named = {f"backbone.{name}": parameter for name, parameter in network.named_parameters()}
+    named.update({f"head.{name}": parameter for name, parameter in head.named_parameters()})
+    return named

@@ -1,0 +1,93 @@
+"""Training on 1, 2, 3 and 4 ranks with the same global batch gives the same losses and weights."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.parallel.shard import class_ranges
+from tests.distributed.launch import run_ranks
+from tests.distributed.train_worker import CASES, STEPS
+from tests.images import write_dataset
+
+WORKER = Path(__file__).with_name("train_worker.py")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    # 13 classes x 7 = 91 images: neither divides by the global batch of 24 nor by 2, 3 or 4 ranks.
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
+
+
+@pytest.fixture(scope="module")
+def outcome(dataset, tmp_path_factory):
+    """Return outcome(ranks): the reports and weights of all cases, trained once."""
+    folder, done = tmp_path_factory.mktemp("outcome"), {}
+
+    def get(ranks):
+        if ranks not in done:
+            output = folder / f"{ranks}"
+            run_ranks(WORKER, ranks, str(dataset), str(output), timeout=600)
+            arrays = dict(np.load(f"{output}.npz"))
+            done[ranks] = json.loads(Path(f"{output}.json").read_text()), arrays
+        return done[ranks]
+
+    return get
+
+
+def tolerance(case):
+    return 1e-9 if case.endswith("fp64") else 1e-4
+
+
+def difference(ours, theirs):
+    scale = max(1.0, float(np.abs(theirs).max(initial=0)))
+    return float(np.abs(ours - theirs).max(initial=0)) / scale
+
+
+def after(arrays, case):
+    prefix = f"{case}/after/"
+    return {key.removeprefix(prefix): value for key, value in arrays.items() if prefix in key}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_several_ranks_train_what_one_rank_trains(outcome, case, ranks):
+    one_report, one_arrays = outcome(0)
+    report, arrays = outcome(ranks)
+    assert len(report[case]["losses"]) == STEPS
+    assert difference(
+        np.array(report[case]["losses"]), np.array(one_report[case]["losses"])
+    ) < tolerance(case)
+    np.testing.assert_allclose(report[case]["accuracies"], one_report[case]["accuracies"], atol=0.05)
+    theirs = after(one_arrays, case)
+    for key, value in after(arrays, case).items():
+        assert difference(value, theirs[key]) < tolerance(case), key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_moves_every_weight_matrix_by_at_least_one_percent(outcome, case):
+    report, arrays = outcome(0)
+    for key, value in after(arrays, case).items():
+        if value.ndim > 1:
+            before = arrays[f"{case}/before/{key}"]
+            assert np.linalg.norm(value - before) > 0.01 * np.linalg.norm(before), key
+    losses = report[case]["losses"]
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_keeps_the_rows_of_its_own_classes_and_no_others(outcome, ranks):
+    for case, (_, loss_type, _, classes, _) in CASES.items():
+        kept = outcome(ranks)[0][case]["kept"]
+        ranges = class_ranges(classes, ranks) if "dist" in loss_type else [(0, classes)] * ranks
+        assert kept == [[[start, stop], [stop - start, 12]] for start, stop in ranges]
+
+
+def test_averaging_the_gradients_instead_of_summing_them_is_noticed(outcome, dataset, tmp_path):
+    case = next(iter(CASES))
+    run_ranks(WORKER, 2, str(dataset), str(tmp_path / "broken"), "break-convention")
+    arrays = dict(np.load(tmp_path / "broken.npz"))
+    theirs = after(outcome(0)[1], case)
+    assert difference(after(arrays, case)["fc.weight"], theirs["fc.weight"]) > 1e-3

@@ -1,0 +1,152 @@
+"""Trains small networks on any number of ranks and writes what came out.
+
+    train_worker.py DATASET OUTPUT [break-convention]
+
+OUTPUT.json holds, for each case, the losses of all steps and what every rank kept; OUTPUT.npz the weights
+before and after. With `break-convention` the backbone's gradients are averaged instead of summed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from plsc.config import Options
+from plsc.models import BaseModel
+from plsc.parallel import gradients
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run
+from plsc.train.logs import RunLog
+from plsc.train.loop import Trainer
+
+STEPS = 50
+GLOBAL_BATCH = 24
+
+
+class PlainNetwork(BaseModel):
+    """No batch statistics, no dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+        self.fc = nn.Linear(6 * 8 * 8, 12)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(torch.tanh(self.conv(input)).flatten(1))
+
+
+class NormalisedNetwork(BaseModel):
+    """Batch norm after the convolution and after the embedding layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.fc = nn.Linear(6 * 8 * 8, 12)
+        self.out = nn.BatchNorm1d(12)
+
+    def build_network(self, input, label, is_train=True):
+        return self.out(self.fc(torch.tanh(self.norm(self.conv(input))).flatten(1)))
+
+
+CASES = {
+    # name: network, loss type, dtype, classes, last batch
+    "plain-arcface-fp64": (PlainNetwork, "dist_arcface", "float64", 13, "keep"),
+    "plain-arcface-fp32": (PlainNetwork, "dist_arcface", "float32", 13, "keep"),
+    "plain-softmax-fp64": (PlainNetwork, "dist_softmax", "float64", 13, "pad"),
+    "norm-arcface-fp64": (NormalisedNetwork, "dist_arcface", "float64", 13, "keep"),
+    "norm-arcface-fp32": (NormalisedNetwork, "dist_arcface", "float32", 13, "pad"),
+    "norm-dense-arcface-fp64": (NormalisedNetwork, "arcface", "float64", 13, "keep"),
+    "plain-dense-softmax-fp64": (PlainNetwork, "softmax", "float64", 13, "keep"),
+    # 17 classes, of which 13 have images: on 4 ranks 5, 5, 5, 2 rows.
+    "spare-classes-fp64": (PlainNetwork, "dist_arcface", "float64", 17, "keep"),
+}
+
+
+def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
+    network, loss_type, dtype, classes, last_batch = CASES[case]
+    options = Options()
+    settings = {
+        "data.dataset_dir": dataset,
+        "data.num_workers": 0,
+        "data.last_batch": last_batch,
+        "head.loss_type": loss_type,
+        "head.class_num": classes,
+        "model.image_shape": (3, 16, 16),
+        "model.emb_size": 12,
+        "model.sync_batch_norm": network is NormalisedNetwork,
+        "optim.lr": 4.0 if loss_type.endswith("arcface") else 10.0,
+        "train.global_batch_size": GLOBAL_BATCH,
+        "train.epochs": 1000,
+        "train.steps": STEPS,
+        "train.log_period": 1,
+        "train.calc_acc": True,
+        "runtime.dtype": dtype,
+    }
+    if loss_type.endswith("arcface"):
+        settings["head.scale"] = 16.0
+    with tempfile.TemporaryDirectory() as folder:
+        folder = world.broadcast_object(folder)
+        settings["checkpoint.save_dir"] = folder
+        for path, value in settings.items():
+            options.set(path, value)
+        torch.manual_seed(0)
+        run = build_run(options, world, UserParts(model=network()))
+        before = weights_of(run)
+        log = RunLog(run.save_dir, world.is_main, 0, STEPS)
+        Trainer(run, log).train()
+        log.close()
+        world.barrier()
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        world.barrier()
+    kept = world.all_gather_object([list(run.head.class_range), list(run.head.weight.shape)])
+    report = {
+        "losses": [m["loss"] for m in metrics],
+        "accuracies": [m["accuracy"] for m in metrics],
+        "kept": kept,
+    }
+    arrays = {f"{case}/before/{key}": value for key, value in before.items()}
+    arrays |= {f"{case}/after/{key}": value for key, value in weights_of(run).items()}
+    return report, arrays
+
+
+def weights_of(run) -> dict[str, np.ndarray]:
+    arrays = {key: value.detach().numpy().copy() for key, value in run.network.state_dict().items()}
+    for key, value in run.head.state_dict().items():
+        parts = run.world.all_gather_object(value.numpy().copy())
+        arrays[f"head.{key}"] = np.concatenate(parts) if run.head.is_sharded else parts[-1]
+    return arrays
+
+
+def main() -> None:
+    dataset, output, *mode = sys.argv[1:]
+    cases = list(CASES)
+    if mode == ["break-convention"]:
+        right = gradients._sum_bucket
+
+        def average_bucket(group, bucket):
+            ranks = group.size()
+            return right(group, bucket).then(lambda future: future.value() / ranks)
+
+        gradients._sum_bucket = average_bucket
+        cases = cases[:1]
+    world = World.from_environment("cpu")
+    reports, arrays = {}, {}
+    for case in cases:
+        reports[case], more = train_case(dataset, world, case)
+        arrays |= more
+    if world.is_main:
+        Path(f"{output}.json").write_text(json.dumps(reports))
+        np.savez(f"{output}.npz", **arrays)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Small image datasets on disk for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def write_dataset(root: Path, classes: int, per_class: int, size: int = 16, seed: int = 0) -> Path:
+    """Write noisy copies of one random pattern a class, as images/ and label.txt."""
+    rng = np.random.default_rng(seed)
+    (root / "images").mkdir(parents=True)
+    lines = []
+    for label in range(classes):
+        pattern = rng.integers(0, 256, (size // 4, size // 4, 3))
+        for copy in range(per_class):
+            noisy = np.clip(pattern + rng.integers(-40, 41, pattern.shape), 0, 255).astype(np.uint8)
+            name = f"images/{label}_{copy}.png"
+            Image.fromarray(noisy).resize((size, size), Image.Resampling.NEAREST).save(root / name)
+            lines.append(f"{name}\t{label}\n")
+    (root / "label.txt").write_text("".join(lines))
+    return root
+
+
+def write_pair_file(path: Path, dataset: Path, pairs: int = 40, seed: int = 1) -> Path:
+    """Write a pair file from a dataset's images, same and different pairs in turn."""
+    from plsc.data.pairs import write_pairs
+
+    rng = np.random.default_rng(seed)
+    by_label: dict[str, list[bytes]] = {}
+    for line in (dataset / "label.txt").read_text().splitlines():
+        name, label = line.split("\t")
+        by_label.setdefault(label, []).append((dataset / name).read_bytes())
+    labels = sorted(by_label)
+    images, is_same = [], []
+    for pair in range(pairs):
+        first, second = rng.choice(len(labels), 2, replace=False)
+        other = first if pair % 2 == 0 else second
+        images.append(by_label[labels[first]][0])
+        images.append(by_label[labels[other]][-1])
+        is_same.append(pair % 2 == 0)
+    write_pairs(path, images, np.array(is_same))
+    return path
