@@ -1,0 +1,139 @@
+"""Embeddings of encoded images, shared out over the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from plsc.data.batch import to_input
+from plsc.data.decode import decode_image
+from plsc.errors import DataError, DistributedError, OptionError
+from plsc.parallel.shard import class_range
+
+if TYPE_CHECKING:
+    from plsc.parallel.world import World
+
+
+def embed_images(
+    model: nn.Module,
+    images: Sequence[bytes],
+    image_shape: tuple[int, int, int],
+    *,
+    batch_size: int,
+    device: torch.device | str,
+    flip: bool = True,
+    world: World | None = None,
+    name: str = "the images",
+) -> np.ndarray:
+    """Return the embedding of each image, float32 [N, D], not normalised.
+
+    With ``flip`` an embedding is the sum of the image's and of its mirror image's. The model runs
+    in evaluation mode and gets its former mode back. With several ranks each embeds a contiguous
+    part, and every rank returns all embeddings; all of them must call.
+
+    Args:
+        model: called as ``model(input [b, C, H, W], None, False)``, gives [b, D].
+        images: N encoded images, equal on every rank.
+        image_shape: (C, H, W) that the network takes.
+        batch_size: images that go through the network at once, on each rank.
+        device: where the model is.
+        flip: add the embedding of the mirror image.
+        world: the ranks that share the work; None for this process alone.
+        name: what the errors call the images, ``image 17 of <name>``; they count from 0.
+
+    Raises:
+        DataError: an image cannot be decoded, or its embedding is not finite; on every rank.
+        OptionError: the batch size is not positive, or the model's output is not [b, D].
+        DistributedError: another rank failed for a reason that is not in the data.
+    """
+    if batch_size < 1:
+        raise OptionError(f"batch_size is {batch_size}; it must be at least 1")
+    if not len(images):
+        raise DataError(f"{name}: there are none to embed")
+    rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
+    start, stop = class_range(len(images), rank, ranks)
+
+    def embed_range() -> np.ndarray:
+        parts = []
+        for first in range(start, stop, batch_size):
+            batch = range(first, min(first + batch_size, stop))
+            input = to_input(_decode(images, batch, image_shape, name), device)
+            parts.append(_embed(model, input, flip))
+            finite = np.isfinite(parts[-1]).all(axis=1)
+            if not finite.all():
+                raise DataError(
+                    f"the embedding of image {batch[int(np.argmin(finite))]} of {name} is not "
+                    "finite; the network has diverged or its weights are damaged"
+                )
+        return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
+
+    with _evaluation_mode(model), torch.inference_mode():
+        if world is None or world.size == 1:
+            return embed_range()
+        return _share(world, embed_range)
+
+
+def _decode(
+    images: Sequence[bytes], batch: range, image_shape: tuple[int, int, int], name: str
+) -> torch.Tensor:
+    decoded = []
+    for index in batch:
+        try:
+            decoded.append(decode_image(images[index], image_shape))
+        except DataError as error:
+            raise DataError(f"image {index} of {name}: {error}") from error
+    return torch.stack(decoded)
+
+
+def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
+    embedding = model(input, None, False)
+    if not isinstance(embedding, torch.Tensor) or embedding.shape[:-1] != input.shape[:1]:
+        got = list(embedding.shape) if isinstance(embedding, torch.Tensor) else type(embedding)
+        raise OptionError(
+            f"the network gives {got} for a batch of {len(input)}; "
+            "expected embeddings of shape [batch, embedding size]"
+        )
+    embedding = embedding.float()
+    if flip:
+        embedding = embedding + model(input.flip(-1), None, False).float()
+    return embedding.cpu().numpy()
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    # a part of the model may be frozen in evaluation mode while the rest trains
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _share(world: World, embed_range: Callable[[], np.ndarray]) -> np.ndarray:
+    """Gather every rank's part; a rank that fails tells the others instead of leaving them waiting."""
+    error: Exception | None = None
+    part = None
+    try:
+        part = embed_range()
+    except Exception as caught:
+        error = caught
+    # what is the user's to mend is raised alike everywhere; the rest keeps its traceback on its rank
+    kind = next((kind for kind in (DataError, OptionError) if isinstance(error, kind)), None)
+    told = None if error is None else (kind, str(error) or type(error).__name__)
+    gathered = world.all_gather_object((part, told))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(gathered):
+        if failure is not None:
+            kind, text = failure
+            if kind is not None:
+                raise kind(text)
+            raise DistributedError(f"rank {rank} failed while it embedded images: {text}")
+    return np.concatenate([part for part, _ in gathered if len(part)])

@@ -1,0 +1,224 @@
+"""Verification: are two images of the same class? Ten-fold accuracy, TAR at FAR, ROC and AUC.
+
+The accuracy follows the protocol of LFW (Huang et al., 2007, "Labeled Faces in the Wild") in the
+steps that insightface takes, so that figures compare with published ones: unit embeddings, squared
+L2 distances, thresholds 0, 0.01, ..., 3.99, ten contiguous folds that are not shuffled; the best
+threshold on nine folds, the first one where several are best, judges the tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plsc.errors import DataError, OptionError
+
+THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
+_CHUNK = 8192  # pairs that are in memory in double precision at once
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """What `verify` measured; rates and accuracies are fractions, 0..1."""
+
+    accuracy: float  # mean over the folds
+    accuracy_std: float  # population standard deviation over the folds
+    threshold: float  # mean over the folds of the squared L2 distance below which a pair is same
+    threshold_cosine: float  # the same threshold as a cosine: 1 - threshold / 2
+    tar_at_far: dict[float, float]
+    unresolved_fars: tuple[float, ...]  # below 1 / negatives: their TAR is that of no false accept
+    auc: float
+    pairs: int
+    positives: int
+    negatives: int
+    mean_norm: float  # mean L2 norm of the embeddings before they are normalised
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; a FAR becomes a key like ``"0.001"``."""
+        return {
+            "accuracy": self.accuracy,
+            "accuracy_std": self.accuracy_std,
+            "threshold": self.threshold,
+            "threshold_cosine": self.threshold_cosine,
+            "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
+            "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
+            "auc": self.auc,
+            "pairs": self.pairs,
+            "positives": self.positives,
+            "negatives": self.negatives,
+            "mean_norm": self.mean_norm,
+        }
+
+
+def verify(
+    embeddings: np.ndarray,
+    is_same: np.ndarray,
+    folds: int = 10,
+    fars: Sequence[float] = (1e-1, 1e-2, 1e-3),
+) -> VerificationResult:
+    """Judge pairs by their embeddings.
+
+    Args:
+        embeddings: [2P, D], of any length; pair p is rows 2p and 2p + 1.
+        is_same: bool [P].
+        folds: parts of the cross-validation, at least 2.
+        fars: false accept rates, over 0 and at most 1, at which the true accept rate is wanted.
+
+    Raises:
+        DataError: an embedding is not finite, there are fewer pairs than folds, or the pairs are
+            all same or all different.
+        OptionError: ``folds`` or ``fars`` is out of range.
+    """
+    if folds < 2:
+        raise OptionError(f"folds is {folds}; cross-validation needs at least 2")
+    if any(not 0 < far <= 1 for far in fars):
+        raise OptionError(f"fars are {tuple(fars)}; each false accept rate must be in (0, 1]")
+    is_same = np.asarray(is_same, dtype=bool)
+    distances, cosines, norms = _compare(embeddings)
+    _check_labels(cosines, is_same)
+    if len(is_same) < folds:
+        raise DataError(
+            f"{len(is_same)} pairs cannot fill {folds} folds; give more, or fewer folds"
+        )
+    accuracies, thresholds = _cross_validate(distances, is_same, folds)
+    positives = int(is_same.sum())
+    negatives = len(is_same) - positives
+    threshold = float(thresholds.mean())
+    return VerificationResult(
+        accuracy=float(accuracies.mean()),
+        accuracy_std=float(accuracies.std()),
+        threshold=threshold,
+        threshold_cosine=1 - threshold / 2,
+        tar_at_far={float(far): tar_at_far(cosines, is_same, far) for far in fars},
+        unresolved_fars=tuple(float(far) for far in fars if 1 / negatives > far),
+        auc=area_under_roc(cosines, is_same),
+        pairs=len(is_same),
+        positives=positives,
+        negatives=negatives,
+        mean_norm=float(norms.mean()),
+    )
+
+
+def scores(embeddings: np.ndarray) -> np.ndarray:
+    """Return the cosine of each pair, float64 [P]; pair p is rows 2p and 2p + 1 of [2P, D].
+
+    An embedding of length zero has cosine 0 with every other.
+
+    Raises:
+        DataError: an embedding is not finite, or their number is odd.
+    """
+    return _compare(embeddings)[1]
+
+
+def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
+    """Return the highest true accept rate whose false accept rate is at most ``far``.
+
+    It is exact, over all thresholds and not a grid of them. Pairs of equal score are accepted
+    together or not at all.
+
+    Raises:
+        DataError: the pairs are all same or all different, or a score is not finite.
+    """
+    cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
+    _check_labels(cosines, is_same)
+    negatives = np.sort(cosines[~is_same])[::-1]
+    # the most false accepts that are allowed; divided as a rate is, so that 29 of 100 are 0.29
+    allowed = min(int(far * len(negatives)) + 1, len(negatives))
+    while allowed / len(negatives) > far:
+        allowed -= 1
+    if allowed == len(negatives):
+        return 1.0
+    return float(np.mean(cosines[is_same] > negatives[allowed]))
+
+
+def area_under_roc(cosines: np.ndarray, is_same: np.ndarray) -> float:
+    """Return the chance that a same pair scores above a different pair; a tie counts one half.
+
+    Raises:
+        DataError: the pairs are all same or all different, or a score is not finite.
+    """
+    far, tar = roc_curve(cosines, is_same)
+    return float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2))
+
+
+def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``(far, tar)``, each float64 [K + 1] for K distinct scores, from (0, 0) to (1, 1).
+
+    Raises:
+        DataError: the pairs are all same or all different, or a score is not finite.
+    """
+    cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
+    _check_labels(cosines, is_same)
+    order = np.argsort(-cosines, kind="stable")
+    ranked = cosines[order]
+    last_of_score = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
+    true_accepts = np.cumsum(is_same[order])[last_of_score]
+    false_accepts = last_of_score + 1 - true_accepts
+    far = np.append(0.0, false_accepts / false_accepts[-1])
+    tar = np.append(0.0, true_accepts / true_accepts[-1])
+    return far, tar
+
+
+def _compare(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return squared distance [P], cosine [P] and the embeddings' norms [2P], in float64."""
+    embeddings = np.asarray(embeddings)
+    if embeddings.ndim != 2 or len(embeddings) % 2:
+        raise DataError(
+            f"embeddings have shape {list(embeddings.shape)}; expected [2 x pairs, embedding size]"
+        )
+    pairs = embeddings.reshape(len(embeddings) // 2, 2, embeddings.shape[1])
+    distances, cosines = np.empty(len(pairs)), np.empty(len(pairs))
+    norms = np.empty((len(pairs), 2))
+    for start in range(0, len(pairs), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        chunk = pairs[part].astype(np.float64)
+        finite = np.isfinite(chunk).all(axis=(1, 2))
+        if not finite.all():
+            pair = start + int(np.argmin(finite))
+            raise DataError(
+                f"an embedding of pair {pair} is not finite; the network has diverged or "
+                "its weights are damaged"
+            )
+        norms[part] = np.linalg.norm(chunk, axis=2)
+        chunk /= np.where(norms[part] == 0, 1, norms[part])[:, :, None]
+        distances[part] = np.square(chunk[:, 0] - chunk[:, 1]).sum(axis=1)
+        cosines[part] = (chunk[:, 0] * chunk[:, 1]).sum(axis=1)
+    return distances, cosines, norms.reshape(-1)
+
+
+def _check_labels(cosines: np.ndarray, is_same: np.ndarray) -> None:
+    if cosines.shape != is_same.shape or is_same.ndim != 1:
+        raise DataError(
+            f"there are scores of shape {list(cosines.shape)} for flags of shape "
+            f"{list(is_same.shape)}; expected one of each for a pair"
+        )
+    if not np.isfinite(cosines).all():
+        raise DataError(f"the score of pair {int(np.argmin(np.isfinite(cosines)))} is not finite")
+    if is_same.all() or not is_same.any():
+        kind = "no" if not len(is_same) else "only same" if is_same.all() else "only different"
+        raise DataError(f"verification needs same and different pairs, but there are {kind} pairs")
+
+
+def _cross_validate(
+    distances: np.ndarray, is_same: np.ndarray, folds: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each fold's accuracy and the threshold that the other folds chose for it."""
+    sizes = np.full(folds, len(is_same) // folds)
+    sizes[: len(is_same) % folds] += 1  # the first folds take the remainder
+    fold = np.repeat(np.arange(folds), sizes)
+    # A pair is accepted where distance < threshold: from this index of THRESHOLDS on.
+    first_accept = np.searchsorted(THRESHOLDS, distances, side="right")
+    bins = len(THRESHOLDS) + 1
+
+    def accepted(chosen: np.ndarray) -> np.ndarray:  # [folds, thresholds]
+        counts = np.bincount(fold[chosen] * bins + first_accept[chosen], minlength=folds * bins)
+        return counts.reshape(folds, bins).cumsum(axis=1)[:, :-1]
+
+    true_accepts, false_accepts = accepted(is_same), accepted(~is_same)
+    negatives = np.bincount(fold[~is_same], minlength=folds)
+    correct = true_accepts + negatives[:, None] - false_accepts
+    best = (correct.sum(axis=0) - correct).argmax(axis=1)  # argmax takes the first maximum
+    return correct[np.arange(folds), best] / sizes, THRESHOLDS[best]

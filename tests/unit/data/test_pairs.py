@@ -1,0 +1,334 @@
+import contextlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data.pairs import read_pairs, write_pairs
+from plsc.errors import DataError
+
+IMAGES = [b"\xff\xd8 first\n'\"\\", b"second\x00", b"\x89PNG third", bytes(range(256)) * 3]
+FLAGS = [True, False]
+
+BINS = {
+    "bytes": lambda images: list(images),
+    "bytearrays": lambda images: [bytearray(image) for image in images],
+    "uint8 arrays": lambda images: [np.frombuffer(image, np.uint8) for image in images],
+    "uint8 columns": lambda images: [np.frombuffer(image, np.uint8)[:, None] for image in images],
+    "owned arrays": lambda images: [np.frombuffer(image, np.uint8).copy() for image in images],
+}
+IS_SAME = {
+    "bools": lambda flags: list(flags),
+    "numpy bools": lambda flags: [np.bool_(flag) for flag in flags],
+    "ints": lambda flags: [int(flag) for flag in flags],
+    "numpy int64s": lambda flags: [np.int64(flag) for flag in flags],
+    "bool array": lambda flags: np.array(flags),
+    "big-endian array": lambda flags: np.array(flags, dtype=">i4"),
+}
+
+
+def assert_refused(path, content, *words):
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_pairs(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (str(path), *words):
+        assert word in message
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("bins", BINS)
+@pytest.mark.parametrize("is_same", IS_SAME)
+def test_every_form_and_protocol_reads_alike(tmp_path, protocol, bins, is_same):
+    path = tmp_path / "lfw.bin"
+    path.write_bytes(pickle.dumps((BINS[bins](IMAGES), IS_SAME[is_same](FLAGS)), protocol))
+    pairs = read_pairs(path)
+    assert pairs.images == IMAGES
+    assert pairs.is_same.dtype == bool
+    assert pairs.is_same.tolist() == FLAGS
+    assert len(pairs) == 2
+
+
+# What cPickle of Python 2.7 wrote for (['\xff\xd8ab\n\'"\\', 'x'], [True]), by protocol.
+PYTHON_2 = {
+    0: b"((lp1\nS'\\xff\\xd8ab\\n\\'\"\\\\'\np2\naS'x'\na(lp3\nI01\nat.",
+    1: b"(]q\x01(U\x08\xff\xd8ab\n'\"\\q\x02U\x01xe]q\x03I01\nat.",
+    2: b"\x80\x02]q\x01(U\x08\xff\xd8ab\n'\"\\q\x02U\x01xe]q\x03\x88a\x86.",
+}
+# The same with arrays, by NumPy of Python 2: names under numpy.core, states of str and 0/1 flags.
+PYTHON_2_ARRAY = (
+    b"\x80\x02]q\x01(cnumpy.core.multiarray\n_reconstruct\nq\x02cnumpy\nndarray\nq\x03K\x00\x85U\x01b"
+    b"\x87Rq\x04(K\x01K\x02\x85cnumpy\ndtype\nq\x05U\x02u1K\x00K\x01\x87Rq\x06(K\x03U\x01|NNNJ"
+    b"\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x02\xff\xd8tbU\x01xe]cnumpy.core.multiarray\n"
+    b"scalar\nh\x05U\x02b1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    b"U\x01\x01\x86Ra\x86."
+)
+
+
+@pytest.mark.parametrize("protocol", PYTHON_2)
+def test_files_of_python_2_read(tmp_path, protocol):
+    path = tmp_path / "lfw.bin"
+    path.write_bytes(PYTHON_2[protocol])
+    pairs = read_pairs(path)
+    assert pairs.images == [b"\xff\xd8ab\n'\"\\", b"x"]
+    assert pairs.is_same.tolist() == [True]
+
+
+def test_arrays_of_python_2_read(tmp_path):
+    path = tmp_path / "lfw.bin"
+    path.write_bytes(PYTHON_2_ARRAY)
+    pairs = read_pairs(path)
+    assert pairs.images == [b"\xff\xd8", b"x"]
+    assert pairs.is_same.tolist() == [True]
+
+
+@pytest.mark.parametrize("encoding", ["ASCII", "bytes"])
+def test_a_written_file_is_the_plain_pickle_that_other_tools_load(tmp_path, encoding):
+    path = tmp_path / "out.bin"
+    write_pairs(path, IMAGES, np.array(FLAGS))
+    with path.open("rb") as file:
+        bins, is_same = pickle.load(file, encoding=encoding)
+    assert bins == IMAGES
+    assert is_same == FLAGS
+    assert {type(flag) for flag in is_same} == {bool}
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1), st.binary(min_size=1), st.booleans()), min_size=1))
+def test_written_pairs_read_back(tmp_path_factory, pairs):
+    path = tmp_path_factory.getbasetemp() / "round.bin"
+    images = [image for first, second, _ in pairs for image in (first, second)]
+    write_pairs(path, images, [same for _, _, same in pairs])
+    read = read_pairs(path)
+    assert read.images == images
+    assert read.is_same.tolist() == [same for _, _, same in pairs]
+
+
+@pytest.mark.parametrize(
+    ("images", "flags", "words"),
+    [
+        (IMAGES[:3], FLAGS, "3 images for 2 pairs"),
+        (IMAGES, [True, 2], r"is_same\[1\] is 2"),
+        ([b"a", "b"], [True], "image 1 .* str"),
+        ([b"a", b""], [True], "image 1 .* empty"),
+        ([], [], "no pairs"),
+    ],
+)
+def test_what_is_no_set_of_pairs_is_not_written(tmp_path, images, flags, words):
+    path = tmp_path / "out.bin"
+    with pytest.raises(DataError, match=words):
+        write_pairs(path, images, flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_is_a_data_error_and_leaves_no_file(tmp_path):
+    with pytest.raises(DataError, match=r"cannot write .*missing"):
+        write_pairs(tmp_path / "missing" / "out.bin", IMAGES, FLAGS)
+    (tmp_path / "taken.bin").mkdir()
+    with pytest.raises(DataError, match=r"cannot write .*taken\.bin"):
+        write_pairs(tmp_path / "taken.bin", IMAGES, FLAGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.bin"]
+
+
+class Attack:
+    def __init__(self, function, *arguments):
+        self.reduced = function, arguments
+
+    def __reduce__(self):
+        return self.reduced
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_malicious_pickle_is_refused_by_name_and_not_run(tmp_path, protocol):
+    marker = tmp_path / "ran"
+    content = pickle.dumps((IMAGES, FLAGS, Attack(os.mkdir, str(marker))), protocol)
+    refusal = f"asks for {os.mkdir.__module__}.mkdir, which a pair file never needs"
+    assert_refused(tmp_path / "lfw.bin", content, refusal)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"(S'id'\nios\nsystem\n.", "os.system"),  # INST calls without REDUCE
+        (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "os.system"),
+        (b"c_codecs\ndecode\n.", "_codecs.decode"),
+        (b"cnumpy.core.multiarray\nfromfile\n.", "numpy.core.multiarray.fromfile"),
+        (b"cnumpy\nload\n.", "numpy.load"),
+        (pickle.dumps(OrderedDict()), "collections.OrderedDict"),
+        (b"cos\nsys\rtem\x1b[2J\n.", r"os.sys\rtem\x1b[2J"),
+    ],
+)
+def test_each_way_to_name_a_global_is_refused_with_the_name(tmp_path, content, name):
+    assert_refused(tmp_path / "lfw.bin", content, f"asks for {name}, ")
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ({"bins": IMAGES}, "EMPTY_DICT"),
+        ((IMAGES, [1.0, 0.0]), "BINFLOAT"),
+        ((IMAGES, {True}), "EMPTY_SET"),
+        ((IMAGES, np.array([1.0, 0.0])), "dtype f8"),
+        ((np.array([b"a", b"b"], dtype=object), [True]), "dtype O8"),
+        (([np.frombuffer(b"ab", np.int16), b"b"], [True]), "image 0 of"),
+        (([*IMAGES[:3], [b"d"]], FLAGS), "image 3 of"),
+        ((IMAGES, b"\1\0"), "is_same is a bytes"),
+        ((IMAGES, [True, None]), "is_same[1]"),
+        ((IMAGES, [True, 1 << 70]), "is_same[1]"),
+        ((IMAGES[:3], FLAGS), "3 images for 2 pairs; expected 4"),
+        (([], []), "no pairs"),
+        ((IMAGES,), "a tuple of length 1"),
+        (IMAGES[0], "a bytes of length"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_pickle_of_something_else_is_refused(tmp_path, value, word):
+    assert_refused(tmp_path / "lfw.bin", pickle.dumps(value, 4), word)
+
+
+NDARRAY = b"cnumpy\nndarray\n"
+RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n"
+UINT8 = b"cnumpy\ndtype\n(S'u1'\nI0\nI1\ntR"
+HUGE = struct.pack("<Q", 1 << 62)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04\x8e" + HUGE,  # BINBYTES8 of 4 EiB
+        b"\x80\x04\x8d" + HUGE,  # BINUNICODE8
+        b"\x80\x05\x96" + HUGE,  # BYTEARRAY8
+        b"\x80\x04\x95" + HUGE + b".",  # FRAME
+        b"\x80\x02T\xff\xff\xff\xff",  # BINSTRING
+        b"\x80\x02N\x8b\xff\xff\xff\x7f",  # LONG4
+        b"I" + b"9" * 100_000 + b"\n.",
+        b"\x80\x09.",
+        b"q\x00.",  # PUT of an empty stack
+        b"h\x07.",  # GET of nothing
+        b"e.",
+        b"a.",
+        b"t.",
+        b"\x87.",
+        b"R.",
+        b"]]R.",
+        b"]]b.",
+        b"NNb.",
+        b"K\x01K\x02\x93.",
+        b"K\x01N.a.",
+        b"S'open\n.",
+        b"X\x01\x00\x00\x00\xff.",  # not UTF-8
+        b"c_codecs\nencode\n(V\\u20ac\nS'latin1'\ntR.",
+        b"c_codecs\nencode\n(Va\nS'utf-16'\ntR.",
+        b"hello world",
+        b"\xff\xd8\xff\xe0 a JPEG",
+        b"\x00" * 100,
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+        b".",
+    ],
+)  # fmt: skip
+def test_hostile_or_damaged_bytes_end_in_one_line(tmp_path, content):
+    assert_refused(tmp_path / "lfw.bin", content)
+
+
+EMPTY_ARRAY = RECONSTRUCT + b"(" + NDARRAY + b"(I0\ntS'b'\ntR"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        RECONSTRUCT + b"(cnumpy\ndtype\n(I0\ntS'b'\ntR",  # a class other than ndarray
+        NDARRAY + b"(I9\ntR",  # ndarray itself is never called
+        EMPTY_ARRAY + b"(I1\n(I1000000000000\nt" + UINT8 + b"I00\nS'a'\ntb",
+        EMPTY_ARRAY + b"(I1\n(I-1\nI-1\nt" + UINT8 + b"I00\nS'a'\ntb",
+        EMPTY_ARRAY + b"(I1\n(I1\nt" + UINT8 + b"I00\n(lS'a'\natb",  # a list for its bytes
+        UINT8 + b"(I3\nS'|'\nN(S'a'\ntNI-1\nI-1\nI0\ntb",  # a dtype with fields
+        b"cnumpy.core.multiarray\nscalar\n(" + UINT8 + b"S''\ntR",  # a scalar without its byte
+    ],
+)
+def test_an_array_that_contradicts_itself_is_refused(tmp_path, array):
+    assert_refused(tmp_path / "lfw.bin", b"((l" + array + b"aS'b'\na(lI01\nat.", "makes no sense")
+
+
+def test_a_value_larger_than_any_image_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "lfw.bin"
+    path.write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40))
+    os.truncate(path, 2 << 40)  # sparse: takes no space
+    with pytest.raises(DataError, match="one value of 1099511627776 bytes"):
+        read_pairs(path)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path, protocol):
+    content = pickle.dumps((IMAGES, [np.bool_(flag) for flag in FLAGS]), protocol)
+    for length in range(1, len(content)):
+        assert_refused(tmp_path / "lfw.bin", content[:length])
+    assert_refused(tmp_path / "lfw.bin", content[:-1], "truncated")
+
+
+@given(st.data())
+def test_a_file_with_changed_bytes_is_read_or_refused_but_never_crashes(tmp_path_factory, data):
+    bins = [np.frombuffer(image, np.uint8) for image in IMAGES]
+    content = bytearray(pickle.dumps((bins, FLAGS), data.draw(st.integers(0, 5))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "changed.bin"
+    path.write_bytes(content)
+    with contextlib.suppress(DataError):
+        assert len(read_pairs(path)) == 2
+
+
+LAUGHS = [b"](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(100)]
+ENCODE_AGAIN = b"h\x01(h\x00U\x06latin1tR"
+BOMBS = {
+    "largest memo index": (b"]r\xff\xff\xff\xff.", "length 0"),
+    "deep lists": (b"]" * 500_000 + b"a" * 499_999 + b".", "length 1"),
+    "deep tuples": (b")" + b"\x85" * 900_000 + b".", "length 1"),
+    "deep tuples as an image": (
+        b"](" + b")" + b"\x85" * 900_000 + b"e]\x88a\x86.",
+        "image 0 of",
+    ),
+    "billion laughs": (b"]q\x00" + b"".join(LAUGHS) + b".", "length 10"),
+    "a list in itself": (b"]q\x00h\x00a.", "length 1"),
+    "100 GB of copies": (
+        b"(X\x40\x42\x0f\x00" + b"a" * 1_000_000 + b"q\x00c_codecs\nencode\nq\x01]("
+        + ENCODE_AGAIN * 100_000 + b"et.",
+        "unpacks to more bytes",
+    ),
+    "30 million lists": (b"(" + b"]" * 30_000_000 + b"l.", "runs more than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_in_bounded_memory(tmp_path, bomb):
+    content, words = BOMBS[bomb]
+    path = tmp_path / "bomb.bin"
+    path.write_bytes(content)
+    script = (
+        "import resource, sys\n"
+        "from plsc.data.pairs import DataError, read_pairs\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))\n"
+        "try: read_pairs(sys.argv[1])\n"
+        "except DataError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert words in result.stdout
+
+
+def test_missing_empty_and_directory_are_named(tmp_path):
+    for name in ("missing", "directory"):
+        path = tmp_path / name
+        if name == "directory":
+            path.mkdir()
+        with pytest.raises(DataError, match=name):
+            read_pairs(path)
+    assert_refused(tmp_path / "lfw.bin", b"", "empty")

@@ -1,0 +1,146 @@
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plsc.data.pairs import write_pairs
+from plsc.errors import DataError, OptionError
+from plsc.evaluate.embed import embed_images
+
+SHAPE = (3, 16, 16)
+
+
+def png(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue(), pixels
+
+
+IMAGES = [png(seed)[0] for seed in range(7)]
+
+
+class Network(torch.nn.Module):
+    """A linear map after dropout and batch norm, which tell training from evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.BatchNorm2d(3)
+        self.drop = torch.nn.Dropout(0.5)
+        self.frozen = torch.nn.BatchNorm1d(4).eval()
+        self.linear = torch.nn.Linear(3 * 16 * 16, 4)
+        self.calls = []
+
+    def forward(self, input, label, is_train):
+        self.calls.append((len(input), label, is_train, torch.is_inference_mode_enabled()))
+        return self.frozen(self.linear(self.drop(self.norm(input)).flatten(1)))
+
+
+def embed(network, images=IMAGES, **options):
+    return embed_images(network, images, SHAPE, batch_size=3, device="cpu", **options)
+
+
+def test_embedding_is_the_sum_over_the_image_and_its_mirror_image():
+    network = Network().eval()
+    pixels = np.stack([png(seed)[1] for seed in range(7)]).transpose(0, 3, 1, 2)
+    normalised = torch.from_numpy((pixels.astype(np.float32) - 127.5) / 128)
+    mirrored = torch.from_numpy(normalised.numpy()[..., ::-1].copy())
+    with torch.no_grad():
+        plain, flipped = network(normalised, None, False), network(mirrored, None, False)
+    embeddings = embed(network)
+    assert embeddings.dtype == np.float32
+    assert embeddings.shape == (7, 4)
+    assert embeddings == pytest.approx((plain + flipped).numpy(), abs=1e-5)
+    assert embed(network, flip=False) == pytest.approx(plain.numpy(), abs=1e-5)
+
+
+def test_network_is_called_for_prediction_in_inference_mode():
+    network = Network()
+    embed(network, flip=False)
+    assert network.calls == [(3, None, False, True), (3, None, False, True), (1, None, False, True)]
+
+
+def test_modes_of_all_parts_are_restored_also_after_an_error():
+    network = Network()
+    before = [module.training for module in network.modules()]
+    embed(network)
+    assert [module.training for module in network.modules()] == before
+    with pytest.raises(DataError):
+        embed(network, [b"no image"])
+    assert [module.training for module in network.modules()] == before
+    assert network.norm.num_batches_tracked == 0
+
+
+def test_a_bad_image_is_named_by_its_number():
+    images = [*IMAGES[:4], IMAGES[4][:60], *IMAGES[5:]]
+    with pytest.raises(DataError, match=r"^image 4 of lfw\.bin: "):
+        embed(Network(), images, name="lfw.bin")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_embedding_that_is_not_finite_is_named(value):
+    class Diverged(torch.nn.Module):
+        def forward(self, input, label, is_train):
+            output = input.flatten(1).clone()
+            output[len(input) - 1, 5] = value
+            return output
+
+    with pytest.raises(DataError, match="embedding of image 2 of the images is not finite"):
+        embed(Diverged())
+
+
+def test_a_network_that_gives_no_embeddings_is_an_option_error():
+    class Unflattened(torch.nn.Module):
+        def forward(self, input, label, is_train):
+            return input
+
+    with pytest.raises(OptionError, match=r"gives \[3, 3, 16, 16\]"):
+        embed(Unflattened())
+    with pytest.raises(OptionError, match="batch_size"):
+        embed_images(Network(), IMAGES, SHAPE, batch_size=0, device="cpu")
+    with pytest.raises(DataError, match="none to embed"):
+        embed(Network(), [])
+
+
+def run_ranks(folder, case, ranks):
+    write_pairs(folder / "pairs.bin", [*IMAGES, IMAGES[0]], [True, False, True, False])
+    script = Path(__file__).with_name("embed_rank.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, f"--nproc-per-node={ranks}", str(script), str(folder), case]
+    root = str(Path(__file__).parents[3])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    subprocess.run(command, check=True, timeout=150, env=environment, capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "count"), [("good", 8), ("few", 2)])
+def test_every_rank_returns_all_embeddings_in_order(tmp_path, case, count):
+    class Pixels(torch.nn.Module):
+        def forward(self, input, label, is_train):
+            return input.flatten(1)[:, ::5]
+
+    run_ranks(tmp_path, case, ranks=3)
+    alone = embed(Pixels(), [*IMAGES, IMAGES[0]][:count])
+    for rank in range(3):
+        assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "own", "others"),
+    [
+        ("bad", "DataError: image 7 of pairs.bin: ", "DataError: image 7 of pairs.bin: "),
+        ("bug", "RuntimeError: out of memory", "DistributedError: rank 1 failed while it embedded"),
+    ],
+)
+def test_an_error_on_one_rank_reaches_all(tmp_path, case, own, others):
+    run_ranks(tmp_path, case, ranks=2)
+    assert (tmp_path / "1.txt").read_text().startswith(own)
+    assert (tmp_path / "0.txt").read_text().startswith(others)

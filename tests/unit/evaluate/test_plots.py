@@ -1,0 +1,155 @@
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from PIL import Image
+
+from plsc.errors import DataError
+from plsc.evaluate.hardest import plot_hardest_pairs
+from plsc.evaluate.plots import plot_metrics, plot_roc
+
+
+def assert_picture(path):
+    with Image.open(path) as image:
+        image.load()
+        assert image.format == "PNG"
+        colours = np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)
+    assert len(colours) > 10
+    assert [other for other in path.parent.iterdir() if other.name.endswith(".tmp")] == []
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What was drawn: (label, x, y) of each line."""
+    lines = []
+    plot = Axes.plot
+
+    def record(axes, x, y, **options):
+        lines.append((options.get("label"), np.asarray(x), np.asarray(y)))
+        return plot(axes, x, y, **options)
+
+    monkeypatch.setattr(Axes, "plot", record)
+    return lines
+
+
+def test_roc_begins_at_the_best_that_one_false_accept_buys(tmp_path, drawn):
+    is_same = np.array([True, True, False, True, False])
+    cosines = np.array([0.9, 0.8, 0.7, 0.6, 0.5])
+    plot_roc({"net": (cosines, is_same)}, tmp_path / "roc.png")
+    label, far, tar = drawn[0]
+    assert label.strip() == "net  (AUC 0.833)"
+    assert far.tolist() == [0.5, 1.0]
+    assert tar.tolist() == [1.0, 1.0]
+    assert_picture(tmp_path / "roc.png")
+
+
+def test_roc_takes_any_name_and_many_curves(tmp_path):
+    is_same = np.arange(40) % 2 == 0
+    curves = {
+        f"{name}{index}": (np.random.default_rng(index).random(40), is_same)
+        for index, name in enumerate(["_lfw", "$x_", "a\\frac{", "%"] * 3)
+    }
+    plot_roc(curves, tmp_path / "roc.png")
+    assert_picture(tmp_path / "roc.png")
+
+
+def test_roc_of_nothing_is_a_data_error(tmp_path):
+    with pytest.raises(DataError, match="no curves"):
+        plot_roc({}, tmp_path / "roc.png")
+    with pytest.raises(DataError, match="only same"):
+        plot_roc({"net": (np.ones(3), np.ones(3, bool))}, tmp_path / "roc.png")
+    with pytest.raises(DataError, match="cannot write"):
+        plot_roc({"net": (np.ones(2), np.arange(2) > 0)}, tmp_path / "missing" / "roc.png")
+
+
+def test_metrics_survive_torn_and_foreign_lines(tmp_path, drawn):
+    lines = [
+        json.dumps({"step": 1, "loss": 9.0, "lr": 0.1}),
+        "",
+        "[1, 2]",
+        '{"step": "two", "loss": 1}',
+        '{"step": 2, "loss": NaN, "lr": 0.1}',
+        '{"step": 3, "loss": 1' + "0" * 400 + "}",
+        "[" * 100_000,
+        json.dumps({"step": 4, "loss": 5.0, "lr": 0.2, "eval": {"lfw": {"accuracy": 0.7}}}),
+        json.dumps({"step": 5, "eval": {"lfw": {"accuracy": 0.8}, "odd": None}}),
+        json.dumps({"step": 4, "loss": 6.0}),
+        '{"step": 6, "lo',
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes("\n".join(lines).encode() + b"\xff")
+    plot_metrics(path, tmp_path / "loss.png")
+    values = [(x.tolist(), y.tolist()) for _, x, y in drawn]
+    assert values == [
+        ([1, 4], [9.0, 6.0]),  # a repeated step: the later line
+        ([4, 5], [0.7, 0.8]),
+        ([1, 2, 4], [0.1, 0.1, 0.2]),
+    ]
+    assert_picture(tmp_path / "loss.png")
+
+
+def test_a_long_run_is_drawn_with_its_running_mean(tmp_path, drawn):
+    generator = np.random.default_rng(0)
+    losses = generator.random(400)
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "loss": loss, "accuracy": 0.5} for step, loss in enumerate(losses)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plot_metrics(path, tmp_path / "loss.png")
+    (_, _, raw), (label, _, smooth) = drawn[:2]
+    assert np.array_equal(raw, losses)
+    assert label == "mean over 21"
+    naive = [losses[max(0, i - 10) : i + 11].mean() for i in range(400)]
+    assert smooth == pytest.approx(naive)
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 1, "lo', '{"step": 1, "lr": 0.1}\n'])
+def test_metrics_without_a_loss_are_a_data_error(tmp_path, content):
+    path = tmp_path / "metrics.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=r"metrics\.jsonl"):
+        plot_metrics(path, tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_plots_never_touch_pyplot(tmp_path):
+    script = (
+        "import sys\n"
+        "from plsc.evaluate.plots import plot_roc\n"
+        "plot_roc({'net': ([0.1, 0.9], [False, True])}, sys.argv[1])\n"
+        "sys.exit('matplotlib.pyplot' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "roc.png")], check=True)
+    assert_picture(tmp_path / "roc.png")
+
+
+def grey(level):
+    file = io.BytesIO()
+    Image.new("L", (20, 30), level).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_hardest_pairs_come_worst_first(tmp_path, monkeypatch):
+    captions = []
+    text = Axes.text
+    monkeypatch.setattr(
+        Axes, "text", lambda *args, **options: captions.append(args[3]) or text(*args, **options)
+    )
+    is_same = np.array([True, False, True, False, True, False])
+    cosines = np.array([0.9, 0.1, -0.2, 0.8, 0.3, 0.5])
+    images = [grey(20 * index) for index in range(12)]
+    plot_hardest_pairs(images, is_same, cosines, tmp_path / "hardest.png", count=2)
+    assert captions == ["0.800", "0.500", "\N{MINUS SIGN}0.200", "0.300"]
+    assert_picture(tmp_path / "hardest.png")
+
+
+def test_hardest_pairs_name_a_bad_image_and_lengths_that_do_not_fit(tmp_path):
+    images, is_same, cosines = [grey(9), b"bad", grey(9), grey(9)], np.array([True, False]), [0, 1]
+    with pytest.raises(DataError, match="image 1 of the pairs: "):
+        plot_hardest_pairs(images, is_same, cosines, tmp_path / "hardest.png")
+    with pytest.raises(DataError, match="3 images, 2 flags and 2 scores"):
+        plot_hardest_pairs(images[:3], is_same, cosines, tmp_path / "hardest.png")

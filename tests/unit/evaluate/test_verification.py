@@ -1,0 +1,182 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.errors import DataError, OptionError
+from plsc.evaluate.verification import area_under_roc, roc_curve, scores, tar_at_far, verify
+
+
+def naive_accuracy(embeddings, is_same, folds):
+    """The protocol with loops, one decision at a time: mean, deviation, mean threshold."""
+    distances = []
+    for first, second in zip(embeddings[::2], embeddings[1::2], strict=True):
+        first, second = first.astype(float), second.astype(float)
+        difference = first / np.sqrt(first @ first) - second / np.sqrt(second @ second)
+        distances.append(sum(d * d for d in difference))
+    remaining, parts = list(range(len(is_same))), []
+    for fold in range(folds):
+        size = len(is_same) // folds + (fold < len(is_same) % folds)
+        parts.append(remaining[:size])
+        remaining = remaining[size:]
+
+    def accuracy(threshold, pairs):
+        return sum((distances[p] < threshold) == is_same[p] for p in pairs) / len(pairs)
+
+    accuracies, thresholds = [], []
+    for test in parts:
+        train = [p for part in parts if part is not test for p in part]
+        best, best_accuracy = None, -1.0
+        for threshold in np.arange(0, 4, 0.01):
+            found = accuracy(threshold, train)
+            if found > best_accuracy:
+                best, best_accuracy = threshold, found
+        accuracies.append(accuracy(best, test))
+        thresholds.append(best)
+    return np.mean(accuracies), np.std(accuracies), np.mean(thresholds)
+
+
+def naive_tar(cosines, is_same, far):
+    """Try every threshold that makes a difference."""
+    best = 0.0
+    positives, negatives = cosines[is_same], cosines[~is_same]
+    for threshold in [*cosines, np.inf]:
+        if sum(negatives >= threshold) / len(negatives) <= far:
+            best = max(best, sum(positives >= threshold) / len(positives))
+    return best
+
+
+def naive_auc(cosines, is_same):
+    wins = [
+        1.0 if p > n else 0.5 if p == n else 0.0
+        for p in cosines[is_same]
+        for n in cosines[~is_same]
+    ]
+    return sum(wins) / len(wins)
+
+
+def some_pairs(pairs, noise, seed, size=8):
+    generator = np.random.default_rng(seed)
+    is_same = generator.random(pairs) < 0.4
+    is_same[:2] = True, False
+    first = generator.normal(size=(pairs, size))
+    other = np.where(is_same[:, None], first, generator.normal(size=(pairs, size)))
+    second = other + noise * generator.normal(size=(pairs, size))
+    embeddings = np.stack([first, 3 * second], axis=1).reshape(2 * pairs, size)
+    return embeddings.astype(np.float32), is_same
+
+
+@pytest.mark.parametrize(("pairs", "folds"), [(60, 10), (47, 10), (10, 10), (23, 2)])
+@pytest.mark.parametrize("noise", [0.1, 1.0, 3.0])
+def test_accuracy_equals_the_protocol_with_loops(pairs, folds, noise):
+    embeddings, is_same = some_pairs(pairs, noise, seed=pairs)
+    result = verify(embeddings, is_same, folds)
+    naive = naive_accuracy(embeddings, is_same, folds)
+    assert (result.accuracy, result.accuracy_std, result.threshold) == pytest.approx(naive)
+    assert result.threshold_cosine == pytest.approx(1 - naive[2] / 2)
+
+
+def test_folds_are_contiguous_and_unshuffled():
+    # The last tenth is labelled the wrong way round: exactly one fold is judged all wrong.
+    same, different = [[1, 0], [1, 0]], [[1, 0], [0, 1]]
+    is_same = np.arange(100) % 2 == 0
+    embeddings = np.array([row for flag in is_same for row in (same if flag else different)])
+    is_same[90:] = ~is_same[90:]
+    result = verify(embeddings, is_same)
+    assert result.accuracy == pytest.approx(0.9)
+    assert result.accuracy_std == pytest.approx(0.3)
+    assert result.threshold == pytest.approx(0.01)  # distance 0 is not below threshold 0
+
+
+# few distinct scores, so that ties are common
+SCORED = st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=2, max_size=40).filter(
+    lambda pairs: len({same for _, same in pairs}) == 2
+)
+
+
+@given(SCORED, st.sampled_from([0.001, 0.1, 0.25, 0.29, 1 / 3, 0.5, 0.7, 1.0]))
+def test_tar_at_far_is_the_best_of_all_thresholds(pairs, far):
+    cosines = np.array([score / 4 for score, _ in pairs])
+    is_same = np.array([same for _, same in pairs])
+    assert tar_at_far(cosines, is_same, far) == pytest.approx(naive_tar(cosines, is_same, far))
+
+
+def test_tar_at_far_uses_every_false_accept_that_the_rate_allows():
+    # 0.29 * 100 is 28.999999999999996 in binary
+    cosines = np.append(np.arange(100, 0, -1) / 100, 0.715)
+    is_same = np.append(np.zeros(100, bool), True)
+    assert tar_at_far(cosines, is_same, 0.29) == 1.0
+    assert tar_at_far(cosines, is_same, 0.28) == 0.0
+
+
+@given(SCORED)
+def test_auc_is_the_chance_that_a_same_pair_scores_higher(pairs):
+    cosines = np.array([score / 4 for score, _ in pairs])
+    is_same = np.array([same for _, same in pairs])
+    assert area_under_roc(cosines, is_same) == pytest.approx(naive_auc(cosines, is_same))
+
+
+def test_roc_accepts_tied_pairs_together():
+    far, tar = roc_curve(np.array([0.9, 0.5, 0.5, 0.1]), np.array([True, True, False, False]))
+    assert far.tolist() == [0, 0, 0.5, 1]
+    assert tar.tolist() == [0, 0.5, 1, 1]
+
+
+def test_scores_are_cosines_of_pairs_over_chunk_borders():
+    embeddings, _ = some_pairs(9000, 1.0, seed=1)
+    first, second = embeddings[::2].astype(float), embeddings[1::2].astype(float)
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    assert scores(embeddings) == pytest.approx((first * second).sum(axis=1) / lengths)
+
+
+def test_scores_of_a_zero_embedding_are_zero():
+    assert scores(np.array([[0.0, 0.0], [1.0, 0.0]])).tolist() == [0.0]
+
+
+def test_result_says_which_far_the_negatives_cannot_resolve():
+    embeddings, is_same = some_pairs(100, 0.5, seed=0)
+    is_same[:] = np.arange(100) < 50
+    result = verify(embeddings, is_same, fars=(0.1, 0.02, 0.01))
+    assert result.unresolved_fars == (0.01,)
+    cosines = scores(embeddings)
+    assert result.tar_at_far[0.01] == naive_tar(cosines, is_same, 0)
+
+
+def test_result_is_plain_json():
+    embeddings, is_same = some_pairs(50, 0.5, seed=0)
+    result = verify(embeddings, is_same)
+    plain = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert plain == result.as_dict()
+    assert set(plain["tar_at_far"]) == {"0.1", "0.01", "0.001"}
+    assert plain["pairs"] == plain["positives"] + plain["negatives"] == 50
+    assert plain["mean_norm"] == pytest.approx(np.linalg.norm(embeddings, axis=1).mean())
+
+
+def test_what_cannot_be_judged_is_a_data_error():
+    embeddings, is_same = some_pairs(20, 0.5, seed=0)
+    with pytest.raises(DataError, match="9 pairs cannot fill 10 folds"):
+        verify(embeddings[:18], is_same[:9])
+    with pytest.raises(DataError, match="only same"):
+        verify(embeddings, np.ones(20, bool))
+    with pytest.raises(DataError, match="only different"):
+        verify(embeddings, np.zeros(20, bool))
+    with pytest.raises(DataError, match="no pairs"):
+        verify(np.empty((0, 4)), np.empty(0, bool))
+    with pytest.raises(DataError, match=r"shape \[20\].*shape \[19\]"):
+        verify(embeddings, is_same[:19])
+    with pytest.raises(DataError, match="shape"):
+        verify(embeddings[:39], is_same)
+    for bad in (np.nan, np.inf):
+        embeddings[7, 3] = bad
+        with pytest.raises(DataError, match="pair 3 is not finite"):
+            verify(embeddings, is_same)
+
+
+def test_folds_and_fars_are_checked():
+    embeddings, is_same = some_pairs(20, 0.5, seed=0)
+    with pytest.raises(OptionError, match="folds"):
+        verify(embeddings, is_same, folds=1)
+    with pytest.raises(OptionError, match="fars"):
+        verify(embeddings, is_same, fars=(0.1, 0.0))
