@@ -1,0 +1,58 @@
+"""What every backbone is: an `nn.Module` that turns images into embeddings."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from plsc.errors import OptionError
+
+
+class BaseModel(nn.Module):
+    """Base of the networks here and of people's own.
+
+    Make the layers in ``__init__`` and put them to use in `build_network`, which is called at each step::
+
+        class MyModel(BaseModel):
+            def __init__(self, emb_size=512):
+                super().__init__()
+                self.conv = nn.Conv2d(3, 64, 3, stride=2)
+                self.fc = nn.Linear(64, emb_size)
+
+            def build_network(self, input, label, is_train=True):
+                return self.fc(self.conv(input).mean((2, 3)))
+
+    Raises:
+        OptionError: at construction, if the class does not implement `build_network`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if type(self).build_network is BaseModel.build_network:
+            raise _not_implemented(type(self).__name__)
+
+    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
+        """Return the embeddings [b, D] of the images ``input`` [b, C, H, W].
+
+        label: int64 [b], or None when the network predicts. is_train: whether this is a training step;
+        ``self.training`` says the same unless the caller asks otherwise.
+        """
+        raise _not_implemented(type(self).__name__)
+
+    def forward(
+        self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None
+    ) -> Tensor:
+        """Call `build_network` on the images in the network's own floating-point type.
+
+        ``is_train`` is ``self.training`` if not given.
+        """
+        first = next(self.parameters(), None)
+        if first is not None and first.is_floating_point():
+            input = input.to(first.dtype)
+        return self.build_network(input, label, self.training if is_train is None else is_train)
+
+
+def _not_implemented(name: str) -> OptionError:
+    return OptionError(
+        f"{name} has no build_network; implement build_network(self, input, label, is_train=True), "
+        "which returns the embeddings [batch, emb_size]"
+    )

@@ -1,0 +1,85 @@
+"""What the residual networks share: initial weights, the embedding neck, the check of the image."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from plsc.errors import OptionError
+
+BATCH_NORM_EPS = 2e-5
+BATCH_NORM_MOMENTUM = (
+    0.1  # torch's sense: the weight of the new batch (0.9 in the original's sense)
+)
+DOWNSAMPLING = 16
+
+
+def batch_norm(channels: int) -> nn.BatchNorm2d:
+    """Return a batch norm [b, channels, h, w] with the constants of the original networks."""
+    return nn.BatchNorm2d(channels, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM)
+
+
+def prelu() -> nn.PReLU:
+    """Return a PReLU with one slope for all channels, 0.25 at first."""
+    return nn.PReLU(init=0.25)
+
+
+class EmbeddingNeck(nn.Sequential):
+    """Feature maps [b, C, h, w] to embeddings [b, emb_size]: BN, dropout, fully connected, BN.
+
+    The neck of ArcFace (Deng et al. 2019, section 3.1, "option E").
+    """
+
+    def __init__(self, channels: int, cells: int, emb_size: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = batch_norm(channels)
+        self.dropout = nn.Dropout(dropout)
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(channels * cells, emb_size)
+        self.norm_out = nn.BatchNorm1d(emb_size, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM)
+
+
+def initialise(model: nn.Module) -> None:
+    """Draw the weights of convolutions and fully connected layers; biases are zero.
+
+    Normal with deviation sqrt(2 / fan_out): Xavier's (Glorot and Bengio 2010) with fan_in taken as 0,
+    as the original networks have it. fan_out is outputs * kernel height * kernel width.
+    """
+    for layer in model.modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            fan_out = layer.weight.shape[0] * math.prod(layer.weight.shape[2:])
+            nn.init.normal_(layer.weight, std=math.sqrt(2 / fan_out))
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def count_cells(image_shape: tuple[int, ...]) -> int:
+    """Return h * w of the last feature map for images (C, H, W).
+
+    Raises:
+        OptionError: not 1 or 3 channels, or a height or width that is no multiple of 16.
+    """
+    fits = (
+        len(image_shape) == 3
+        and image_shape[0] in (1, 3)
+        and all(side >= DOWNSAMPLING and side % DOWNSAMPLING == 0 for side in image_shape[1:])
+    )
+    if not fits:
+        raise OptionError(
+            f"image_shape is {tuple(image_shape)}; a residual network takes (channels, height, width) "
+            f"with 1 or 3 channels and sides that are multiples of {DOWNSAMPLING}, such as (3, 112, 112)"
+        )
+    return math.prod(image_shape[1:]) // DOWNSAMPLING**2
+
+
+def check_sizes(emb_size: int, dropout: float) -> None:
+    """See that the embedding has a size and the dropout is a ratio.
+
+    Raises:
+        OptionError: emb_size below 1, or dropout outside [0, 1).
+    """
+    if emb_size < 1:
+        raise OptionError(f"emb_size is {emb_size}; expected at least 1")
+    if not 0 <= dropout < 1:
+        raise OptionError(f"dropout is {dropout}; expected a ratio from 0 up to, not including, 1")

@@ -1,0 +1,80 @@
+"""Networks by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+
+from plsc.errors import OptionError, PlscError, suggest
+from plsc.models.base_model import BaseModel
+from plsc.models.resnet import DEPTHS, ResNet
+from plsc.models.small import SmallResNet
+
+MODELS: dict[str, Callable[..., BaseModel]] = {
+    **{f"ResNet{depth}": functools.partial(ResNet, depth) for depth in DEPTHS},
+    "SmallResNet": SmallResNet,
+}
+
+
+def build_model(
+    name: str,
+    emb_size: int = 512,
+    image_shape: Sequence[int] = (3, 112, 112),
+    dropout: float = 0.4,
+) -> BaseModel:
+    """Return the network of that name, or of that ``package.module:Class``, with fresh weights.
+
+    Raises:
+        OptionError: an unknown name, or options that the network cannot take.
+    """
+    if ":" in name:
+        return load_custom(name, emb_size=emb_size, image_shape=tuple(image_shape), dropout=dropout)
+    if name not in MODELS:
+        raise OptionError(
+            f"no model is named {name!r}; {suggest(name, MODELS)}; "
+            "your own is named 'package.module:Class'"
+        )
+    return MODELS[name](emb_size=emb_size, image_shape=tuple(image_shape), dropout=dropout)
+
+
+def load_custom(reference: str, **options: object) -> BaseModel:
+    """Import ``package.module:Class`` and make one; it gets those ``options`` that its __init__ names.
+
+    Imports and runs the user's code.
+
+    Raises:
+        OptionError: no such module or class, no `BaseModel`, or it cannot be made.
+    """
+    module_name, _, class_name = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except PlscError:
+        raise
+    except Exception as error:  # anything may happen while a user's module runs
+        raise OptionError(
+            f"cannot import {module_name!r} of model {reference!r}: {_in_short(error)}; "
+            "name it 'package.module:Class' and start where Python finds the package"
+        ) from error
+    chosen = getattr(module, class_name, None)
+    if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
+        found = "nothing" if chosen is None else repr(chosen)
+        raise OptionError(
+            f"model {reference!r} is {found}; expected a class derived from "
+            "plsc.models.base_model.BaseModel"
+        )
+    accepted = inspect.signature(chosen).parameters
+    try:
+        return chosen(**{name: value for name, value in options.items() if name in accepted})
+    except PlscError:
+        raise
+    except Exception as error:  # a user's constructor may throw anything
+        raise OptionError(
+            f"cannot make model {reference!r}: {_in_short(error)}; its __init__ is given "
+            f"those of {', '.join(options)} that it names"
+        ) from error
+
+
+def _in_short(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

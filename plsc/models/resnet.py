@@ -1,0 +1,131 @@
+"""ResNet 18 to 152 in the form of face recognition.
+
+After He et al. 2015, with the changes of ArcFace (Deng et al. 2019) as PLSC 0.1 has them: a 3x3 stem
+without stride or pooling, PReLU, batch norm in front of each block, and the embedding neck. In each
+stage the first block halves the image, so 112 x 112 ends at 7 x 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from plsc.errors import OptionError
+from plsc.models.base_model import BaseModel
+from plsc.models.neck import (
+    EmbeddingNeck,
+    batch_norm,
+    check_sizes,
+    count_cells,
+    initialise,
+    prelu,
+)
+
+STEM_WIDTH = 64
+BASIC_WIDTHS = (64, 128, 256, 512)
+BOTTLENECK_WIDTHS = (256, 512, 1024, 2048)
+# depth: (blocks in each stage, whether the blocks are bottlenecks)
+DEPTHS = {
+    18: ((2, 2, 2, 2), False),
+    34: ((3, 4, 6, 3), False),
+    50: ((3, 4, 14, 3), False),
+    101: ((3, 4, 23, 3), True),
+    152: ((3, 8, 36, 3), True),
+}
+
+
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution without bias that keeps the image's size, up to its stride."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+class ResidualBlock(nn.Module):
+    """``residual(x) + shortcut(x)``; the shortcut is a 1x1 convolution where the shape changes."""
+
+    def __init__(self, residual: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.residual = residual
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            self.shortcut = nn.Sequential(
+                convolution(inputs, outputs, 1, stride), batch_norm(outputs)
+            )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features [b, inputs, h, w] to [b, outputs, h / stride, w / stride]."""
+        return self.residual(features) + self.shortcut(features)
+
+
+def basic_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
+    """Return BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN: the block "IR" of ArcFace."""
+    residual = nn.Sequential(
+        batch_norm(inputs),
+        convolution(inputs, outputs, 3),
+        batch_norm(outputs),
+        prelu(),
+        convolution(outputs, outputs, 3, stride),
+        batch_norm(outputs),
+    )
+    return ResidualBlock(residual, inputs, outputs, stride)
+
+
+def bottleneck_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
+    """Return BN, then 1x1, 3x3 (both a quarter as wide) and 1x1 with the stride, each with its BN."""
+    narrow = outputs // 4
+    residual = nn.Sequential(
+        batch_norm(inputs),
+        convolution(inputs, narrow, 1),
+        batch_norm(narrow),
+        prelu(),
+        convolution(narrow, narrow, 3),
+        batch_norm(narrow),
+        prelu(),
+        convolution(narrow, outputs, 1, stride),
+        batch_norm(outputs),
+    )
+    return ResidualBlock(residual, inputs, outputs, stride)
+
+
+class ResNet(BaseModel):
+    """A residual network of ``depth`` 18, 34, 50, 101 or 152 that gives embeddings [b, emb_size].
+
+    image_shape: (C, H, W), 1 or 3 channels, sides that are multiples of 16. dropout: in the neck.
+
+    Raises:
+        OptionError: unknown depth, image shape that does not fit, emb_size below 1, dropout outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        depth: int = 50,
+        emb_size: int = 512,
+        image_shape: Sequence[int] = (3, 112, 112),
+        dropout: float = 0.4,
+    ) -> None:
+        super().__init__()
+        image_shape = tuple(image_shape)
+        check_sizes(emb_size, dropout)
+        cells = count_cells(image_shape)
+        if depth not in DEPTHS:
+            raise OptionError(f"depth is {depth}; expected one of {', '.join(map(str, DEPTHS))}")
+        blocks, is_bottleneck = DEPTHS[depth]
+        widths = BOTTLENECK_WIDTHS if is_bottleneck else BASIC_WIDTHS
+        make_block = bottleneck_block if is_bottleneck else basic_block
+        self.stem = nn.Sequential(
+            convolution(image_shape[0], STEM_WIDTH, 3), batch_norm(STEM_WIDTH), prelu()
+        )
+        self.stages = nn.Sequential()
+        inputs = STEM_WIDTH
+        for width, repeats in zip(widths, blocks, strict=True):
+            stage = nn.Sequential()
+            for index in range(repeats):
+                stage.append(make_block(inputs, width, 2 if index == 0 else 1))
+                inputs = width
+            self.stages.append(stage)
+        self.neck = EmbeddingNeck(inputs, cells, emb_size, dropout)
+        initialise(self)
+
+    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
+        """Return the embeddings [b, emb_size] of the images [b, C, H, W]."""
+        return self.neck(self.stages(self.stem(input)))

@@ -1,0 +1,220 @@
+"""Batch norm over the global batch, on any device, and equal buffers on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Let every BatchNorm1d, 2d and 3d of ``module`` take its statistics over all ranks of ``group``.
+
+    Call it once the module is on its device: CUDA gets torch's SyncBatchNorm, which refuses every
+    other device; those get ours. Layers are replaced in place, with the same parameters, buffers and
+    state-dict keys. Returns ``module``, or its replacement if it is a batch norm itself. One rank, or
+    no group: nothing changes.
+    """
+    if group is None or group.size() == 1:
+        return module
+    if any(tensor.is_cuda for tensor in module.parameters()):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+    return _replace(module, group)
+
+
+def _replace(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        return SyncBatchNorm.replacing(module, group)
+    for name, child in module.named_children():
+        replacement = _replace(child, group)
+        if replacement is not child:
+            setattr(module, name, replacement)
+    return module
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm [b, C, ...] whose training statistics are those of the batches of all ranks together.
+
+    The ranks may bring batches of different sizes, also none. The gradients of weight and bias are
+    local sums: added over the ranks they are those of the global batch. All ranks must call it, and
+    its backward, equally often. In evaluation it is an ordinary batch norm.
+    """
+
+    def __init__(self, num_features: int, *, group: dist.ProcessGroup, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        self.group = group
+
+    @classmethod
+    def replacing(cls, norm: _BatchNorm, group: dist.ProcessGroup) -> SyncBatchNorm:
+        """Return a layer that shares the parameters and buffers of ``norm``."""
+        layer = cls(
+            norm.num_features,
+            group=group,
+            eps=norm.eps,
+            momentum=norm.momentum,
+            affine=norm.affine,
+            track_running_stats=norm.track_running_stats,
+        )
+        layer._parameters.update(norm._parameters)
+        layer._buffers.update(norm._buffers)
+        return layer.train(norm.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` [b, C, ...].
+
+        Raises:
+            ValueError: a wrong number of channels, or fewer than two values a channel in the global batch.
+        """
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ValueError(
+                f"input is {list(input.shape)}; expected [batch, {self.num_features}, ...]"
+            )
+        if not self.training:
+            return F.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=self.running_mean is None,
+                eps=self.eps,
+            )
+        count, mean, variance = _global_statistics(input.detach(), self.group)
+        self._update_running(count, mean, variance)
+        return _Normalise.apply(
+            input, self.weight, self.bias, mean, variance, count, self.eps, self.group
+        )
+
+    @torch.no_grad()
+    def _update_running(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None  # they come together
+        self.num_batches_tracked.add_(1)
+        rate = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+
+@torch.no_grad()
+def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Tensor, Tensor]:
+    """Return how many values a channel has on all ranks, their mean [C] and their biased variance [C].
+
+    Each rank's mean and sum of squared deviations M2 are combined as in Chan, Golub and LeVeque 1979,
+    in fp64 and in the same order on every rank: a sum of squares would cancel, and the ranks would
+    drift apart.
+    """
+    channels = input.size(1)
+    values = input.to(_work_type(input.dtype)).transpose(0, 1).reshape(channels, -1)
+    local_count = values.size(1)
+    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    mine[0] = local_count
+    if local_count > 0:
+        variance, mean = torch.var_mean(values, dim=1, correction=0)
+        mine[1 : channels + 1] = mean
+        mine[channels + 1 :] = variance.double() * local_count
+    gathered = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    gathered = gathered.view(group.size(), -1)
+    counts, means, m2 = gathered.split([1, channels, channels], dim=1)
+    count = int(counts.sum())
+    if count < 2:
+        raise ValueError(
+            f"batch norm needs at least 2 values a channel in training, the global batch has {count}"
+        )
+    mean = (counts * means).sum(0) / count
+    m2 = m2.sum(0) + (counts * (means - mean) ** 2).sum(0)
+    return count, mean, m2 / count
+
+
+class _Normalise(torch.autograd.Function):
+    """y = w (x - mean) / sqrt(variance + eps) + bias, where mean and variance depend on x.
+
+    With z the normalised x and n the global count,
+    dx = w / sqrt(variance + eps) (dy - sum(dy) / n - z sum(dy z) / n), the sums over all ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: int,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        work = _work_type(input.dtype)
+        mean, inverse = mean.to(work), (variance + eps).rsqrt().to(work)
+        ctx.save_for_backward(input, weight, mean, inverse)
+        ctx.count, ctx.group = count, group
+        output = _standardise(input, mean, inverse)
+        if weight is not None:
+            output.mul_(_per_channel(weight, input))
+        if bias is not None:
+            output.add_(_per_channel(bias, input))
+        return output.to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse = ctx.saved_tensors
+        normalised = _standardise(input, mean, inverse)
+        d_output = gradients[0].to(normalised.dtype)
+        others = [axis for axis in range(input.dim()) if axis != 1]
+        d_bias = d_output.sum(others)
+        d_weight = (d_output * normalised).sum(others)
+        d_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([d_bias, d_weight])
+            dist.all_reduce(sums, group=ctx.group)
+            mean_d, mean_dz = sums / ctx.count
+            scale = inverse if weight is None else inverse * weight
+            d_input = normalised.mul_(_per_channel(mean_dz, input)).neg_().add_(d_output)
+            d_input.sub_(_per_channel(mean_d, input)).mul_(_per_channel(scale, input))
+            d_input = d_input.to(input.dtype)
+        if weight is None:
+            return (d_input, *[None] * 7)
+        return (d_input, d_weight.to(weight.dtype), d_bias.to(weight.dtype), *[None] * 5)
+
+
+def _work_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _standardise(input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
+    return (input - _per_channel(mean, input)).mul_(_per_channel(inverse, input))
+
+
+def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    return vector.view(1, -1, *[1] * (like.dim() - 2))
+
+
+@torch.no_grad()
+def equalise_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Make the saved buffers of ``module`` the same on all ranks of ``group``, in place.
+
+    Floating ones (running statistics) become their mean, all others are taken from the group's first
+    rank. Collective. Without it each rank's running statistics are those of its own share of the data.
+    """
+    if group is None or group.size() == 1:
+        return
+    saved = set(module.state_dict())
+    buffers = [buffer for name, buffer in module.named_buffers() if name in saved]
+    averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
+    if averaged:
+        # In fp64, so that fp32 buffers that are equal already keep their bits.
+        flat = torch.cat([buffer.double().flatten() for buffer in averaged])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size()
+        for buffer, mean in zip(averaged, flat.split([b.numel() for b in averaged]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+    for buffer in buffers:
+        if not buffer.is_floating_point():
+            dist.broadcast(buffer, group_src=0, group=group)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.errors import OptionError
+from plsc.models import BaseModel, check_model, describe
+
+
+class Recorder(BaseModel):
+    def __init__(self, emb_size=8):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.fc = nn.Linear(3, emb_size)
+        self.calls = []
+
+    def build_network(self, input, label, is_train=True):
+        self.calls.append((label, is_train))
+        return self.fc(self.norm(input).mean((2, 3)))
+
+
+def test_is_train_follows_the_mode_unless_given_and_label_is_none_when_predicting():
+    model, images, labels = Recorder(), torch.zeros(2, 3, 4, 4), torch.tensor([1, 2])
+    model(images, labels)
+    model.eval()
+    model(images)
+    model(images, labels, is_train=True)
+    assert model.calls == [(labels, True), (None, False), (labels, True)]
+
+
+def test_a_class_without_build_network_is_refused_at_construction():
+    class Forgetful(BaseModel):
+        pass
+
+    with pytest.raises(OptionError, match=r"Forgetful has no build_network; implement"):
+        Forgetful()
+
+
+def test_the_check_accepts_a_fitting_network_and_leaves_no_trace():
+    model = Recorder()
+    model.fc.eval()  # frozen by its owner
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    check_model(model, (3, 8, 8), 8)
+    assert model.training
+    assert model.norm.training
+    assert not model.fc.training
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (lambda x: x.mean((2, 3)), r"\[2, 3\].*expected \[2, 8\]"),
+        (lambda x: x, r"\[2, 3, 4, 4\]"),
+        (lambda x: torch.zeros(2, 8, dtype=torch.int64), r"int64"),
+        (lambda x: (torch.zeros(2, 8),), r"tuple"),
+        (lambda x: x @ torch.zeros(7, 7), r"cannot take images of shape \(3, 4, 4\): RuntimeError"),
+    ],
+)
+def test_the_check_refuses(output, said):
+    class Wrong(BaseModel):
+        def build_network(self, input, label, is_train=True):
+            return output(input)
+
+    with pytest.raises(OptionError, match=said) as caught:
+        check_model(Wrong(), (3, 4, 4), 8)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_check_does_not_spoil_what_a_network_keeps_from_its_first_call():
+    class Lazy(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.LazyLinear(8)
+            self.grid = None
+
+        def build_network(self, input, label, is_train=True):
+            if self.grid is None:
+                self.grid = torch.ones_like(input)
+            return self.fc((input * self.grid).flatten(1))
+
+    model = Lazy()
+    check_model(model, (1, 4, 4), 8)
+    model(torch.ones(2, 1, 4, 4)).sum().backward()
+    assert model.fc.weight.grad is not None
+
+
+def test_the_table_lists_layers_with_shapes_and_counts_a_shared_layer_once():
+    class Shared(Recorder):
+        def build_network(self, input, label, is_train=True):
+            return super().build_network(self.norm(input), label, is_train)
+
+    lines = describe(Shared(), (3, 4, 4)).splitlines()
+    assert [line.split() for line in lines[1:4]] == [
+        ["norm", "BatchNorm2d", "[b,", "3,", "4,", "4]", "6"],
+        ["norm", "BatchNorm2d", "[b,", "3,", "4,", "4]", "0"],
+        ["fc", "Linear", "[b,", "8]", "32"],
+    ]
+    assert lines[4].startswith("38 parameters, 38 of them trained")

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.errors import OptionError
+from plsc.models import MODELS, BaseModel, build_model, check_model, load_custom
+from plsc.models.resnet import ResNet
+
+
+def shortcut(inputs, outputs):
+    return inputs * outputs + 2 * outputs
+
+
+def basic(inputs, outputs, stride):
+    count = 2 * inputs + 9 * inputs * outputs + 2 * outputs + 1 + 9 * outputs**2 + 2 * outputs
+    return count + (shortcut(inputs, outputs) if inputs != outputs or stride != 1 else 0)
+
+
+def bottleneck(inputs, outputs, stride):
+    w = outputs // 4
+    count = 2 * inputs + inputs * w + 2 * w + 1 + 9 * w * w + 2 * w + 1 + w * outputs + 2 * outputs
+    return count + (shortcut(inputs, outputs) if inputs != outputs or stride != 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("depth", "blocks", "widths", "block"),
+    [
+        (18, (2, 2, 2, 2), (64, 128, 256, 512), basic),
+        (34, (3, 4, 6, 3), (64, 128, 256, 512), basic),
+        (50, (3, 4, 14, 3), (64, 128, 256, 512), basic),
+        (101, (3, 4, 23, 3), (256, 512, 1024, 2048), bottleneck),
+        (152, (3, 8, 36, 3), (256, 512, 1024, 2048), bottleneck),
+    ],
+)
+def test_the_parameters_are_those_of_the_published_structure(depth, blocks, widths, block):
+    expected, inputs = 3 * 64 * 9 + 2 * 64 + 1, 64
+    for repeats, width in zip(blocks, widths, strict=True):
+        for index in range(repeats):
+            expected += block(inputs, width, 2 if index == 0 else 1)
+            inputs = width
+    expected += 2 * inputs + inputs * 49 * 512 + 512 + 2 * 512
+    with torch.device("meta"):
+        model = build_model(f"ResNet{depth}", 512, (3, 112, 112), 0.4)
+    assert sum(p.numel() for p in model.parameters()) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "image_shape"),
+    [
+        ("ResNet18", (3, 112, 112)),
+        ("ResNet18", (1, 16, 48)),
+        ("ResNet34", (3, 32, 32)),
+        ("ResNet50", (1, 32, 16)),
+        ("ResNet101", (3, 16, 16)),
+        ("ResNet152", (1, 16, 16)),
+        ("SmallResNet", (1, 32, 32)),
+        ("SmallResNet", (3, 48, 16)),
+    ],
+)
+def test_every_network_gives_embeddings_at_every_multiple_of_16(name, image_shape):
+    check_model(build_model(name, 24, image_shape, 0.4), image_shape, 24)
+
+
+def test_the_small_network_has_about_a_million_parameters():
+    count = sum(p.numel() for p in build_model("SmallResNet", 128, (1, 32, 32), 0.1).parameters())
+    assert 0.8e6 < count < 1.5e6
+
+
+def test_every_parameter_of_the_small_network_gets_a_gradient():
+    model = build_model("SmallResNet", 16, (1, 32, 32), 0.0)
+    images = torch.randn(8, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    (model(images) * torch.linspace(-1, 1, 16).expand(8, 16).cumsum(0)).square().sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_weights_start_with_the_deviation_of_their_fan_out_and_biases_at_zero():
+    model = ResNet(18, 512, (3, 32, 32))
+    for layer in model.modules():
+        if isinstance(layer, nn.PReLU):
+            assert layer.weight.tolist() == [0.25]
+        if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer.weight.numel() > 10_000:
+            fan_out = layer.weight.shape[0] * math.prod(layer.weight.shape[2:])
+            assert float(layer.weight.detach().std()) == pytest.approx(
+                (2 / fan_out) ** 0.5, rel=0.05
+            )
+    assert not model.neck.fc.bias.any()
+
+
+@pytest.mark.parametrize("shape", [(3, 100, 112), (3, 112, 8), (2, 32, 32), (3, 0, 32), (32, 32)])
+@pytest.mark.parametrize("name", ["ResNet50", "SmallResNet"])
+def test_an_image_shape_that_does_not_fit_is_refused(name, shape):
+    with pytest.raises(OptionError, match="multiples of 16"):
+        build_model(name, 64, shape, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "ResNet51"}, "did you mean 'ResNet50'"),
+        ({"name": "ResNet18", "emb_size": 0}, "emb_size is 0"),
+        ({"name": "ResNet18", "dropout": 1.0}, "dropout is 1.0"),
+    ],
+)
+def test_a_wrong_name_or_number_is_refused(options, said):
+    with pytest.raises(OptionError, match=said):
+        build_model(**options)
+
+
+def test_every_registered_name_can_be_built():
+    with torch.device("meta"):
+        models = [build_model(name, 32, (1, 32, 32), 0.2) for name in MODELS]
+    assert all(isinstance(model, BaseModel) for model in models)
+
+
+@pytest.fixture
+def users_module(tmp_path, monkeypatch):
+    (tmp_path / "users_nets.py").write_text(
+        "from torch import nn\n"
+        "from plsc.models.base_model import BaseModel\n"
+        "class Net(BaseModel):\n"
+        "    def __init__(self, depth=2, emb_size=5):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(3, emb_size)\n"
+        "    def build_network(self, input, label, is_train=True):\n"
+        "        return self.fc(input.mean((2, 3)))\n"
+        "class Needy(Net):\n"
+        "    def __init__(self, secret):\n"
+        "        super().__init__()\n"
+        "NUMBER = 3\n"
+        "class Other(nn.Linear): pass\n"
+    )
+    (tmp_path / "users_broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("users_module")
+def test_a_users_class_gets_the_options_that_its_constructor_names():
+    check_model(build_model("users_nets:Net", 7, (3, 20, 20), 0.4), (3, 20, 20), 7)
+
+
+@pytest.mark.usefixtures("users_module")
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("users_absent:Net", "cannot import 'users_absent'.*ModuleNotFoundError"),
+        ("users_broken:Net", "cannot import.*ZeroDivisionError"),
+        ("users_nets:Nett", "is nothing; expected a class"),
+        ("users_nets:NUMBER", "is 3; expected a class"),
+        ("users_nets:Other", "expected a class derived from"),
+        ("users_nets:Needy", "cannot make.*'secret'"),
+        ("users_nets:", "is nothing"),
+        (":Net", "cannot import ''"),
+    ],
+)
+def test_a_users_class_that_cannot_be_had_is_named_in_one_line(reference, said):
+    with pytest.raises(OptionError, match=said) as caught:
+        load_custom(reference, emb_size=7)
+    assert "\n" not in str(caught.value)
