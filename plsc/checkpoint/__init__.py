@@ -1,0 +1,20 @@
+"""Checkpoints: whole or absent, without pickles, laid out for any number of ranks."""
+
+from plsc.checkpoint.folders import clean_leftovers
+from plsc.checkpoint.layout import ShardedTensor
+from plsc.checkpoint.load import load_tensors, load_weights
+from plsc.checkpoint.manifest import Manifest, read_manifest
+from plsc.checkpoint.retention import list_checkpoints, prune
+from plsc.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "Manifest",
+    "ShardedTensor",
+    "clean_leftovers",
+    "list_checkpoints",
+    "load_tensors",
+    "load_weights",
+    "prune",
+    "read_manifest",
+    "save_checkpoint",
+]

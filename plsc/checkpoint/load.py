@@ -1,0 +1,131 @@
+"""Load a checkpoint: everything in place for training, or the weights alone for using the network."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from plsc.checkpoint.agree import on_every_rank, together
+from plsc.checkpoint.layout import (
+    ShardedTensor,
+    check_checksums,
+    check_files,
+    info_of,
+    state_dict_of,
+)
+from plsc.checkpoint.manifest import Manifest, read_manifest
+from plsc.errors import CheckpointError
+from plsc.parallel.world import World
+
+
+def load_tensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    sharded: Mapping[str, ShardedTensor],
+    world: World,
+) -> Manifest:
+    """Fill ``tensors`` and the rows of ``sharded`` in place from ``path``; return its manifest. Collective.
+
+    Everything asked for must be there with the same global shape and type; what else is there is left.
+    Sharded rows come out right whatever number of ranks saved them. All is checked, checksums included
+    (each rank reads its share of the files for that), before the first tensor is touched.
+
+    Raises:
+        CheckpointError: on all ranks alike.
+        DistributedError: another rank was lost.
+    """
+    folder = Path(path)
+    doing = f"load checkpoint {folder}"
+
+    def check() -> Manifest:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        _check_wanted(folder, manifest, tensors, sharded)
+        check_checksums(folder, manifest, sorted(manifest.files)[world.rank :: world.size])
+        return manifest
+
+    state = {}
+
+    def prepare() -> None:
+        state.update(state_dict_of(tensors, sharded, world))
+
+    manifest = on_every_rank(world, doing, check)[world.rank]
+    on_every_rank(world, doing, prepare)
+
+    def read() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process is one process
+            dcp.load(
+                state,
+                storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
+                planner=dcp.DefaultLoadPlanner(
+                    flatten_state_dict=False, flatten_sharded_tensors=False
+                ),
+                process_group=world.control_group,
+                no_dist=world.size == 1,
+            )
+
+    together(world, doing, read)
+    return manifest
+
+
+def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
+    """Return the whole (not sharded) tensors of ``path`` whose key begins with ``prefix``, on the CPU.
+
+    For one process, without any collective; keys keep the prefix. Only the files that hold such tensors
+    are read.
+
+    Raises:
+        CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    places = check_files(folder, manifest)
+    wanted = [
+        key for key, info in manifest.tensors.items() if key.startswith(prefix) and not info.sharded
+    ]
+    if not wanted:
+        raise CheckpointError(f"{folder} holds no tensor whose name begins with {prefix!r}")
+    names = sorted({name for key in wanted for name in places[key]})
+    weights: dict[str, Tensor] = {}
+    try:
+        check_checksums(folder, manifest, names)
+        for name in names:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in wanted:
+                    if name in places[key]:
+                        weights[key] = file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {folder / name}: {error}") from error
+    return weights
+
+
+def _check_wanted(
+    folder: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    sharded: Mapping[str, ShardedTensor],
+) -> None:
+    wanted = {key: info_of(value) for part in (tensors, sharded) for key, value in part.items()}
+    for key, want in wanted.items():
+        have = manifest.tensors.get(key)
+        if have is None:
+            raise CheckpointError(
+                f"{folder} has no tensor {key!r}; it was saved by another network or run"
+            )
+        if (want.shape, want.dtype) != (have.shape, have.dtype):
+            raise CheckpointError(
+                f"{key!r} in {folder} is {have.dtype} {list(have.shape)}, this run needs {want.dtype} "
+                f"{list(want.shape)}; use the options that it was saved with"
+            )
+        if want.sharded != have.sharded:
+            saved = "sharded" if have.sharded else "whole"
+            raise CheckpointError(
+                f"{key!r} in {folder} is {saved}, this run needs it {'sharded' if want.sharded else 'whole'}"
+            )

@@ -1,0 +1,175 @@
+"""The manifest: what a checkpoint is, in one JSON file that is written last.
+
+A folder without it is no checkpoint. Tensors are elsewhere (`plsc.checkpoint.layout`); the manifest
+names each of them with its shape and type, and each data file with its size and checksum, so that a
+checkpoint can be judged before a byte of tensor data is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from plsc.checkpoint.check import Checker
+from plsc.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+LARGEST_MANIFEST = 64 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: its global shape, torch's name of its type, whether its rows are spread over files."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    sharded: bool
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One data file: its size and the CRC-32 of its bytes."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything of a checkpoint that is not tensor data.
+
+    class_ranges: [start, stop) of the head's classes on each rank that saved. options: nested and plain,
+    as the run was configured. scalars: JSON state of optimizer, schedule and the like. tensors and
+    files are filled in by `save_checkpoint`.
+    """
+
+    plsc_version: str
+    step: int
+    epoch: int
+    step_in_epoch: int
+    world_size: int
+    class_num: int
+    emb_size: int
+    class_ranges: list[list[int]]
+    options: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    files: dict[str, FileInfo] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """Return the text of the file.
+
+        Raises:
+            CheckpointError: options or scalars hold what JSON cannot, such as an object or a NaN.
+        """
+        try:
+            return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the options or scalars of a checkpoint must be plain finite JSON: {error}"
+            ) from error
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Return the manifest of the checkpoint folder ``path``, with every field's type checked.
+
+    Raises:
+        CheckpointError: no such folder, no manifest in it, or one that is damaged, larger than 64 MiB or of
+            a newer format.
+    """
+    folder = Path(path)
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"no checkpoint folder {folder}; expected the path of one, such as saved_model/5"
+            )
+        file = folder / MANIFEST_NAME
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder} has no {MANIFEST_NAME}, so it is not a checkpoint, or its save never ended; "
+                "choose another one"
+            )
+        with file.open("rb") as stream:
+            data = stream.read(LARGEST_MANIFEST + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {folder}: {error.strerror}") from error
+    if len(data) > LARGEST_MANIFEST:
+        raise CheckpointError(
+            f"{file} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
+        )
+    try:
+        content = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}; choose another checkpoint") from error
+    return _build(Checker(str(file)), content)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _build(check: Checker, content: object) -> Manifest:
+    top = check.mapping(content, "the manifest")
+    version = check.integer(check.item(top, "format_version"), "format_version")
+    if version > FORMAT_VERSION:
+        raise check.wrong(
+            f"format_version is {version}, this plsc reads up to {FORMAT_VERSION}", "upgrade plsc"
+        )
+    counts = {
+        name: check.integer(check.item(top, name), name)
+        for name in ("step", "epoch", "step_in_epoch", "world_size", "class_num", "emb_size")
+    }
+    ranges = check.listing(check.item(top, "class_ranges"), "class_ranges")
+    tensors = check.mapping(check.item(top, "tensors"), "tensors")
+    files = check.mapping(check.item(top, "files"), "files")
+    return Manifest(
+        format_version=version,
+        plsc_version=check.text(check.item(top, "plsc_version"), "plsc_version"),
+        **counts,
+        class_ranges=[_range(check, value, counts["class_num"]) for value in ranges],
+        options=check.mapping(check.item(top, "options"), "options"),
+        scalars=check.mapping(check.item(top, "scalars"), "scalars"),
+        tensors={key: _tensor(check, key, value) for key, value in tensors.items()},
+        files={name: _file(check, name, value) for name, value in files.items()},
+    )
+
+
+def _range(check: Checker, value: object, class_num: int) -> list[int]:
+    pair = check.listing(value, "a class range")
+    numbers = [check.integer(number, "a class range's end") for number in pair]
+    if len(numbers) != 2 or not numbers[0] <= numbers[1] <= class_num:
+        raise check.wrong(
+            f"class range {numbers!r} is not [start, stop] within {class_num} classes"
+        )
+    return numbers
+
+
+def _tensor(check: Checker, key: str, value: object) -> TensorInfo:
+    what = f"tensor {key!r}"
+    entry = check.mapping(value, what)
+    shape = check.listing(check.item(entry, "shape"), f"the shape of {what}")
+    sharded = check.item(entry, "sharded")
+    if not isinstance(sharded, bool):
+        raise check.wrong(f"'sharded' of {what} is {sharded!r}, expected true or false")
+    return TensorInfo(
+        tuple(check.integer(size, f"a size of {what}") for size in shape),
+        check.text(check.item(entry, "dtype"), f"the dtype of {what}"),
+        sharded,
+    )
+
+
+def _file(check: Checker, name: str, value: object) -> FileInfo:
+    # The name is joined to the folder's path, so it must be one plain component of it.
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+        raise check.wrong(f"data file {name!r} is not a plain file name")
+    entry = check.mapping(value, f"data file {name!r}")
+    return FileInfo(
+        check.integer(check.item(entry, "bytes"), f"the size of {name!r}"),
+        check.integer(check.item(entry, "crc32"), f"the checksum of {name!r}"),
+    )

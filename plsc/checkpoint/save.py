@@ -1,0 +1,144 @@
+"""Save a checkpoint: a fresh folder, its manifest last, then its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from plsc.checkpoint.agree import on_every_rank, together
+from plsc.checkpoint.folders import SAVING, check_replaceable, hidden, publish, sync_folder
+from plsc.checkpoint.layout import SUFFIX, ShardedTensor, checksum, info_of, state_dict_of
+from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
+from plsc.errors import CheckpointError
+from plsc.parallel.world import World
+
+ADVICE = "nothing was published and earlier checkpoints are whole"
+
+
+def save_checkpoint(
+    save_dir: str | os.PathLike[str],
+    name: str,
+    tensors: Mapping[str, Tensor],
+    sharded: Mapping[str, ShardedTensor],
+    manifest: Manifest,
+    world: World,
+) -> Path:
+    """Save to ``save_dir / name`` and return that path. Collective; all ranks see one file system.
+
+    tensors: whole; where several ranks give a key, the lowest rank's value is saved, so what differs
+    between ranks needs a key for each. sharded: this rank's rows, every key on every rank. An older
+    checkpoint of the same name is replaced. The manifest's tensors and files are filled in here.
+
+    Raises:
+        CheckpointError: on all ranks alike; nothing was published, earlier checkpoints are whole.
+        DistributedError: another rank was lost; as far as this rank goes the same holds.
+    """
+    if not name or Path(name).name != name or name.startswith("."):
+        raise CheckpointError(
+            f"a checkpoint cannot be named {name!r}; expected a plain folder name"
+        )
+    folder = Path(save_dir) / name
+    doing = f"save checkpoint {folder}"
+    state: dict[str, Any] = {}
+
+    def prepare() -> dict[str, TensorInfo]:
+        whole, parts = _separate(tensors, sharded)
+        state.update(state_dict_of(whole, parts, world))
+        return {key: info_of(value) for part in (tensors, sharded) for key, value in part.items()}
+
+    temporary = on_every_rank(world, doing, lambda: _begin(folder, world), ADVICE)[0]
+    try:
+        infos = on_every_rank(world, doing, prepare, ADVICE)
+        together(world, doing, lambda: _write(state, temporary, world), ADVICE)
+        files = on_every_rank(world, doing, lambda: _checksums(temporary, world), ADVICE)
+
+        def finish() -> None:
+            if world.is_main:
+                _finish(temporary, folder, _complete(manifest, infos, files))
+
+        on_every_rank(world, doing, finish, ADVICE)
+    finally:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _begin(folder: Path, world: World) -> Path:
+    """Make the hidden folder to write to, on rank 0; the others take its name from there."""
+    temporary = hidden(folder, SAVING)
+    if world.is_main:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        check_replaceable(folder)
+        temporary.mkdir()
+    return temporary
+
+
+def _separate(
+    tensors: Mapping[str, Tensor], sharded: Mapping[str, ShardedTensor]
+) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
+    """Return the tensors contiguous, each with memory of its own: safetensors refuses tied weights."""
+    seen: set[int] = set()
+
+    def own(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in seen:
+            tensor = tensor.clone()
+        seen.add(memory)
+        return tensor
+
+    whole = {key: own(tensor) for key, tensor in tensors.items()}
+    parts = {key: dataclasses.replace(part, local=own(part.local)) for key, part in sharded.items()}
+    return whole, parts
+
+
+def _write(state: dict[str, Any], temporary: Path, world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one process is one process
+        dcp.save(
+            state,
+            storage_writer=dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True),
+            # To the lowest rank: by default equal keys of several ranks are spread over them, and what
+            # differs by accident (buffers) would come back as a mixture.
+            planner=dcp.DefaultSavePlanner(
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,
+                dedup_save_to_lowest_rank=True,
+            ),
+            process_group=world.control_group,
+            no_dist=world.size == 1,
+        )
+
+
+def _checksums(temporary: Path, world: World) -> dict[str, FileInfo]:
+    names = sorted(path.name for path in temporary.iterdir() if path.name.endswith(SUFFIX))
+    return {name: checksum(temporary / name) for name in names[world.rank :: world.size]}
+
+
+def _complete(
+    manifest: Manifest, infos: list[dict[str, TensorInfo]], files: list[dict[str, FileInfo]]
+) -> Manifest:
+    tensors: dict[str, TensorInfo] = {}
+    for rank, part in enumerate(infos):
+        for key, info in part.items():
+            if tensors.setdefault(key, info) != info:
+                raise ValueError(f"{key} is {info} on rank {rank}, {tensors[key]} on a lower one")
+    merged = {name: info for part in files for name, info in part.items()}
+    return dataclasses.replace(manifest, tensors=tensors, files=merged)
+
+
+def _finish(temporary: Path, folder: Path, manifest: Manifest) -> None:
+    with (temporary / MANIFEST_NAME).open("x", encoding="utf-8") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(temporary)
+    publish(temporary, folder)

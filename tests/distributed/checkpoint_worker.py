@@ -1,0 +1,144 @@
+"""One rank of test_checkpoint.py. Arguments: what to do, and the folder to save in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from plsc.checkpoint import Manifest, ShardedTensor, load_tensors, save_checkpoint
+from plsc.errors import CheckpointError, DistributedError
+from plsc.parallel.shard import class_range, class_ranges
+from plsc.parallel.world import World
+
+ROW_COUNTS = (1, 2, 5, 9, 1001)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+def full_tensor(rows: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, 3, 2, generator=generator, dtype=torch.float64) * 1e3).to(dtype)
+
+
+def make_state(world: World, seed: int):
+    tensors, sharded = {}, {}
+    for dtype in DTYPES:
+        tensors[f"scalar/{dtype}"] = full_tensor(1, dtype, seed)[0, 0, 0].clone()
+        tensors[f"whole/{dtype}"] = full_tensor(4, dtype, seed).transpose(0, 1)  # not contiguous
+        for rows in ROW_COUNTS:
+            start, stop = class_range(rows, world.rank, world.size)
+            local = full_tensor(rows, dtype, seed + rows)[start:stop]
+            sharded[f"{rows}/{dtype}"] = ShardedTensor(local, rows, start)
+    tensors["tied"] = tensors["whole/torch.float32"]
+    tensors["empty"] = torch.zeros(0, 4)
+    tensors[f"own/{world.rank}"] = torch.tensor([seed, world.rank])
+    return tensors, sharded
+
+
+def make_manifest(world: World, step: int = 1) -> Manifest:
+    ranges = [list(pair) for pair in class_ranges(5, world.size)]
+    return Manifest("0", step, 1, 0, world.size, 5, 6, ranges, {"a": {"b": 1}}, {"loss": 0.5})
+
+
+def save(world: World, folder: Path, name: str, seed: int) -> None:
+    tensors, sharded = make_state(world, seed)
+    # Replicas that differ by accident: the lowest rank's value must be the one saved, throughout.
+    tensors["buffer"] = torch.full((3,), float(world.rank))
+    tensors["buffer2"] = torch.full((3,), float(world.rank))
+    save_checkpoint(folder, name, tensors, sharded, make_manifest(world), world)
+
+
+def load(world: World, folder: Path, name: str, seed: int) -> None:
+    expected, expected_sharded = make_state(world, seed)
+    if "own/0" in expected:
+        expected["buffer"] = expected["buffer2"] = torch.zeros(3)
+    tensors = {key: torch.zeros_like(value) for key, value in expected.items()}
+    sharded = {
+        key: ShardedTensor(torch.zeros_like(part.local), part.rows, part.start)
+        for key, part in expected_sharded.items()
+    }
+    pointers = {key: value.data_ptr() for key, value in tensors.items()}
+    manifest = load_tensors(folder / name, tensors, sharded, world)
+    assert manifest.options == {"a": {"b": 1}}
+    for key, value in tensors.items():
+        assert value.data_ptr() == pointers[key], f"{key} was not loaded in place"
+        assert torch.equal(value, expected[key]), key
+    for key, part in sharded.items():
+        assert torch.equal(part.local, expected_sharded[key].local), key
+
+
+def full_disk(world: World, folder: Path) -> None:
+    """The last rank may write no file beyond 4 KiB: the error is EFBIG, ENOSPC's sister."""
+    import resource
+
+    save(world, folder, "1", 5)
+    last = world.size - 1
+    if world.rank == last:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    message = ""
+    try:
+        save(world, folder, "2", 6)
+    except CheckpointError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    who = f"rank {last}: could not" if world.size > 1 else "could not"
+    assert message.startswith(f"{who} save checkpoint {folder / '2'}: File too large"), message
+    assert message.endswith("earlier checkpoints are whole")
+    assert "\n" not in message
+    world.barrier()
+    assert [path.name for path in folder.iterdir()] == ["1"]
+    load(world, folder, "1", 5)
+
+
+def rank_dies(world: World, folder: Path) -> None:
+    save(world, folder, "1", 5)
+    if world.rank == world.size - 1:
+        # Its second data file is the one of the save that it does not survive.
+        sys.addaudithook(
+            lambda event, args: (
+                os.kill(os.getpid(), signal.SIGKILL)
+                if event == "open" and str(args[0]).endswith(".safetensors")
+                else None
+            )
+        )
+    try:
+        save(world, folder, "1", 6)
+    except DistributedError as error:
+        assert "another rank was lost" in str(error)  # noqa: PT017
+        (folder / f"survived-{world.rank}").touch()
+        os._exit(0)
+
+
+def disagree(world: World, folder: Path) -> None:
+    save(world, folder, "1", 5)
+    tensors, _ = make_state(world, 5)
+    last = world.size - 1
+    if world.rank == last:
+        tensors["absent"] = torch.zeros(1)
+    try:
+        load_tensors(folder / "1", tensors, {}, world)
+    except CheckpointError as error:
+        assert f"rank {last}: " in str(error)  # noqa: PT017
+        assert "has no tensor 'absent'" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a missing tensor was not noticed")
+
+
+def main() -> None:
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    world = World.from_environment("cpu", timeout_seconds=60)
+    if what == "save":
+        save(world, folder, "1", 4)
+        save(world, folder, "1", 5)  # replaces it
+    elif what == "load":
+        load(world, folder, "1", 5)
+    else:
+        {"full_disk": full_disk, "rank_dies": rank_dies, "disagree": disagree}[what](world, folder)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plsc.checkpoint import (
+    Manifest,
+    clean_leftovers,
+    list_checkpoints,
+    load_weights,
+    prune,
+    save_checkpoint,
+)
+from plsc.errors import OptionError
+from plsc.parallel.world import World
+
+ROOT = Path(__file__).parents[3]
+MANIFEST = Manifest("0.1.0", 1, 1, 0, 1, 1, 1, [[0, 1]])
+KILLED = -signal.SIGKILL
+
+
+def save(folder, name, step):
+    manifest = dataclasses.replace(MANIFEST, step=step)
+    weights = {"w": torch.full((100,), float(step))}
+    return save_checkpoint(folder, name, weights, {}, manifest, World.single())
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def saved_step(folder):
+    (step,) = set(load_weights(folder, "w")["w"].tolist())
+    return step
+
+
+def die_at(moment, folder, action):
+    """Run ``action`` in a child that is killed at the ``moment``-th change of a file below ``folder``.
+
+    Returns whether it lived to the end.
+    """
+    child = os.fork()
+    if child == 0:
+        left = moment
+
+        def watch(event, arguments):
+            nonlocal left
+            changes = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+            if event in changes and str(folder) in str(arguments[0]):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) != KILLED
+
+
+def every_moment(tmp_path, prepare, action, check):
+    """Kill ``action`` at its first change of a file, at its second, and so on until it survives."""
+    for moment in range(1, 200):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        prepare(folder)
+        lived = die_at(moment, folder, lambda folder=folder: action(folder))
+        clean_leftovers(folder)
+        check(folder, lived)
+        if lived:
+            assert moment > 5, "the test saw no change of a file"
+            return
+    raise AssertionError("the action never ended")
+
+
+# Forked children are safe only where no other thread runs: a process of their own.
+def in_a_process_of_its_own(test, tmp_path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pathlib import Path\n"
+        "import torch; torch.set_num_threads(1)\n"
+        f"from tests.unit.checkpoint import test_folders\n"
+        f"test_folders.{test}(Path({str(tmp_path)!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def kill_a_replacing_save(tmp_path):
+    def check(folder, lived):
+        assert names(folder) == ["last"]
+        assert saved_step(folder / "last") in ((2,) if lived else (1, 2))
+
+    every_moment(
+        tmp_path, lambda f: save(f, "last", 1), lambda f: save(f, "last", 2), check
+    )  # fmt: skip
+
+
+def kill_a_new_save(tmp_path):
+    def check(folder, lived):
+        assert saved_step(folder / "1") == 1
+        assert names(folder) in ([["1", "2"]] if lived else [["1"], ["1", "2"]])
+        assert [manifest.step for _, manifest in list_checkpoints(folder)] == [1, 2][
+            : len(names(folder))
+        ]
+
+    every_moment(tmp_path, lambda f: save(f, "1", 1), lambda f: save(f, "2", 2), check)
+
+
+def kill_a_prune(tmp_path):
+    def check(folder, lived):
+        assert saved_step(folder / "2") == 2
+        for name in names(folder):
+            saved_step(folder / name)
+        assert not lived or names(folder) == ["2"]
+
+    every_moment(
+        tmp_path,
+        lambda f: [save(f, "1", 1), save(f, "2", 2)],
+        lambda f: prune(f, 1),
+        check,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", ["kill_a_replacing_save", "kill_a_new_save", "kill_a_prune"])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_every_name(test, tmp_path):
+    in_a_process_of_its_own(test, tmp_path)
+
+
+def test_leftovers_go_and_a_hidden_old_version_comes_back(tmp_path):
+    save(tmp_path, "7", 1).rename(tmp_path / ".replaced-7-0123abcd")
+    save(tmp_path, "8", 2)
+    save(tmp_path, "x", 1).rename(tmp_path / ".replaced-8-0123abcd")
+    save(tmp_path, "x", 1).rename(tmp_path / ".saving-9-0123abcd")
+    (tmp_path / ".deleting-5-0123abcd").mkdir()
+    (tmp_path / ".saving-mine").mkdir()
+    (tmp_path / ".replaced-notes-0123abcd").touch()
+    assert clean_leftovers(tmp_path) == [tmp_path / "7"]
+    assert names(tmp_path) == [".replaced-notes-0123abcd", ".saving-mine", "7", "8"]
+    assert saved_step(tmp_path / "8") == 2
+
+
+def test_cleaning_where_nothing_was_saved_does_nothing(tmp_path):
+    assert clean_leftovers(tmp_path / "absent") == []
+    assert list_checkpoints(tmp_path / "absent") == []
+
+
+def test_checkpoints_are_listed_by_step_and_only_sound_ones(tmp_path):
+    for name, step in (("b", 10), ("a", 9), ("c", 2)):
+        save(tmp_path, name, step)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text("{")
+    save(tmp_path, "hidden", 1).rename(tmp_path / ".saving-hidden-0123abcd")
+    assert [path.name for path, _ in list_checkpoints(tmp_path)] == ["c", "a", "b"]
+
+
+def test_pruning_keeps_the_latest_and_the_protected(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, str(step), step)
+    assert prune(tmp_path, -1) == []
+    assert prune(tmp_path, 2, protect=[tmp_path / "2"]) == [tmp_path / "1", tmp_path / "3"]
+    assert names(tmp_path) == ["2", "4", "5"]
+
+
+@pytest.mark.parametrize("keep", [0, -2])
+def test_keeping_none_is_refused(keep, tmp_path):
+    with pytest.raises(OptionError, match="at least 1, or -1"):
+        prune(tmp_path, keep)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.checkpoint import Manifest, read_manifest
+from plsc.checkpoint.manifest import FileInfo, TensorInfo
+from plsc.errors import CheckpointError
+
+GOOD = Manifest(
+    plsc_version="0.1.0",
+    step=30,
+    epoch=2,
+    step_in_epoch=5,
+    world_size=2,
+    class_num=5,
+    emb_size=6,
+    class_ranges=[[0, 3], [3, 5]],
+    options={"head": {"margin": 0.5, "names": ["ä"]}},
+    scalars={"best": None},
+    tensors={"w": TensorInfo((5, 6), "float32", True), "s": TensorInfo((), "int64", False)},
+    files={"a.safetensors": FileInfo(10, 11)},
+)
+
+
+def test_it_comes_back_as_it_was_written(tmp_path):
+    (tmp_path / "manifest.json").write_text(GOOD.to_json())
+    assert read_manifest(tmp_path) == GOOD
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
+def test_what_json_cannot_hold_is_refused_before_it_is_written(value):
+    with pytest.raises(CheckpointError, match="plain finite JSON"):
+        Manifest("0", 1, 1, 1, 1, 1, 1, [[0, 1]], scalars={"x": value}).to_json()
+
+
+def refusal(folder):
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+def test_a_missing_folder_a_file_and_a_folder_without_manifest_are_three_messages(tmp_path):
+    (tmp_path / "file").touch()
+    assert "no checkpoint folder" in refusal(tmp_path / "absent")
+    assert "no checkpoint folder" in refusal(tmp_path / "file")
+    assert "has no manifest.json" in refusal(tmp_path)
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    assert "has no manifest.json" in refusal(tmp_path)
+
+
+def test_a_huge_manifest_is_refused_unread(tmp_path):
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "is larger than" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "nonsense", '{"a": NaN}', "[" * 200_000, "1" * 5000, "\xff"]
+)
+def test_what_is_no_json_is_refused(text, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
+    assert "is not JSON" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("format_version", 2, "reads up to 1; upgrade plsc"),
+        ("step", -1, "step is -1"),
+        ("step", 1.0, "step is 1.0"),
+        ("epoch", True, "epoch is True"),
+        ("epoch", 2**80, "expected a whole number"),
+        ("world_size", "2", "world_size is '2'"),
+        ("plsc_version", 3, "plsc_version is 3"),
+        ("class_ranges", [[0, 6]], "within 5 classes"),
+        ("class_ranges", [[3, 2]], "within 5 classes"),
+        ("class_ranges", [[0]], "within 5 classes"),
+        ("class_ranges", [3], "a class range is 3"),
+        ("options", [], "options is []"),
+        ("scalars", "x" * 100_000, "scalars is 'xxx"),
+        ("tensors", {"w": 1}, "tensor 'w' is 1"),
+        ("tensors", {"w": {"shape": [1], "dtype": "float32"}}, "'sharded' is missing"),
+        ("tensors", {"w": {"shape": [-1], "dtype": "f", "sharded": True}}, "a size of tensor 'w'"),
+        ("tensors", {"w": {"shape": [1], "dtype": "f", "sharded": 1}}, "expected true or false"),
+        ("files", {"../../etc/passwd": {"bytes": 1, "crc32": 1}}, "is not a plain file name"),
+        ("files", {"..": {"bytes": 1, "crc32": 1}}, "is not a plain file name"),
+        ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, "is not a plain file name"),
+        ("files", {"a": {"bytes": 1}}, "'crc32' is missing"),
+    ],
+)
+def test_a_wrong_field_is_named(key, value, said, tmp_path):
+    content = {**json.loads(GOOD.to_json()), key: value}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    assert said in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("key", sorted(json.loads(GOOD.to_json())))
+def test_a_missing_field_is_named(key, tmp_path):
+    content = json.loads(GOOD.to_json())
+    del content[key]
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    assert f"{key!r} is missing" in refusal(tmp_path)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(key=st.sampled_from(sorted(json.loads(GOOD.to_json()))), value=anything)
+def test_any_value_in_any_field_is_read_or_refused_in_one_line(key, value, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("manifest")
+    content = {**json.loads(GOOD.to_json()), key: value}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    try:
+        assert isinstance(read_manifest(folder), Manifest)
+    except CheckpointError as error:
+        assert "\n" not in str(error)  # noqa: PT017

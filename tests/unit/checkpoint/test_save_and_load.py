@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from plsc.checkpoint import (
+    Manifest,
+    ShardedTensor,
+    load_tensors,
+    load_weights,
+    read_manifest,
+    save_checkpoint,
+)
+from plsc.checkpoint.layout import checksum
+from plsc.errors import CheckpointError
+from plsc.parallel.world import World
+
+WORLD = World.single()
+MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 5, 3, [[0, 5]])
+
+
+def make_state():
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.a": torch.randn(4, 3, generator=generator), "model.n": torch.tensor(3)}
+    tensors["other"] = torch.ones(2)
+    sharded = {"head.w": ShardedTensor(torch.randn(5, 3, generator=generator), 5, 0)}
+    return tensors, sharded
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save_checkpoint(tmp_path, "1", *make_state(), MANIFEST, WORLD)
+
+
+def load(path, tensors=None, sharded=None):
+    own_tensors, own_sharded = make_state()
+    tensors = own_tensors if tensors is None else tensors
+    sharded = own_sharded if sharded is None else sharded
+    return load_tensors(path, tensors, sharded, WORLD)
+
+
+def refusal(path, **wanted):
+    with pytest.raises(CheckpointError) as caught:
+        load(path, **wanted)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_weights_alone_come_without_the_sharded_ones_and_the_rest(saved):
+    weights = load_weights(saved, "model.")
+    assert list(weights) == ["model.a", "model.n"]
+    assert all(torch.equal(value, make_state()[0][key]) for key, value in weights.items())
+    assert "head.w" not in load_weights(saved, "")
+
+
+def test_weights_that_are_not_there_are_named(saved):
+    with pytest.raises(CheckpointError, match="no tensor whose name begins with 'head'"):
+        load_weights(saved, "head")
+
+
+def test_a_parameter_is_loaded_in_place_and_still_trains(saved):
+    tensors, _ = make_state()
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    load(saved, tensors={"model.a": parameter}, sharded={})
+    assert torch.equal(parameter, tensors["model.a"])
+    assert parameter.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sharded", "said"),
+    [
+        ({"absent": torch.zeros(1)}, {}, "has no tensor 'absent'"),
+        ({"model.a": torch.zeros(3, 4)}, {}, "is float32 [4, 3], this run needs float32 [3, 4]"),
+        ({"model.a": torch.zeros(4, 3).double()}, {}, "this run needs float64"),
+        ({}, {"head.w": ShardedTensor(torch.zeros(6, 3), 6, 0)}, "this run needs float32 [6, 3]"),
+        ({"head.w": torch.zeros(5, 3)}, {}, "is sharded, this run needs it whole"),
+        ({}, {"model.a": ShardedTensor(torch.zeros(4, 3), 4, 0)}, "is whole"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(saved, tensors, sharded, said):
+    assert said in refusal(saved, tensors=tensors, sharded=sharded)
+
+
+def test_nothing_is_overwritten_when_the_check_fails(saved):
+    tensors = {"model.a": torch.zeros(4, 3), "absent": torch.zeros(1)}
+    refusal(saved, tensors=tensors, sharded={})
+    assert not tensors["model.a"].any()
+
+
+def data_file(folder):
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+def sign(folder, **changes):
+    """Make the manifest agree with the files, as an attacker would."""
+    manifest = read_manifest(folder)
+    files = {path.name: checksum(path) for path in folder.glob("*.safetensors")}
+    text = dataclasses.replace(manifest, files=files, **changes).to_json()
+    (folder / "manifest.json").write_text(text)
+
+
+def test_a_flipped_bit_in_the_data_is_found(saved):
+    content = bytearray(data_file(saved).read_bytes())
+    content[-1] ^= 1
+    data_file(saved).write_bytes(content)
+    assert "is damaged: its checksum" in refusal(saved)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_weights(saved, "model")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_found(saved, keep):
+    data_file(saved).write_bytes(data_file(saved).read_bytes()[:keep])
+    assert "bytes" in refusal(saved)
+    sign(saved)
+    assert "is no whole safetensors file" in refusal(saved)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 64, b"\x02" + bytes(7) + b"[]", b"PK\x03\x04" * 99])
+def test_garbage_instead_of_data_is_refused(saved, garbage):
+    data_file(saved).write_bytes(garbage)
+    sign(saved)
+    assert "is no whole safetensors file" in refusal(saved)
+
+
+def test_a_missing_and_an_extra_file_are_named(saved):
+    extra = saved / "extra.safetensors"
+    extra.write_bytes(data_file(saved).read_bytes())
+    assert f"{extra} is not in the manifest" in refusal(saved)
+    extra.unlink()
+    file = data_file(saved)
+    file.unlink()
+    assert f"{file} is missing" in refusal(saved)
+
+
+def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
+    file = data_file(saved)
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert "is no regular file" in refusal(saved)
+
+
+def forge(saved, tensors, places):
+    metadata = {"DCP_SHARDING_INFO": places if isinstance(places, str) else json.dumps(places)}
+    save_file(tensors, data_file(saved), metadata=metadata)
+    sign(saved)
+    return refusal(saved)
+
+
+def at(*offsets):
+    return {"saved_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "place", "said"),
+    [
+        (4, at(0, 0), "has 4 rows, the manifest says 5"),
+        (4, at(1, 0), "rows 0 to 1 of 'head.w' are missing"),
+        (5, at(0, 1), "is no part of [5, 3]"),
+        (5, at(0), "is no part of"),
+        (5, at(-1, 0), "expected a whole number"),
+        (6, at(0, 0), "has 6 rows"),
+        (5, at(2**70, 0), "expected a whole number"),
+        (5, {}, "'saved_offsets' is missing"),
+        (5, [], "expected an object"),
+        (5, {"saved_offsets": 3}, "expected a list"),
+    ],
+)
+def test_rows_that_are_missing_or_misplaced_in_a_header_are_found(saved, rows, place, said):
+    tensors, _ = make_state()
+    places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
+    assert said in forge(
+        saved, {**tensors, "head.w": torch.zeros(rows, 3)}, {**places, "head.w": place}
+    )
+
+
+@pytest.mark.parametrize("places", ["", "[]", "[" * 100_000, "{}", "null", "3"])
+def test_a_header_without_sound_places_is_refused(saved, places):
+    forge(saved, make_state()[0], places)
+
+
+def test_a_tensor_of_another_type_or_name_than_the_manifest_says_is_found(saved):
+    tensors, sharded = make_state()
+    tensors["head.w"] = sharded["head.w"].local
+    places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
+    assert "the manifest says int64" in forge(
+        saved, {**tensors, "model.n": torch.tensor(1.5)}, places
+    )
+    assert "'x' is not in the manifest" in forge(saved, {**tensors, "x": torch.zeros(2)}, places)
+
+
+def test_the_same_rows_in_two_files_are_found(saved):
+    (saved / "twice.safetensors").write_bytes(data_file(saved).read_bytes())
+    sign(saved)
+    assert "there twice" in refusal(saved)
+
+
+def test_rows_that_are_not_this_ranks_are_refused(tmp_path):
+    part = ShardedTensor(torch.zeros(3, 2), 5, 0)
+    with pytest.raises(CheckpointError, match=r"local rows 0 to 3, expected 0 to 5"):
+        save_checkpoint(tmp_path, "1", {}, {"w": part}, MANIFEST, WORLD)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [".hidden", "..", ".", "", "a/b"])
+def test_a_name_that_would_hide_the_checkpoint_is_refused(tmp_path, name):
+    with pytest.raises(CheckpointError):
+        save_checkpoint(tmp_path / "a", name, {}, {}, MANIFEST, WORLD)
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
+        save_checkpoint(tmp_path, "1", *make_state(), MANIFEST, WORLD)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert (tmp_path / "1" / "thesis.tex").exists()
+
+
+def test_a_save_dir_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"could not save checkpoint .*Not a directory"):
+        save_checkpoint(tmp_path / "file" / "x", "1", *make_state(), MANIFEST, WORLD)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        save_checkpoint(disk, "1", *make_state(), MANIFEST, WORLD)
+        big = {"big": torch.zeros(200_000)}
+        with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints"):
+            save_checkpoint(disk, "2", big, {}, MANIFEST, WORLD)
+        assert [path.name for path in disk.iterdir()] == ["1"]
+        load(disk / "1")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_the_error_of_an_unreadable_manifest_reaches_every_loader(saved):
+    os.truncate(saved / "manifest.json", 10)
+    assert "is not JSON" in refusal(saved)
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load_weights(saved, "model")
