@@ -1,0 +1,205 @@
+"""Decode: whatever a source hands out becomes one tensor [C, H, W] of the network's input size.
+
+JPEG goes through torchvision, about twice as fast as Pillow. PNG does not: torchvision's decode_png
+ends the whole process with a segmentation fault when the compressed stream inside a PNG is damaged
+(seen with 0.29), and an image must never be able to do that. Everything but JPEG goes to Pillow.
+
+EXIF orientation is ignored: the pixels are taken as they are stored.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image as PillowImage
+
+from plsc.errors import DataError
+
+try:
+    from torchvision.io import ImageReadMode, decode_jpeg
+except ImportError:  # torchvision 0.29 announces that a later one drops its decoders
+    decode_jpeg = None
+
+Image: TypeAlias = bytes | np.ndarray | torch.Tensor | PillowImage.Image
+ImageShape: TypeAlias = tuple[int, int, int]
+
+MAX_FILE_BYTES = 64 * 2**20
+MAX_PIXELS = 64 * 10**6
+# Named one by one: Pillow knows formats, such as EPS, that start other programs.
+PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+
+
+def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
+    """Return the image as a tensor ``image_shape`` = [C, H, W], uint8, or float32 if it was float.
+
+    ``data`` is an encoded file (bytes), a Pillow image, an array (uint8 [H, W, C] or [H, W], or float
+    [C, H, W]) or a tensor (uint8 or float, [C, H, W] or [H, W]). C = 3 gives RGB and C = 1 gray:
+    encoded and Pillow images are converted (transparency is laid over white, 16-bit gray keeps its
+    upper 8 bits), arrays and tensors must have C channels. Another size is resized, bilinear with
+    antialiasing. The result shares no memory with ``data``.
+
+    Raises DataError if the image is empty, damaged, truncated, not an image, over 64 MiB encoded or
+    64 megapixels, of the wrong number of channels, or holds NaN or infinity. The text does not name
+    the image; the caller knows its name.
+    """
+    channels, height, width = image_shape
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        image = _decode_bytes(bytes(data), channels)
+    elif isinstance(data, PillowImage.Image):
+        image = _decode_pillow(data, channels)
+    elif isinstance(data, np.ndarray):
+        image = _from_array(data)
+    elif isinstance(data, torch.Tensor):
+        image = _from_tensor(data)
+    else:
+        raise DataError(
+            f"expected encoded bytes, a Pillow image, an array or a tensor, got {type(data).__name__}"
+        )
+    if image.shape[0] != channels:
+        raise DataError(
+            f"has {image.shape[0]} channels (shape {tuple(image.shape)}), expected {channels}; "
+            "convert it or change set_image_shape"
+        )
+    if image.is_floating_point() and not bool(torch.isfinite(image).all()):
+        raise DataError("holds NaN or infinite values; fix the dataset")
+    if image.shape[1:] == (height, width):
+        return image
+    return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
+
+
+def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
+    if not data:
+        raise DataError("is empty (0 bytes); replace the file or take it out")
+    if len(data) > MAX_FILE_BYTES:
+        raise DataError(f"is {len(data)} bytes, over the limit of {MAX_FILE_BYTES}; shrink it")
+    if channels not in (1, 3):
+        raise DataError(f"an encoded image gives 1 or 3 channels, set_image_shape asks {channels}")
+    if data.startswith(b"\xff\xd8") and decode_jpeg is not None:
+        return _decode_jpeg(data, channels)
+    try:
+        picture = PillowImage.open(io.BytesIO(data), formats=PILLOW_FORMATS)
+    except PillowImage.DecompressionBombError:
+        raise _too_many_pixels("over 178 million") from None
+    except Exception as error:  # a parser fed with foreign bytes raises anything
+        raise DataError(
+            f"is not a readable image: expected {', '.join(PILLOW_FORMATS)}, "
+            f"got {len(data)} bytes that start with {data[:12]!r}"
+        ) from error
+    return _decode_pillow(picture, channels)
+
+
+def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
+    size = jpeg_size(data)
+    if size is None:
+        raise DataError("is a damaged or truncated JPEG (no frame header); replace the file")
+    _check_size(*size)
+    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
+    try:
+        return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode)
+    except RuntimeError as error:
+        reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).split("\n", 1)[0])
+        raise DataError(f"is a damaged JPEG ({reason}); replace the file") from error
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Return the (width, height) that a JPEG declares, without decoding; None if it has none.
+
+    Follows ITU T.81, annex B: markers are skipped by their length until a start of frame (SOF).
+    """
+    position = 2
+    while (position := data.find(b"\xff", position)) >= 0:
+        while data[position : position + 1] == b"\xff":  # fill bytes
+            position += 1
+        marker = data[position : position + 1]
+        position += 1
+        if not marker or marker in b"\xd9\xda":  # the end, or scan data before any frame
+            return None
+        if marker == b"\x00" or marker == b"\x01" or b"\xd0" <= marker <= b"\xd8":  # no payload
+            continue
+        if b"\xc0" <= marker <= b"\xcf" and marker not in b"\xc4\xc8\xcc":
+            frame = data[position + 3 : position + 7]
+            if len(frame) < 4:
+                return None
+            return int.from_bytes(frame[2:], "big"), int.from_bytes(frame[:2], "big")
+        position += max(2, int.from_bytes(data[position : position + 2], "big"))
+    return None
+
+
+def _decode_pillow(picture: PillowImage.Image, channels: int) -> torch.Tensor:
+    _check_size(*picture.size)
+    if channels not in (1, 3):
+        raise DataError(f"a picture gives 1 or 3 channels, set_image_shape asks {channels}")
+    try:
+        picture.load()
+        pixels = np.array(_to_8_bit(picture).convert("RGB" if channels == 3 else "L"))
+    except DataError:
+        raise
+    except Exception as error:  # a parser fed with foreign bytes raises anything
+        kind = picture.format or "image"
+        reason = " ".join(str(error).split())
+        raise DataError(f"is a damaged or truncated {kind} ({reason}); replace the file") from error
+    return _channels_first(pixels)
+
+
+def _to_8_bit(picture: PillowImage.Image) -> PillowImage.Image:
+    mode = picture.mode
+    if mode.startswith("I;16") or (mode == "I" and picture.format in ("PNG", "PPM")):
+        return PillowImage.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    if mode in ("I", "F"):
+        raise DataError(f"has 32-bit pixels (mode {mode}) of unknown range; convert it to 8 bit")
+    if "transparency" not in picture.info and mode not in ("RGBA", "LA", "PA", "RGBa", "La"):
+        return picture
+    if mode == "La":
+        picture = picture.convert("LA")
+    layer = picture.convert("RGBA")
+    white = PillowImage.new("RGBA", layer.size, (255, 255, 255, 255))
+    return PillowImage.alpha_composite(white, layer)
+
+
+def _from_array(array: np.ndarray) -> torch.Tensor:
+    if np.issubdtype(array.dtype, np.floating):
+        return _from_tensor(torch.from_numpy(array.astype(np.float32)))
+    if array.dtype != np.uint8 or array.ndim not in (2, 3):
+        raise DataError(
+            "expected an array of uint8 [H, W, C] or [H, W], or of floats [C, H, W], "
+            f"got {array.dtype} {list(array.shape)}"
+        )
+    _check_size(array.shape[1], array.shape[0])
+    return _channels_first(array)
+
+
+def _channels_first(pixels: np.ndarray) -> torch.Tensor:
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    return torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C", copy=True))
+
+
+def _from_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    image = tensor[None] if tensor.ndim == 2 else tensor
+    if image.ndim != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
+        raise DataError(
+            "expected a tensor of uint8 or floats, [C, H, W] or [H, W], "
+            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        )
+    _check_size(image.shape[2], image.shape[1])
+    image = image.detach().cpu()
+    dtype = torch.uint8 if image.dtype == torch.uint8 else torch.float32
+    return image.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _check_size(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise DataError(f"has no pixels ({width}x{height}); replace it")
+    if width * height > MAX_PIXELS:
+        raise _too_many_pixels(f"{width}x{height}")
+
+
+def _too_many_pixels(size: str) -> DataError:
+    return DataError(
+        f"declares {size} pixels, over the limit of {MAX_PIXELS // 10**6} megapixels; shrink it"
+    )

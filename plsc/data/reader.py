@@ -1,0 +1,200 @@
+"""Batches from a generator reader: a function that returns a fresh generator of samples each epoch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from plsc.data.batch import Batch
+from plsc.data.decode import ImageShape
+from plsc.data.order import LAST_BATCH_CHOICES, count_steps
+from plsc.data.seeding import IsolatedRandom, hash_key
+from plsc.errors import DataError, OptionError, suggest
+
+Sample = tuple[torch.Tensor, int, str]  # image, label, name
+_END = object()
+
+
+class ReaderLoader:
+    """Yields this rank's batches of ``reader()``, which yields (image [C, H, W], label).
+
+    A stream has no index, so every rank runs the whole generator: a global batch is the next
+    ``global_batch`` samples, and sample i of it goes to rank i mod ranks. Ranks agree as long as the
+    reader's order is a function of ``random``, ``numpy.random`` and ``torch``: these are seeded from
+    (seed, epoch), alike on all ranks, whenever the generator runs, and put back afterwards. A resumed
+    epoch is positioned by replaying it.
+
+    float images are used as they are (normalised by the reader), uint8 images are normalised later.
+    The last batch is padded with the first samples of the epoch (the first global batch is kept for
+    that), kept smaller (b may be 0 on some ranks) or dropped, as in BatchPlan.
+
+    Raises DataError naming the ordinal: ``sample 17 of epoch 0 of the train reader``. Each rank
+    examines the samples that it uses.
+    """
+
+    def __init__(
+        self,
+        reader: Callable[[], Iterator[Any]],
+        rank: int,
+        ranks: int,
+        image_shape: ImageShape,
+        *,
+        global_batch: int,
+        seed: int,
+        class_num: int | None = None,
+        num_samples: int | None = None,
+        last_batch: str = "pad",
+        title: str = "train reader",
+    ) -> None:
+        if not callable(reader):
+            raise DataError(
+                f"the {title} must be a function that returns a fresh generator for each epoch, got "
+                f"{type(reader).__name__}; pass the function itself, not its result"
+            )
+        if last_batch not in LAST_BATCH_CHOICES:
+            known = suggest(last_batch, LAST_BATCH_CHOICES)
+            raise OptionError(f"unknown last_batch {last_batch!r}; {known}")
+        if global_batch < 1 or not 0 <= rank < ranks:
+            raise OptionError(f"bad global batch {global_batch}, or rank {rank} of {ranks}")
+        self.reader = reader
+        self.rank = rank
+        self.ranks = ranks
+        self.image_shape = tuple(image_shape)
+        self.global_batch = global_batch
+        self.seed = seed
+        self.class_num = class_num
+        self.last_batch = last_batch
+        self.title = title
+        self._steps: int | None = None
+        if num_samples is not None:
+            self._steps = count_steps(num_samples, global_batch, last_batch)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """From ``num_samples`` if it was given; else None until an epoch has run to its end."""
+        return self._steps
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches of the steps ``start_step``.. of an epoch."""
+        randomness = IsolatedRandom(hash_key(self.seed, epoch))
+        with randomness.active():
+            samples = self._open()
+        try:
+            yield from self._batches(samples, randomness, epoch, start_step)
+        finally:
+            if hasattr(samples, "close"):
+                samples.close()
+
+    def _open(self) -> Iterator[Any]:
+        samples = self.reader()
+        if not hasattr(samples, "__iter__"):
+            raise DataError(
+                f"the {self.title} must return a generator of (image, label), it returned "
+                f"{type(samples).__name__}"
+            )
+        return iter(samples)
+
+    def _batches(
+        self, samples: Iterator[Any], randomness: IsolatedRandom, epoch: int, start_step: int
+    ) -> Iterator[Batch]:
+        first: dict[int, Sample] = {}  # the first global batch whole: padding comes from it
+        step, size = 0, self.global_batch
+        while size == self.global_batch:
+            keep_all = step == 0 and self.last_batch == "pad"
+            slots = (
+                range(0) if step < start_step else range(self.rank, self.global_batch, self.ranks)
+            )
+            kept: dict[int, Sample] = {}
+            with randomness.active():
+                for size in range(self.global_batch + 1):
+                    if size == self.global_batch:
+                        break
+                    item = next(samples, _END)
+                    if item is _END:
+                        break
+                    if keep_all or size in slots:
+                        kept[size] = self._check(item, step * self.global_batch + size, epoch)
+            if step == 0 and size == 0:
+                raise DataError(
+                    f"the {self.title} yielded no sample in epoch {epoch}; it must return a fresh "
+                    "generator on each call"
+                )
+            if keep_all:
+                first = kept
+            if size == 0 or (size < self.global_batch and self.last_batch == "drop"):
+                break
+            if self.last_batch == "pad":
+                # the same samples as in BatchPlan: the order starts again
+                kept |= {s: first[(s - size) % len(first)] for s in range(size, self.global_batch)}
+            if step >= start_step:
+                yield self._collate([kept[slot] for slot in slots if slot in kept], epoch, step)
+            step += 1
+        self._finish(epoch, step, start_step)
+
+    def _finish(self, epoch: int, steps: int, start_step: int) -> None:
+        if steps == 0:
+            raise DataError(
+                f"last_batch 'drop' leaves no step: epoch {epoch} of the {self.title} is shorter than "
+                f"the global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
+            )
+        if steps < start_step:
+            raise DataError(
+                f"epoch {epoch} of the {self.title} ended after {steps} steps, before step "
+                f"{start_step} where the run goes on; the reader must give what it gave before"
+            )
+        if self._steps is None:
+            self._steps = steps
+
+    def _check(self, item: Any, ordinal: int, epoch: int) -> Sample:
+        name = f"sample {ordinal} of epoch {epoch} of the {self.title}"
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise DataError(f"{name}: expected (image, label), got {type(item).__name__}")
+        return self._image(item[0], name), self._label(item[1], name), name
+
+    def _image(self, image: Any, name: str) -> torch.Tensor:
+        if not isinstance(image, (np.ndarray, torch.Tensor)):
+            raise DataError(f"{name}: expected an array [C, H, W], got {type(image).__name__}")
+        if tuple(image.shape) != self.image_shape:
+            raise DataError(
+                f"{name}: expected an image of shape {self.image_shape}, got {tuple(image.shape)}"
+            )
+        tensor = torch.tensor(np.asarray(image))  # a copy: readers reuse their buffers
+        if tensor.dtype == torch.uint8:
+            return tensor
+        if not tensor.is_floating_point():
+            raise DataError(f"{name}: expected float32 or uint8 pixels, got {image.dtype}")
+        tensor = tensor.float()
+        if not bool(torch.isfinite(tensor).all()):
+            raise DataError(f"{name}: the image holds NaN or infinite values")
+        return tensor
+
+    def _label(self, label: Any, name: str) -> int:
+        try:
+            number = operator.index(label)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"{name}: the label must be a whole number, got {type(label).__name__}"
+            ) from None
+        if number < 0 or (self.class_num is not None and number >= self.class_num):
+            upper = "" if self.class_num is None else self.class_num - 1
+            raise DataError(
+                f"{name}: label {number} is outside 0..{upper}; fix it or set_class_num"
+            )
+        return number
+
+    def _collate(self, samples: list[Sample], epoch: int, step: int) -> Batch:
+        if not samples:
+            empty = torch.empty((0, *self.image_shape), dtype=torch.float32)
+            return Batch(empty, torch.empty(0, dtype=torch.int64), [])
+        if len({image.dtype for image, _, _ in samples}) > 1:
+            raise DataError(
+                f"step {step} of epoch {epoch} of the {self.title} mixes uint8 and float images; "
+                "yield one of the two"
+            )
+        images = torch.stack([image for image, _, _ in samples])
+        labels = torch.tensor([label for _, label, _ in samples], dtype=torch.int64)
+        return Batch(images, labels, [name for _, _, name in samples])

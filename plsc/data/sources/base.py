@@ -1,0 +1,102 @@
+"""The protocol of all sources, and what the sources of image files share."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from plsc.data.decode import MAX_FILE_BYTES, Image
+from plsc.data.sources.paths import PathTable, printable
+from plsc.errors import DataError
+
+
+class Source(Protocol):
+    """An indexed set of labelled images. It must be picklable: worker processes get a copy."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Image, int]:
+        """Return the image, encoded or not, and its label; DataError if it cannot be read."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Return where the sample is, for messages: ``images/a.jpg (label.txt:12)``."""
+        ...
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N], if possible without reading the images."""
+        ...
+
+
+class FileSource:
+    """Image files below one folder, with a label each; the base of the sources that read files."""
+
+    def __init__(self, root: Path, paths: PathTable, labels: np.ndarray) -> None:
+        self.root = root
+        self._paths = paths
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        path = self.path(index)
+        try:
+            return read_image_file(path), int(self._labels[index])
+        except DataError as error:
+            raise DataError(f"{self.name(index)}: {error}") from error
+
+    def path(self, index: int) -> Path:
+        """Return the path of the image file."""
+        return self.root / os.fsdecode(self._paths[index])
+
+    def name(self, index: int) -> str:
+        """Return the path below the folder."""
+        return printable(self._paths[index])
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N]."""
+        return self._labels
+
+
+def read_image_file(path: Path) -> bytes:
+    """Return a file's bytes; DataError if it is missing, not a plain file, empty, or over 64 MiB.
+
+    The size is asked first, so that a huge (or sparse) file is never read.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError("is not a plain file; expected an image file")
+        if status.st_size > MAX_FILE_BYTES:
+            raise DataError(
+                f"is {status.st_size} bytes, over the limit of {MAX_FILE_BYTES}; shrink it"
+            )
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError("the image file is missing; add it or take its entry out") from None
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror}); check the file") from error
+    if not data:
+        raise DataError("is empty (0 bytes); replace the file or take it out")
+    return data
+
+
+def check_labels(source: Source, class_num: int) -> None:
+    """Raise DataError naming the first sample whose label is outside 0..class_num - 1."""
+    labels = source.labels()
+    bad = np.flatnonzero((labels < 0) | (labels >= class_num))
+    if len(bad) == 0:
+        return
+    first = int(bad[0])
+    advice = "fix the label"
+    if labels.min() >= 0:
+        advice = f"pass set_class_num({int(labels.max()) + 1}) or fix the line"
+    raise DataError(
+        f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} "
+        f"({len(bad)} of {len(labels)} samples are); {advice}"
+    )

@@ -1,0 +1,90 @@
+"""Any map-style torch Dataset that yields (image, label)."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from plsc.data.decode import Image
+from plsc.errors import DataError
+
+
+class TorchDatasetSource:
+    """Wraps a dataset with ``len()`` and ``[index] -> (image, label)``.
+
+    The image is a Pillow image, a uint8 array [H, W, C], or a tensor [C, H, W], uint8 or float; floats
+    are taken as already normalised. Raises DataError for anything else. OSError, which is what image
+    loaders raise for a bad file, becomes DataError too; other exceptions are the dataset's own bugs
+    and pass.
+    """
+
+    def __init__(self, dataset: Any, title: str = "dataset") -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise DataError(
+                f"expected a map-style dataset with len() and [index], got "
+                f"{type(dataset).__name__}; give an iterable one as train_reader"
+            )
+        self.dataset = dataset
+        self.title = title
+        self._labels: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Image, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
+        try:
+            item = self.dataset[index]
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{self.name(index)}: cannot be read ({reason})") from error
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise DataError(
+                f"{self.name(index)}: expected (image, label), got {type(item).__name__}"
+                + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+            )
+        return item[0], self._whole_number(item[1], index)
+
+    def name(self, index: int) -> str:
+        """Return ``dataset[12]``."""
+        return f"{self.title}[{index}]"
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N].
+
+        Taken from the dataset's ``targets`` or ``labels`` where that is a flat list of N whole
+        numbers and no ``target_transform`` changes them. Otherwise every item is read once, images
+        included, which takes as long as an epoch; the result is remembered.
+        """
+        if self._labels is None:
+            self._labels = self._declared_labels()
+        if self._labels is None:
+            numbers = (self[index][1] for index in range(len(self)))
+            self._labels = np.fromiter(numbers, dtype=np.int64, count=len(self))
+        return self._labels
+
+    def _declared_labels(self) -> np.ndarray | None:
+        if getattr(self.dataset, "target_transform", None) is not None:
+            return None
+        for attribute in ("targets", "labels"):
+            declared = getattr(self.dataset, attribute, None)
+            if declared is None or callable(declared):
+                continue
+            try:
+                values = np.asarray(declared)
+            except (ValueError, TypeError, RuntimeError):
+                continue
+            if values.shape == (len(self),) and np.issubdtype(values.dtype, np.integer):
+                return values.astype(np.int64)
+        return None
+
+    def _whole_number(self, label: Any, index: int) -> int:
+        try:
+            return operator.index(label)  # int, numpy integer, integer tensor of one element
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"{self.name(index)}: the label must be a whole number, got {type(label).__name__}"
+            ) from None

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from conftest import encode, smooth_picture
+from PIL import Image
+
+from plsc.data.decode import decode_image, jpeg_size
+from plsc.errors import DataError
+
+SHAPE = (3, 24, 20)
+HOSTILE = [
+    "nothing",
+    "text",
+    "jpeg cut in half",
+    "jpeg without its last byte",
+    "jpeg of two bytes",
+    "png cut in half",
+    "png header only",
+    "png of 100000x100000",
+    "png of 9000x9000",
+    "png with a bad checksum inside",
+    "png with too few pixels",
+    "jpeg of 65535x65535",
+    "jpeg of no height",
+    "eps",
+]
+
+
+def channels_first(picture: Image.Image) -> torch.Tensor:
+    pixels = np.array(picture)
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1).copy())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
+def test_a_lossless_file_gives_its_pixels(kind):
+    picture = smooth_picture(3)
+    options = {"lossless": True} if kind == "WEBP" else {}
+    decoded = decode_image(encode(picture, kind, **options), SHAPE)
+    assert torch.equal(decoded, channels_first(picture))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_jpeg_is_decoded_as_pillow_decodes_it(mode, channels):
+    data = encode(smooth_picture(3).convert(mode), "JPEG", quality=95, subsampling=0)
+    expected = Image.open(io.BytesIO(data)).convert("RGB" if channels == 3 else "L")
+    decoded = decode_image(data, (channels, 24, 20))
+    difference = decoded.int() - channels_first(expected).int()
+    assert difference.abs().max() <= 4  # decoders may round differently
+
+
+def test_without_torchvision_s_decoder_pillow_reads_jpeg(monkeypatch, hostile_images):
+    data = encode(smooth_picture(3), "JPEG", quality=95, subsampling=0)
+    expected = decode_image(data, SHAPE)
+    monkeypatch.setattr("plsc.data.decode.decode_jpeg", None)
+    assert (decode_image(data, SHAPE).int() - expected.int()).abs().max() <= 4
+    for name, content in hostile_images.items():
+        if name.startswith("jpeg"):
+            with pytest.raises(DataError):
+                decode_image(content, SHAPE)
+
+
+def test_the_size_of_a_progressive_jpeg_is_found():
+    data = encode(smooth_picture(1, 31, 17), "JPEG", progressive=True)
+    assert jpeg_size(data) == (17, 31)
+
+
+def test_transparency_is_laid_over_white():
+    pixels = np.zeros((24, 20, 4), dtype=np.uint8)
+    pixels[:, 10:, 3] = 255
+    decoded = decode_image(encode(Image.fromarray(pixels), "PNG"), SHAPE)
+    assert (decoded[:, :, :10] == 255).all()
+    assert (decoded[:, :, 10:] == 0).all()
+
+
+def test_a_palette_gives_its_colours():
+    picture = smooth_picture(2).quantize(16)
+    decoded = decode_image(encode(picture, "GIF"), SHAPE)
+    assert torch.equal(decoded, channels_first(picture.convert("RGB")))
+
+
+def test_16_bit_gray_keeps_its_upper_byte():
+    values = np.arange(24 * 20, dtype=np.uint16).reshape(24, 20) * 100
+    decoded = decode_image(encode(Image.fromarray(values), "PNG"), (1, 24, 20))
+    assert decoded[0].tolist() == (values >> 8).tolist()
+
+
+def test_the_exif_orientation_is_ignored():
+    picture = smooth_picture(2)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = decode_image(encode(picture, "JPEG", exif=exif), SHAPE)
+    assert torch.equal(turned, decode_image(encode(picture, "JPEG"), SHAPE))
+
+
+def test_arrays_tensors_and_pictures_give_the_same_image():
+    picture = smooth_picture(4)
+    expected = channels_first(picture)
+    for data in (picture, np.array(picture), expected):
+        assert torch.equal(decode_image(data, SHAPE), expected)
+
+
+def test_floats_stay_as_they_are():
+    image = torch.randn(SHAPE)
+    assert torch.equal(decode_image(image, SHAPE), image)
+    assert torch.equal(decode_image(image.double().numpy(), SHAPE), image)
+
+
+def test_the_result_shares_no_memory_with_the_input():
+    for data in (torch.zeros(SHAPE, dtype=torch.uint8), torch.zeros(SHAPE)):
+        decode_image(data, SHAPE).fill_(1)
+        assert not data.any()
+    array = np.zeros((24, 20, 3), dtype=np.uint8)
+    decode_image(array, SHAPE).fill_(1)
+    assert not array.any()
+
+
+def test_another_size_is_resized_with_antialiasing():
+    stripes = np.zeros((64, 64, 3), dtype=np.uint8)
+    stripes[:, ::2] = 200
+    small = decode_image(stripes, (3, 16, 16))
+    assert small.shape == (3, 16, 16)
+    assert small.dtype == torch.uint8
+    assert ((small[:, :, 2:-2].int() - 100).abs() < 15).all()  # no stripe is lost or kept
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_bad_file_is_refused_in_one_line(kind, hostile_images):
+    with pytest.raises(DataError) as caught:
+        decode_image(hostile_images[kind], SHAPE)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_hostile_image_is_tried(hostile_images):
+    assert set(HOSTILE) == set(hostile_images)
+
+
+@pytest.mark.parametrize(
+    "kind", ["png of 100000x100000", "png of 9000x9000", "jpeg of 65535x65535"]
+)
+def test_a_declared_size_over_the_limit_is_refused_before_decoding(kind, hostile_images):
+    with pytest.raises(DataError, match="limit of 64 megapixels"):
+        decode_image(hostile_images[kind], SHAPE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_jpeg_never_crashes(seed):
+    generator = np.random.default_rng(seed)
+    good = encode(smooth_picture(seed), "JPEG")
+    for _ in range(200):
+        data = bytearray(good)
+        for position in generator.integers(2, len(data), 4):
+            data[position] = generator.integers(256)
+        try:
+            decoded = decode_image(bytes(data), SHAPE)
+        except DataError:
+            continue
+        assert decoded.shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.zeros((24, 20, 4), dtype=np.uint8), "4 channels"),
+        (np.zeros((24, 20), dtype=np.uint8), "1 channels"),
+        (torch.zeros(5, 24, 20), "5 channels"),
+        (np.zeros((24, 20, 3), dtype=np.int64), "int64"),
+        (torch.zeros(2, 3, 24, 20), "2, 3, 24, 20"),
+        (torch.zeros(3, 0, 20, dtype=torch.uint8), "no pixels"),
+        (torch.full(SHAPE, float("nan")), "NaN"),
+        ("a/path.jpg", "got str"),
+        (Image.new("F", (20, 24)), "32-bit"),
+    ],
+)
+def test_an_image_of_another_form_is_refused_with_what_came(data, message):
+    with pytest.raises(DataError, match=message):
+        decode_image(data, SHAPE)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plsc.data.sources import ImageFolderSource, LabelFileSource, open_source
+from plsc.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    for name in (
+        "b/2.PNG",
+        "b/deep/1.jpg",
+        "a/1.jpg",
+        "c/notes.txt",
+        ".cache/x.jpg",
+        "a/.hidden.jpg",
+    ):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return root
+
+
+def names(source: ImageFolderSource) -> list[str]:
+    return [source.name(i) for i in range(len(source))]
+
+
+def test_class_ids_follow_the_sorted_folder_names(folder):
+    source = ImageFolderSource(folder)
+    assert source.class_names == ["a", "b", "c"]
+    assert names(source) == ["a/1.jpg", "b/2.PNG", "b/deep/1.jpg"]
+    assert source.labels().tolist() == [0, 1, 1]
+    assert source[2] == (b"b/deep/1.jpg", 1)
+    assert source.ignored_files == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("map.json", '{"a": 10, "b": 5, "c": 0}'), ("map.txt", "a\t10\r\nb\t5\n\nc\t0\n")],
+)
+def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
+    (tmp_path / file).write_text(text)
+    source = ImageFolderSource(folder, tmp_path / file)
+    assert source.labels().tolist() == [10, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("map.json", '{"a": 1, "b": 2}', "no id for the class folder 'c'"),
+        ("map.json", '{"a": -1}', "'a' the id -1"),
+        ("map.json", '{"a": true}', "'a' the id True"),
+        ("map.json", "[1]", "must be an object"),
+        ("map.json", "{", "not valid"),
+        ("map.json", "[" * 100_000, "not valid"),
+        ("map.txt", "a 1\n", "map.txt:1: expected 'name<TAB>id'"),
+        ("map.txt", "a\t1\na\t2\n", "map.txt:2: the name 'a' comes a second time"),
+    ],
+)
+def test_a_bad_label_map_is_refused(folder, tmp_path, file, text, message):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(DataError) as caught:
+        ImageFolderSource(folder, tmp_path / file)
+    assert message in str(caught.value)
+
+
+def test_a_link_inside_the_folder_is_followed(folder):
+    (folder / "a" / "2.jpg").symlink_to(folder / "b" / "deep" / "1.jpg")
+    assert ImageFolderSource(folder)[1] == (b"b/deep/1.jpg", 0)
+
+
+def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
+    (tmp_path / "secret.jpg").write_bytes(b"x")
+    link = folder / "a" / "2.jpg"
+    link.symlink_to(tmp_path / "secret.jpg")
+    with pytest.raises(DataError, match=r"a/2\.jpg is a link that leaves"):
+        ImageFolderSource(folder)
+    link.unlink()
+    (folder / "d").symlink_to(tmp_path)
+    with pytest.raises(DataError, match="d is a link to a folder"):
+        ImageFolderSource(folder)
+
+
+def test_open_source_tells_the_layouts_apart(folder):
+    assert isinstance(open_source(folder), ImageFolderSource)
+    (folder / "label.txt").write_text("a/1.jpg 0\n")
+    assert isinstance(open_source(str(folder)), LabelFileSource)
+
+
+def test_a_folder_of_no_known_layout_is_refused_with_the_layouts(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "forgotten" / "images").mkdir(parents=True)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "bare" / "a").mkdir(parents=True)
+    for name in ("empty", "forgotten", "file", "missing"):
+        with pytest.raises(DataError, match=r"label\.txt .*folder of images for each class"):
+            open_source(tmp_path / name)
+    with pytest.raises(DataError, match="no images"):
+        open_source(tmp_path / "bare")

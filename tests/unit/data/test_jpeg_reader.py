@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from conftest import encode, smooth_picture
+
+from plsc.data.decode import decode_image
+from plsc.data.pairs import write_pairs
+from plsc.errors import DataError
+from plsc.utils import jpeg_reader
+
+
+def test_the_list_holds_paths_and_labels_in_file_order(label_folder):
+    folder = label_folder(4, classes=3)
+    found = jpeg_reader.get_train_image_list(str(folder))
+    assert found == [(str(folder / f"images/{i}.jpg"), i % 3) for i in range(4)]
+
+
+def test_arc_train_yields_each_image_once_shuffled_normalised_and_mirrored_at_random(label_folder):
+    folder = label_folder(12, classes=12)
+    reader = jpeg_reader.arc_train(folder, 12, image_shape=(3, 24, 20))
+    random.seed(0)
+    first, second = list(reader()), list(reader())
+    assert sorted(label for _, label in first) == list(range(12))
+    assert [label for _, label in first] != [label for _, label in second]
+    mirrored = 0
+    for image, label in first:
+        data = (folder / f"images/{label}.jpg").read_bytes()
+        plain = (decode_image(data, (3, 24, 20)).numpy().astype(np.float32) - 127.5) / 128
+        is_plain, is_mirrored = (np.array_equal(image, p) for p in (plain, plain[..., ::-1]))
+        assert is_plain != is_mirrored
+        mirrored += is_mirrored
+    assert 0 < mirrored < 12
+    assert first[0][0].dtype == np.float32
+
+
+def test_arc_train_refuses_a_label_outside_the_classes(label_folder):
+    with pytest.raises(DataError, match=r"label 2 at .*label\.txt:3"):
+        jpeg_reader.arc_train(label_folder(4, classes=3), 2)
+
+
+def test_pair_files_are_loaded_plain_and_flipped(tmp_path):
+    images = [encode(smooth_picture(i), "PNG") for i in range(4)]
+    for name in ("lfw", "cfp_fp"):
+        write_pairs(tmp_path / f"{name}.bin", images, np.array([True, False]))
+    loaded, names = jpeg_reader.test(tmp_path, "lfw, cfp_fp", image_size=(24, 20))
+    assert names == ["lfw", "cfp_fp"]
+    (plain, flipped), is_same = loaded[0]
+    assert is_same == [True, False]
+    assert plain.shape == (4, 3, 24, 20)
+    assert plain.dtype == flipped.dtype == np.float32
+    expected = (np.array(smooth_picture(2)).transpose(2, 0, 1).astype(np.float32) - 127.5) / 128
+    assert np.array_equal(plain[2], expected)
+    assert np.array_equal(flipped[2], expected[..., ::-1])
+
+
+def test_a_missing_pair_file_or_no_name_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"lfw\.bin does not exist"):
+        jpeg_reader.test(tmp_path, "lfw")
+    with pytest.raises(DataError, match="no dataset named"):
+        jpeg_reader.test(tmp_path, " , ")
+
+
+def test_a_bad_image_in_a_pair_file_is_named_by_its_number(tmp_path):
+    images = [encode(smooth_picture(0), "PNG"), b"not an image"]
+    write_pairs(tmp_path / "lfw.bin", images, np.array([True]))
+    with pytest.raises(DataError, match=r"image 1 of .*lfw\.bin: is not a readable image"):
+        jpeg_reader.load_bin(tmp_path / "lfw.bin", 16)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data.order import BatchPlan
+from plsc.errors import DataError, OptionError
+
+counts = st.integers(1, 60)
+batches = st.integers(1, 25)
+
+
+def whole_epoch(plan: BatchPlan, epoch: int) -> list[int]:
+    parts = [
+        plan.indices(epoch, step, rank)
+        for step in range(plan.steps_per_epoch)
+        for rank in range(plan.ranks)
+    ]
+    return np.concatenate(parts).tolist()
+
+
+@given(counts, batches, st.integers(1, 5), st.integers(-5, 2**70), st.integers(0, 3))
+def test_pad_reads_each_sample_once_and_then_the_epoch_from_its_start(
+    count, batch, ranks, seed, epoch
+):
+    plan = BatchPlan(count, batch, ranks, seed, "pad")
+    read = whole_epoch(plan, epoch)
+    order = read[:count]
+    assert sorted(order) == list(range(count))
+    assert len(read) == plan.steps_per_epoch * batch
+    assert len(read) - count < batch
+    assert read == [order[position % count] for position in range(len(read))]
+
+
+@given(counts, batches, st.integers(1, 5))
+def test_keep_reads_each_sample_exactly_once(count, batch, ranks):
+    plan = BatchPlan(count, batch, ranks, 3, "keep")
+    assert sorted(whole_epoch(plan, 0)) == list(range(count))
+
+
+@given(counts, batches, st.integers(1, 5))
+def test_drop_reads_only_full_batches(count, batch, ranks):
+    if count < batch:
+        with pytest.raises(DataError, match="leaves no step"):
+            BatchPlan(count, batch, ranks, 3, "drop")
+        return
+    read = whole_epoch(BatchPlan(count, batch, ranks, 3, "drop"), 0)
+    assert len(read) == count // batch * batch
+    assert len(set(read)) == len(read)
+
+
+@given(counts, batches, st.sampled_from(["pad", "keep"]))
+def test_the_global_order_does_not_depend_on_the_ranks(count, batch, last_batch):
+    orders = {
+        tuple(whole_epoch(BatchPlan(count, batch, ranks, 7, last_batch), 2))
+        for ranks in range(1, 6)
+    }
+    assert len(orders) == 1
+
+
+@given(counts, batches, st.integers(1, 5), st.sampled_from(["pad", "keep"]))
+def test_the_parts_of_the_ranks_differ_by_at_most_one(count, batch, ranks, last_batch):
+    plan = BatchPlan(count, batch, ranks, 7, last_batch)
+    for step in range(plan.steps_per_epoch):
+        sizes = [len(plan.indices(0, step, rank)) for rank in range(ranks)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_epochs_and_seeds_differ_and_come_back_the_same():
+    plan = BatchPlan(1000, 1000, 1, 5)
+    orders = [plan.global_indices(epoch, 0) for epoch in (0, 1, 0)]
+    assert (orders[0] == orders[2]).all()
+    assert (orders[0] != orders[1]).any()
+    assert (BatchPlan(1000, 1000, 1, 6).global_indices(0, 0) != orders[0]).any()
+
+
+def test_the_order_of_a_seed_is_fixed_for_ever():
+    # A run that resumes under a newer numpy must go on in the same order.
+    assert BatchPlan(8, 8, 1, 1).global_indices(0, 0).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
+
+
+def test_only_the_current_epoch_s_order_is_held():
+    plan = BatchPlan(100_000, 1000, 1, 1)
+    tracemalloc.start()
+    for epoch in range(5):
+        plan.global_indices(epoch, 0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2 * 8 * 100_000
+
+
+def test_without_shuffling_the_order_is_that_of_the_source():
+    assert whole_epoch(BatchPlan(5, 2, 2, 1, "keep", shuffle=False), 4) == [0, 1, 2, 3, 4]
+
+
+def test_a_plan_of_no_samples_or_of_bad_options_is_refused():
+    with pytest.raises(DataError, match="no samples"):
+        BatchPlan(0, 4, 1, 0)
+    with pytest.raises(OptionError, match="did you mean 'pad'"):
+        BatchPlan(9, 4, 1, 0, "pda")
+    with pytest.raises(OptionError, match="at least 1"):
+        BatchPlan(9, 0, 1, 0)
+    with pytest.raises(IndexError):
+        BatchPlan(9, 4, 1, 0).indices(0, 3, 0)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data.order import BatchPlan
+from plsc.data.reader import ReaderLoader
+from plsc.errors import DataError, OptionError
+
+SHAPE = (1, 2, 2)
+
+
+def shuffled(count: int):
+    """A reader as people write them: it shuffles and draws from global generators."""
+
+    def reader():
+        order = list(range(count))
+        random.shuffle(order)
+        for value in order:
+            noise = random.random() + np.random.rand()
+            yield np.full(SHAPE, value + noise / 4, dtype=np.float32), value
+
+    return reader
+
+
+def loader(reader, rank=0, ranks=1, batch=4, **options) -> ReaderLoader:
+    return ReaderLoader(reader, rank, ranks, SHAPE, global_batch=batch, **{"seed": 3, **options})
+
+
+def labels(batches) -> list[list[int]]:
+    return [batch.labels.tolist() for batch in batches]
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 5), st.sampled_from(["pad", "keep"]))
+def test_ranks_read_the_same_global_batches_by_stride(count, batch, ranks, last_batch):
+    whole = list(loader(shuffled(count), batch=batch, last_batch=last_batch).epoch(0))
+    parts = [
+        list(loader(shuffled(count), r, ranks, batch, last_batch=last_batch).epoch(0))
+        for r in range(ranks)
+    ]
+    assert {len(part) for part in parts} == {len(whole)}
+    for step, expected in enumerate(whole):
+        for rank, part in enumerate(parts):
+            assert torch.equal(part[step].images, expected.images[rank::ranks])
+            assert part[step].labels.tolist() == expected.labels[rank::ranks].tolist()
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.sampled_from(["pad", "keep", "drop"]))
+def test_the_last_batch_is_that_of_a_batch_plan(count, batch, last_batch):
+    if last_batch == "drop" and count < batch:
+        return
+    plan = BatchPlan(count, batch, 1, 0, last_batch, shuffle=False)
+    in_order = [(np.zeros(SHAPE, np.float32), value) for value in range(count)]
+    batches = loader(lambda: iter(in_order), batch=batch, last_batch=last_batch)
+    assert batches.steps_per_epoch is None
+    assert labels(batches.epoch(0)) == [
+        plan.global_indices(0, step).tolist() for step in range(plan.steps_per_epoch)
+    ]
+    assert batches.steps_per_epoch == plan.steps_per_epoch
+
+
+def test_num_samples_gives_the_steps_beforehand():
+    assert loader(shuffled(9), num_samples=9).steps_per_epoch == 3
+    assert loader(shuffled(9), num_samples=9, last_batch="drop").steps_per_epoch == 2
+
+
+def test_epochs_differ_and_do_not_depend_on_draws_outside():
+    batches = loader(shuffled(20), batch=5)
+    expected = labels(batches.epoch(1))
+    random.seed(99)
+    found = []
+    for batch in batches.epoch(1):
+        random.random(), np.random.rand()
+        found.append(batch.labels.tolist())
+    assert found == expected
+    assert labels(batches.epoch(2)) != expected
+
+
+def test_the_global_generators_are_put_back():
+    random.seed(1), np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1), np.random.seed(1)
+    list(loader(shuffled(9)).epoch(0))
+    assert (random.random(), np.random.rand()) == expected
+
+
+@pytest.mark.parametrize("last_batch", ["pad", "keep", "drop"])
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_an_epoch_goes_on_from_any_step(last_batch, start):
+    batches = loader(shuffled(10), 1, 2, last_batch=last_batch)
+    whole = list(batches.epoch(6))
+    rest = list(batches.epoch(6, start_step=start))
+    assert len(rest) == len(whole) - start
+    for left, right in zip(rest, whole[start:], strict=True):
+        assert torch.equal(left.images, right.images)
+        assert left.names == right.names
+
+
+def test_a_reader_that_became_shorter_is_told_on_resuming():
+    with pytest.raises(DataError, match="ended after 2 steps, before step 5"):
+        list(loader(shuffled(8)).epoch(0, start_step=5))
+
+
+def test_a_reader_may_reuse_its_buffer():
+    def reader():
+        buffer = np.zeros(SHAPE, dtype=np.uint8)
+        for value in range(4):
+            buffer[:] = value
+            yield buffer, value
+
+    (batch,) = loader(reader).epoch(0)
+    assert batch.images.dtype == torch.uint8
+    assert batch.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_generator_left_early_is_closed():
+    closed = []
+
+    def reader():
+        try:
+            yield from shuffled(9)()
+        finally:
+            closed.append(True)
+
+    batches = loader(reader).epoch(0)
+    next(batches)
+    batches.close()
+    assert closed == [True]
+
+
+GOOD = np.zeros(SHAPE, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (GOOD, "expected (image, label), got ndarray"),
+        ((GOOD, 0, 1), "expected (image, label), got tuple"),
+        ((GOOD.tolist(), 0), "got list"),
+        ((GOOD[:, :1], 0), "expected an image of shape (1, 2, 2), got (1, 1, 2)"),
+        ((GOOD * np.nan, 0), "NaN or infinite"),
+        ((GOOD + np.inf, 0), "NaN or infinite"),
+        ((GOOD.astype(np.int64), 0), "got int64"),
+        ((GOOD, 1.0), "whole number, got float"),
+        ((GOOD, "a"), "whole number, got str"),
+        ((GOOD, -1), "label -1 is outside 0..9"),
+        ((GOOD, 10), "label 10 is outside 0..9"),
+    ],
+)
+def test_a_bad_sample_is_named_by_its_ordinal(item, message):
+    def reader():
+        yield from [(GOOD, 9)] * 5
+        yield item
+
+    with pytest.raises(DataError) as caught:
+        list(loader(reader, class_num=10).epoch(2))
+    assert str(caught.value).startswith("sample 5 of epoch 2 of the train reader: ")
+    assert message in str(caught.value)
+
+
+def test_a_reader_that_is_no_function_or_gives_no_samples_is_refused():
+    with pytest.raises(DataError, match="pass the function itself"):
+        loader(shuffled(3)())
+    with pytest.raises(DataError, match="must return a generator"):
+        list(loader(lambda: 5).epoch(0))
+    once = shuffled(4)()
+    used = loader(lambda: once)
+    list(used.epoch(0))
+    with pytest.raises(DataError, match="fresh generator on each call"):
+        list(used.epoch(1))
+    with pytest.raises(DataError, match="leaves no step"):
+        list(loader(shuffled(3), last_batch="drop").epoch(0))
+    with pytest.raises(OptionError, match="did you mean 'keep'"):
+        loader(shuffled(3), last_batch="kep")
+
+
+def test_a_batch_of_floats_and_bytes_is_refused():
+    mixed = [(GOOD, 0), (GOOD.astype(np.uint8), 0)]
+    with pytest.raises(DataError, match="mixes uint8 and float"):
+        list(loader(lambda: iter(mixed)).epoch(0))
+
+
+def test_an_error_of_the_reader_itself_passes():
+    def reader():
+        yield GOOD, 0
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        list(loader(reader).epoch(0))

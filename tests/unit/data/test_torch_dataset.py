@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Subset, TensorDataset
+
+from plsc.data.sources import TorchDatasetSource
+from plsc.errors import DataError
+
+
+class Items:
+    """A dataset that counts how often it is read."""
+
+    def __init__(self, labels: list) -> None:
+        self.items = labels
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+        self.reads += 1
+        return Image.new("RGB", (8, 8)), self.items[index]
+
+
+@pytest.mark.parametrize("attribute", ["targets", "labels"])
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_declared_labels_are_used_without_reading_images(attribute, kind):
+    dataset = Items([4, 5, 6])
+    setattr(dataset, attribute, kind([4, 5, 6]))
+    labels = TorchDatasetSource(dataset).labels()
+    assert labels.dtype == np.int64
+    assert labels.tolist() == [4, 5, 6]
+    assert dataset.reads == 0
+
+
+@pytest.mark.parametrize("declared", [[1, 2], [[1], [2], [3]], ["a", "b", "c"], [[1], [2, 3], 4]])
+def test_labels_of_another_form_are_not_trusted(declared):
+    dataset = Items([4, 5, 6])
+    dataset.targets = declared
+    source = TorchDatasetSource(dataset)
+    assert source.labels().tolist() == [4, 5, 6]
+    source.labels()
+    assert dataset.reads == 3
+
+
+def test_a_target_transform_is_honoured():
+    dataset = Items([40, 50])
+    dataset.targets, dataset.target_transform = [4, 5], lambda target: target * 10
+    assert TorchDatasetSource(dataset).labels().tolist() == [40, 50]
+
+
+def test_torch_s_own_datasets_work():
+    tensors = TensorDataset(torch.zeros(4, 3, 8, 8), torch.tensor([3, 2, 1, 0]))
+    source = TorchDatasetSource(Subset(tensors, [1, 3]))
+    assert source.labels().tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("label", [1.0, "1", None, torch.tensor(1.5), torch.tensor([1, 2])])
+def test_a_label_that_is_not_a_whole_number_is_refused(label):
+    with pytest.raises(DataError, match=r"dataset\[0\]: the label must be a whole number"):
+        TorchDatasetSource(Items([label]))[0]
+
+
+def test_things_that_are_not_map_style_are_refused():
+    with pytest.raises(DataError, match="map-style"):
+        TorchDatasetSource(iter([1, 2]))
+    with pytest.raises(DataError, match=r"dataset\[1\]: expected \(image, label\), got int"):
+        TorchDatasetSource([1, 2])[1]
+
+
+def test_a_file_that_the_dataset_cannot_read_is_a_bad_image(tmp_path):
+    class Broken(Items):
+        def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+            return Image.open(tmp_path / "missing.jpg"), 0
+
+    with pytest.raises(DataError, match=r"dataset\[0\]: cannot be read"):
+        TorchDatasetSource(Broken([0]))[0]
