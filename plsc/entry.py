@@ -104,8 +104,13 @@ class Entry(Setters):
             self._world = World.from_environment(runtime.device, runtime.backend, runtime.timeout)
             atexit.register(self._world.close)
         user = UserParts(self._model, self.train_reader, self.test_reader, self.predict_reader)
-        with FailureWatch(self._world):
-            return verb(self.options, self._world, user)
+        world = self._world
+        try:
+            with FailureWatch(world):
+                return verb(self.options, world, user)
+        except BaseException:
+            self._world = None  # what failed once is not used again
+            raise
 
 
 def _print_errors_in_one_line() -> None:

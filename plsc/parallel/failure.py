@@ -22,8 +22,8 @@ import torch.distributed as dist
 from plsc.errors import DistributedError, PlscError, mark_reported, report
 from plsc.parallel.world import World
 
-_FAILURE = "plsc/failure"  # the message of the first rank that failed
-_TOLD = "plsc/failure-told"  # set once that rank has printed it
+_FAILURE = "failure"  # the message of the first rank that failed
+_TOLD = "failure-told"  # set once that rank has printed it
 _POLL_SECONDS = 0.5
 _SPEAK_SECONDS = 3.0  # how long a failing rank may take to say why
 _LEAVE_SECONDS = 5.0  # how long a rank may take to leave by itself, once a failure is known

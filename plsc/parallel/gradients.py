@@ -26,7 +26,7 @@ def sum_gradients(network: nn.Module, world: World) -> nn.Module:
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {name: False}
     wrapped = DistributedDataParallel(
-        network,
+        _Replica(network),
         process_group=world.backbone_group,
         # Without it DDP re-orders its buckets after the first step of every start, and with them the
         # order of the additions: a resumed run would differ from an uninterrupted one in the last bit.
@@ -35,6 +35,21 @@ def sum_gradients(network: nn.Module, world: World) -> nn.Module:
     )
     wrapped.register_comm_hook(world.backbone_group, _sum_bucket)
     return wrapped
+
+
+class _Replica(nn.Module):
+    """The network, and an empty parameter that is never used.
+
+    Where all parameters are used, DDP warns on every rank that it looked for unused ones in vain.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.never_used = nn.Parameter(next(network.parameters()).new_empty(0))
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.network(*inputs)
 
 
 def _sum_bucket(

@@ -86,8 +86,7 @@ class World:
             backbone_group=dist.group.WORLD,
             head_group=head_group,
             control_group=control_group,
-            # torch keeps no public name for the rendezvous store; this is the one that torchrun hosts.
-            store=dist.distributed_c10d._get_default_store(),
+            store=_own_store(size),
             owns_process_group=not already_made,
         )
 
@@ -136,6 +135,14 @@ def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise RuntimeError("this rank is not a member of its own group")
     return group
+
+
+def _own_store(size: int) -> dist.Store:
+    """Return a corner of the rendezvous store that no earlier world of these processes has used."""
+    # torch keeps no public name for the store; it is the one that torchrun hosts.
+    store = dist.distributed_c10d._get_default_store()
+    serial = (store.add("plsc/worlds", 1) - 1) // size  # worlds are made by all ranks together
+    return dist.PrefixStore(f"plsc/{serial}", store)
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

@@ -31,6 +31,7 @@ class RunLog:
         self._file: TextIO | None = None
         self._bar: tqdm | None = None
         self._is_main = is_main
+        self._has_steps = False
         if not is_main:
             return
         save_dir.mkdir(parents=True, exist_ok=True)
@@ -48,6 +49,10 @@ class RunLog:
         else:
             print(text, flush=True)
 
+    def problem(self, text: str) -> None:
+        """Print what this rank, whichever it is, met and passed over."""
+        tqdm.write(f"plsc: skipped: {text}", file=sys.stderr)
+
     def advance(self) -> None:
         """One step is made."""
         if self._bar is not None:
@@ -58,6 +63,7 @@ class RunLog:
         if not self._is_main:
             return
         self._write(metrics)
+        self._has_steps = True
         shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.4g}"}
         if metrics["accuracy"] is not None:
             shown["accuracy"] = f"{metrics['accuracy']:.3f}"
@@ -81,8 +87,8 @@ class RunLog:
             )
 
     def plot(self) -> None:
-        """Draw metrics.jsonl into loss.png."""
-        if self._is_main:
+        """Draw metrics.jsonl into loss.png, once a step was logged."""
+        if self._is_main and self._has_steps:
             plot_metrics(self._path, self._plot)
 
     def close(self) -> None:

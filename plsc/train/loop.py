@@ -61,8 +61,10 @@ class Trainer:
             if ended or batch is None:
                 position.next_epoch()
                 break
-            is_logged = (position.step + 1) % self._options.log_period == 0
+            is_logged = self._is_logged()
             output, loss = self._train_step(batch, is_logged)
+            for problem in batch.problems:
+                self._log.problem(problem)
             position.advance()
             window.end_step(output.batch, batch.skipped, loss)
             epoch.end_step(output.batch, batch.skipped, loss)
@@ -119,6 +121,7 @@ class Trainer:
             "accuracy": None if output.accuracy is None else float(output.accuracy),
             "mean_cosine": None if output.mean_cosine is None else float(output.mean_cosine),
             **report,
+            "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
         }
         self._result.metrics = metrics
         self._log.step(metrics, self._run.total_steps)
@@ -160,6 +163,12 @@ class Trainer:
         for name, verification in self._result.evaluation.items():
             return f"{name} accuracy", verification.accuracy
         return "loss", loss
+
+    def _is_logged(self) -> bool:
+        """Whether the next step is: each log_period, and the last one of an epoch or of the run."""
+        step = self._position.step + 1
+        is_last = self._position.step_in_epoch + 1 == self._run.loader.steps_per_epoch
+        return step % self._options.log_period == 0 or is_last or step == self._options.steps
 
     def _made_all_steps(self) -> bool:
         return self._options.steps is not None and self._position.step >= self._options.steps

@@ -30,7 +30,7 @@ class Meter:
     def report(self) -> dict[str, float | int]:
         """Return the means over the steps since the last report, and start anew.
 
-        images_per_second counts all ranks; skipped_images this rank's alone.
+        images_per_second counts the images of all ranks, skipped_images those of this rank.
         """
         steps = max(1, self._steps)
         report: dict[str, float | int] = {

@@ -1,0 +1,201 @@
+"""Killed, stopped and resumed: real torchrun jobs and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from plsc.checkpoint import list_checkpoints, read_manifest
+from tests.distributed.launch import clean_environment, command, run_ranks
+from tests.images import write_dataset
+
+JOB = Path(__file__).with_name("job.py")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset, tmp_path_factory):
+    """Four epochs on 3 ranks, left alone."""
+    save_dir = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(JOB, 3, str(dataset), str(save_dir), "set_train_epochs=4")
+    return save_dir
+
+
+def start(ranks, *args):
+    """Start a job in a session of its own, so that a signal reaches all of it."""
+    return subprocess.Popen(
+        command(JOB, ranks, *args),
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def worker_pids(process):
+    """The ranks: the children of the launcher."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def tensors_of(checkpoint):
+    found = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                found[path.name, key] = file.get_tensor(key)
+    return found
+
+
+def assert_same_bits(ours, theirs):
+    mine, right = tensors_of(ours), tensors_of(theirs)
+    assert mine.keys() == right.keys()
+    for key, tensor in mine.items():
+        assert tensor.equal(right[key]), key
+
+
+def losses_of(save_dir):
+    entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_bits(dataset, uninterrupted, tmp_path):
+    save_dir = tmp_path / "run"
+    job = start(3, str(dataset), str(save_dir), "set_train_epochs=4")
+    wait_for((save_dir / "1").exists, job)
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    assert not (save_dir / "3").exists()
+    newest = list_checkpoints(save_dir)[-1][0]
+    settings = "set_train_epochs=4", f"set_checkpoint_dir={str(newest)!r}"
+    run_ranks(JOB, 3, str(dataset), str(save_dir), *settings)
+    assert_same_bits(save_dir / "3", uninterrupted / "3")
+    assert losses_of(save_dir) == losses_of(uninterrupted)
+
+
+def test_sigterm_saves_at_a_step_boundary_and_the_run_goes_on_from_there(
+    dataset, uninterrupted, tmp_path
+):
+    save_dir = tmp_path / "run"
+    job = start(3, str(dataset), str(save_dir), "set_train_epochs=4")
+    metrics = save_dir / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 6, job)
+    os.kill(job.pid, signal.SIGTERM)  # torchrun hands it on to all ranks
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert output.count("stopped by SIGTERM after step") == 1, output
+    assert "Traceback" not in output.split("torch/distributed")[0], output
+    path, manifest = list_checkpoints(save_dir)[-1]
+    assert manifest.step >= 6
+    settings = "set_train_epochs=4", f"set_checkpoint_dir={str(path)!r}"
+    run_ranks(JOB, 3, str(dataset), str(save_dir), *settings)
+    assert losses_of(save_dir) == losses_of(uninterrupted)
+
+
+def test_ctrl_c_in_one_process_saves_and_exits_with_130(dataset, tmp_path):
+    save_dir = tmp_path / "run"
+    job = start(0, str(dataset), str(save_dir), "set_train_epochs=1000", "set_num_workers=1")
+    wait_for((save_dir / "0").exists, job)
+    os.killpg(job.pid, signal.SIGINT)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, output
+    assert "stopped by SIGINT after step" in output.strip().splitlines()[-1]
+    assert "Traceback" not in output
+    path, manifest = list_checkpoints(save_dir)[-1]
+    assert f"set_checkpoint_dir('{path}')" in output
+    assert manifest.step > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_when_a_rank_is_killed_the_others_stop_within_seconds(dataset, tmp_path, ranks):
+    save_dir = tmp_path / "run"
+    job = start(ranks, str(dataset), str(save_dir), "set_train_epochs=1000")
+    wait_for((save_dir / "0").exists, job)
+    began = time.monotonic()
+    os.kill(worker_pids(job)[-1], signal.SIGKILL)
+    output, _ = job.communicate(timeout=40)
+    assert job.returncode != 0
+    assert time.monotonic() - began < 30  # not the 30 minutes of a collective
+    assert "lost the connection to another rank" in output or "SIGKILL" in output
+    for path, _ in list_checkpoints(save_dir):
+        read_manifest(path)
+
+
+def test_an_error_on_one_rank_reaches_the_others_with_its_message(dataset, tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import sys, os\n"
+        "from plsc import Entry\n"
+        "from plsc.models import BaseModel\n"
+        "from torch import nn\n"
+        "class Net(BaseModel):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(768, 8)\n"
+        "        self.calls = 0\n"
+        "    def build_network(self, input, label, is_train=True):\n"
+        "        self.calls += is_train\n"
+        "        if self.calls == 3 and os.environ['RANK'] == '1':\n"
+        "            raise ValueError('the cat sat on rank one')\n"
+        "        return self.fc(input.flatten(1))\n"
+        "ins = Entry()\n"
+        "ins.set_model(Net())\n"
+        "ins.set_emb_size(8)\n"
+        "ins.set_image_shape((3, 16, 16))\n"
+        "ins.set_train_batch_size(8)\n"
+        f"ins.set_dataset_dir({str(dataset)!r})\n"
+        f"ins.set_model_save_dir({str(tmp_path / 'run')!r})\n"
+        "try:\n"
+        "    ins.train()\n"
+        "except Exception as error:\n"
+        "    print('RANK', os.environ['RANK'], 'got', type(error).__name__, error, flush=True)\n"
+        "    raise\n"
+    )
+    done = run_ranks(script, 3, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "RANK 1 got ValueError the cat sat on rank one" in done.stdout
+    told = "got DistributedError rank 1 failed: ValueError: the cat sat on rank one"
+    assert told in done.stdout, done.stdout + done.stderr
+
+
+def test_a_deadline_ends_a_process_that_reaches_no_step_boundary(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import threading, time, sys\n"
+        "from plsc.parallel.signals import StopSignal\n"
+        "with StopSignal(deadline_seconds=0.5):\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+        "    time.sleep(60)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, str(script)], env=clean_environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=20)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert "no step boundary within 0.5 s after SIGTERM" in output
