@@ -1,0 +1,140 @@
+"""One option table; setters, flags and checkpoints derive from it."""
+
+import inspect
+import pathlib
+
+import numpy as np
+import pytest
+
+from plsc.cli import _parse, _read_options, render_options
+from plsc.config import Options, all_options
+from plsc.entry import Entry
+from plsc.errors import OptionError
+
+SPECS = list(all_options())
+
+
+def test_the_defaults_are_those_of_plsc_0_1():
+    o = Options()
+    assert (o.train.batch_size, o.optim.lr, o.optim.momentum) == (128, 0.1, 0.9)
+    assert (o.optim.weight_decay, o.head.margin, o.head.scale) == (5e-4, 0.5, 64.0)
+    assert (o.model.emb_size, o.model.image_shape) == (512, (3, 112, 112))
+    assert (o.model.name, o.head.loss_type) == ("ResNet50", "dist_arcface")
+    assert (o.train.epochs, o.train.test_batch_size) == (120, 120)
+    assert (o.optim.step_boundaries, o.optim.warmup_epochs) == ((100000, 160000, 220000), 0)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.path)
+def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
+    method = getattr(Entry, spec.setter)
+    (name, parameter), = [
+        item for item in inspect.signature(method).parameters.items() if item[0] != "self"
+    ]  # fmt: skip
+    assert name == spec.argument
+    assert parameter.annotation is not inspect.Parameter.empty
+    assert len(spec.meaning) > 5
+    ins = Entry()
+    value = spec.default if spec.default is not None else {"data.val_targets": "a,b"}.get(spec.path, 7)
+    if spec.path == "checkpoint.load_dir":
+        value = "somewhere"
+    method(ins, value)
+    assert ins.options.get(spec.path) == value
+    assert spec.path in ins.options.explicit
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "expected"),
+    [
+        ("set_train_batch_size", 0, "train.batch_size is 0; expected at least 1"),
+        ("set_train_batch_size", -3, "at least 1"),
+        ("set_train_batch_size", "64", "expected an integer"),
+        ("set_train_batch_size", True, "expected an integer"),
+        ("set_train_batch_size", 1.5, "expected an integer"),
+        ("set_lr", float("nan"), "expected a number"),
+        ("set_lr", float("inf"), "expected a number"),
+        ("set_lr", 0, "more than 0"),
+        ("set_image_shape", (112, 112), "channels, height, width"),
+        ("set_image_shape", (2, 112, 112), "1 or 3 channels"),
+        ("set_image_shape", "3,112,112", "sequence of integers"),
+        ("set_loss_type", "cosface", "one of dist_arcface"),
+        ("set_step_boundaries", (5, 5), "increasing"),
+        ("set_max_last_checkpoint_num", 0, "at least 1, or -1"),
+        ("set_model_save_dir", " ", "not empty"),
+        ("set_calc_acc", 1, "True or False"),
+        ("set_margin", 2.0, "between 0 and 1.5708"),
+        ("set_dataset_dir", None, "expected a text"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_says_what_was_expected_what_came_and_which_setter(setter, value, expected):
+    ins = Entry()
+    before = ins.options.as_dict()
+    with pytest.raises(OptionError) as caught:
+        getattr(ins, setter)(value)
+    assert expected in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert f"{setter}()" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert ins.options.as_dict() == before
+
+
+def test_numpy_integers_and_paths_are_taken():
+    ins = Entry()
+    ins.set_train_batch_size(np.int64(32))
+    ins.set_dataset_dir(pathlib.Path("some/where"))
+    ins.set_image_shape(np.array([3, 32, 32]))
+    assert ins.options.train.batch_size == 32
+    assert type(ins.options.train.batch_size) is int
+    assert ins.options.data.dataset_dir == "some/where"
+    assert ins.options.model.image_shape == (3, 32, 32)
+
+
+def test_an_unknown_option_gets_the_nearest_name():
+    with pytest.raises(OptionError, match=r"did you mean 'train\.batch_size'"):
+        Options().set("train.batchsize", 3)
+
+
+def test_a_checkpoint_gives_what_nobody_set_and_differences_are_told():
+    saved = Options()
+    saved.set("model.emb_size", 64)
+    saved.set("optim.lr", 0.2)
+    saved.set("runtime.device", "cpu")
+    plain = saved.as_dict()
+    plain["head"]["of_a_newer_version"] = 1
+    mine = Options()
+    mine.set("optim.lr", 0.3)
+    differences = mine.adopt(plain, keep=frozenset({"runtime.device"}))
+    assert mine.model.emb_size == 64
+    assert mine.optim.lr == 0.3
+    assert mine.runtime.device == "auto"
+    assert differences == ["optim.lr: 0.3 here, 0.2 in the checkpoint"]
+
+
+def options_from(*arguments):
+    parsed = _parse(["train", *arguments])
+    return _read_options(parsed["train"])
+
+
+def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "train:\n  batch_size: 32\n  epochs: 3\nmodel:\n  image_shape: [1, 32, 32]\n"
+        "optim:\n  step_boundaries: [10, 20]\n"
+    )
+    options = options_from("--config", str(config), "--train.batch_size", "64")
+    assert options.train.batch_size == 64
+    assert options.train.epochs == 3
+    assert options.model.image_shape == (1, 32, 32)
+    assert options.optim.step_boundaries == (10, 20)
+    assert options.explicit == {
+        "train.batch_size", "train.epochs", "model.image_shape", "optim.step_boundaries"
+    }  # fmt: skip
+
+
+def test_what_plsc_config_prints_is_read_back_as_the_same_options(tmp_path):
+    options = options_from("--train.batch_size", "64", "--data.val_targets", "lfw,agedb")
+    text = render_options(options)
+    for spec in SPECS:
+        assert spec.meaning in text
+    config = tmp_path / "all.yaml"
+    config.write_text(text)
+    assert options_from("--config", str(config)).as_dict() == options.as_dict()

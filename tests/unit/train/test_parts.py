@@ -1,0 +1,145 @@
+"""Small parts of training: schedule, guards, log, combinations of options."""
+
+import json
+import math
+
+import pytest
+
+from plsc.config import Options
+from plsc.errors import OptionError, TrainingError
+from plsc.optim.schedule import step_schedule
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run, check_combinations
+from plsc.train.guards import collapse_warning, stop_at_bad_loss
+from plsc.train.logs import RunLog
+from plsc.train.state import Best, Position
+from tests.images import write_dataset
+
+
+def test_the_rate_is_scaled_by_the_global_batch_and_decays_at_each_boundary():
+    rate = step_schedule(0.1, 512, (10, 20), 0.1)
+    values = [0.05, 0.05, 0.005, 0.005, 0.0005]
+    assert [rate(step) for step in (0, 9, 10, 19, 20)] == pytest.approx(values)
+
+
+def test_warm_up_rises_linearly_to_the_scaled_rate():
+    rate = step_schedule(0.1, 1024, (10,), 0.1, warmup_steps=4)
+    assert [rate(step) for step in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
+    names = [f"images/{i}.jpg (label.txt:{i + 1})" for i in range(6)]
+    with pytest.raises(TrainingError) as caught:
+        stop_at_bad_loss(World.single(), tmp_path, Position(7, 1, 2), math.nan, 0.25, names)
+    text = str(caught.value)
+    assert "the loss is nan at step 7 (epoch 1, learning rate 0.25)" in text
+    assert "images/0.jpg (label.txt:1)" in text
+    assert "and 2 more" in text
+    assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
+
+
+def test_collapse_is_warned_of_once_training_has_begun():
+    assert collapse_warning(100, 0.4) is None
+    assert collapse_warning(5, 0.99) is None  # an untrained network may start out there
+    assert "collapsing" in collapse_warning(100, 0.998)
+
+
+def test_the_best_checkpoint_has_the_highest_accuracy_or_the_lowest_loss():
+    best = Best()
+    for name, value in [("0", 3.0), ("1", 2.0), ("2", 2.5)]:
+        best.note(name, "loss", value)
+    assert (best.name, best.value) == ("1", 2.0)
+    for name, value in [("3", 0.7), ("4", 0.9), ("5", 0.8)]:
+        best.note(name, "lfw accuracy", value)
+    assert (best.name, best.metric) == ("4", "lfw accuracy")
+
+
+def step_entry(step):
+    return {
+        "step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "accuracy": None, "images_per_second": 1.0
+    }  # fmt: skip
+
+
+def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
+    log = RunLog(tmp_path, True, 0, 10)
+    for step in range(1, 6):
+        log.step(step_entry(step), 10)
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    log = RunLog(tmp_path, True, 3, 10)
+    log.step(step_entry(4), 10)
+    log.close()
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
+
+
+def options_for(dataset, tmp_path, **changes):
+    options = Options()
+    settings = {
+        "data.dataset_dir": str(dataset), "checkpoint.save_dir": str(tmp_path / "out"),
+        "model.name": "SmallResNet", "model.image_shape": (3, 16, 16), "model.emb_size": 8,
+        "train.batch_size": 4, "data.num_workers": 0,
+    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+    for path, value in settings.items():
+        options.set(path, value)
+    return options
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=3, per_class=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model__image_shape": (3, 20, 16)}, "16"),
+        ({"model__name": "ResNet51"}, "did you mean 'ResNet50'"),
+        ({"model__name": "no_such_package:Net"}, "no_such_package"),
+        ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has neither margin"),
+        ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "neither margin nor scale"),
+        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 ranks makes 4"),
+    ],
+)
+def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, changes, expected):
+    options = options_for(tmp_path / "no dataset here", tmp_path, **changes)
+    with pytest.raises(OptionError) as caught:
+        build_run(options, World.single(), UserParts())
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
+    options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
+    with pytest.raises(OptionError, match="batch of 1 images over 1 ranks"):
+        build_run(options, World.single(), UserParts())
+    options.set("data.last_batch", "pad")
+    assert build_run(options, World.single(), UserParts()).total_steps == 3 * options.train.epochs
+
+
+def test_more_ranks_than_global_batch_is_refused():
+    options = Options()
+    options.set("train.global_batch_size", 3)
+    with pytest.raises(OptionError, match="at least 4"):
+        check_combinations(options, 4)
+
+
+def test_a_wrong_image_count_and_too_few_classes_are_refused(dataset, tmp_path):
+    options = options_for(dataset, tmp_path, data__train_image_num=5)
+    with pytest.raises(OptionError, match="has 9 images"):
+        build_run(options, World.single(), UserParts())
+    options = options_for(dataset, tmp_path, head__class_num=2)
+    with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
+        build_run(options, World.single(), UserParts())
+
+
+def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
+    def first_weight(seed):
+        options = options_for(dataset, tmp_path, train__seed=seed)
+        run = build_run(options, World.single(), UserParts())
+        return next(run.network.parameters()).detach(), run.head.weight.detach()
+
+    for again, before in zip(first_weight(1), first_weight(1), strict=True):
+        assert again.equal(before)
+    assert not first_weight(2)[1].equal(first_weight(1)[1])
