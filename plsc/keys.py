@@ -1,28 +1,31 @@
-"""Seeds for one purpose each, made from the run's seed and a few counters.
+"""Random numbers that are a pure function of what they are for.
 
-All randomness of a run is a function of its seed and of where it is used (epoch, sample, step, rank),
-never of how many numbers were drawn before. So no generator state has to be saved to resume exactly.
+All randomness of a run depends on its seed and on where it is used (class, epoch, sample, step, rank),
+not on how many numbers were drawn before. So ranks, worker processes and resumes do not change it, and
+no generator state has to be saved.
 """
 
 from __future__ import annotations
 
-_MASK = (1 << 64) - 1
+_MASK = 2**64 - 1
 
 
-def derive_key(seed: int, *counters: int) -> int:
-    """Return a 63-bit key of the seed and the counters.
-
-    Each is stirred in with the finaliser of SplitMix64 (Steele, Lea, Flood 2014), so that keys of
-    neighbouring counters share no pattern. The order of the counters matters.
-    """
-    state = _mix(seed)
-    for counter in counters:
-        state = _mix(state ^ _mix(counter))
-    return state >> 1
+def splitmix64(value: int) -> int:
+    """Return the 64-bit hash of a 64-bit integer (Steele, Lea and Flood 2014, the SplitMix mixer)."""
+    z = (value + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
 
 
-def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+def hash_key(*parts: int) -> int:
+    """Return a 64-bit hash of a sequence of integers; their order matters."""
+    key = 0
+    for part in parts:
+        key = splitmix64(key ^ (part & _MASK))
+    return key
+
+
+def uniform(*parts: int) -> float:
+    """Return a number in [0, 1) that depends on ``parts`` alone."""
+    return (hash_key(*parts) >> 11) / 2**53

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from plsc.data.seeding import IsolatedRandom, hash_key, uniform
+from plsc.data.isolated import IsolatedRandom
 from plsc.errors import DataError
+from plsc.keys import hash_key, uniform
 
 Transform = Callable[[torch.Tensor], Any]
 

@@ -11,9 +11,10 @@ import torch
 
 from plsc.data.batch import Batch
 from plsc.data.decode import ImageShape
+from plsc.data.isolated import IsolatedRandom
 from plsc.data.order import LAST_BATCH_CHOICES, count_steps
-from plsc.data.seeding import IsolatedRandom, hash_key
 from plsc.errors import DataError, OptionError, suggest
+from plsc.keys import hash_key
 
 Sample = tuple[torch.Tensor, int, str]  # image, label, name
 _END = object()

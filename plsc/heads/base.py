@@ -77,6 +77,8 @@ def gather_batch(
 ) -> GlobalBatch:
     """Bring the batches of all ranks together and check the labels, alike on every rank."""
     sizes = gather_sizes(len(embeddings), embeddings.device, group)
+    if sum(sizes) == 0:
+        raise DataError("no image of the global batch could be read; look at the messages above")
     all_labels = gather_rows(labels, sizes, group)
     outside = (all_labels < 0) | (all_labels >= class_num)
     if bool(outside.any()):

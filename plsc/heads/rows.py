@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plsc.keys import derive_key
+from plsc.keys import hash_key
 
 _BLOCK = 4096
 _STANDARD_DEVIATION = 0.01  # of every element, as in the margin-softmax code bases
@@ -20,7 +20,7 @@ def initial_rows(seed: int, start: int, stop: int, emb_size: int) -> Tensor:
     rows = torch.empty(stop - start, emb_size)
     generator = torch.Generator()
     for block in range(start // _BLOCK, -(-stop // _BLOCK)):
-        generator.manual_seed(derive_key(seed, block))
+        generator.manual_seed(hash_key(seed, block))
         drawn = torch.randn(_BLOCK, emb_size, generator=generator)
         first = block * _BLOCK
         low, high = max(start, first), min(stop, first + _BLOCK)

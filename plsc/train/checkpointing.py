@@ -73,14 +73,14 @@ def prepare_save_dir(run: Run) -> None:
 
 def restore(run: Run, path: Path, manifest: Manifest) -> None:
     """Load the whole state of `path` into the run; a collective."""
-    options = run.options
+    options, scalars = run.options, manifest.scalars
     expected: dict[str, Any] = {
         "ranks": (manifest.world_size, run.world.size),
         "classes": (manifest.class_num, run.head.class_num),
         "embedding size": (manifest.emb_size, options.model.emb_size),
-        "loss type": (manifest.options["head"]["loss_type"], options.head.loss_type),
+        "loss type": (scalars.get("loss_type"), options.head.loss_type),
         "global batch": (
-            manifest.scalars["global_batch"],
+            scalars.get("global_batch"),
             global_batch_size(options, run.world.size),
         ),
     }
@@ -90,7 +90,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
                 f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
                 "be the same"
             )
-    saved_samples = manifest.scalars["num_samples"]
+    saved_samples = scalars.get("num_samples")
     if manifest.step_in_epoch and saved_samples != run.num_samples:
         raise CheckpointError(
             f"{path} was saved in the middle of an epoch over {saved_samples} images, the dataset has "
@@ -100,7 +100,18 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
     replicated, sharded = collect_tensors(run.network, run.head, run.optimizer)
     load_tensors(path, replicated, sharded, run.world)
     run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
-    run.best = Best(**manifest.scalars["best"])
+    run.best = _read_best(path, scalars.get("best"))
+
+
+def _read_best(path: Path, saved: Any) -> Best:
+    """Return the best checkpoint so far; one that retention has removed is forgotten."""
+    if not isinstance(saved, dict) or set(saved) != {"name", "metric", "value"}:
+        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
+    name, metric, value = saved["name"], saved["metric"], saved["value"]
+    is_plain = name is None or (isinstance(name, str) and Path(name).name == name)
+    if not (is_plain and isinstance(metric, str) and isinstance(value, (int, float))):
+        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
+    return Best(name, metric, float(value))
 
 
 def save(run: Run, name: str) -> Path:
@@ -123,6 +134,7 @@ def save(run: Run, name: str) -> Path:
         options=run.options.as_dict(),
         scalars={
             "best": asdict(run.best),
+            "loss_type": run.options.head.loss_type,
             "global_batch": global_batch_size(run.options, run.world.size),
             "num_samples": run.num_samples,
         },

@@ -10,7 +10,7 @@ import torch
 
 from plsc.data.batch import Batch, to_input
 from plsc.heads import HeadOutput
-from plsc.keys import derive_key
+from plsc.keys import hash_key
 from plsc.models.sync_batch_norm import equalise_buffers
 from plsc.parallel.signals import StopSignal
 from plsc.train.build import Run
@@ -82,7 +82,7 @@ class Trainer:
         """Make one update; return what the head said, and the loss of the global batch."""
         run, step, device = self._run, self._position.step, self._run.world.device
         # Dropout is a function of seed, step and rank, so that no generator state has to be saved.
-        torch.manual_seed(derive_key(self._options.seed, step, run.world.rank))
+        torch.manual_seed(hash_key(self._options.seed, step, run.world.rank))
         rate = run.rate(step)
         for group in run.optimizer.param_groups:
             group["lr"] = rate

@@ -34,7 +34,9 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
     assert parameter.annotation is not inspect.Parameter.empty
     assert len(spec.meaning) > 5
     ins = Entry()
-    value = spec.default if spec.default is not None else {"data.val_targets": "a,b"}.get(spec.path, 7)
+    value = (
+        spec.default if spec.default is not None else {"data.val_targets": "a,b"}.get(spec.path, 7)
+    )
     if spec.path == "checkpoint.load_dir":
         value = "somewhere"
     method(ins, value)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from plsc.data.augment import apply_transform, augment
-from plsc.data.seeding import IsolatedRandom, splitmix64, uniform
+from plsc.data.isolated import IsolatedRandom
 from plsc.errors import DataError
+from plsc.keys import splitmix64, uniform
 
 IMAGE = torch.arange(2 * 3 * 4, dtype=torch.uint8).reshape(2, 3, 4)
 

@@ -28,7 +28,11 @@ def gradients(loss, *tensors):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @settings(max_examples=25, deadline=None)
 @given(
-    batch=st.integers(1, 9), classes=st.integers(1, 12), size=st.integers(1, 8), seed=st.integers(0, 99)
+    batch=st.integers(1, 9),
+    classes=st.integers(1, 12),
+    # With one dimension every cosine is 1 or -1, and the gradient nothing but rounding.
+    size=st.integers(2, 8),
+    seed=st.integers(0, 99),
 )
 def test_every_loss_type_equals_the_textbook_in_fp64(loss_type, batch, classes, size, seed):
     torch.manual_seed(seed)

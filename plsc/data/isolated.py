@@ -1,7 +1,4 @@
-"""Random numbers that are a pure function of what they are for: seed, epoch, sample, operation.
-
-Threads, worker processes and ranks then draw the same numbers in whatever order they run.
-"""
+"""A private stream behind the global random generators, for people's own code."""
 
 from __future__ import annotations
 
@@ -11,29 +8,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-
-_MASK = 2**64 - 1
-
-
-def splitmix64(value: int) -> int:
-    """Return the 64-bit hash of a 64-bit integer (Steele, Lea and Flood 2014, the SplitMix mixer)."""
-    z = (value + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-def hash_key(*parts: int) -> int:
-    """Return a 64-bit hash of a sequence of integers; their order matters."""
-    key = 0
-    for part in parts:
-        key = splitmix64(key ^ (part & _MASK))
-    return key
-
-
-def uniform(*parts: int) -> float:
-    """Return a number in [0, 1) that depends on ``parts`` alone."""
-    return (hash_key(*parts) >> 11) / 2**53
 
 
 class IsolatedRandom:

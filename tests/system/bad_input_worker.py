@@ -1,0 +1,149 @@
+"""Runs every kind of bad input in turn, on the ranks that it is started on: bad_input_worker.py FOLDER.
+
+Prints a JSON line for each case and rank: what was raised, and its text.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image
+
+from plsc import Entry
+from plsc.data.pairs import write_pairs
+from tests.images import write_dataset
+
+
+class Files:
+    """The bad things on disk, made once by the test, found by all ranks."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.good = root / "good"
+        self.checkpoint = root / "run" / "0"
+
+    def make(self) -> None:
+        write_dataset(self.good, classes=5, per_class=4)
+        for name, lines in LABEL_FILES.items():
+            folder = self.root / name
+            shutil.copytree(self.good, folder)
+            (folder / "label.txt").write_text(lines)
+        for name, content in BAD_IMAGES.items():
+            folder = self.root / name
+            shutil.copytree(self.good, folder)
+            for image in (folder / "images").iterdir():
+                content(image)
+        images = [next((self.good / "images").iterdir()).read_bytes()] * 40
+        write_pairs(self.good / "whole.bin", images, [True, False] * 10)
+        whole = (self.good / "whole.bin").read_bytes()
+        (self.good / "truncated.bin").write_bytes(whole[: len(whole) // 2])
+        (self.good / "malicious.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+        write_odd(self.good / "odd.bin", images[:-1])
+        ins = entry(self)
+        ins.train()
+        shutil.copytree(self.checkpoint, self.root / "no manifest")
+        (self.root / "no manifest" / "manifest.json").unlink()
+
+
+def write_odd(path: Path, images: list[bytes]) -> None:
+    import pickle
+
+    path.write_bytes(pickle.dumps((images, [True, False] * 10), protocol=4))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def make_huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+
+
+LABEL_FILES = {
+    "empty label.txt": "",
+    "negative": "images/0_0.png 0\nimages/1_0.png -1\n",
+    "not a number": "images/0_0.png 0\nimages/1_0.png cat\n",
+    "leaves the folder": "images/0_0.png 0\n../../etc/passwd 1\n",
+}
+BAD_IMAGES: dict[str, Callable[[Path], object]] = {
+    "missing image": Path.unlink,
+    "empty image": lambda path: path.write_bytes(b""),
+    "truncated image": truncate,
+    "no image": lambda path: path.write_text("this is a text"),
+    "huge image": make_huge,
+    "huge dimensions": lambda path: Image.new("1", (30000, 30000)).save(path),
+}
+
+
+def entry(files: Files, dataset: str = "good", save: str = "run") -> Entry:
+    ins = Entry()
+    ins.set_dataset_dir(files.root / dataset)
+    ins.set_model_save_dir(files.root / save)
+    ins.set_model_name("SmallResNet")
+    ins.set_image_shape((3, 16, 16))
+    ins.set_emb_size(8)
+    ins.set_train_batch_size(4)
+    ins.set_train_epochs(1)
+    ins.set_num_workers(0)
+    ins.set_device("cpu")
+    return ins
+
+
+def cases(files: Files):
+    """Yield (name, what must be in the message, what to run)."""
+
+    def train(dataset="good", **settings):
+        def run():
+            ins = entry(files, dataset, save="unused")
+            for setter, value in settings.items():
+                getattr(ins, setter)(value)
+            ins.train()
+
+        return run
+
+    def resume(checkpoint, **settings):
+        return train(set_checkpoint_dir=str(checkpoint), **settings)
+
+    yield "no dataset folder", "does not exist", train("nowhere")
+    yield "empty label.txt", "label.txt", train("empty label.txt")
+    yield "negative label", "label.txt:2", train("negative")
+    yield "label is no number", "label.txt:2", train("not a number")
+    yield "label out of range", "outside 0..2", train(set_class_num=3)
+    yield "path leaves the folder", "label.txt:2", train("leaves the folder")
+    for name in BAD_IMAGES:
+        yield name, "label.txt:", train(name)
+    yield "no such pair file", "nothing.bin", train(set_val_targets="nothing")
+    yield "malicious pair file", "os.system", train(set_val_targets="malicious")
+    yield "truncated pair file", "truncated.bin", train(set_val_targets="truncated")
+    yield "odd pair file", "odd.bin", train(set_val_targets="odd")
+    yield "no checkpoint folder", "no checkpoint folder", resume(files.root / "nothing")
+    yield "no manifest", "manifest.json", resume(files.root / "no manifest")
+    yield "a folder of checkpoints", "give one of them", resume(files.root / "run")
+    yield "other class count", "classes 5", resume(files.checkpoint, set_class_num=9)
+    yield "other embedding size", "embedding size 8", resume(files.checkpoint, set_emb_size=12)
+    yield "batch size 0", "at least 1", train(set_train_batch_size=0)
+    yield "loss not finite", "the loss is", train(set_lr=1e30, set_train_epochs=50)
+    yield "save folder in use", "holds checkpoints", lambda: entry(files).train()
+    yield "nothing to test on", "no checkpoint to load", lambda: entry(files).test()
+    yield "predict without checkpoint", "set_checkpoint_dir", lambda: entry(files).predict()
+
+
+def main() -> None:
+    files = Files(Path(sys.argv[1]))
+    for name, _, run in cases(files):
+        try:
+            run()
+            caught = None
+        except Exception as error:
+            caught = error
+        text = {"case": name, "raised": type(caught).__name__, "text": str(caught)}
+        print("CASE " + json.dumps(text), flush=True)
+
+
+if __name__ == "__main__":
+    main()

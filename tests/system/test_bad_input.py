@@ -1,0 +1,128 @@
+"""Bad input ends in one clear line and a non-zero exit code, on every rank count."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.system.bad_input_worker import Files, cases, truncate
+
+HERE = Path(__file__).parent
+JOB = HERE.parent / "distributed" / "job.py"
+pytestmark = pytest.mark.slow
+
+
+def make_files(folder, ranks):
+    """Make the bad things, and a checkpoint by as many ranks as will be asked to resume it."""
+    files = Files(folder)
+    files.make()
+    if ranks:
+        shutil.rmtree(folder / "run")
+        maker = folder / "make.py"
+        maker.write_text(
+            "import sys, pathlib\n"
+            "from tests.system.bad_input_worker import Files, entry\n"
+            "entry(Files(pathlib.Path(sys.argv[1]))).train()\n"
+        )
+        run_ranks(maker, ranks, str(folder))
+    return files
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 3, 4])
+def test_every_rank_raises_the_same_clear_error(tmp_path, ranks):
+    files = make_files(tmp_path, ranks)
+    done = run_ranks(HERE / "bad_input_worker.py", ranks, str(tmp_path), timeout=400)
+    lines = [line.split("CASE ", 1)[1] for line in done.stdout.splitlines() if "CASE " in line]
+    reports = [json.loads(line) for line in lines]
+    for name, expected, _ in cases(files):
+        mine = [report for report in reports if report["case"] == name]
+        assert len(mine) == max(1, ranks), (name, done.stderr[-2000:])
+        for report in mine:
+            assert report["raised"] in (
+                "OptionError", "DataError", "CheckpointError", "TrainingError", "DistributedError"
+            ), (name, report)  # fmt: skip
+            assert expected in report["text"], (name, report)
+            assert "\n" not in report["text"], (name, report)
+        printed = done.stderr.count("plsc: error:")
+        assert printed <= len(list(cases(files))), done.stderr
+    assert not Path("/tmp/owned").exists()
+
+
+def assert_one_line_and_failure(done: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "plsc: error:" in line]
+    assert len(lines) == 1, done.stderr
+    for text in expected:
+        assert text in lines[0]
+    ours = done.stderr.split("torch/distributed/")[0]  # the launcher reports in its own way
+    assert "Traceback" not in ours, done.stderr
+
+
+@pytest.fixture(scope="module")
+def one_bad_image(tmp_path_factory):
+    from tests.images import write_dataset
+
+    folder = write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
+    truncate(folder / "images" / "7_3.png")
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 4])
+def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_image, tmp_path, ranks):
+    done = run_ranks(JOB, ranks, str(one_bad_image), str(tmp_path / "run"), check=False, timeout=90)
+    assert_one_line_and_failure(done, "images/7_3.png (label.txt:53)", "truncated")
+
+
+def test_a_bad_image_is_skipped_and_counted_when_asked(one_bad_image, tmp_path):
+    save_dir = tmp_path / "run"
+    done = run_ranks(JOB, 2, str(one_bad_image), str(save_dir), "set_bad_images='skip'")
+    assert done.stderr.count("plsc: skipped: images/7_3.png (label.txt:53)") == 2  # once an epoch
+    entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+    assert sum(entry.get("skipped_images", 0) for entry in entries) == 2
+
+
+def test_a_wrong_setting_ends_a_script_with_one_line(one_bad_image, tmp_path):
+    for ranks in (0, 3):
+        done = run_ranks(
+            JOB, ranks, str(one_bad_image), str(tmp_path / "run"), "set_loss_type='softmax'",
+            "set_margin=0.3", check=False, timeout=90,
+        )  # fmt: skip
+        assert_one_line_and_failure(done, "softmax has neither margin nor scale")
+
+
+def test_the_command_line_ends_with_one_line_and_no_traceback(tmp_path):
+    for arguments in (
+        ["train", "--data.dataset_dir", str(tmp_path / "nowhere")],
+        ["train", "--train.batch_size", "0"],
+        ["test"],
+        ["predict", "--checkpoint.load_dir", str(tmp_path / "nothing")],
+    ):
+        done = run_ranks(HERE.parents[1] / "plsc" / "cli.py", 0, *arguments, check=False)
+        assert_one_line_and_failure(done)
+
+
+def test_a_full_disk_while_saving_is_one_line_and_leaves_the_older_checkpoint_whole(tmp_path):
+    from tests.images import write_dataset
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # Room for one checkpoint of 10 MB and for no second one.
+    mount = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    try:
+        dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
+        done = run_ranks(JOB, 2, str(dataset), str(disk / "run"), check=False, timeout=90)
+        assert_one_line_and_failure(done, "No space left", "earlier checkpoints are whole")
+        left = sorted(path.name for path in (disk / "run").iterdir() if path.is_dir())
+        assert left == ["0"]
+        resume = f"set_checkpoint_dir={str(disk / 'run' / '0')!r}"
+        other = str(tmp_path / "elsewhere")
+        run_ranks(JOB, 2, str(dataset), other, resume, timeout=90)
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)

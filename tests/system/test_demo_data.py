@@ -1,0 +1,242 @@
+"""The demo: its data is what the report claims, and all its scripts run on a small part of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plsc.data.pairs import read_pairs
+
+REPO = Path(__file__).parents[2]
+DEMO = REPO / "demo"
+sys.path.insert(0, str(DEMO))
+
+from fonts import bundled_faces, system_faces  # noqa: E402
+from glyph_classes import GlyphClass, agreed_pairs, find_classes  # noqa: E402
+from make_glyphs import split_classes, training_faces  # noqa: E402
+from render import varied  # noqa: E402
+
+FACES = bundled_faces()
+
+
+def run(*command: object, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a command of the demo on two threads at most; show what it said when it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, text=True, capture_output=True
+    )
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done
+
+
+def make_small(folder: Path) -> Path:
+    run(DEMO / "make_glyphs.py", folder, "--classes", 200, "--images-per-class", 6, "--pairs", 200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classes() -> list[GlyphClass]:
+    return find_classes(FACES)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_small(tmp_path_factory.mktemp("demo") / "glyphs")
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> Path:
+    """A run of train_glyphs.py and report.py: few classes, two ranks."""
+    folder = data.parent / "run"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    run(*torchrun, DEMO / "train_glyphs.py", data, folder, "--epochs", 2)
+    run(DEMO / "report.py", data, folder)
+    return folder
+
+
+def class_of(classes: list[GlyphClass], character: str) -> set[str]:
+    return {chr(c) for k in classes if ord(character) in k.code_points for c in k.code_points}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("A", "\N{GREEK CAPITAL LETTER ALPHA}", True),
+        ("A", "\N{CYRILLIC CAPITAL LETTER A}", True),
+        ("p", "\N{CYRILLIC SMALL LETTER ER}", True),
+        ("\N{HYPHEN}", "-", True),
+        ("A", "\N{LATIN CAPITAL LETTER A WITH RING ABOVE}", False),
+        ("A", "\N{GREEK CAPITAL LETTER LAMDA}", False),
+        ("e", "c", False),
+        ("\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{LATIN SMALL LETTER E WITH GRAVE}", False),
+        ("P", "\N{LATIN CAPITAL LETTER THORN}", False),
+        ("\N{RIGHTWARDS ARROW}", "\N{LEFTWARDS ARROW}", False),
+    ],
+)
+def test_code_points_are_one_class_when_and_only_when_their_outlines_are_the_same(
+    classes: list[GlyphClass], one: str, other: str, same: bool
+) -> None:
+    assert one in class_of(classes, one)
+    assert (other in class_of(classes, one)) == same
+
+
+def test_one_face_that_draws_two_characters_alike_does_not_merge_them() -> None:
+    faces = {face.name: face for face in FACES}
+    codes = {ord("o"), ord("0"), ord("I"), ord("l")}
+    alike = (ord("I"), ord("l"))
+    assert alike in agreed_pairs([faces["DejaVuSans"]], codes)
+    others = [faces[name] for name in ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif")]
+    assert alike not in agreed_pairs(others, codes)
+
+
+def test_a_class_holds_no_blank_no_mark_and_no_styled_copy(classes: list[GlyphClass]) -> None:
+    usable = {chr(code) for item in classes for code in item.code_points}
+    left_out = {
+        " ", "\N{NO-BREAK SPACE}", "\N{EM SPACE}", "\N{ZERO WIDTH JOINER}", "\N{SOFT HYPHEN}",
+        "\N{COMBINING ACUTE ACCENT}", "\N{MATHEMATICAL BOLD CAPITAL A}", "\N{SUPERSCRIPT TWO}",
+    }  # fmt: skip
+    assert not usable & left_out
+    assert len({c for item in classes for c in item.code_points}) == sum(
+        len(item.code_points) for item in classes
+    )
+
+
+def test_at_least_3000_classes_train_and_no_held_out_one_among_them(
+    classes: list[GlyphClass],
+) -> None:
+    seen, unseen = split_classes(classes, FACES, limit=0, seed=1)
+    assert len(seen) >= 3000
+    assert 0.1 * len(classes) < len(unseen) < 0.15 * len(classes)
+    codes = [{c for item in part for c in item.code_points} for part in (seen, unseen)]
+    assert not codes[0] & codes[1]
+
+
+def test_no_face_trains_and_evaluates(classes: list[GlyphClass]) -> None:
+    evaluation = {face.name for face in FACES if face.evaluation}
+    training = {face.name for face in FACES if not face.evaluation}
+    assert evaluation
+    assert not evaluation & training
+    assert all(not f.evaluation for item in classes for f, _ in training_faces(item, FACES))
+    families = {face.family for face in FACES}
+    assert all(f.family not in families and not f.evaluation for f in system_faces(FACES))
+
+
+def test_an_image_is_a_function_of_seed_character_and_face() -> None:
+    paths = {face.name: face.path for face in FACES}
+    base = varied(paths["DejaVuSans"], "R", (1, 0))
+    assert base == varied(paths["DejaVuSans"], "R", (1, 0))
+    assert base.size == (32, 32)
+    for path, character, seed in (
+        (paths["DejaVuSans"], "R", (1, 1)),
+        (paths["DejaVuSans"], "R", (2, 0)),
+        (paths["DejaVuSans"], "S", (1, 0)),
+        (paths["DejaVuSerif"], "R", (1, 0)),
+    ):
+        assert base != varied(path, character, seed)
+
+
+def test_two_data_sets_of_one_seed_are_equal_in_every_byte(data: Path, tmp_path: Path) -> None:
+    first, second = tree(data), tree(make_small(tmp_path / "again"))
+    assert first == second
+    assert len(first) > 6 * 150
+
+
+def test_a_data_set_is_made_once_and_a_strange_folder_is_left_alone(
+    data: Path, tmp_path: Path
+) -> None:
+    before = {file: file.stat().st_mtime_ns for file in data.rglob("*")}
+    make_small(data)
+    assert before == {file: file.stat().st_mtime_ns for file in data.rglob("*")}
+    (tmp_path / "letter.txt").write_text("mine")
+    done = run(DEMO / "make_glyphs.py", tmp_path, ok=False)
+    assert "holds something else" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_every_fold_is_balanced_and_half_of_the_negatives_are_the_nearest_by_pixels(
+    data: Path,
+) -> None:
+    pairs = read_pairs(data / "glyphs_unseen.bin")
+    lines = (data / "glyphs_unseen.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    kind, first, first_face, second, second_face = zip(*(x.split("\t") for x in lines), strict=True)
+    kinds = np.array(kind)
+    assert len(pairs) == 200
+    assert np.array_equal(pairs.is_same, kinds == "same")
+    assert all(fold.sum() == len(fold) / 2 for fold in np.array_split(pairs.is_same, 10))
+    assert (kinds == "hard").sum() == (kinds == "random").sum()
+    assert all(a != b for a, b in zip(first_face, second_face, strict=True))
+    evaluation = {face.name for face in FACES if face.evaluation}
+    assert evaluation >= {*first_face, *second_face}
+
+    # Naively: no image in the file, of another class and face, is nearer than the hard one.
+    owner = {
+        character: line.split("\t")[1]
+        for line in (data / "classes.tsv").read_text(encoding="utf-8").splitlines()
+        if line.startswith("unseen\t")
+        for character in line.split("\t")[2].split(" ")
+    }
+    pixels = [np.asarray(Image.open(io.BytesIO(b)), float).ravel() for b in pairs.images]
+    pixels = [p - p.mean() for p in pixels]
+    vectors = [p / np.sqrt((p**2).sum()) for p in pixels]
+    characters = [c for pair in zip(first, second, strict=True) for c in pair]
+    faces = [f for pair in zip(first_face, second_face, strict=True) for f in pair]
+    for p in np.flatnonzero(kinds == "hard"):
+        mine = vectors[2 * p]
+        taken = mine @ vectors[2 * p + 1]
+        for j, vector in enumerate(vectors):
+            if owner[characters[j]] != owner[first[p]] and faces[j] != first_face[p]:
+                assert mine @ vector <= taken + 1e-5
+    for a, b, same in zip(first, second, pairs.is_same, strict=True):
+        assert (owner[a] == owner[b]) == same
+
+
+@pytest.mark.slow
+def test_the_demo_trains_on_two_ranks_and_leaves_what_it_promises(trained: Path) -> None:
+    for name in ("metrics.jsonl", "loss.png", "roc.png", "hardest.png", "report.md", "summary.txt"):
+        assert (trained / name).stat().st_size > 0
+    summary = (trained / "summary.txt").read_text()
+    assert summary.startswith("demo: ")
+    assert " classes, 2 ranks, verification accuracy " in summary
+    figures = json.loads((trained / "figures.json").read_text())
+    assert figures["trained"]["accuracy"] > figures["pixels"]["accuracy"]
+    assert "$" not in (trained / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_recompute_agrees_with_the_report_and_notices_a_wrong_figure(trained: Path) -> None:
+    run(DEMO / "recompute.py", trained)
+    path = trained / "figures.json"
+    honest = path.read_text()
+    figures = json.loads(honest)
+    figures["trained"]["tar_at_far_0.01"] += 0.01
+    path.write_text(json.dumps(figures))
+    try:
+        assert "trained tar_at_far_0.01" in run(DEMO / "recompute.py", trained, ok=False).stderr
+    finally:
+        path.write_text(honest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["custom_model.py", "custom_reader.py"])
+def test_the_examples_of_own_model_and_own_reader_learn(data: Path, script: str) -> None:
+    folder = data.parent / script
+    run(DEMO / script, data, folder, "--steps", 60)
+    losses = [
+        line["loss"]
+        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "loss" in line
+    ]
+    assert losses[-1] < losses[0]
