@@ -37,10 +37,11 @@ class Entry(Setters):
         ins.set_model_save_dir("./saved_model")
         ins.train()
 
-    train_reader: a function that returns a generator of (CHW float32 image, label), or a map-style
-        torch Dataset of (image, label), instead of the dataset folder.
-    test_reader: ``reader(dataset_dir, val_targets)``, as plsc.utils.jpeg_reader.test.
-    predict_reader: as train_reader; a generator may yield images without labels.
+    Attributes:
+        train_reader: a function that returns a generator of (CHW float32 image, label), or a map-style
+            torch Dataset of (image, label), instead of the dataset folder.
+        test_reader: ``reader(dataset_dir, val_targets)``, as plsc.utils.jpeg_reader.test.
+        predict_reader: as train_reader; a generator may yield images without labels.
 
     Errors that a user can mend are PlscError. Where a script does not catch them they end it with one
     line and without a traceback; PLSC_TRACEBACK=1 in the environment shows that, too.

@@ -25,7 +25,7 @@ def build_head(
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Head:
-    """Return the head of a loss type: 'dist_' ones are sharded over the ranks of `group`.
+    """Return the head of a loss type: ``dist_*`` ones are sharded over the ranks of `group`.
 
     class_num: number of all classes; emb_size: D; scale, margin (radians): of the cosine losses.
     Raises OptionError for an unknown loss type.

@@ -16,14 +16,15 @@ from plsc.parallel.collectives import gather_rows, gather_sizes
 class HeadOutput:
     """The result of a head's forward pass.
 
-    loss: scalar to call backward() on. Its gradient is that of the mean loss of the global batch for
-        this rank's embeddings; the gradients of a replicated backbone are therefore SUMMED over ranks.
-    mean_loss: scalar, detached: the mean loss of the global batch, the same on all ranks.
-    batch: number of samples in the global batch.
-    accuracy: share of the global batch whose label has the highest logit without margin; None if it
-        was not asked for.
-    mean_cosine: mean cosine between the embeddings of different samples of the global batch, which
-        tends to 1 when the network collapses; None if it was not asked for.
+    Attributes:
+        loss: scalar to call backward() on. Its gradient for this rank's embeddings is that of the mean
+            loss of the global batch; gradients of a replicated backbone are therefore SUMMED over ranks.
+        mean_loss: scalar, detached: the mean loss of the global batch, the same on all ranks.
+        batch: number of samples in the global batch.
+        accuracy: share of the global batch whose label has the highest logit without margin; None if it
+            was not asked for.
+        mean_cosine: mean cosine between the embeddings of different samples of the global batch, which
+            tends to 1 when the network collapses; None if it was not asked for.
     """
 
     loss: Tensor
