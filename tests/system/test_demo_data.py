@@ -57,7 +57,7 @@ def trained(data: Path) -> Path:
     """A run of train_glyphs.py and report.py: few classes, two ranks."""
     folder = data.parent / "run"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    run(*torchrun, DEMO / "train_glyphs.py", data, folder, "--epochs", 2)
+    run(*torchrun, DEMO / "train_glyphs.py", data, folder, "--epochs", 15)
     run(DEMO / "report.py", data, folder)
     return folder
 
@@ -211,7 +211,8 @@ def test_the_demo_trains_on_two_ranks_and_leaves_what_it_promises(trained: Path)
     assert summary.startswith("demo: ")
     assert " classes, 2 ranks, verification accuracy " in summary
     figures = json.loads((trained / "figures.json").read_text())
-    assert figures["trained"]["accuracy"] > figures["pixels"]["accuracy"]
+    others = max(figures[name]["accuracy_without_hard"] for name in ("pixels", "untrained"))
+    assert figures["trained"]["accuracy_without_hard"] > others
     assert "$" not in (trained / "report.md").read_text(encoding="utf-8")
 
 

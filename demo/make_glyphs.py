@@ -1,0 +1,144 @@
+"""Make the demo's data set: images of thousands of glyph classes, and pairs of classes held out.
+
+    python demo/make_glyphs.py demo/output/glyphs
+
+writes `images/` and `label.txt` (training), `classes.tsv` (what each class is), `glyphs_unseen.bin` and
+`glyphs_unseen.tsv` (the verification pairs), and `manifest.json`. Equal arguments and fonts give equal
+bytes, and a folder that was made so already is kept as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import unicodedata
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from fonts import Face, bundled_faces, system_faces
+from glyph_classes import GlyphClass, find_classes
+from glyph_pairs import choose_pairs, write_pair_files
+from render import varied
+
+VERSION = 1  # raise it when the images that this code draws change
+HELD_OUT = 0.12  # share of the classes that training never sees
+
+
+def main() -> None:
+    """Read the arguments; make the data set unless it is there."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where the data set goes")
+    parser.add_argument("--images-per-class", type=int, default=14)
+    parser.add_argument("--classes", type=int, default=0, help="at most this many classes; 0: all")
+    parser.add_argument(
+        "--pairs", type=int, default=4000, help="verification pairs, a multiple of 40"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.pairs < 40 or options.pairs % 40:
+        parser.error(
+            f"--pairs is {options.pairs}; give a multiple of 40: ten folds, each half positive"
+        )
+
+    faces = bundled_faces()
+    faces += system_faces(faces)
+    manifest = {
+        "version": VERSION,
+        "options": {k: v for k, v in vars(options).items() if k != "folder"},
+        "faces": [[face.name, Path(face.path).stat().st_size] for face in faces],
+    }
+    made = options.folder / "manifest.json"
+    if made.is_file() and json.loads(made.read_text()) == manifest:
+        print(f"glyphs: {options.folder} is up to date")
+        return
+    if options.folder.exists() and any(options.folder.iterdir()) and not made.is_file():
+        parser.error(f"{options.folder} holds something else; name a new folder or empty this one")
+
+    partial = options.folder.with_name(options.folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    make(partial, faces, options)
+    (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    shutil.rmtree(options.folder, ignore_errors=True)
+    partial.rename(options.folder)
+
+
+def make(folder: Path, faces: list[Face], options: argparse.Namespace) -> None:
+    """Write the whole data set into an empty folder."""
+    seen, unseen = split_classes(find_classes(faces), faces, options.classes, options.seed)
+    write_classes(folder / "classes.tsv", seen, unseen)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            (folder, label, [(f.path, chr(code)) for f, code in training_faces(item, faces)])
+            for label, item in enumerate(seen)
+        ]
+        counts = [options.images_per_class] * len(jobs)
+        seeds = [options.seed] * len(jobs)
+        lines = [
+            line
+            for part in pool.map(write_class, jobs, counts, seeds, chunksize=32)
+            for line in part
+        ]
+    (folder / "label.txt").write_text("".join(lines))
+    pairs = choose_pairs(unseen, faces, options.pairs, options.seed)
+    write_pair_files(folder / "glyphs_unseen", pairs)
+    print(
+        f"glyphs: {len(seen)} training classes, {len(lines)} images; "
+        f"{len(unseen)} classes held out, {len(pairs)} pairs of them"
+    )
+
+
+def split_classes(
+    classes: list[GlyphClass], faces: list[Face], limit: int, seed: int
+) -> tuple[list[GlyphClass], list[GlyphClass]]:
+    """Return (training classes, held-out classes); `limit` caps their sum, 0 does not.
+
+    A held-out class must be drawn by evaluation faces of two families, a training class by two
+    training faces; both sides are chosen blindly otherwise.
+    """
+    order = np.random.default_rng(seed).permutation(len(classes))
+    unseen: list[int] = []
+    seen: list[int] = []
+    for index in order[: limit or None]:
+        item = classes[index]
+        families = {faces[f].family for f, _ in item.faces if faces[f].evaluation}
+        if len(families) >= 2 and len(unseen) < HELD_OUT * min(len(classes), limit or len(classes)):
+            unseen.append(index)
+        elif len(training_faces(item, faces)) >= 2:
+            seen.append(index)
+    return [classes[i] for i in sorted(seen)], [classes[i] for i in sorted(unseen)]
+
+
+def training_faces(item: GlyphClass, faces: list[Face]) -> list[tuple[Face, int]]:
+    """Return the faces that draw a class for training, each with the code point it draws."""
+    return [(faces[f], code) for f, code in item.faces if not faces[f].evaluation]
+
+
+def write_class(job: tuple[Path, int, list[tuple[str, str]]], count: int, seed: int) -> list[str]:
+    """Draw the images of one training class, its faces in turn; return its lines of label.txt."""
+    folder, label, drawn = job
+    place = Path("images") / f"{label // 100:02d}" / f"{label:04d}"
+    (folder / place).mkdir(parents=True)
+    for k in range(count):
+        path, character = drawn[k % len(drawn)]
+        varied(path, character, (seed, k)).save(folder / place / f"{k:02d}.png", compress_level=1)
+    return [f"{(place / f'{k:02d}.png').as_posix()}\t{label}\n" for k in range(count)]
+
+
+def write_classes(path: Path, seen: list[GlyphClass], unseen: list[GlyphClass]) -> None:
+    """Write one line a class: its label ('unseen' if held out), code points, characters, names."""
+    with path.open("w", encoding="utf-8") as file:
+        for label, item in [*enumerate(seen), *(("unseen", item) for item in unseen)]:
+            codes = " ".join(f"U+{code:04X}" for code in item.code_points)
+            characters = " ".join(map(chr, item.code_points))
+            names = "; ".join(unicodedata.name(chr(code), "?") for code in item.code_points)
+            file.write(f"{label}\t{codes}\t{characters}\t{names}\n")
+
+
+if __name__ == "__main__":
+    main()

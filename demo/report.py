@@ -1,0 +1,123 @@
+"""Compare the trained network with two others on the same pairs, and write the report.
+
+    python demo/report.py demo/output/glyphs demo/output/run
+
+writes `embeddings.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md` and `summary.txt` into the
+run's folder. The others are the network before it was trained, and the pixels themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+import torch
+
+from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
+from plsc.data.decode import decode_image
+from plsc.data.pairs import read_pairs
+from plsc.evaluate.embed import embed_images
+from plsc.evaluate.hardest import plot_hardest_pairs
+from plsc.evaluate.plots import plot_roc
+from plsc.evaluate.verification import scores, verify
+from plsc.models import build_model
+
+TEXT = Template((Path(__file__).parent / "report_template.md").read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Embed the pairs in three ways, judge each, and write everything down."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
+    parser.add_argument("run", type=Path, help="folder that train_glyphs.py made")
+    options = parser.parse_args()
+
+    pairs = read_pairs(options.data / "glyphs_unseen.bin")
+    lines = (options.data / "glyphs_unseen.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    is_hard = np.array([line.startswith("hard\t") for line in lines])
+    checkpoint = list_checkpoints(options.run)[-1][0]
+    manifest = read_manifest(checkpoint)
+    model = manifest.options["model"]
+
+    channels, height, width = model["image_shape"]
+    shape = (channels, height, width)
+
+    torch.manual_seed(manifest.options["train"]["seed"])  # the weights that training began with
+    network = build_model(model["name"], model["emb_size"], shape, model["dropout"])
+
+    def embed() -> np.ndarray:
+        return embed_images(network, pairs.images, shape, batch_size=500, device="cpu", flip=False)
+
+    pixels = np.stack([decode_image(image, shape).numpy().ravel() for image in pairs.images])
+    embeddings = {"pixels": center(pixels), "untrained": embed()}
+    weights = load_weights(checkpoint, "backbone.")
+    network.load_state_dict({k.removeprefix("backbone."): w for k, w in weights.items()})
+    embeddings["trained"] = embed()
+
+    figures = {name: judge(e, pairs.is_same, is_hard) for name, e in embeddings.items()}
+    arrays: dict[str, Any] = {"is_same": pairs.is_same, "is_hard": is_hard, **embeddings}
+    np.savez_compressed(options.run / "embeddings.npz", **arrays)
+    (options.run / "figures.json").write_text(json.dumps(figures, indent=1))
+    cosines = {name: scores(e) for name, e in embeddings.items()}
+    plot_roc({name: (c, pairs.is_same) for name, c in cosines.items()}, options.run / "roc.png")
+    plot_hardest_pairs(pairs.images, pairs.is_same, cosines["trained"], options.run / "hardest.png")
+
+    table = make_table(figures)
+    unseen = (options.data / "classes.tsv").read_text(encoding="utf-8").count("\nunseen\t")
+    (options.run / "report.md").write_text(
+        TEXT.substitute(
+            table=table,
+            classes=manifest.class_num,
+            ranks=manifest.world_size,
+            unseen=unseen,
+            pairs=len(pairs),
+            step=manifest.step,
+            accuracy=f"{figures['trained']['accuracy']:.3f}",
+            tar=f"{figures['trained']['tar_at_far_0.01']:.3f}",
+        ),
+        encoding="utf-8",
+    )
+    (options.run / "summary.txt").write_text(
+        f"demo: {manifest.class_num} classes, {manifest.world_size} ranks, verification accuracy "
+        f"{figures['trained']['accuracy']:.4f} on unseen classes, report in {options.run}\n"
+    )
+    print(table)
+
+
+def center(pixels: np.ndarray) -> np.ndarray:
+    """Return each image [N, P] less its mean: without it, any two images are alike by their paper."""
+    pixels = pixels.astype(np.float32)
+    return pixels - pixels.mean(axis=1, keepdims=True)
+
+
+def judge(embeddings: np.ndarray, is_same: np.ndarray, is_hard: np.ndarray) -> dict[str, float]:
+    """Return the figures of one network over all pairs, and without the hard negatives."""
+    result = verify(embeddings, is_same)
+    easy = verify(embeddings[np.repeat(~is_hard, 2)], is_same[~is_hard])
+    return {
+        "accuracy": result.accuracy,
+        "tar_at_far_0.01": result.tar_at_far[0.01],
+        "accuracy_without_hard": easy.accuracy,
+        "tar_at_far_0.01_without_hard": easy.tar_at_far[0.01],
+    }
+
+
+def make_table(figures: dict[str, dict[str, float]]) -> str:
+    """Return the figures as a table in Markdown, the trained network last."""
+    rows = [
+        "|  | accuracy | TAR at FAR 1e-2 | accuracy, random negatives | TAR, random negatives |"
+    ]
+    rows.append("| --- | --- | --- | --- | --- |")
+    for name, values in figures.items():
+        rows.append(f"| {name} | " + " | ".join(f"{v:.3f}" for v in values.values()) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
