@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import DataError
+from plsc.heads.margins import Formula
+from plsc.heads.rows import initial_rows
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 
@@ -37,14 +40,30 @@ class HeadOutput:
 class Head(nn.Module):
     """Base of the classification heads: parameters `weight` [C_local, D] and maybe `bias` [C_local].
 
-    class_num: number of all classes C; class_range: ``(start, stop)``, the classes of this rank's rows.
+    class_num: number of all classes C; class_range: ``(start, stop)``, the classes of this rank's rows;
+    formula: how logits are made (plsc.heads.margins); seed: of the initial rows, which do not depend
+    on the number of ranks; group: the ranks that share the batch, None for one process.
     """
 
-    class_num: int
-    class_range: tuple[int, int]
     is_sharded: bool
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        class_num: int,
+        class_range: tuple[int, int],
+        emb_size: int,
+        formula: Formula,
+        seed: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self.class_num = class_num
+        self.class_range = class_range
+        self.formula = formula
+        self.group = group
+        start, stop = class_range
+        self.weight = nn.Parameter(initial_rows(seed, start, stop, emb_size))
+        self.bias = nn.Parameter(torch.zeros(stop - start)) if formula.has_bias else None
 
     def forward(
         self,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from plsc.heads.base import Head, HeadOutput, gather_batch, mean_cosine
 from plsc.heads.margins import Formula
-from plsc.heads.rows import initial_rows
 from plsc.parallel.collectives import sum_over_ranks
 
 
@@ -27,13 +26,7 @@ class DenseHead(Head):
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        self.class_num = class_num
-        self.class_range = (0, class_num)
-        self.formula = formula
-        self._group = group
-        self.weight = nn.Parameter(initial_rows(seed, 0, class_num, emb_size))
-        self.bias = nn.Parameter(torch.zeros(class_num)) if formula.has_bias else None
+        super().__init__(class_num, (0, class_num), emb_size, formula, seed, group)
 
     def forward(
         self,
@@ -46,13 +39,13 @@ class DenseHead(Head):
 
         It is the sum of the local losses over the GLOBAL batch size: what it lacks is on other ranks.
         """
-        batch = gather_batch(embeddings.detach(), labels, self.class_num, self._group)
+        batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group)
         total = len(batch.labels)
         rows = torch.arange(len(labels), device=labels.device)
         logits, plain = self.formula.logits(embeddings, self.weight, self.bias, rows, labels)
         loss = F.cross_entropy(logits, labels, reduction="sum") / total
         correct = (plain.argmax(dim=1) == labels).sum().float()
-        measured = sum_over_ranks(torch.stack([loss.detach(), correct.to(loss.dtype)]), self._group)
+        measured = sum_over_ranks(torch.stack([loss.detach(), correct.to(loss.dtype)]), self.group)
         return HeadOutput(
             loss=loss,
             mean_loss=measured[0],
@@ -65,4 +58,4 @@ class DenseHead(Head):
         """Sum the gradients of the rows over the ranks: each has those of its own samples."""
         for parameter in self.parameters():
             if parameter.grad is not None:
-                sum_over_ranks(parameter.grad, self._group)
+                sum_over_ranks(parameter.grad, self.group)

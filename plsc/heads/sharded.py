@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from plsc.heads.base import GlobalBatch, Head, HeadOutput, gather_batch, mean_cosine
 from plsc.heads.margins import Formula
-from plsc.heads.rows import initial_rows
 from plsc.parallel.collectives import max_over_ranks, sum_over_ranks
 from plsc.parallel.shard import class_range
 
@@ -23,8 +22,7 @@ from plsc.parallel.shard import class_range
 class ShardedHead(Head):
     """Softmax over C classes whose rows are split over the ranks of `group` (None: one process).
 
-    class_num: C; emb_size: D; formula: how logits are made (plsc.heads.margins); seed: of the initial
-    rows, which do not depend on the number of ranks. A rank may own no class at all.
+    class_num: C; emb_size: D; the rest as in `Head`. A rank may own no class at all.
     """
 
     is_sharded = True
@@ -38,15 +36,9 @@ class ShardedHead(Head):
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        self.class_num = class_num
-        self.class_range = class_range(class_num, rank, ranks)
-        self.formula = formula
-        self._group = group
-        start, stop = self.class_range
-        self.weight = nn.Parameter(initial_rows(seed, start, stop, emb_size))
-        self.bias = nn.Parameter(torch.zeros(stop - start)) if formula.has_bias else None
+        mine = class_range(class_num, rank, ranks)
+        super().__init__(class_num, mine, emb_size, formula, seed, group)
 
     def forward(
         self,
@@ -56,12 +48,12 @@ class ShardedHead(Head):
         with_gauge: bool = False,
     ) -> HeadOutput:
         """Return the mean loss of the global batch. See `Head.forward`."""
-        batch = gather_batch(embeddings, labels, self.class_num, self._group)
+        batch = gather_batch(embeddings, labels, self.class_num, self.group)
         start, stop = self.class_range
         rows = ((batch.labels >= start) & (batch.labels < stop)).nonzero()[:, 0]
         columns = batch.labels[rows] - start
         logits, plain = self.formula.logits(batch.embeddings, self.weight, self.bias, rows, columns)
-        loss = _ShardedCrossEntropy.apply(logits, rows, columns, self._group)
+        loss = _ShardedCrossEntropy.apply(logits, rows, columns, self.group)
         return HeadOutput(
             loss=loss,
             mean_loss=loss.detach(),
@@ -78,10 +70,10 @@ class ShardedHead(Head):
         if plain.shape[1]:
             value, index = plain.max(dim=1)
             index = index + self.class_range[0]
-        best = max_over_ranks(value.clone(), self._group)
+        best = max_over_ranks(value.clone(), self.group)
         # Of classes that tie, the lowest wins: a collapsed network must not count as right everywhere.
         candidate = torch.where(value == best, index, self.class_num)
-        winner = -max_over_ranks(-candidate, self._group)
+        winner = -max_over_ranks(-candidate, self.group)
         return (winner == batch.labels).float().mean()
 
 
