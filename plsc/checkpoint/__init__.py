@@ -1,6 +1,6 @@
 """Checkpoints: whole or absent, without pickles, laid out for any number of ranks."""
 
-from plsc.checkpoint.folders import clean_leftovers
+from plsc.checkpoint.folders import check_replaceable, clean_leftovers
 from plsc.checkpoint.layout import ShardedTensor
 from plsc.checkpoint.load import load_tensors, load_weights
 from plsc.checkpoint.manifest import Manifest, read_manifest
@@ -10,6 +10,7 @@ from plsc.checkpoint.save import save_checkpoint
 __all__ = [
     "Manifest",
     "ShardedTensor",
+    "check_replaceable",
     "clean_leftovers",
     "list_checkpoints",
     "load_tensors",

@@ -8,6 +8,7 @@ from typing import Any
 
 from plsc.checkpoint import (
     Manifest,
+    check_replaceable,
     clean_leftovers,
     list_checkpoints,
     load_tensors,
@@ -55,7 +56,7 @@ def adopt_options(options: Options, manifest: Manifest) -> list[str]:
 
 
 def prepare_save_dir(run: Run) -> None:
-    """Clear what a killed run left half done; refuse to mix a new run with an old one's checkpoints."""
+    """Clear what a killed run left half done; refuse to mix a run with anything else in the folder."""
     found = None
     if run.world.is_main:
         clean_leftovers(run.save_dir)
@@ -69,6 +70,8 @@ def prepare_save_dir(run: Run) -> None:
             f"set_checkpoint_dir('{run.save_dir / found[-1]}') goes on from there, another "
             "set_model_save_dir starts afresh"
         )
+    for epoch in range(run.options.train.epochs):  # now, and not after an epoch of training
+        check_replaceable(run.save_dir / str(epoch))
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from plsc.errors import TrainingError
 from plsc.evaluate.plots import plot_metrics
 
 METRICS_NAME = "metrics.jsonl"
@@ -34,9 +37,10 @@ class RunLog:
         self._has_steps = False
         if not is_main:
             return
-        save_dir.mkdir(parents=True, exist_ok=True)
-        _drop_later_lines(self._path, start_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        with self._telling_of_failure():
+            save_dir.mkdir(parents=True, exist_ok=True)
+            _drop_later_lines(self._path, start_step)
+            self._file = self._path.open("a", encoding="utf-8")
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
 
@@ -100,8 +104,19 @@ class RunLog:
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
+            with self._telling_of_failure():
+                self._file.write(json.dumps(entry) + "\n")
+                self._file.flush()
+
+    @contextlib.contextmanager
+    def _telling_of_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write {self._path}: {error.strerror}; make room or set_model_save_dir to "
+                "another folder; checkpoints that were saved are whole"
+            ) from error
 
 
 def _drop_later_lines(path: Path, step: int) -> None:

@@ -142,7 +142,8 @@ def main() -> None:
         except Exception as error:
             caught = error
         text = {"case": name, "raised": type(caught).__name__, "text": str(caught)}
-        print("CASE " + json.dumps(text), flush=True)
+        # One write: lines of several ranks share the pipe.
+        print(f"CASE {json.dumps(text)}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

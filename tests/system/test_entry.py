@@ -1,0 +1,285 @@
+"""The facade from end to end, in one process: train, test, predict, and people's own parts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+
+from plsc import Entry
+from plsc.checkpoint import list_checkpoints
+from plsc.cli import main
+from plsc.errors import CheckpointError, OptionError, TrainingError
+from plsc.models.base_model import BaseModel
+from plsc.utils import jpeg_reader
+from tests.distributed.launch import run_ranks
+from tests.images import write_dataset, write_pair_file
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = write_dataset(tmp_path_factory.mktemp("data") / "set", classes=6, per_class=8)
+    write_pair_file(folder / "lfw.bin", folder)
+    return folder
+
+
+class Plain(BaseModel):
+    """A network of a user's; it notes what it was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+        self.calls = []
+
+    def build_network(self, input, label, is_train=True):
+        self.calls.append((tuple(input.shape), None if label is None else label.dtype, is_train))
+        return self.fc(input.flatten(1))
+
+
+def entry(dataset, save_dir, network=True, **settings):
+    ins = Entry()
+    ins.set_seed(3)
+    if network:
+        ins.set_model(Plain())
+    ins.set_emb_size(8)
+    ins.set_image_shape((3, 16, 16))
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_train_batch_size(12)
+    ins.set_train_epochs(2)
+    ins.set_lr(0.5)
+    ins.set_num_workers(0)
+    for name, value in settings.items():
+        getattr(ins, name)(value)
+    return ins
+
+
+def metrics_of(save_dir):
+    return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path):
+    save_dir = tmp_path / "run"
+    ins = entry(dataset, save_dir, set_calc_acc=True, set_log_period=1, set_test_period=3)
+    result = ins.train()
+    assert (result.steps, result.epochs) == (8, 2)
+    assert result.checkpoint == save_dir / "1"
+    assert result.best_checkpoint.is_dir()
+    assert result.best_metric == "lfw accuracy"
+    assert set(result.evaluation) == {"lfw"}
+    logged = [entry for entry in metrics_of(save_dir) if "loss" in entry]
+    assert [entry["step"] for entry in logged] == list(range(1, 9))
+    wanted = {"step", "epoch", "loss", "lr", "accuracy", "images_per_second", "data_seconds",
+              "step_seconds", "mean_cosine"}  # fmt: skip
+    assert wanted <= logged[0].keys()
+    assert logged[-1] == result.metrics
+    evaluated = [entry["step"] for entry in metrics_of(save_dir) if "eval" in entry]
+    assert evaluated == [3, 4, 6, 8]  # each 3 steps and at the end of each epoch
+    assert Image.open(save_dir / "loss.png").size[0] > 300
+
+
+def test_the_same_run_twice_gives_the_same_bits(dataset, tmp_path):
+    for name in ("a", "b"):
+        ins = entry(dataset, tmp_path / name, network=False)
+        ins.set_model_name("SmallResNet")
+        ins.set_num_workers(2 if name == "b" else 0)  # worker processes do not change it
+        ins.train()
+    names = [path.name for path in (tmp_path / "a" / "1").glob("*.safetensors")]
+    assert names
+    for name in names:
+        ours, theirs = load_file(tmp_path / "a/1" / name), load_file(tmp_path / "b/1" / name)
+        assert ours.keys() == theirs.keys()
+        assert all(tensor.equal(theirs[key]) for key, tensor in ours.items())
+
+
+def test_a_users_network_sees_images_labels_and_whether_it_trains(dataset, tmp_path):
+    ins = entry(dataset, tmp_path / "run", set_train_epochs=1)
+    ins.train()
+    calls = ins._model.calls
+    assert ((12, 3, 16, 16), torch.int64, True) in calls
+    predicting = [call for call in calls if not call[2]]
+    assert predicting
+    assert all(label is None for _, label, _ in predicting)
+
+
+def test_test_and_predict_use_the_weights_and_options_of_the_checkpoint(dataset, tmp_path):
+    result = entry(dataset, tmp_path / "run", set_flip=False).train()
+    later = Entry()
+    later.set_model(Plain())
+    later.set_checkpoint_dir(result.checkpoint)
+    verified = later.test()
+    assert verified["lfw"] == result.evaluation["lfw"]
+    prediction = later.predict()
+    assert prediction.embeddings.shape == (48, 8)
+    assert prediction.labels.tolist() == [label for label in range(6) for _ in range(8)]
+    assert prediction.names[0] == "images/0_0.png (label.txt:1)"
+    image = torch.from_numpy(np.array(Image.open(dataset / "images/0_0.png"))).permute(2, 0, 1)
+    stored = {}
+    for path in result.checkpoint.glob("*.safetensors"):
+        stored |= load_file(path)
+    x = ((image.float() - 127.5) / 128).flatten()
+    expected = stored["backbone.fc.weight"] @ x + stored["backbone.fc.bias"]
+    np.testing.assert_allclose(prediction.embeddings[0], expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def read_arrays(dataset):
+    def reader():
+        for line in (dataset / "label.txt").read_text().splitlines():
+            name, label = line.split("\t")
+            array = np.asarray(Image.open(dataset / name), dtype=np.float32).transpose(2, 0, 1)
+            yield (array - 127.5) / 128, int(label)
+
+    return reader
+
+
+class InMemory(torch.utils.data.Dataset):
+    def __init__(self, dataset):
+        lines = (dataset / "label.txt").read_text().splitlines()
+        self.items = [line.split("\t") for line in lines]
+        self.root = dataset
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        name, label = self.items[index]
+        return Image.open(self.root / name), int(label)
+
+
+def make_class_folders(dataset, folder):
+    for line in (dataset / "label.txt").read_text().splitlines():
+        name, label = line.split("\t")
+        target = folder / label / Path(name).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(dataset / name, target)
+    return folder
+
+
+def test_every_kind_of_source_trains(dataset, tmp_path):
+    quiet = {"set_with_test": False, "set_train_epochs": 12, "set_log_period": 4}
+
+    def train(name, dataset=dataset, reader=None, **settings):
+        ins = entry(dataset, tmp_path / name, **quiet, **settings)
+        ins.train_reader = reader
+        result = ins.train()
+        first = metrics_of(tmp_path / name)[0]["loss"]
+        assert result.metrics["loss"] < 0.7 * first, name
+        return result.metrics["loss"]
+
+    from_file = train("label file")
+    assert train("dataset", reader=InMemory(dataset)) == from_file  # same order, same bits
+    folders = make_class_folders(dataset, tmp_path / "by class")
+    train("folders", dataset=folders)
+    train("generator", reader=read_arrays(dataset), set_class_num=6)
+    with pytest.raises(OptionError, match="set_class_num"):
+        train("no classes", reader=read_arrays(dataset))
+    with pytest.raises(OptionError, match="set_train_image_num"):
+        train("warm", reader=read_arrays(dataset), set_class_num=6, set_warmup_epochs=1)
+    original = jpeg_reader.arc_train(str(dataset), 6, image_shape=(3, 16, 16))
+    train("jpeg_reader", reader=original, set_class_num=6)
+
+
+def test_test_reader_and_predict_reader_replace_the_files(dataset, tmp_path):
+    result = entry(dataset, tmp_path / "run", set_flip=False).train()
+    later = entry(tmp_path / "nowhere", tmp_path / "unused", set_flip=False)
+    later.set_checkpoint_dir(result.checkpoint)
+
+    def test_reader(folder, names):
+        assert names == "lfw"
+        return jpeg_reader.test(str(dataset), "lfw", image_size=(16, 16))
+
+    later.test_reader = test_reader
+    assert later.test()["lfw"].accuracy == pytest.approx(result.evaluation["lfw"].accuracy)
+    later.predict_reader = read_arrays(dataset)
+    streamed = later.predict()
+    later.predict_reader = lambda: (image for image, _ in read_arrays(dataset)())
+    unlabelled = later.predict()
+    assert streamed.labels.tolist()[:9] == [0] * 8 + [1]
+    assert set(unlabelled.labels.tolist()) == {-1}
+    np.testing.assert_array_equal(streamed.embeddings, unlabelled.embeddings)
+
+
+def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset, tmp_path):
+    save_dir = tmp_path / "run"
+    entry(dataset, save_dir, set_with_test=False, set_max_last_checkpoint_num=2).train()
+    more = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "1")
+    result = more.train()
+    assert more.options.checkpoint.keep_last == 2  # the checkpoint's, as nobody set it
+    assert result.epochs == 5
+    kept = {path.name for path, _ in list_checkpoints(save_dir)}
+    assert {"3", "4"} <= kept <= {"3", "4", result.best_checkpoint.name}
+    again = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "4").train()
+    assert again.steps == result.steps  # nothing is left to do
+
+
+def test_train_steps_ends_a_run_inside_an_epoch(dataset, tmp_path):
+    result = entry(dataset, tmp_path / "run", set_train_steps=6, set_with_test=False).train()
+    assert (result.steps, result.epochs) == (6, 1)
+    assert result.checkpoint == tmp_path / "run" / "1-step6"
+
+
+def test_a_save_folder_that_cannot_be_made_is_one_line(dataset, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="cannot write"):
+        entry(dataset, tmp_path / "file" / "run").train()
+
+
+def test_a_save_folder_full_of_something_else_is_refused_before_training(dataset, tmp_path):
+    (tmp_path / "run" / "1").mkdir(parents=True)
+    (tmp_path / "run" / "1" / "holiday.jpg").write_text("")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        entry(dataset, tmp_path / "run").train()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"data:\n  dataset_dir: {dataset}\n  num_workers: 0\n"
+        "model:\n  name: SmallResNet\n  image_shape: [3, 16, 16]\n  emb_size: 8\n"
+        f"train:\n  epochs: 1\ncheckpoint:\n  save_dir: {tmp_path / 'run'}\n"
+    )
+    assert main(["config", "--config", str(config), "--train.batch_size", "12"]) == 0
+    printed = capsys.readouterr().out
+    assert "batch_size: 12" in printed
+    assert "training images per rank and step (default: 128)" in printed
+    assert main(["train", "--config", str(config), "--train.batch_size", "12"]) == 0
+    checkpoint = str(tmp_path / "run" / "0")
+    assert checkpoint in capsys.readouterr().out
+    assert main(["test", "--checkpoint.load_dir", checkpoint, "--data.val_targets", "lfw"]) == 0
+    assert "lfw: accuracy" in capsys.readouterr().out
+    output = tmp_path / "embeddings.npz"
+    assert main(["predict", "--checkpoint.load_dir", checkpoint, "--output", str(output)]) == 0
+    assert np.load(output)["embeddings"].shape == (48, 8)
+
+
+def test_a_network_named_by_its_class_trains_under_torchrun(dataset, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "from plsc.models.base_model import BaseModel\n"
+        "class Net(BaseModel):\n"
+        "    def __init__(self, emb_size):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(768, emb_size)\n"
+        "        self.spare = nn.Linear(3, 3)\n"  # parameters without gradients are no trouble
+        "    def build_network(self, input, label, is_train=True):\n"
+        "        return self.fc(input.flatten(1))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = run_ranks(
+        root / "plsc" / "cli.py", 2, "train", "--model.name", "nets:Net", "--model.emb_size", "8",
+        "--model.image_shape", "[3,16,16]", "--data.dataset_dir", str(dataset),
+        "--train.epochs", "2", "--train.batch_size", "6", "--data.num_workers", "0",
+        "--checkpoint.save_dir", str(tmp_path / "run"),
+        env={"PYTHONPATH": f"{root}:{tmp_path}"},
+    )  # fmt: skip
+    assert done.stdout.count("trained 8 steps") == 1
