@@ -75,16 +75,16 @@ class FailureWatch:
             if mine is not error:
                 raise mine from error
             return
-        alike = message == first["message"]
-        text = message if alike else f"rank {first['rank']} failed: {first['message']}"
-        raised = DistributedError(text)
+        is_alike = message == first["message"]
+        raised = error if is_alike else DistributedError(_of_another(first))
         if first["host"] == self._host:
             # torchrun ends all ranks as soon as one has left: let the other one finish speaking.
             self._wait_for(_TOLD)
             mark_reported(raised)
         elif self._world.local_rank != 0:
             mark_reported(raised)
-        raise raised from error
+        if not is_alike:
+            raise raised from error
 
     def _post(self, message: str) -> dict | None:
         """Put my message into the store unless one is there; return the one that is there then."""
@@ -130,7 +130,7 @@ class FailureWatch:
             # The main thread hangs in a collective that nobody will complete; there is nothing of
             # ours left to save, as a checkpoint is published by a rename only.
             if self._world.local_rank == 0 and failure["host"] != self._host:
-                report(DistributedError(f"rank {failure['rank']} failed: {failure['message']}"))
+                report(DistributedError(_of_another(failure)))
             os._exit(1)
 
 
@@ -138,6 +138,10 @@ _LOST = (
     "lost the connection to another rank, which ended without a message (killed, or out of "
     "memory?); see the launcher's report for its exit code"
 )
+
+
+def _of_another(failure: dict[str, Any]) -> str:
+    return f"rank {failure['rank']} failed: {failure['message']}"
 
 
 def _in_words(error: BaseException) -> str:

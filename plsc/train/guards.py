@@ -55,11 +55,13 @@ def collapse_warning(step: int, mean_cosine: float | None) -> str | None:
     )
 
 
-def interrupted(number: int, position: Position, checkpoint: Path) -> TrainingInterrupted:
-    """Return the error that ends a run which a signal stopped."""
-    name = signal.Signals(number).name
+def interrupted(number: int, step: int, checkpoint: Path | None) -> TrainingInterrupted:
+    """Return the error that ends a run which a signal stopped; checkpoint: where its state is, if any."""
+    where = "nothing was learnt yet, and nothing saved"
+    if checkpoint is not None:
+        where = (
+            f"all state is in {checkpoint}, set_checkpoint_dir('{checkpoint}') goes on from there"
+        )
     return TrainingInterrupted(
-        f"stopped by {name} after step {position.step}; all state is in {checkpoint}, "
-        f"set_checkpoint_dir('{checkpoint}') goes on from there",
-        number,
+        f"stopped by {signal.Signals(number).name} after step {step}; {where}", number
     )

@@ -30,7 +30,13 @@ class Trainer:
         self._log = log
         self._options = run.options.train
         self._position = run.position
-        self._result = TrainResult(run.position.step, run.position.epoch, metrics={})
+        load_dir = run.options.checkpoint.load_dir
+        self._result = TrainResult(
+            run.position.step,
+            run.position.epoch,
+            metrics={},
+            checkpoint=None if load_dir is None else Path(load_dir),
+        )
 
     def train(self) -> TrainResult:
         """Return the outcome.
@@ -57,7 +63,9 @@ class Trainer:
             # One small collective a step: was anybody told to stop, has anybody's reader ended?
             signal_number, ended = run.world.agree_max(stop.number, int(batch is None))
             if signal_number:
-                raise interrupted(signal_number, position, self._save())
+                if position.step_in_epoch:  # else the end of the epoch before was saved already
+                    self._result.checkpoint = self._save()
+                raise interrupted(signal_number, position.step, self._result.checkpoint)
             if ended or batch is None:
                 position.next_epoch()
                 break

@@ -332,3 +332,18 @@ def test_missing_empty_and_directory_are_named(tmp_path):
         with pytest.raises(DataError, match=name):
             read_pairs(path)
     assert_refused(tmp_path / "lfw.bin", b"", "empty")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"((lS'a'\naS'b'\naNb(lI01\nat.", "BUILD"),  # BUILD on something that is no array
+        (b"\x80\x04\x95\xff\0\0\0\0\0\0\0K\x01.", "truncated"),  # a frame longer than the file
+        (b"I0x" + b"f" * 2000 + b"\n.", "INT"),  # a number of two thousand digits
+    ],
+)
+def test_a_bad_operation_is_named(tmp_path, content, said):
+    path = tmp_path / "bad.bin"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        read_pairs(path)

@@ -10,7 +10,7 @@ from plsc.errors import OptionError, TrainingError
 from plsc.optim.schedule import step_schedule
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run, check_combinations
-from plsc.train.guards import collapse_warning, stop_at_bad_loss
+from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
 from plsc.train.state import Best, Position
 from tests.images import write_dataset
@@ -52,6 +52,13 @@ def test_the_best_checkpoint_has_the_highest_accuracy_or_the_lowest_loss():
     for name, value in [("3", 0.7), ("4", 0.9), ("5", 0.8)]:
         best.note(name, "lfw accuracy", value)
     assert (best.name, best.metric) == ("4", "lfw accuracy")
+
+
+def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
+    error = interrupted(15, 0, None)
+    assert (str(error), error.exit_code) == (
+        "stopped by SIGTERM after step 0; nothing was learnt yet, and nothing saved", 143
+    )  # fmt: skip
 
 
 def step_entry(step):
