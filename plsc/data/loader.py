@@ -85,7 +85,7 @@ class SourceLoader:
         """Yield the batches of the steps ``start_step``.. of an epoch; one epoch at a time."""
         self._requests.epoch, self._requests.start_step = epoch, start_step
         try:
-            with _child_signal_untouched():
+            with _starting_workers():
                 results = iter(self._loader)
             for result in results:
                 if isinstance(result, DataError):
@@ -213,13 +213,18 @@ def _end_when_main_process_asks() -> None:
 
 
 @contextmanager
-def _child_signal_untouched() -> Iterator[None]:
-    """Keep torch from raising, out of a SIGCHLD handler, anywhere in the program (in the middle of a
-    save, say) when a worker dies. Waiting for the next batch finds that out too, within seconds.
+def _starting_workers() -> Iterator[None]:
+    """Keep signals out while workers start, and torch's SIGCHLD handler out for good.
+
+    A worker inherits the blocked signals, so that none ends it before `_start_worker` has run; the main
+    process gets them afterwards. torch's handler would raise anywhere in the program (in the middle of a
+    save, say) when a worker dies; waiting for the next batch finds that out, too, within seconds.
     """
     before = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGCHLD, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

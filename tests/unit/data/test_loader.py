@@ -198,7 +198,7 @@ source = open_source(sys.argv[1])
 batches = SourceLoader(source, BatchPlan(len(source), 1, 1, 0), 0, (3, 24, 20), seed=0, num_workers=2)
 count = 0
 for batch in batches.epoch(0):
-    if count == 0:  # the workers run by now, so they do not inherit these handlers
+    if count == 0:  # the first worker runs by now, the second may be starting
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: signals.append(number))
         print("ready", flush=True)
