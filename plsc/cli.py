@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
 from plsc.config import Options, all_options
-from plsc.errors import PlscError, report
+from plsc.errors import OptionError, PlscError, did_you_mean, report
 from plsc.version import __version__
 
 _VERBS = {
@@ -25,6 +26,8 @@ _VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python script.py` would: people's own modules lie here
     try:
         return _run(_parse(arguments))
     except PlscError as error:
@@ -33,11 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(
-        prog="plsc", description="Train classifiers over very many classes.", version=__version__
+        prog="plsc",
+        description="Train classifiers over very many classes.",
+        version=__version__,
+        exit_on_error=False,
     )
     verbs = parser.add_subcommands(dest="verb")
     for name, meaning in _VERBS.items():
-        verb = ArgumentParser(description=f"{meaning[0].upper()}{meaning[1:]}.")
+        verb = ArgumentParser(
+            description=f"{meaning[0].upper()}{meaning[1:]}.", exit_on_error=False
+        )
         verb.add_argument("--config", action=ActionConfigFile, help="YAML file of options")
         if name == "predict":
             verb.add_argument("--output", type=str, default="embeddings.npz", help="file to write")
@@ -46,7 +54,20 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
                 f"--{spec.path}", type=spec.kind, default=spec.default, help=spec.meaning
             )
         verbs.add_subcommand(name, verb, help=meaning)
-    return parser.parse_args(arguments, defaults=False)
+    try:
+        return parser.parse_args(arguments, defaults=False)
+    except ArgumentError as error:
+        raise OptionError(_explain(str(error))) from error
+
+
+def _explain(problem: str) -> str:
+    """Return the parser's message in one line, with the nearest option where a name is wrong."""
+    line = " ".join(problem.split())
+    wrong = re.search(r"--([\w.]+)", line)
+    hint = ""
+    if "nrecognized" in line and wrong:
+        hint = did_you_mean(wrong[1], [spec.path for spec in all_options()])
+    return f"{line}{hint}; see plsc --help"
 
 
 def _run(parsed: Namespace) -> int:
@@ -66,9 +87,12 @@ def _run(parsed: Namespace) -> int:
     elif parsed.verb == "test":
         entry.test()
     else:
+        output = Path(given.get("output") or "embeddings.npz")
+        if not output.absolute().parent.is_dir():
+            raise OptionError(f"--output is {output}, but there is no folder {output.parent}")
         prediction = entry.predict()
         if entry.is_main:
-            _write_prediction(Path(given.get("output") or "embeddings.npz"), prediction)
+            _write_prediction(output, prediction)
     return 0
 
 

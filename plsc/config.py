@@ -38,14 +38,15 @@ class ModelOptions:
 
     name: str = declare(
         "ResNet50",
-        "backbone by name, or 'package.module:Class' for a BaseModel of your own",
+        "ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, SmallResNet, or 'package.module:Class' "
+        "for a BaseModel of your own",
         "set_model_name(name)",
         not_empty,
     )
     emb_size: int = declare(512, "size of the embedding", "set_emb_size(size)", at_least(1))
     image_shape: tuple[int, int, int] = declare(
         (3, 112, 112),
-        "channels, height, width of the input",
+        "channels, height, width of the input; on the command line [3,112,112]",
         "set_image_shape(shape)",
         _image_shape,
     )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from plsc.config import Options
-from plsc.errors import OptionError, report
+from plsc.errors import OptionError, UnknownNameError, did_you_mean, report, suggest
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.failure import FailureWatch
@@ -23,6 +23,7 @@ from plsc.train.job import Prediction, run_prediction, run_test, run_training
 from plsc.train.result import TrainResult
 
 T = TypeVar("T")
+_ATTRIBUTES = ("options", "train_reader", "test_reader", "predict_reader")
 
 
 class Entry(Setters):
@@ -55,6 +56,19 @@ class Entry(Setters):
         self._model: BaseModel | None = None
         self._world: World | None = None
         _print_errors_in_one_line()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in _ATTRIBUTES:
+            raise UnknownNameError(
+                f"Entry has no attribute {name!r} to set; {suggest(name, _ATTRIBUTES)}; options have "
+                "setters, such as set_dataset_dir"
+            )
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:  # only asked for what is not there
+        raise UnknownNameError(
+            f"this version of Entry has no {name!r}{did_you_mean(name, dir(Entry))}"
+        )
 
     def set_model(self, model: BaseModel) -> None:
         """Use a network of your own instead of `model.name`; OptionError unless it is a BaseModel."""

@@ -23,6 +23,10 @@ class OptionError(PlscError, ValueError):
     """An option has the wrong type, is out of range, or contradicts another one."""
 
 
+class UnknownNameError(PlscError, AttributeError):
+    """Entry has no such setter or attribute."""
+
+
 class DataError(PlscError):
     """A dataset, an image, a label or a pair file is missing or broken."""
 
@@ -51,9 +55,13 @@ class TrainingInterrupted(PlscError):
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return ``known: a, b, c; did you mean 'b'?`` for the error about an unknown name."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"known: {', '.join(known)}{hint}"
+    return f"known: {', '.join(known)}{did_you_mean(name, known)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'b'?``, or nothing where no name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def report(error: BaseException) -> int:
@@ -63,7 +71,8 @@ def report(error: BaseException) -> int:
     """
     if not getattr(error, "is_reported", False):
         if isinstance(error, PlscError):
-            print(f"plsc: error: {error}", file=sys.stderr, flush=True)
+            kind = "" if isinstance(error, TrainingInterrupted) else "error: "
+            print(f"plsc: {kind}{error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
             sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -113,7 +114,7 @@ def _convert(value: Any, kind: Any) -> Any:
 
 def _convert_text(value: Any) -> Any:
     text = value.__fspath__() if hasattr(value, "__fspath__") else value
-    return text if isinstance(text, str) else _WRONG
+    return os.path.expanduser(text) if isinstance(text, str) else _WRONG  # noqa: PTH111 - no path yet
 
 
 def _is_optional(kind: Any) -> bool:

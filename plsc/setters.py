@@ -16,8 +16,8 @@ class Setters:
     options: Options
 
     def set_model_name(self, name: str) -> None:
-        """Set ``model.name``: backbone by name, or 'package.module:Class' for a BaseModel of
-        your own. Default: 'ResNet50'.
+        """Set ``model.name``: ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, SmallResNet,
+        or 'package.module:Class' for a BaseModel of your own. Default: 'ResNet50'.
         """
         self.options.set("model.name", name)
 
@@ -26,8 +26,8 @@ class Setters:
         self.options.set("model.emb_size", size)
 
     def set_image_shape(self, shape: Sequence[int]) -> None:
-        """Set ``model.image_shape``: channels, height, width of the input. Default: (3, 112,
-        112).
+        """Set ``model.image_shape``: channels, height, width of the input; on the command line
+        [3,112,112]. Default: (3, 112, 112).
         """
         self.options.set("model.image_shape", shape)
 

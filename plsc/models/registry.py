@@ -59,7 +59,12 @@ def load_custom(reference: str, **options: object) -> BaseModel:
         ) from error
     chosen = getattr(module, class_name, None)
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
-        found = "nothing" if chosen is None else repr(chosen)
+        if module_name == "__main__":
+            raise OptionError(
+                f"the network {class_name} was defined in the script that trained it; call set_model, or "
+                "put it into a module of its own and name it 'module:Class'"
+            )
+        found = "not in that module" if chosen is None else repr(chosen)
         raise OptionError(
             f"model {reference!r} is {found}; expected a class derived from "
             "plsc.models.base_model.BaseModel"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ from plsc.config import Options
 from plsc.data.loader import SourceLoader
 from plsc.data.order import BatchPlan
 from plsc.data.reader import ReaderLoader
-from plsc.data.sources import check_labels, open_source
+from plsc.data.sources import ImageFolderSource, check_labels, open_source
 from plsc.data.sources.base import Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import OptionError
@@ -58,6 +59,7 @@ class Run:
     targets: list[Target]
     save_dir: Path
     num_samples: int | None
+    notes: str = ""  # what the user should know before training begins
     position: Position = field(default_factory=Position)
     best: Best = field(default_factory=Best)
 
@@ -78,10 +80,10 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     network = build_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
-    loader, num_samples, class_num = _build_loader(options, world, user.train_reader, global_batch)
+    feed = _build_feed(options, world, user.train_reader, global_batch)
     head = build_head(
         options.head.loss_type,
-        class_num,
+        feed.class_num,
         options.model.emb_size,
         scale=options.head.scale,
         margin=options.head.margin,
@@ -97,7 +99,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         momentum=options.optim.momentum,
         weight_decay=options.optim.weight_decay,
     )
-    _check_batch_norm(network, loader, global_batch, num_samples, options, world.size)
+    _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
     return Run(
         options=options,
         world=world,
@@ -105,11 +107,12 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         forward=sum_gradients(network, world),
         head=head,
         optimizer=optimizer,
-        rate=_build_schedule(options, global_batch, loader.steps_per_epoch),
-        loader=loader,
+        rate=_build_schedule(options, global_batch, feed.loader.steps_per_epoch),
+        loader=feed.loader,
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
-        num_samples=num_samples,
+        num_samples=feed.num_samples,
+        notes=feed.notes,
     )
 
 
@@ -168,14 +171,26 @@ def is_generator_reader(reader: Any) -> bool:
 def open_training_source(options: Options, reader: Any) -> Source:
     """Return the source of a dataset object, or of the dataset folder when there is none."""
     if reader is not None:
+        if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
+            raise OptionError(
+                f"the reader is a {type(reader).__name__}; expected a function that returns a "
+                "generator, or a map-style torch Dataset"
+            )
         return TorchDatasetSource(reader)
     return open_source(Path(options.data.dataset_dir))
 
 
-def _build_loader(
-    options: Options, world: World, reader: Any, global_batch: int
-) -> tuple[Loader, int | None, int]:
-    """Return the loader, the number of samples if it is known, and the number of classes."""
+@dataclass
+class _Feed:
+    """The loader, the number of samples if it is known, of classes, and what is odd about them."""
+
+    loader: Loader
+    num_samples: int | None
+    class_num: int
+    notes: str = ""
+
+
+def _build_feed(options: Options, world: World, reader: Any, global_batch: int) -> _Feed:
     data, seed = options.data, options.train.seed
     if reader is not None and is_generator_reader(reader):
         if options.head.class_num is None:
@@ -191,14 +206,25 @@ def _build_loader(
             last_batch=data.last_batch,
             num_samples=data.train_image_num,
         )
-        return loader, data.train_image_num, options.head.class_num
+        return _Feed(loader, data.train_image_num, options.head.class_num)
     source = open_training_source(options, reader)
+    save_dir = Path(options.checkpoint.save_dir).resolve()
+    if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
+        raise OptionError(
+            f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {data.dataset_dir}, where "
+            "every folder is a class; choose another"
+        )
     if data.train_image_num not in (None, len(source)):
         raise OptionError(
             f"data.train_image_num is {data.train_image_num}, but the dataset has {len(source)} "
             "images; leave it out, or mend the dataset"
         )
     class_num = options.head.class_num or int(source.labels().max()) + 1
+    if class_num < 2:
+        raise OptionError(
+            f"all {len(source)} images are of one class; a classifier needs two or more: is "
+            f"{options.data.dataset_dir} the right folder, not one above it?"
+        )
     check_labels(source, class_num)
     plan = BatchPlan(len(source), global_batch, world.size, seed, data.last_batch)
     source_loader = SourceLoader(
@@ -212,7 +238,20 @@ def _build_loader(
         on_bad_image=data.bad_images,
         pin_memory=world.device.type == "cuda",
     )
-    return source_loader, len(source), class_num
+    return _Feed(source_loader, len(source), class_num, _note_empty_classes(source, class_num))
+
+
+def _note_empty_classes(source: Source, class_num: int) -> str:
+    """Return a line about classes without an image, or nothing: labels that count from 1, perhaps."""
+    has_image = np.zeros(class_num, dtype=bool)
+    has_image[source.labels()] = True
+    empty = np.flatnonzero(~has_image)
+    if not len(empty):
+        return ""
+    return (
+        f"note: {len(empty)} of {class_num} classes have no image, the first is {empty[0]}; labels "
+        "count from 0"
+    )
 
 
 def _build_schedule(
@@ -235,7 +274,6 @@ def _build_schedule(
 
 def _check_batch_norm(
     network: nn.Module,
-    loader: Loader,
     global_batch: int,
     num_samples: int | None,
     options: Options,

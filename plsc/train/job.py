@@ -12,7 +12,7 @@ import numpy as np
 
 from plsc.checkpoint import Manifest, load_weights
 from plsc.config import Options
-from plsc.data.sources.base import Source
+from plsc.data.sources.base import FileSource, Source
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
@@ -37,7 +37,8 @@ from plsc.train.result import TrainResult
 class Prediction:
     """Embeddings float32 [N, D], not normalised; names and labels of the N images, in their order.
 
-    A label is -1 where the reader gave none.
+    A name is the path of the file, or says which sample of a reader it is. A label is -1 where the reader
+    gave none.
     """
 
     embeddings: np.ndarray
@@ -58,6 +59,11 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         log.say(_summary(run))
         for difference in differences:
             log.say(f"differs from the checkpoint: {difference}")
+        if run.position.epoch >= options.train.epochs:
+            log.say(
+                f"{options.checkpoint.load_dir} is the end of a run of {options.train.epochs} epochs: "
+                "there is nothing left to train; set_train_epochs to more"
+            )
         return Trainer(run, log).train()
     finally:
         log.close()
@@ -90,7 +96,8 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
         return _predict_stream(network, reader, options, world)
     source = open_training_source(options, reader)
     embeddings = _embed(network, _Images(source), options, world, options.data.dataset_dir)
-    names = [source.name(index) for index in range(len(source))]
+    where = source.path if isinstance(source, FileSource) else source.name
+    names = [str(where(index)) for index in range(len(source))]
     return Prediction(embeddings, names, source.labels())
 
 
@@ -105,7 +112,9 @@ def _load_network(options: Options, world: World, user: UserParts) -> BaseModel:
     """Return the checkpoint's network, with the options it was trained with where none are set."""
     checkpoint = _open(options)
     if checkpoint is None:
-        raise OptionError("there is no checkpoint to load; call set_checkpoint_dir")
+        raise OptionError(
+            "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
+        )
     path, manifest = checkpoint
     for difference in adopt_options(options, manifest):
         if world.is_main and difference.startswith("model."):
@@ -179,8 +188,9 @@ def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
     resumed = f", from step {run.position.step}" if run.position.step else ""
-    return (
+    text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
         f"{run.options.head.loss_type} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{resumed}"
     )
+    return f"{text}\n{run.notes}" if run.notes else text

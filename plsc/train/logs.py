@@ -63,7 +63,7 @@ class RunLog:
             self._bar.update()
 
     def step(self, metrics: dict[str, Any], total_steps: int | None) -> None:
-        """Write a logged step to metrics.jsonl, and to the bar or the terminal."""
+        """Write a logged step to metrics.jsonl and to the terminal."""
         if not self._is_main:
             return
         self._write(metrics)
@@ -72,9 +72,6 @@ class RunLog:
         if metrics["accuracy"] is not None:
             shown["accuracy"] = f"{metrics['accuracy']:.3f}"
         shown["images/s"] = f"{metrics['images_per_second']:.0f}"
-        if self._bar is not None:
-            self._bar.set_postfix(shown, refresh=False)
-            return
         of = f"/{total_steps}" if total_steps else ""
         values = " ".join(f"{name} {value}" for name, value in shown.items())
         self.say(f"epoch {metrics['epoch']} step {metrics['step']}{of} {values}")
@@ -114,8 +111,8 @@ class RunLog:
             yield
         except OSError as error:
             raise TrainingError(
-                f"cannot write {self._path}: {error.strerror}; make room or set_model_save_dir to "
-                "another folder; checkpoints that were saved are whole"
+                f"cannot write {self._path}: {error.strerror}; see to the folder, or "
+                "set_model_save_dir to another; checkpoints that were saved are whole"
             ) from error
 
 

@@ -145,7 +145,9 @@ class Trainer:
         equalise_buffers(run.network, run.world.backbone_group)
         self._result.evaluation = evaluate_targets(run.network, run.targets, run.options, run.world)
         plain = {name: result.as_dict() for name, result in self._result.evaluation.items()}
-        self._log.evaluation(self._position.step, self._position.epoch, plain)
+        # At the end of an epoch the position is that of the next one already.
+        epoch = self._position.epoch - (self._position.step_in_epoch == 0)
+        self._log.evaluation(self._position.step, epoch, plain)
 
     def _save(self, loss: float | None = None) -> Path:
         """Save at a step boundary; `loss` is that of the epoch, None when it was cut short."""

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    # 13 classes x 7 = 91 images: neither divides by the global batch of 24 nor by 2, 3 or 4 ranks.
-    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
+    # 13 classes x 25 = 325 images: neither divides by the global batch of 24 nor by 2, 3 or 4 ranks.
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=25)
 
 
 @pytest.fixture(scope="module")

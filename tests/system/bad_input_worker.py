@@ -1,11 +1,15 @@
-"""Runs every kind of bad input in turn, on the ranks that it is started on: bad_input_worker.py FOLDER.
+"""Runs every kind of bad input in turn, on the ranks that it is started on.
 
-Prints a JSON line for each case and rank: what was raised, and its text.
+    bad_input_worker.py FOLDER RUN
+
+FOLDER holds the bad things, RUN gets a good run first, whose checkpoint is then misused. Prints a JSON line
+for each case and rank: what was raised, and its text.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,10 +25,11 @@ from tests.images import write_dataset
 class Files:
     """The bad things on disk, made once by the test, found by all ranks."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, run: Path) -> None:
         self.root = root
         self.good = root / "good"
-        self.checkpoint = root / "run" / "0"
+        self.run = run
+        self.checkpoint = run / "0"
 
     def make(self) -> None:
         write_dataset(self.good, classes=5, per_class=4)
@@ -35,18 +40,19 @@ class Files:
         for name, content in BAD_IMAGES.items():
             folder = self.root / name
             shutil.copytree(self.good, folder)
-            for image in (folder / "images").iterdir():
-                content(image)
+            images = list((folder / "images").iterdir())
+            content(images[0])
+            for image in images[1:]:
+                image.unlink()
+                if images[0].exists():
+                    os.link(images[0], image)
         images = [next((self.good / "images").iterdir()).read_bytes()] * 40
         write_pairs(self.good / "whole.bin", images, [True, False] * 10)
         whole = (self.good / "whole.bin").read_bytes()
         (self.good / "truncated.bin").write_bytes(whole[: len(whole) // 2])
         (self.good / "malicious.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
         write_odd(self.good / "odd.bin", images[:-1])
-        ins = entry(self)
-        ins.train()
-        shutil.copytree(self.checkpoint, self.root / "no manifest")
-        (self.root / "no manifest" / "manifest.json").unlink()
+        (self.root / "no manifest").mkdir()
 
 
 def write_odd(path: Path, images: list[bytes]) -> None:
@@ -80,10 +86,10 @@ BAD_IMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def entry(files: Files, dataset: str = "good", save: str = "run") -> Entry:
+def entry(files: Files, dataset: str = "good", save: Path | None = None) -> Entry:
     ins = Entry()
     ins.set_dataset_dir(files.root / dataset)
-    ins.set_model_save_dir(files.root / save)
+    ins.set_model_save_dir(save or files.run)
     ins.set_model_name("SmallResNet")
     ins.set_image_shape((3, 16, 16))
     ins.set_emb_size(8)
@@ -99,7 +105,7 @@ def cases(files: Files):
 
     def train(dataset="good", **settings):
         def run():
-            ins = entry(files, dataset, save="unused")
+            ins = entry(files, dataset, save=files.run.with_name("unused"))
             for setter, value in settings.items():
                 getattr(ins, setter)(value)
             ins.train()
@@ -123,7 +129,7 @@ def cases(files: Files):
     yield "odd pair file", "odd.bin", train(set_val_targets="odd")
     yield "no checkpoint folder", "no checkpoint folder", resume(files.root / "nothing")
     yield "no manifest", "manifest.json", resume(files.root / "no manifest")
-    yield "a folder of checkpoints", "give one of them", resume(files.root / "run")
+    yield "a folder of checkpoints", "give one of them", resume(files.run)
     yield "other class count", "classes 5", resume(files.checkpoint, set_class_num=9)
     yield "other embedding size", "embedding size 8", resume(files.checkpoint, set_emb_size=12)
     yield "batch size 0", "at least 1", train(set_train_batch_size=0)
@@ -134,7 +140,8 @@ def cases(files: Files):
 
 
 def main() -> None:
-    files = Files(Path(sys.argv[1]))
+    files = Files(Path(sys.argv[1]), Path(sys.argv[2]))
+    entry(files).train()
     for name, _, run in cases(files):
         try:
             run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,26 +16,18 @@ JOB = HERE.parent / "distributed" / "job.py"
 pytestmark = pytest.mark.slow
 
 
-def make_files(folder, ranks):
-    """Make the bad things, and a checkpoint by as many ranks as will be asked to resume it."""
-    files = Files(folder)
-    files.make()
-    if ranks:
-        shutil.rmtree(folder / "run")
-        maker = folder / "make.py"
-        maker.write_text(
-            "import sys, pathlib\n"
-            "from tests.system.bad_input_worker import Files, entry\n"
-            "entry(Files(pathlib.Path(sys.argv[1]))).train()\n"
-        )
-        run_ranks(maker, ranks, str(folder))
-    return files
+@pytest.fixture(scope="module")
+def bad_things(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    Files(folder, folder / "unused").make()
+    return folder
 
 
 @pytest.mark.parametrize("ranks", [0, 2, 3, 4])
-def test_every_rank_raises_the_same_clear_error(tmp_path, ranks):
-    files = make_files(tmp_path, ranks)
-    done = run_ranks(HERE / "bad_input_worker.py", ranks, str(tmp_path), timeout=400)
+def test_every_rank_raises_the_same_clear_error(bad_things, tmp_path, ranks):
+    run = tmp_path / "run"
+    done = run_ranks(HERE / "bad_input_worker.py", ranks, str(bad_things), str(run), timeout=400)
+    files = Files(bad_things, run)
     lines = [line.split("CASE ", 1)[1] for line in done.stdout.splitlines() if "CASE " in line]
     reports = [json.loads(line) for line in lines]
     for name, expected, _ in cases(files):

@@ -121,7 +121,7 @@ def test_test_and_predict_use_the_weights_and_options_of_the_checkpoint(dataset,
     prediction = later.predict()
     assert prediction.embeddings.shape == (48, 8)
     assert prediction.labels.tolist() == [label for label in range(6) for _ in range(8)]
-    assert prediction.names[0] == "images/0_0.png (label.txt:1)"
+    assert prediction.names[0] == str(dataset / "images/0_0.png")
     image = torch.from_numpy(np.array(Image.open(dataset / "images/0_0.png"))).permute(2, 0, 1)
     stored = {}
     for path in result.checkpoint.glob("*.safetensors"):

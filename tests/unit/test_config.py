@@ -6,10 +6,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from plsc.cli import _parse, _read_options, render_options
+from plsc.cli import _parse, _read_options, main, render_options
 from plsc.config import Options, all_options
 from plsc.entry import Entry
-from plsc.errors import OptionError
+from plsc.errors import OptionError, UnknownNameError
 
 SPECS = list(all_options())
 
@@ -93,6 +93,32 @@ def test_numpy_integers_and_paths_are_taken():
 def test_an_unknown_option_gets_the_nearest_name():
     with pytest.raises(OptionError, match=r"did you mean 'train\.batch_size'"):
         Options().set("train.batchsize", 3)
+
+
+def test_a_misspelt_attribute_or_setter_is_not_swallowed():
+    ins = Entry()
+    with pytest.raises(UnknownNameError, match="did you mean 'train_reader'"):
+        ins.train_readr = None
+    with pytest.raises(UnknownNameError, match="did you mean 'set_emb_size'"):
+        ins.set_emb_sise(3)
+    assert not hasattr(ins, "set_mixed_precision")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--train.batchsize", "3"], "did you mean 'train.batch_size'"),
+        (["train", "--train.epochs", "2.5"], "train.epochs"),
+        (["trian"], "invalid choice"),
+        (["predict", "--output", "/no such folder/x.npz"], "there is no folder"),
+    ],
+)
+def test_a_wrong_command_line_ends_in_one_line(arguments, said, capsys):
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("plsc: error: ")
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
 
 
 def test_a_checkpoint_gives_what_nobody_set_and_differences_are_told():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -139,6 +140,25 @@ def test_a_wrong_image_count_and_too_few_classes_are_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, head__class_num=2)
     with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
         build_run(options, World.single(), UserParts())
+
+
+def test_a_save_folder_among_the_class_folders_is_refused(dataset, tmp_path):
+    for label in "ab":
+        (tmp_path / "faces" / label).mkdir(parents=True)
+        shutil.copy(dataset / "images/0_0.png", tmp_path / "faces" / label / "1.png")
+    options = options_for(tmp_path / "faces", tmp_path)
+    options.set("checkpoint.save_dir", tmp_path / "faces" / "output")
+    with pytest.raises(OptionError, match="every folder is a class"):
+        build_run(options, World.single(), UserParts())
+
+
+def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
+    shutil.copytree(dataset / "images", tmp_path / "nested" / "train")
+    with pytest.raises(OptionError, match="of one class"):
+        build_run(options_for(tmp_path / "nested", tmp_path), World.single(), UserParts())
+    options = options_for(dataset, tmp_path, head__class_num=5)
+    run = build_run(options, World.single(), UserParts())
+    assert run.notes.startswith("note: 2 of 5 classes have no image, the first is 3")
 
 
 def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
