@@ -81,7 +81,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         "model.image_shape": (3, 16, 16),
         "model.emb_size": 12,
         "model.sync_batch_norm": network is NormalisedNetwork,
-        "optim.lr": 4.0 if loss_type.endswith("arcface") else 10.0,
+        "optim.lr": 4.0,
         "train.global_batch_size": GLOBAL_BATCH,
         "train.epochs": 1000,
         "train.steps": STEPS,
