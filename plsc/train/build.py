@@ -76,7 +76,8 @@ class Run:
 def build_run(options: Options, world: World, user: UserParts) -> Run:
     """Build everything that training needs. Raises OptionError or DataError."""
     check_combinations(options, world.size)
-    torch.use_deterministic_algorithms(options.train.deterministic)
+    if options.train.deterministic:
+        torch.use_deterministic_algorithms(True)
     network = build_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)

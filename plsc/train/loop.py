@@ -50,10 +50,14 @@ class Trainer:
                 self._end_epoch(loss)
         return self._result
 
-    def _train_epoch(self, stop: StopSignal) -> float:
-        """Train to the end of the epoch, or to the run's last step; return the mean loss."""
+    def _train_epoch(self, stop: StopSignal) -> float | None:
+        """Train to the end of the epoch, or to the run's last step; return the mean loss.
+
+        None if no step was left: a run may resume where an epoch has just ended.
+        """
         run, position = self._run, self._position
         run.network.train()
+        first_step = position.step
         window, epoch = Meter(), Meter()
         batches = iter(run.loader.epoch(position.epoch, position.step_in_epoch))
         while not self._made_all_steps():
@@ -79,12 +83,12 @@ class Trainer:
             self._log.advance()
             if is_logged:
                 self._write_metrics(output, loss, window)
-            if self._options.test_period and position.step % self._options.test_period == 0:
+            if self._is_tested():
                 self._evaluate()
                 run.network.train()
         if position.step_in_epoch == run.loader.steps_per_epoch:
             position.next_epoch()  # the run's last step was the epoch's last, too
-        return float(epoch.report()["mean_loss"])
+        return float(epoch.report()["mean_loss"]) if position.step > first_step else None
 
     def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
         """Make one update; return what the head said, and the loss of the global batch."""
@@ -112,7 +116,7 @@ class Trainer:
         run.optimizer.step()
         return output, loss
 
-    def _end_epoch(self, loss: float) -> None:
+    def _end_epoch(self, loss: float | None) -> None:
         """Evaluate, save and plot."""
         self._evaluate()
         checkpoint = self._save(loss)
@@ -179,6 +183,12 @@ class Trainer:
         step = self._position.step + 1
         is_last = self._position.step_in_epoch + 1 == self._run.loader.steps_per_epoch
         return step % self._options.log_period == 0 or is_last or step == self._options.steps
+
+    def _is_tested(self) -> bool:
+        """Whether test_period asks for an evaluation now; the end of the epoch has one anyway."""
+        period, position = self._options.test_period, self._position
+        is_end = position.step_in_epoch == self._run.loader.steps_per_epoch
+        return period > 0 and position.step % period == 0 and not is_end
 
     def _made_all_steps(self) -> bool:
         return self._options.steps is not None and self._position.step >= self._options.steps

@@ -69,7 +69,7 @@ def metrics_of(save_dir):
 
 def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path):
     save_dir = tmp_path / "run"
-    ins = entry(dataset, save_dir, set_calc_acc=True, set_log_period=1, set_test_period=3)
+    ins = entry(dataset, save_dir, set_calc_acc=True, set_log_period=1, set_test_period=2)
     result = ins.train()
     assert (result.steps, result.epochs) == (8, 2)
     assert result.checkpoint == save_dir / "1"
@@ -83,7 +83,7 @@ def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path):
     assert wanted <= logged[0].keys()
     assert logged[-1] == result.metrics
     evaluated = [entry["step"] for entry in metrics_of(save_dir) if "eval" in entry]
-    assert evaluated == [3, 4, 6, 8]  # each 3 steps and at the end of each epoch
+    assert evaluated == [2, 4, 6, 8]  # each 2 steps, and once at the end of each epoch
     assert Image.open(save_dir / "loss.png").size[0] > 300
 
 
