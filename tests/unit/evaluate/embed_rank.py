@@ -35,3 +35,6 @@ try:
     np.save(folder / f"{world.rank}.npy", embeddings)
 except (PlscError, RuntimeError) as error:
     (folder / f"{world.rank}.txt").write_text(f"{type(error).__name__}: {error}")
+# A rank that leaves while a peer is still in its last collective, or with its groups open, may end badly.
+world.barrier()
+world.close()

@@ -116,7 +116,10 @@ def run_ranks(folder, case, ranks):
     command = [*launcher, f"--nproc-per-node={ranks}", str(script), str(folder), case]
     root = str(Path(__file__).parents[3])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    subprocess.run(command, check=True, timeout=150, env=environment, capture_output=True)
+    done = subprocess.run(
+        command, check=False, timeout=150, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
