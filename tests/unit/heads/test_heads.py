@@ -30,8 +30,9 @@ def gradients(loss, *tensors):
 @given(
     batch=st.integers(1, 9),
     classes=st.integers(1, 12),
-    # With one dimension every cosine is 1 or -1, and the gradient nothing but rounding.
-    size=st.integers(2, 8),
+    # In few dimensions cosines come close to 1 by chance, where acos in the textbook loses its digits;
+    # what happens there has tests of its own below.
+    size=st.integers(5, 8),
     seed=st.integers(0, 99),
 )
 def test_every_loss_type_equals_the_textbook_in_fp64(loss_type, batch, classes, size, seed):
