@@ -1,6 +1,7 @@
 """One rank of test_embed: python -m torch.distributed.run ... embed_rank.py FOLDER CASE."""
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ try:
     np.save(folder / f"{world.rank}.npy", embeddings)
 except (PlscError, RuntimeError) as error:
     (folder / f"{world.rank}.txt").write_text(f"{type(error).__name__}: {error}")
-# A rank that leaves while a peer is still in its last collective, or with its groups open, may end badly.
+# A rank that closes at once may take from a slower peer the end of their last collective.
 world.barrier()
+time.sleep(1)
 world.close()

@@ -1,7 +1,4 @@
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +9,7 @@ from PIL import Image
 from plsc.data.pairs import write_pairs
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
+from tests.distributed.launch import run_ranks
 
 SHAPE = (3, 16, 16)
 
@@ -109,17 +107,9 @@ def test_a_network_that_gives_no_embeddings_is_an_option_error():
         embed(Network(), [])
 
 
-def run_ranks(folder, case, ranks):
+def embed_on_ranks(folder, case, ranks):
     write_pairs(folder / "pairs.bin", [*IMAGES, IMAGES[0]], [True, False, True, False])
-    script = Path(__file__).with_name("embed_rank.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc-per-node={ranks}", str(script), str(folder), case]
-    root = str(Path(__file__).parents[3])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run(
-        command, check=False, timeout=150, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(Path(__file__).with_name("embed_rank.py"), ranks, str(folder), case)
 
 
 @pytest.mark.slow
@@ -129,7 +119,7 @@ def test_every_rank_returns_all_embeddings_in_order(tmp_path, case, count):
         def forward(self, input, label, is_train):
             return input.flatten(1)[:, ::5]
 
-    run_ranks(tmp_path, case, ranks=3)
+    embed_on_ranks(tmp_path, case, ranks=3)
     alone = embed(Pixels(), [*IMAGES, IMAGES[0]][:count])
     for rank in range(3):
         assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), alone)
@@ -144,6 +134,6 @@ def test_every_rank_returns_all_embeddings_in_order(tmp_path, case, count):
     ],
 )
 def test_an_error_on_one_rank_reaches_all(tmp_path, case, own, others):
-    run_ranks(tmp_path, case, ranks=2)
+    embed_on_ranks(tmp_path, case, ranks=2)
     assert (tmp_path / "1.txt").read_text().startswith(own)
     assert (tmp_path / "0.txt").read_text().startswith(others)
