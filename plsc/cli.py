@@ -14,6 +14,8 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 
 from plsc.config import Options, all_options
 from plsc.errors import OptionError, PlscError, did_you_mean, report
+from plsc.plan import ARGUMENTS as PLAN_ARGUMENTS
+from plsc.plan import plan
 from plsc.version import __version__
 
 _VERBS = {
@@ -22,6 +24,7 @@ _VERBS = {
     "predict": "write the embeddings of the dataset's images to a .npz file",
     "config": "print the options in effect, with their defaults and meanings, as YAML",
 }
+_PLAN = "print the memory, arithmetic and network that a sharded head would need"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +57,23 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
                 f"--{spec.path}", type=spec.kind, default=spec.default, help=spec.meaning
             )
         verbs.add_subcommand(name, verb, help=meaning)
+    verbs.add_subcommand("plan", _plan_parser(), help=_PLAN)
     try:
         return parser.parse_args(arguments, defaults=False)
     except ArgumentError as error:
         raise OptionError(_explain(str(error))) from error
+
+
+def _plan_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=f"{_PLAN[0].upper()}{_PLAN[1:]}.", exit_on_error=False)
+    for argument in PLAN_ARGUMENTS:
+        how: dict[str, Any] = {"type": argument.kind, "default": argument.default}
+        if argument.kind is bool:
+            how = {"action": "store_true"}
+        elif argument.name == "classes":
+            how = {"type": argument.kind, "required": True}
+        parser.add_argument(f"--{argument.name}", help=argument.meaning, **how)
+    return parser
 
 
 def _explain(problem: str) -> str:
@@ -66,12 +82,16 @@ def _explain(problem: str) -> str:
     wrong = re.search(r"--([\w.]+)", line)
     hint = ""
     if "nrecognized" in line and wrong:
-        hint = did_you_mean(wrong[1], [spec.path for spec in all_options()])
+        known = [spec.path for spec in all_options()] + [option.name for option in PLAN_ARGUMENTS]
+        hint = did_you_mean(wrong[1], known)
     return f"{line}{hint}; see plsc --help"
 
 
 def _run(parsed: Namespace) -> int:
     given = parsed[parsed.verb] if parsed.get(parsed.verb) else Namespace()
+    if parsed.verb == "plan":
+        print(plan(**vars(given)).render())
+        return 0
     options = _read_options(given)
     if parsed.verb == "config":
         print(render_options(options))

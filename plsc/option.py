@@ -85,7 +85,8 @@ def describe_kind(kind: Any) -> str:
     if _is_optional(kind):
         return f"{describe_kind(_without_none(kind))} or None"
     if typing.get_origin(kind) is tuple:
-        return "a sequence of integers"
+        whole = typing.get_args(kind)[0] is int
+        return f"a sequence of {'integers' if whole else 'numbers'}"
     return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
 
 
@@ -99,7 +100,7 @@ def _convert(value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         if isinstance(value, str) or not hasattr(value, "__iter__"):
             return _WRONG
-        items = tuple(_convert(item, int) for item in value)
+        items = tuple(_convert(item, typing.get_args(kind)[0]) for item in value)
         return _WRONG if _WRONG in items else items
     if kind is bool:
         return value if isinstance(value, bool) else _WRONG

@@ -42,8 +42,9 @@ class Setters:
         self.options.set("model.sync_batch_norm", sync)
 
     def set_loss_type(self, loss_type: str) -> None:
-        """Set ``head.loss_type``: dist_arcface, dist_softmax (rows sharded over the ranks),
-        arcface, softmax (rows on every rank). Default: 'dist_arcface'.
+        """Set ``head.loss_type``: dist_ and one of arcface, softmax, normface, cosface,
+        sphereface, combined, adaface, magface, curricularface: class rows sharded over the
+        ranks; without dist_, all rows on every rank. Default: 'dist_arcface'.
         """
         self.options.set("head.loss_type", loss_type)
 
@@ -54,12 +55,134 @@ class Setters:
         self.options.set("head.class_num", num)
 
     def set_margin(self, margin: float) -> None:
-        """Set ``head.margin``: ArcFace margin in radians. Default: 0.5."""
+        """Set ``head.margin``: margin of arcface, adaface, curricularface (radians), cosface
+        (of the cosine), sphereface (factor of the angle); when not set, 0.5 for arcface and
+        its paper's for each other one. Default: 0.5.
+        """
         self.options.set("head.margin", margin)
 
     def set_scale(self, scale: float) -> None:
         """Set ``head.scale``: scale of the cosines. Default: 64.0."""
         self.options.set("head.scale", scale)
+
+    def set_combined_margins(self, margins: Sequence[float]) -> None:
+        """Set ``head.combined_margins``: of the loss combined: m1, m2, m3 in cos(m1 angle +
+        m2) - m3. Default: (1.0, 0.3, 0.2).
+        """
+        self.options.set("head.combined_margins", margins)
+
+    def set_easy_margin(self, easy: bool) -> None:
+        """Set ``head.easy_margin``: of arcface and magface: no margin where the angle is over
+        90 degrees. Default: False.
+        """
+        self.options.set("head.easy_margin", easy)
+
+    def set_straight_through(self, flag: bool) -> None:
+        """Set ``head.straight_through``: of arcface: take the margin as a constant in the
+        gradient, as some implementations do. Default: False.
+        """
+        self.options.set("head.straight_through", flag)
+
+    def set_margin_momentum(self, momentum: float) -> None:
+        """Set ``head.margin_momentum``: of adaface and curricularface: share of the old
+        running statistics. Default: 0.99.
+        """
+        self.options.set("head.margin_momentum", momentum)
+
+    def set_adaface_h(self, h: float) -> None:
+        """Set ``head.adaface_h``: of adaface: how much the embedding's norm counts. Default:
+        0.333.
+        """
+        self.options.set("head.adaface_h", h)
+
+    def set_magface_norms(self, norms: Sequence[float]) -> None:
+        """Set ``head.magface_norms``: of magface: lowest and highest norm. Default: (10.0,
+        110.0).
+        """
+        self.options.set("head.magface_norms", norms)
+
+    def set_magface_margins(self, margins: Sequence[float]) -> None:
+        """Set ``head.magface_margins``: of magface: margins at these norms. Default: (0.45,
+        0.8).
+        """
+        self.options.set("head.magface_margins", margins)
+
+    def set_magface_lambda(self, weight: float) -> None:
+        """Set ``head.magface_lambda``: of magface: weight of its regulariser. Default: 35.0."""
+        self.options.set("head.magface_lambda", weight)
+
+    def set_sub_centers(self, num: int) -> None:
+        """Set ``head.sub_centers``: rows a class (sub-centre ArcFace), the nearest counts.
+        Default: 1.
+        """
+        self.options.set("head.sub_centers", num)
+
+    def set_sample_ratio(self, ratio: float) -> None:
+        """Set ``head.sample_ratio``: share of a rank's classes that take part in a step
+        (PartialFC); those of the batch always do. Default: 1.0.
+        """
+        self.options.set("head.sample_ratio", ratio)
+
+    def set_hard_share(self, share: float) -> None:
+        """Set ``head.hard_share``: share of the sampled classes that are the nearest to the
+        batch, instead of random ones. Default: 0.0.
+        """
+        self.options.set("head.hard_share", share)
+
+    def set_head_optimizer(self, name: str) -> None:
+        """Set ``head.optimizer``: of the sharded class rows: sgd (with optim.momentum), adamw,
+        adagrad (one number a row). Default: 'sgd'.
+        """
+        self.options.set("head.optimizer", name)
+
+    def set_head_lr_factor(self, factor: float) -> None:
+        """Set ``head.lr_factor``: the class rows' learning rate is the backbone's times this.
+        Default: 1.0.
+        """
+        self.options.set("head.lr_factor", factor)
+
+    def set_row_dtype(self, dtype: str) -> None:
+        """Set ``head.row_dtype``: type of the sharded class rows: float32, or bfloat16
+        (rounded stochastically). Default: 'float32'.
+        """
+        self.options.set("head.row_dtype", dtype)
+
+    def set_row_state_dtype(self, dtype: str) -> None:
+        """Set ``head.state_dtype``: type of their optimizer state: float32, bfloat16, or int8
+        (momentum of sgd only). Default: 'float32'.
+        """
+        self.options.set("head.state_dtype", dtype)
+
+    def set_head_offload(self, offload: bool) -> None:
+        """Set ``head.offload``: keep class rows and their state in CPU memory; those of a step
+        travel to the GPU. Default: False.
+        """
+        self.options.set("head.offload", offload)
+
+    def set_head_products(self, dtype: str) -> None:
+        """Set ``head.products``: type of the factors in the head's matrix products: float32 or
+        bfloat16. Default: 'float32'.
+        """
+        self.options.set("head.products", dtype)
+
+    def set_head_keep_mb(self, mebibytes: float) -> None:
+        """Set ``head.keep_mb``: MiB a rank in which the first pass over the rows may leave its
+        terms for the second, in 16 bits; where they do not fit, they are computed again.
+        Default: 0.0.
+        """
+        self.options.set("head.keep_mb", mebibytes)
+
+    def set_head_kernels(self, name: str) -> None:
+        """Set ``head.kernels``: what computes the head: auto, torch, native (C, on CPUs) or
+        triton (on GPUs). Default: 'auto'.
+        """
+        self.options.set("head.kernels", name)
+
+    def set_head_tile(self, rows: int | None) -> None:
+        """Set ``head.tile``: class rows at a time; when not set, by the batch size. Default:
+        None.
+        """
+        self.options.set("head.tile", rows)
 
     def set_dataset_dir(self, directory: str) -> None:
         """Set ``data.dataset_dir``: folder with label.txt and images/, or with one folder of
@@ -135,6 +258,18 @@ class Setters:
         """
         self.options.set("optim.lr_decay_factor", factor)
 
+    def set_clip_norm(self, norm: float) -> None:
+        """Set ``optim.clip_norm``: clip gradients whose norm is larger; 0: no clipping.
+        Default: 0.0.
+        """
+        self.options.set("optim.clip_norm", norm)
+
+    def set_clip_scope(self, scope: str) -> None:
+        """Set ``optim.clip_scope``: gradients that are clipped: backbone, or all (with the
+        class rows: one more pass over them). Default: 'backbone'.
+        """
+        self.options.set("optim.clip_scope", scope)
+
     def set_train_batch_size(self, batch_size: int) -> None:
         """Set ``train.batch_size``: training images per rank and step. Default: 128."""
         self.options.set("train.batch_size", batch_size)
@@ -144,6 +279,12 @@ class Setters:
         batch_size. Default: None.
         """
         self.options.set("train.global_batch_size", batch_size)
+
+    def set_micro_batches(self, num: int) -> None:
+        """Set ``train.micro_batches``: parts of a rank's batch that are computed one after
+        another (gradient accumulation). Default: 1.
+        """
+        self.options.set("train.micro_batches", num)
 
     def set_test_batch_size(self, batch_size: int) -> None:
         """Set ``train.test_batch_size``: images per rank in test and predict. Default: 120."""

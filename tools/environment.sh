@@ -2,7 +2,8 @@
 #
 #   ensure_environment [EXTRA]    installs the project (with that extra) into .venv and puts it first on PATH
 #
-# It is kept, and made again only when pyproject.toml or the Python version has changed.
+# It is kept, and made again only when pyproject.toml, the Python version, or what the head's kernels are
+# built from has changed.
 
 ensure_environment() {
   local extra="${1:-}" root python stamp
@@ -12,7 +13,11 @@ ensure_environment() {
     echo "plsc needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1); set PYTHON=..." >&2
     return 1
   }
-  stamp="$({ "$python" --version; cat "$root/pyproject.toml"; } | cksum | cut -d' ' -f1)"
+  stamp="$({
+    "$python" --version
+    cat "$root/pyproject.toml" "$root/setup.py" "$root/tools/build_backend.py" \
+      "$root"/plsc/heads/kernels/*.[ch]
+  } | cksum | cut -d' ' -f1)"
   if [ ! -f "$root/.venv/plsc-$extra-$stamp" ] && [ ! -f "$root/.venv/plsc-dev-$stamp" ]; then
     echo "making the environment in .venv (once; torch is large, this takes some minutes)"
     if [ ! -x "$root/.venv/bin/python" ]; then

@@ -48,7 +48,7 @@ or in a YAML file (`plsc train --config run.yaml`).
 def annotation(kind: Any) -> str:
     """Return the type as a setter takes it."""
     text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-    return re.sub(r"tuple\[int[^]]*\]", "Sequence[int]", text)
+    return re.sub(r"tuple\[(int|float)[^]]*\]", r"Sequence[\1]", text)
 
 
 def setter(spec: OptionSpec) -> str:

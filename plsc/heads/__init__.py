@@ -1,18 +1,40 @@
-"""Classification heads: embeddings and labels in, the loss of the global batch out."""
+"""Classification heads: embeddings and labels in, the loss of the global batch out.
+
+Usable alone, without the rest of plsc: docs/head.md.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from plsc.errors import OptionError, suggest
 from plsc.heads.base import Head, HeadOutput
 from plsc.heads.dense import DenseHead
-from plsc.heads.margins import ArcFaceFormula, Formula, SoftmaxFormula
-from plsc.heads.sharded import ShardedHead
+from plsc.heads.margins import MARGINS, Margin, build_margin
+from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from plsc.heads.sharded import Execution, Sampling, ShardedHead
 
-__all__ = ["LOSS_TYPES", "DenseHead", "Head", "HeadOutput", "ShardedHead", "build_head"]
+__all__ = [
+    "LOSS_TYPES",
+    "MARGINS",
+    "ROW_OPTIMIZERS",
+    "DenseHead",
+    "Execution",
+    "Head",
+    "HeadOutput",
+    "Margin",
+    "RowAdagrad",
+    "RowAdamW",
+    "RowOptimizer",
+    "RowSGD",
+    "Sampling",
+    "ShardedHead",
+    "build_head",
+    "build_margin",
+]
 
-LOSS_TYPES = ("dist_arcface", "dist_softmax", "arcface", "softmax")
+LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + tuple(MARGINS)
 
 
 def build_head(
@@ -20,20 +42,50 @@ def build_head(
     class_num: int,
     emb_size: int,
     *,
-    scale: float = 64.0,
-    margin: float = 0.5,
+    margin: Margin | None = None,
+    centers: int = 1,
+    sampling: Sampling | None = None,
+    execution: Execution | None = None,
+    row_dtype: torch.dtype = torch.float32,
+    offload: bool = False,
+    on_nonfinite: str = "raise",
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Head:
-    """Return the head of a loss type: ``dist_*`` ones are sharded over the ranks of `group`.
+    """Return the head of a loss type: ``dist_<margin>`` is sharded over the ranks of `group`.
 
-    class_num: number of all classes; emb_size: D; scale, margin (radians): of the cosine losses.
-    Raises OptionError for an unknown loss type.
+    class_num: number of all classes; emb_size: D; margin: with settings of its own, of the kind that the
+    loss type names; the rest: see `ShardedHead`. ``<margin>`` alone has all rows on every rank and none
+    of the rest.
+
+    Raises OptionError for an unknown loss type, and for options that it does not have.
     """
     if loss_type not in LOSS_TYPES:
         raise OptionError(f"loss type {loss_type!r} is not known; {suggest(loss_type, LOSS_TYPES)}")
-    formula: Formula = (
-        ArcFaceFormula(scale, margin) if loss_type.endswith("arcface") else SoftmaxFormula()
-    )
-    head = ShardedHead if loss_type.startswith("dist_") else DenseHead
-    return head(class_num, emb_size, formula, seed=seed, group=group)
+    name = loss_type.removeprefix("dist_")
+    margin = build_margin(name) if margin is None else margin
+    if margin.name != name:
+        raise OptionError(
+            f"loss type {loss_type} was given the margin {margin.name}; expected {name}"
+        )
+    if loss_type.startswith("dist_"):
+        return ShardedHead(
+            class_num,
+            emb_size,
+            margin,
+            centers=centers,
+            sampling=sampling,
+            execution=execution,
+            row_dtype=row_dtype,
+            offload=offload,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+            group=group,
+        )
+    if (sampling is not None and sampling.ratio < 1) or offload or row_dtype is torch.bfloat16:
+        raise OptionError(
+            f"{loss_type} has all rows on every rank and neither samples nor offloads nor rounds them; use "
+            f"dist_{loss_type}"
+        )
+    head = DenseHead(class_num, emb_size, margin, centers=centers, seed=seed, group=group)
+    return head.to(row_dtype)

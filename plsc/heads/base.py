@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plsc.errors import DataError
-from plsc.heads.margins import Formula
-from plsc.heads.rows import initial_rows
+from plsc.errors import DataError, OptionError
+from plsc.heads.initial import initial_rows
+from plsc.heads.margins import Margin
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 
@@ -41,8 +41,9 @@ class Head(nn.Module):
     """Base of the classification heads: parameters `weight` [C_local, D] and maybe `bias` [C_local].
 
     class_num: number of all classes C; class_range: ``(start, stop)``, the classes of this rank's rows;
-    formula: how logits are made (plsc.heads.margins); seed: of the initial rows, which do not depend
-    on the number of ranks; group: the ranks that share the batch, None for one process.
+    margin: how logits are made (plsc.heads.margins); seed: of the initial rows, which do not depend
+    on the number of ranks; group: the ranks that share the batch, None for one process; centers: rows a
+    class, K: with more than one `weight` is [C_local, K, D]; row_dtype: of `weight`.
     """
 
     is_sharded: bool
@@ -52,18 +53,32 @@ class Head(nn.Module):
         class_num: int,
         class_range: tuple[int, int],
         emb_size: int,
-        formula: Formula,
+        margin: Margin,
         seed: int,
         group: dist.ProcessGroup | None,
+        centers: int = 1,
+        row_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        if centers > 1 and not margin.is_cosine:
+            raise OptionError(
+                f"{margin.name} has no sub-centres; use a margin of cosines, such as arcface, or centers=1"
+            )
         self.class_num = class_num
         self.class_range = class_range
-        self.formula = formula
+        # Its running statistics are as exact as the rows.
+        self.margin = margin.double() if row_dtype is torch.float64 else margin
+        self.seed = seed
         self.group = group
+        self.centers = centers
         start, stop = class_range
-        self.weight = nn.Parameter(initial_rows(seed, start, stop, emb_size))
-        self.bias = nn.Parameter(torch.zeros(stop - start)) if formula.has_bias else None
+        rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype)
+        shape = (stop - start, emb_size) if centers == 1 else (stop - start, centers, emb_size)
+        self.weight = nn.Parameter(rows.view(shape))
+        bias_dtype = torch.float64 if row_dtype is torch.float64 else torch.float32
+        self.bias = (
+            None if margin.is_cosine else nn.Parameter(torch.zeros(stop - start, dtype=bias_dtype))
+        )
 
     def forward(
         self,
@@ -83,13 +98,32 @@ class Head(nn.Module):
         """Make the gradients of the parameters whole after backward(); a collective."""
 
 
+def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
+    """Return what the micro-batches of one batch say together; its loss is detached."""
+    batch = sum(part.batch for part in parts)
+
+    def mean(values: list[Tensor]) -> Tensor:
+        shares = [part.batch / batch for part in parts]
+        return torch.stack([v * s for v, s in zip(values, shares, strict=True)]).sum()
+
+    loss = mean([part.mean_loss for part in parts])
+    accuracies = [part.accuracy for part in parts if part.accuracy is not None]
+    return HeadOutput(
+        loss, loss, batch, mean(accuracies) if accuracies else None, parts[-1].mean_cosine
+    )
+
+
 @dataclass
 class GlobalBatch:
-    """What all ranks brought: embeddings [B, D], labels [B], and the rows each rank brought."""
+    """What all ranks brought: embeddings [B, D], labels [B], and the rows each rank brought.
+
+    mine: where this rank's rows are among them.
+    """
 
     embeddings: Tensor
     labels: Tensor
     sizes: list[int]
+    mine: slice
 
 
 def gather_batch(
@@ -107,7 +141,10 @@ def gather_batch(
             f"label {int(all_labels[position])} at position {position} of the global batch is outside "
             f"0..{class_num - 1}; fix the label or set_class_num"
         )
-    return GlobalBatch(gather_rows(embeddings, sizes, group), all_labels, sizes)
+    rank = 0 if group is None else group.rank()
+    first = sum(sizes[:rank])
+    mine = slice(first, first + sizes[rank])
+    return GlobalBatch(gather_rows(embeddings, sizes, group), all_labels, sizes, mine)
 
 
 def mean_cosine(embeddings: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The dense twins: every rank holds all class rows, and computes the loss of its own samples."""
+"""The dense twins: every rank holds all class rows, and computes the loss of its own samples.
+
+The whole matrix [b, C], by autograd: what most code does, and what the sharded head is measured against.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plsc.heads.base import Head, HeadOutput, gather_batch, mean_cosine
-from plsc.heads.margins import Formula
-from plsc.parallel.collectives import sum_over_ranks
+from plsc.heads.margins import Margin
+from plsc.parallel.collectives import gather_rows, sum_over_ranks
 
 
 class DenseHead(Head):
-    """Softmax over C classes with all rows on every rank; parameters as in `ShardedHead`."""
+    """Softmax over C classes with all rows on every rank; parameters as in `Head`."""
 
     is_sharded = False
 
@@ -21,12 +24,13 @@ class DenseHead(Head):
         self,
         class_num: int,
         emb_size: int,
-        formula: Formula,
+        margin: Margin,
         *,
+        centers: int = 1,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(class_num, (0, class_num), emb_size, formula, seed, group)
+        super().__init__(class_num, (0, class_num), emb_size, margin, seed, group, centers)
 
     def forward(
         self,
@@ -41,11 +45,29 @@ class DenseHead(Head):
         """
         batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group)
         total = len(batch.labels)
-        rows = torch.arange(len(labels), device=labels.device)
-        logits, plain = self.formula.logits(embeddings, self.weight, self.bias, rows, labels)
+        plain = self._plain_logits(embeddings)
+        c = plain.gather(1, labels[:, None])[:, 0] / self.margin.scale
+        norm = embeddings.norm(dim=1)
+        cosines = None
+        if self.margin.needs_all_cosines:
+            cosines = gather_rows(c.detach(), batch.sizes, self.group)
+        if self.training:
+            self.margin.observe(cosines, batch.embeddings.norm(dim=1))
+        logits = plain
+        if cosines is not None:
+            hard = self.margin.hard(c.detach())
+            if hard is not None:
+                other = plain / self.margin.scale
+                raised = plain * (hard[1] + other)
+                logits = torch.where(other > hard[0][:, None], raised, plain)
+        target = self.margin.target(c, norm) * self.margin.scale
+        logits = logits.scatter(1, labels[:, None], target[:, None])
         loss = F.cross_entropy(logits, labels, reduction="sum") / total
-        correct = (plain.argmax(dim=1) == labels).sum().float()
-        measured = sum_over_ranks(torch.stack([loss.detach(), correct.to(loss.dtype)]), self.group)
+        addition = self.margin.regulariser(norm)
+        if addition is not None:
+            loss = loss + addition.sum() / total
+        correct = (plain.detach().argmax(dim=1) == labels).sum().to(loss.dtype)
+        measured = sum_over_ranks(torch.stack([loss.detach(), correct]), self.group)
         return HeadOutput(
             loss=loss,
             mean_loss=measured[0],
@@ -59,3 +81,11 @@ class DenseHead(Head):
         for parameter in self.parameters():
             if parameter.grad is not None:
                 sum_over_ranks(parameter.grad, self.group)
+
+    def _plain_logits(self, embeddings: Tensor) -> Tensor:
+        """Return the logits without margin [b, C], of the nearest sub-centre."""
+        if not self.margin.is_cosine:
+            return F.linear(embeddings, self.weight, self.bias)
+        rows = self.weight.flatten(0, -2)
+        c = F.linear(F.normalize(embeddings), F.normalize(rows))
+        return c.view(len(c), self.class_num, self.centers).amax(dim=2) * self.margin.scale

@@ -1,96 +1,407 @@
-"""The formulas that turn embeddings and class rows into logits, one class each.
+"""The margins: what each loss does to the logit of a sample's own class.
 
-A formula sees the rows of one shard. It returns the logits of those rows, and the same without the
-margin, from which the batch accuracy is counted. Adding one: docs/extending.md.
+A margin turns the cosine c between an embedding and the row of its class into psi(c); that logit is
+scale * psi(c), those of the other classes are scale * c (CurricularFace changes some of them:
+`Margin.hard`). All here are vectors over samples, so autograd finds the slopes. The same formulas as
+in the papers, with acos and on the full matrix: plsc/heads/reference.py. Adding one: docs/extending.md.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any, Protocol
+import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from plsc.errors import OptionError, did_you_mean, suggest
+from plsc.option import Check, at_least, between, more_than
 
 COSINE_LIMIT = 1.0 - 1e-7
-"""The target cosine is held inside +-this: the slope of ArcFace is infinite at 1."""
+"""The target cosine is held inside +-this: the slope of acos is infinite at +-1."""
 
 
-class Formula(Protocol):
-    """What a head needs to know of a loss."""
+class Margin(nn.Module):
+    """Base of the margins. A running state, where there is one, is kept in buffers.
 
-    has_bias: bool
+    Attributes:
+        name: as in `MARGINS`.
+        is_cosine: embeddings and rows are normalised; False: plain softmax, raw ones, a bias, scale 1.
+        needs_all_cosines: every rank needs the target cosine of every sample before the class rows
+            are visited, for `observe` and `hard`.
+        uses_norm: `target` or `regulariser` has a gradient with respect to the embedding's norm.
+        scale: s, the logit of a cosine of 1.
+    """
 
-    def logits(
-        self, embeddings: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits and logits without margin, both [B, C_local].
+    name: str
+    is_cosine = True
+    needs_all_cosines = False
+    uses_norm = False
 
-        embeddings [B, D]; weight [C_local, D]; bias [C_local] or None; rows, columns [T]: sample
-        ``rows[t]`` belongs to the class at ``columns[t]`` of this shard.
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = _number(self.name, "scale", scale, more_than(0))
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return psi [T], differentiable; the logit is scale * psi.
+
+        cosine [T]: of any T samples with the row of their class; norm [T]: of their embeddings.
         """
-        ...
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def observe(self, cosine: Tensor | None, norm: Tensor) -> None:
+        """Update the running state from the global batch; in training, before `target` and `hard`.
+
+        norm [B]; cosine [B], the target cosines, given if `needs_all_cosines`.
+        """
+
+    def hard(self, cosine: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return (threshold [T], t, 0-dim) for target cosines [T], detached; None: no hard classes.
+
+        Another class whose cosine c is above the threshold gets the logit scale * c (t + c).
+        """
+        return None
+
+    def regulariser(self, norm: Tensor) -> Tensor | None:
+        """Return what is added to the loss of each sample, [T] for norms [T], differentiable; or None."""
+        return None
+
+    def highest(self) -> float | None:
+        """Return a bound that no logit exceeds, scale included; None: raw logits have none."""
+        return self.scale if self.is_cosine else None
+
+    def lowest_other(self) -> float | None:
+        """Return what no logit of a class other than the label's falls below; None: as above."""
+        return -self.scale if self.is_cosine else None
 
 
-class SoftmaxFormula:
-    """z = e W^T + b, the plain softmax."""
+class Softmax(Margin):
+    """z = x W^T + b, the plain softmax: no normalisation, no scale, no margin."""
 
-    has_bias = True
+    name = "softmax"
+    is_cosine = False
 
-    def logits(
-        self, embeddings: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the same logits twice: there is no margin. Shapes as in `Formula`."""
-        z = F.linear(embeddings, weight, bias)
-        return z, z.detach()
+    def __init__(self) -> None:
+        super().__init__(scale=1.0)
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return the logit as it is; `cosine` is x . W_y + b_y here."""
+        return cosine
 
 
-class ArcFaceFormula:
-    """s cos(acos(c) + m) at the label, s c elsewhere (Deng et al. 2019, "ArcFace", eq. 3).
+class NormFace(Margin):
+    """psi = c: the softmax of scaled cosines (Wang et al. 2017, "NormFace"; Deng et al. 2019, eq. 2)."""
 
-    scale s > 0; margin m in radians, in [0, pi / 2].
+    name = "normface"
+
+    def __init__(self, scale: float = 64.0) -> None:
+        super().__init__(scale)
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return c."""
+        return cosine
+
+
+class ArcFace(Margin):
+    """psi = cos(acos(c) + m) (Deng et al. 2019, "ArcFace", eq. 3).
+
+    Where acos(c) + m passes pi, psi = c - m sin m, as in the authors' code. margin: m, radians in
+    [0, pi/2]. easy_margin: psi = c wherever c <= 0. straight_through: the slope of psi is taken as 1, as
+    some published implementations have it; the loss is the same.
     """
 
-    has_bias = False
+    name = "arcface"
 
-    def __init__(self, scale: float = 64.0, margin: float = 0.5) -> None:
-        self.scale = scale
-        self.margin = margin
+    def __init__(
+        self,
+        scale: float = 64.0,
+        margin: float = 0.5,
+        easy_margin: bool = False,
+        straight_through: bool = False,
+    ) -> None:
+        super().__init__(scale)
+        self.margin = _number(self.name, "margin", margin, between(0, math.pi / 2))
+        self.easy_margin = _flag(self.name, "easy_margin", easy_margin)
+        self.straight_through = _flag(self.name, "straight_through", straight_through)
 
-    def logits(
-        self, embeddings: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return margin logits and plain s c. Shapes as in `Formula`."""
-        c = F.linear(F.normalize(embeddings), F.normalize(weight))
-        target = _add_angle(c[rows, columns], self.margin)
-        z = c.index_put((rows, columns), target) * self.scale
-        return z, c.detach() * self.scale
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return cos(acos(c) + m) or what stands in for it."""
+        psi = _add_angle(cosine, cosine.new_full((), self.margin), self.easy_margin)
+        return cosine + (psi - cosine).detach() if self.straight_through else psi
 
 
-class _AddAngle(torch.autograd.Function):
-    """psi(c) = cos(acos(c) + m), and c - m sin(m) where the angle would pass pi.
+class CosFace(Margin):
+    """psi = c - m (Wang et al. 2018, "CosFace", eq. 4). margin: m in [0, 2)."""
 
-    Written without acos, whose slope is infinite at +-1: psi = c cos m - sqrt(1 - c^2) sin m,
-    psi' = cos m + c sin m / sqrt(1 - c^2), with c inside +-COSINE_LIMIT.
+    name = "cosface"
+
+    def __init__(self, scale: float = 64.0, margin: float = 0.35) -> None:
+        super().__init__(scale)
+        self.margin = _number(self.name, "margin", margin, _below_two)
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return c - m."""
+        return cosine - self.margin
+
+
+class SphereFace(Margin):
+    """psi = (-1)^k cos(m theta) - 2 k, k = floor(m theta / pi) (Liu et al. 2017, "SphereFace", eq. 7).
+
+    margin: m >= 1, a whole number or not. The paper scales by the embedding's norm, with m = 4. Here the
+    scale is a constant, as in the authors' later OpenSphere code, whose settings are s = 32, m = 1.7 (MS1MV2)
+    and s = 30, m = 1.5 (VGGFace2); that code takes the slope of psi as 1, here it is differentiated.
     """
 
-    @staticmethod
-    def forward(ctx: Any, cosine: Tensor, margin: float) -> Tensor:
-        c = cosine.clamp(-COSINE_LIMIT, COSINE_LIMIT)
-        sine = (1 - c * c).sqrt()
-        past_pi = c < -math.cos(margin)  # acos(c) + m > pi
-        ctx.save_for_backward(c, sine, past_pi)
-        ctx.margin = margin
-        inside = c * math.cos(margin) - sine * math.sin(margin)
-        return torch.where(past_pi, c - margin * math.sin(margin), inside)
+    name = "sphereface"
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        c, sine, past_pi = ctx.saved_tensors
-        slope = math.cos(ctx.margin) + c / sine * math.sin(ctx.margin)
-        return gradients[0] * torch.where(past_pi, torch.ones_like(slope), slope), None
+    def __init__(self, scale: float = 64.0, margin: float = 1.7) -> None:
+        super().__init__(scale)
+        self.margin = _number(self.name, "margin", margin, at_least(1))
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return psi, which falls all the way from 1 at theta = 0 to below -1 at theta = pi."""
+        return _falling_cosine(self.margin * _angle(cosine))
 
 
-def _add_angle(cosine: Tensor, margin: float) -> Tensor:
-    return _AddAngle.apply(cosine, margin)
+class CombinedMargin(Margin):
+    """psi = cos(m1 theta + m2) - m3 (Deng et al. 2019, "ArcFace", eq. 4).
+
+    margins: (m1, m2, m3), m1 > 0, m2 in [0, pi/2], m3 in [0, 2); the default and (0.9, 0.4, 0.15) are the
+    paper's. Where the angle phi = m1 theta + m2 passes pi, psi goes on falling without a jump, as
+    SphereFace does: (-1)^k cos(phi) - 2 k - m3. So (1, 0, m) is CosFace, (m, 0, 0) SphereFace, and
+    (1, m, 0) ArcFace up to pi; past it ArcFace jumps down to c - m sin m, a line of slope 1 in c.
+    """
+
+    name = "combined"
+
+    def __init__(self, scale: float = 64.0, margins: Sequence[float] = (1.0, 0.3, 0.2)) -> None:
+        super().__init__(scale)
+        checks = (more_than(0), between(0, math.pi / 2), _below_two)
+        self.margins = _numbers(self.name, "margins", margins, checks)
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return psi."""
+        m1, m2, m3 = self.margins
+        return _falling_cosine(m1 * _angle(cosine) + m2) - m3
+
+
+class AdaFace(Margin):
+    """psi = cos(theta - m q) - (m + m q), q from the embedding's norm (Kim et al. 2022, "AdaFace", sec. 3.3).
+
+    q = clip(h (norm - mean) / (std + 1e-3), -1, 1), norms clipped to [1e-3, 100], without a gradient;
+    mean and std (unbiased, over the global batch) are running averages that begin at 20 and 100. margin:
+    m in [0, pi/2]; h >= 0; momentum: the share that the old average keeps, 0.99 in the authors' code. A batch
+    of one sample has no deviation: std stays. As in that code theta - m q is clipped to
+    [1e-3, pi - 1e-3], where the slope is 0: psi must not fall again as a good sample passes theta = m q.
+    Unlike it, cosines are not first clipped to +-0.999.
+    """
+
+    name = "adaface"
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, scale: float = 64.0, margin: float = 0.4, h: float = 0.333, momentum: float = 0.99
+    ) -> None:
+        super().__init__(scale)
+        self.margin = _number(self.name, "margin", margin, between(0, math.pi / 2))
+        self.h = _number(self.name, "h", h, at_least(0))
+        self.momentum = _number(self.name, "momentum", momentum, between(0, 1))
+        self.register_buffer("mean", torch.tensor(20.0))
+        self.register_buffer("std", torch.tensor(100.0))
+
+    @torch.no_grad()
+    def observe(self, cosine: Tensor | None, norm: Tensor) -> None:
+        """Update mean and std from the norms [B] of the global batch."""
+        norm = norm.clamp(1e-3, 100)
+        if len(norm) > 0:
+            self.mean.mul_(self.momentum).add_((1 - self.momentum) * norm.mean())
+        if len(norm) > 1:
+            self.std.mul_(self.momentum).add_((1 - self.momentum) * norm.std())
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return psi, without a gradient to the norm."""
+        norm = norm.detach().clamp(1e-3, 100)
+        quality = (self.h * (norm - self.mean) / (self.std + 1e-3)).clamp(-1, 1)
+        angle = _angle(cosine) - self.margin * quality
+        return angle.clamp(1e-3, math.pi - 1e-3).cos() - self.margin * (1 + quality)
+
+
+class MagFace(Margin):
+    """psi as ArcFace, with a margin m(a) that grows with the norm a (Meng et al. 2021, "MagFace", sec. 3.2).
+
+    m(a) is linear from margin_range[0] at a = norm_range[0] to margin_range[1] at norm_range[1]; a is
+    clipped to norm_range, so outside of it nothing pulls at the norm, as in the authors' code: give
+    the network a last layer whose norms begin inside. regularisation: lambda_g of
+    lambda_g (a / u_a^2 + 1 / a), u_a = norm_range[1]; 35 in the authors' scripts (20 in their parser, below
+    the 22.6 that their own check asks for). easy_margin: as in `ArcFace`; the authors' code sets it.
+    """
+
+    name = "magface"
+    uses_norm = True
+
+    def __init__(
+        self,
+        scale: float = 64.0,
+        norm_range: Sequence[float] = (10.0, 110.0),
+        margin_range: Sequence[float] = (0.45, 0.8),
+        regularisation: float = 35.0,
+        easy_margin: bool = False,
+    ) -> None:
+        super().__init__(scale)
+        positive, angle = more_than(0), between(0, math.pi / 2)
+        self.norm_range = _numbers(self.name, "norm_range", norm_range, (positive, positive))
+        self.margin_range = _numbers(self.name, "margin_range", margin_range, (angle, angle))
+        _number(self.name, "norm_range[1]", self.norm_range[1], more_than(self.norm_range[0]))
+        _number(self.name, "margin_range[1]", self.margin_range[1], at_least(self.margin_range[0]))
+        self.regularisation = _number(self.name, "regularisation", regularisation, at_least(0))
+        self.easy_margin = _flag(self.name, "easy_margin", easy_margin)
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return psi, differentiable in cosine and norm."""
+        (low, high), (low_margin, high_margin) = self.norm_range, self.margin_range
+        share = (norm.clamp(low, high) - low) / (high - low)
+        margin = low_margin + (high_margin - low_margin) * share
+        return _add_angle(cosine, margin, self.easy_margin)
+
+    def regulariser(self, norm: Tensor) -> Tensor:
+        """Return lambda_g (a / u_a^2 + 1 / a), [T], which is least at a = u_a."""
+        a = norm.clamp(*self.norm_range)
+        return self.regularisation * (a / self.norm_range[1] ** 2 + 1 / a)
+
+
+class CurricularFace(Margin):
+    """psi as ArcFace; other classes that are hard get c (t + c) for c (Huang et al. 2020, sec. 3.2).
+
+    A class is hard for a sample if its cosine is above cos(theta_y + m), whatever stands in for that past
+    pi. t, which begins at 0, is the running mean of the target cosines of the global batch, brought up
+    to date before it is used. margin: m, radians in [0, pi/2]; momentum: the share that the old
+    mean keeps, 0.99 in the authors' code (the paper writes it the other way round).
+    """
+
+    name = "curricularface"
+    needs_all_cosines = True
+    t: Tensor
+
+    def __init__(self, scale: float = 64.0, margin: float = 0.5, momentum: float = 0.99) -> None:
+        super().__init__(scale)
+        self.margin = _number(self.name, "margin", margin, between(0, math.pi / 2))
+        self.momentum = _number(self.name, "momentum", momentum, between(0, 1))
+        self.register_buffer("t", torch.tensor(0.0))
+
+    @torch.no_grad()
+    def observe(self, cosine: Tensor | None, norm: Tensor) -> None:
+        """Update t from the target cosines [B] of the global batch."""
+        if cosine is None:
+            raise ValueError("curricularface needs the target cosines of the global batch")
+        if len(cosine) > 0:
+            mean = cosine.clamp(-1, 1).mean()
+            self.t.mul_(self.momentum).add_((1 - self.momentum) * mean)
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return cos(acos(c) + m), or c - m sin m past pi."""
+        return _add_angle(cosine, cosine.new_full((), self.margin))
+
+    @torch.no_grad()
+    def hard(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos(theta_y + m) [T], t)."""
+        c = _held(cosine)
+        return c * math.cos(self.margin) - _sine(c) * math.sin(self.margin), self.t.clone()
+
+    def highest(self) -> float:
+        """Return 2 s, the logit at t = c = 1."""
+        return 2 * self.scale
+
+
+MARGINS: dict[str, type[Margin]] = {
+    "softmax": Softmax,
+    "normface": NormFace,
+    "arcface": ArcFace,
+    "cosface": CosFace,
+    "sphereface": SphereFace,
+    "combined": CombinedMargin,
+    "adaface": AdaFace,
+    "magface": MagFace,
+    "curricularface": CurricularFace,
+}
+
+
+def build_margin(name: str, **options: Any) -> Margin:
+    """Return the margin of this name; `options` are the arguments of its class.
+
+    Raises OptionError for an unknown name, an option that this margin does not have, or a bad value.
+    """
+    if name not in MARGINS:
+        raise OptionError(f"margin {name!r} is not known; {suggest(name, MARGINS)}")
+    known = list(inspect.signature(MARGINS[name]).parameters)
+    for option in options:
+        if option not in known:
+            has = f"it has {', '.join(known)}" if known else "it has no options"
+            raise OptionError(f"{name} has no {option}; {has}{did_you_mean(option, known)}")
+    return MARGINS[name](**options)
+
+
+def _held(cosine: Tensor) -> Tensor:
+    """Return the cosine inside +-COSINE_LIMIT; the slope stays 1, so a saturated sample still learns."""
+    return cosine + (cosine.clamp(-COSINE_LIMIT, COSINE_LIMIT) - cosine).detach()
+
+
+def _sine(held: Tensor) -> Tensor:
+    # 1 - c is exact near c = 1; in fp32 1 - c^2 would put the slopes off by 4e-5 there.
+    return ((1 - held) * (1 + held)).sqrt()
+
+
+def _angle(cosine: Tensor) -> Tensor:
+    """Return theta = acos(c) in (0, pi); unlike torch.acos, its slope is exact in fp32 near +-1."""
+    c = _held(cosine)
+    return torch.atan2(_sine(c), c)
+
+
+def _add_angle(cosine: Tensor, margin: Tensor, easy: bool = False) -> Tensor:
+    """Return cos(acos(c) + m) for m [T] or 0-dim, and a stand-in where the angle would pass pi.
+
+    The stand-in is c - m sin m past pi; with `easy`, c wherever c <= 0.
+    """
+    c = _held(cosine)
+    inside = c * margin.cos() - _sine(c) * margin.sin()
+    if easy:
+        return torch.where(c > 0, inside, c)
+    return torch.where(c < -margin.cos(), c - margin * margin.sin(), inside)
+
+
+def _falling_cosine(angle: Tensor) -> Tensor:
+    """Return (-1)^k cos(angle) - 2 k, k = floor(angle / pi): a cosine that never rises again."""
+    k = torch.floor(angle.detach() / math.pi)
+    return (1 - 2 * (k % 2)) * angle.cos() - 2 * k
+
+
+def _below_two(value: float) -> str | None:
+    return None if 0 <= value < 2 else "at least 0 and below 2"
+
+
+def _number(margin: str, option: str, value: Any, check: Check) -> float:
+    """Return the option as a float, or raise OptionError."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    expected = check(value) if is_number and math.isfinite(value) else "a finite number"
+    if expected is not None:
+        raise OptionError(f"{option} of {margin} is {value!r}; expected {expected}")
+    return float(value)
+
+
+def _numbers(margin: str, option: str, value: Any, checks: Sequence[Check]) -> tuple[float, ...]:
+    """Return the option, a list or tuple, as floats, one for each check; or raise OptionError."""
+    if not isinstance(value, list | tuple) or len(value) != len(checks):
+        raise OptionError(f"{option} of {margin} is {value!r}; expected {len(checks)} numbers")
+    each = enumerate(zip(value, checks, strict=True))
+    return tuple(_number(margin, f"{option}[{i}]", one, check) for i, (one, check) in each)
+
+
+def _flag(margin: str, option: str, value: Any) -> bool:
+    """Return the option if it is a bool, or raise OptionError."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{option} of {margin} is {value!r}; expected True or False")
+    return value

@@ -1,7 +1,9 @@
-"""The naive truth: every head on the full matrix, as in the textbook, for tests in fp64.
+"""The naive truth: every loss on the full matrix, as in the textbook, for tests in fp64.
 
-No sharding, no stability tricks but one limit, no hand-written gradient. Notation as in docs/architecture.md:
-embeddings e [B, D], class rows w [C, D], labels y [B], cosines c [B, C], logits z [B, C].
+No sharding, no stability tricks but one limit, no hand-written gradient. embeddings x [B, D]; class rows
+W [C, D], or [C, K, D] with K sub-centres a class; labels y [B]; cosines c [B, C]; logits z [B, C].
+The formulas share nothing with plsc/heads/margins.py but COSINE_LIMIT. The slope of acos is infinite at
++-1, so the cosine of the label's class is held inside +-COSINE_LIMIT, with slope 1.
 """
 
 from __future__ import annotations
@@ -11,39 +13,252 @@ import math
 import torch
 from torch import Tensor
 
-from plsc.heads.margins import COSINE_LIMIT
+from plsc.heads.margins import (
+    COSINE_LIMIT,
+    AdaFace,
+    ArcFace,
+    CombinedMargin,
+    CosFace,
+    CurricularFace,
+    MagFace,
+    Margin,
+    NormFace,
+    Softmax,
+    SphereFace,
+)
 
 
-def cosines(embeddings: Tensor, weight: Tensor) -> Tensor:
-    """Return c_ij = e_i . w_j / (|e_i| |w_j|), [B, C]."""
-    e = embeddings / embeddings.norm(dim=1, keepdim=True)
-    w = weight / weight.norm(dim=1, keepdim=True)
-    return e @ w.T
-
-
-def arcface_logits(
-    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float
+def mean_loss(
+    margin: Margin,
+    embeddings: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """Return s cos(acos(c) + m) at the label, s c elsewhere, [B, C] (Deng et al. 2019, eq. 3).
+    """Return what a head gives for this margin: mean cross-entropy plus mean regulariser, a scalar.
 
-    Where acos(c) + m passes pi, cos would rise again; there the target is c - m sin(m), as in the
-    authors' code. The slope of acos is infinite at +-1, so the target is held inside +-COSINE_LIMIT.
+    allowed: bool [C], the sampled classes (the labels' among them); None: all.
     """
-    c = cosines(embeddings, weight)
-    target = c.gather(1, labels[:, None]).clamp(-COSINE_LIMIT, COSINE_LIMIT)
-    angle = torch.acos(target) + margin
-    with_margin = torch.where(
-        angle <= math.pi, torch.cos(angle), target - margin * math.sin(margin)
-    )
-    return scale * c.scatter(1, labels[:, None], with_margin)
+    z = logits(margin, embeddings, weight, bias, labels)
+    loss = cross_entropy(z if allowed is None else masked(z, allowed), labels)
+    if isinstance(margin, MagFace):
+        loss = (
+            loss
+            + magface_regulariser(
+                embeddings.norm(dim=1), margin.norm_range, margin.regularisation
+            ).mean()
+        )
+    return loss
 
 
-def softmax_logits(embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return z = e W^T + b, [B, C]."""
-    return embeddings @ weight.T + bias
+def logits(
+    margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> Tensor:
+    """Return the logits [B, C] by the formula of this margin, whose numbers and state are read off it."""
+    x, w, y, m = embeddings, weight, labels, margin
+    if isinstance(m, Softmax):
+        assert bias is not None
+        return softmax_logits(x, w, bias)
+    if isinstance(m, NormFace):
+        return normface_logits(x, w, m.scale)
+    if isinstance(m, ArcFace):
+        return arcface_logits(x, w, y, m.scale, m.margin, m.easy_margin, m.straight_through)
+    if isinstance(m, CosFace):
+        return cosface_logits(x, w, y, m.scale, m.margin)
+    if isinstance(m, SphereFace):
+        return sphereface_logits(x, w, y, m.scale, m.margin)
+    if isinstance(m, CombinedMargin):
+        return combined_logits(x, w, y, m.scale, *m.margins)
+    if isinstance(m, AdaFace):
+        return adaface_logits(x, w, y, m.scale, m.margin, m.h, m.mean, m.std)
+    if isinstance(m, MagFace):
+        return magface_logits(x, w, y, m.scale, m.norm_range, m.margin_range, m.easy_margin)
+    if isinstance(m, CurricularFace):
+        return curricularface_logits(x, w, y, m.scale, m.margin, m.t)
+    raise TypeError(f"no textbook formula for {type(margin).__name__}")
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean over the batch of log sum_j exp z_ij - z_iy, a scalar."""
     target = logits.gather(1, labels[:, None])[:, 0]
     return (torch.logsumexp(logits, dim=1) - target).mean()
+
+
+def masked(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Return the logits with -inf for the classes that are not `allowed`, bool [C]."""
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
+def cosines(embeddings: Tensor, weight: Tensor) -> Tensor:
+    """Return c_ij = x_i . W_j / (|x_i| |W_j|), [B, C]; the highest of the K sub-centres of a class."""
+    e = embeddings / embeddings.norm(dim=1, keepdim=True)
+    w = weight / weight.norm(dim=-1, keepdim=True)
+    return _class_products(e, w)
+
+
+def softmax_logits(embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return z = x W^T + b, [B, C]; bias [C], or [C, K] where the rows are [C, K, D]."""
+    return _class_products(embeddings, weight, bias)
+
+
+def normface_logits(embeddings: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Return s c, [B, C] (Wang et al. 2017)."""
+    return scale * cosines(embeddings, weight)
+
+
+def arcface_logits(
+    embeddings: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: float,
+    margin: float,
+    easy_margin: bool = False,
+    straight_through: bool = False,
+) -> Tensor:
+    """Return s cos(acos(c) + m) at the label, s c elsewhere, [B, C] (Deng et al. 2019, eq. 3).
+
+    Where acos(c) + m passes pi, cos would rise again; there the target is c - m sin(m), as in the
+    authors' code. With the easy margin, the target is c wherever c <= 0.
+    """
+    c = cosines(embeddings, weight)
+    target = _target(c, labels)
+    psi = _arcface_target(target, margin, easy_margin)
+    if straight_through:
+        psi = target + (psi - target).detach()
+    return scale * _put(c, labels, psi)
+
+
+def cosface_logits(
+    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float
+) -> Tensor:
+    """Return s (c - m) at the label, s c elsewhere, [B, C] (Wang et al. 2018, eq. 4)."""
+    c = cosines(embeddings, weight)
+    at_label = torch.nn.functional.one_hot(labels, c.shape[1]).to(c.dtype)
+    return scale * (c - margin * at_label)
+
+
+def sphereface_logits(
+    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float
+) -> Tensor:
+    """Return s ((-1)^k cos(m theta) - 2 k) at the label, s c elsewhere (Liu et al. 2017, eq. 7).
+
+    theta is in [k pi / m, (k + 1) pi / m].
+    """
+    return combined_logits(embeddings, weight, labels, scale, margin, 0.0, 0.0)
+
+
+def combined_logits(
+    embeddings: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: float,
+    m1: float,
+    m2: float,
+    m3: float,
+) -> Tensor:
+    """Return s (cos(m1 theta + m2) - m3) at the label, s c elsewhere (Deng et al. 2019, eq. 4).
+
+    Past each multiple of pi the cosine is turned over and joined on where it was, so that it goes on falling.
+    """
+    c = cosines(embeddings, weight)
+    angle = m1 * torch.acos(_target(c, labels)) + m2
+    psi = torch.cos(angle)
+    for k in range(1, math.ceil((m1 * math.pi + m2) / math.pi)):
+        psi = torch.where(angle > k * math.pi, (-1) ** k * torch.cos(angle) - 2 * k, psi)
+    return scale * _put(c, labels, psi - m3)
+
+
+def adaface_logits(
+    embeddings: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: float,
+    margin: float,
+    h: float,
+    mean: Tensor,
+    std: Tensor,
+) -> Tensor:
+    """Return s (cos(theta + g_angle) - g_add) at the label, s c elsewhere (Kim et al. 2022, sec. 3.3).
+
+    g_angle = -m q, g_add = m q + m, q = clip(h (|x| - mean) / (std + 1e-3), -1, 1), a constant in the
+    backward pass; norms and the angle are clipped as in the authors' code.
+    """
+    c = cosines(embeddings, weight)
+    norm = torch.clip(embeddings.detach().norm(dim=1), 1e-3, 100)
+    q = torch.clip((norm - mean) / (std + 1e-3) * h, -1, 1)
+    theta = torch.acos(_target(c, labels))
+    angle = torch.clip(theta - margin * q, 1e-3, math.pi - 1e-3)
+    return scale * _put(c, labels, torch.cos(angle) - (margin * q + margin))
+
+
+def magface_logits(
+    embeddings: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: float,
+    norm_range: tuple[float, ...],
+    margin_range: tuple[float, ...],
+    easy_margin: bool = False,
+) -> Tensor:
+    """Return ArcFace's logits with the margin m(|x|) (Meng et al. 2021, sec. 3.2), [B, C].
+
+    m(a) = (u_m - l_m) / (u_a - l_a) (a - l_a) + l_m, with a = |x| clipped to [l_a, u_a].
+    """
+    (l_a, u_a), (l_m, u_m) = norm_range, margin_range
+    c = cosines(embeddings, weight)
+    a = torch.clip(embeddings.norm(dim=1), l_a, u_a)
+    m = (u_m - l_m) / (u_a - l_a) * (a - l_a) + l_m
+    return scale * _put(c, labels, _arcface_target(_target(c, labels), m, easy_margin))
+
+
+def magface_regulariser(
+    norms: Tensor, norm_range: tuple[float, ...], regularisation: float
+) -> Tensor:
+    """Return lambda_g g(a), g(a) = a / u_a^2 + 1 / a, for norms [B] clipped to norm_range, [B]."""
+    l_a, u_a = norm_range
+    a = torch.clip(norms, l_a, u_a)
+    return regularisation * (1 / u_a**2 * a + 1 / a)
+
+
+def curricularface_logits(
+    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float, t: Tensor
+) -> Tensor:
+    """Return s T at the label, s N elsewhere, [B, C] (Huang et al. 2020, sec. 3.2).
+
+    T is ArcFace's target. N = c if c <= cos(theta_y + m), else c (t + c).
+    """
+    c = cosines(embeddings, weight)
+    target = _target(c, labels)
+    threshold = torch.cos(torch.acos(target.detach()) + margin)
+    others = torch.where(c > threshold[:, None], c * (t + c), c)
+    return scale * _put(others, labels, _arcface_target(target, margin))
+
+
+def _class_products(embeddings: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x_i . W_j + b_j, the highest of a class' K rows, [B, C]."""
+    if weight.dim() == 2:
+        products = embeddings @ weight.T
+        return products if bias is None else products + bias
+    products = torch.einsum("bd,ckd->bck", embeddings, weight)
+    return (products if bias is None else products + bias).max(dim=2).values
+
+
+def _target(cosines: Tensor, labels: Tensor) -> Tensor:
+    """Return the cosine of each sample with its class, [B], held inside +-COSINE_LIMIT with slope 1."""
+    target = cosines.gather(1, labels[:, None])[:, 0]
+    return target + (target.clamp(-COSINE_LIMIT, COSINE_LIMIT) - target).detach()
+
+
+def _put(cosines: Tensor, labels: Tensor, psi: Tensor) -> Tensor:
+    """Return the cosines with psi [B] at the labels."""
+    return cosines.scatter(1, labels[:, None], psi[:, None])
+
+
+def _arcface_target(target: Tensor, margin: float | Tensor, easy_margin: bool = False) -> Tensor:
+    """Return psi [B] for target cosines [B] and one margin, or one for each sample."""
+    margin = torch.as_tensor(margin, dtype=target.dtype)
+    angle = torch.acos(target) + margin
+    if easy_margin:
+        return torch.where(target > 0, torch.cos(angle), target)
+    return torch.where(angle <= math.pi, torch.cos(angle), target - margin * torch.sin(margin))

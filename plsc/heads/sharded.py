@@ -1,28 +1,96 @@
 """The distributed head: every rank holds the rows of its own classes, and no others.
 
-Embeddings and labels are gathered (B x D numbers); each rank computes the logits of its own classes
-for the whole global batch; the softmax needs three numbers a sample from every rank. Nothing that
-travels grows with the number of classes. Here the logits of a rank, [B, C_local], are held in memory.
+Embeddings and labels are gathered (B x D numbers); each rank visits the rows of its own classes for the
+whole global batch, tile by tile (`passes.py`); a few numbers a sample make the softmax of all shards
+whole. Nothing that travels grows with the number of classes, and no matrix [B, classes] exists.
+
+The gradient for the embeddings is there before any for the rows. The rows are visited once more when the
+optimizer steps, and changed tile by tile (`optimizers.py`): a gradient of all rows never exists.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from plsc.errors import DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput, gather_batch, mean_cosine
-from plsc.heads.margins import Formula
-from plsc.parallel.collectives import max_over_ranks, sum_over_ranks
+from plsc.heads.engines import Passes, choose_passes
+from plsc.heads.margins import Margin
+from plsc.heads.offload import fetch
+from plsc.heads.passes import Queries, Rows, Sums, TorchPasses, reciprocal
+from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
+from plsc.heads.target import Target, find_target, regulariser
+from plsc.heads.visit import EmbeddingGradient, Loss, Visit
+from plsc.keys import hash_key
+from plsc.parallel.collectives import (
+    ScatteredSum,
+    gather_rows,
+    max_over_ranks,
+    sum_over_ranks,
+)
 from plsc.parallel.shard import class_range
+
+_HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the head computes; none of it changes what is computed, but for rounding.
+
+    products: 'float32' or 'bfloat16', the type of the factors of matrix products (sums are float32); under
+    autocast always bfloat16. keep_bytes: memory in which the first pass may leave its terms for the
+    second, in 16 bits; where they do not fit they are computed again. tile: rows at a time, None: by the
+    batch size. kernels: 'auto', 'torch', 'native' (CPU) or 'triton' (CUDA).
+    """
+
+    products: str = "float32"
+    keep_bytes: int = 0
+    tile: int | None = None
+    kernels: str = "auto"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which classes take part: `ratio` of them in each step, in (0, 1]; `hard`: the share of those that
+    are the nearest to the batch, in [0, 1), the others being drawn uniformly."""
+
+    ratio: float = 1.0
+    hard: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise OptionError(
+                f"the sample ratio is {self.ratio}; expected a share of the classes in (0, 1]"
+            )
+        if not 0 <= self.hard < 1:
+            raise OptionError(
+                f"the hard share of the sample is {self.hard}; expected a number in [0, 1)"
+            )
+        if self.hard and self.ratio == 1:
+            raise OptionError(
+                f"the hard share is {self.hard}, but all classes take part; set a sample ratio below 1"
+            )
 
 
 class ShardedHead(Head):
     """Softmax over C classes whose rows are split over the ranks of `group` (None: one process).
 
-    class_num: C; emb_size: D; the rest as in `Head`. A rank may own no class at all.
+    class_num: C; emb_size: D; margin: from plsc.heads.margins; centers: rows a class (sub-centres, Deng
+    et al. 2020), the nearest counts. `weight` is [C_local, D], or [C_local, K, D] with sub-centres.
+    row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. offload: the rows stay in CPU memory
+    and those of a step travel. on_nonfinite: 'raise', or 'pass' for a loop that looks at the loss itself.
+
+    Without a row optimizer (plsc.heads.RowSGD and others) backward() leaves whole gradients in
+    `weight.grad` for any torch optimizer; with one, it leaves none, and `optimizer.step()` updates the
+    rows. Keep the head outside DDP, FSDP, torch.compile and activation checkpointing.
     """
 
     is_sharded = True
@@ -31,14 +99,29 @@ class ShardedHead(Head):
         self,
         class_num: int,
         emb_size: int,
-        formula: Formula,
+        margin: Margin,
         *,
+        centers: int = 1,
+        sampling: Sampling | None = None,
+        execution: Execution | None = None,
+        row_dtype: torch.dtype = torch.float32,
+        offload: bool = False,
+        on_nonfinite: str = "raise",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         mine = class_range(class_num, rank, ranks)
-        super().__init__(class_num, mine, emb_size, formula, seed, group)
+        super().__init__(class_num, mine, emb_size, margin, seed, group, centers, row_dtype)
+        self.sampling = sampling or Sampling()
+        self.execution = execution or Execution()
+        self.offload = offload
+        self.on_nonfinite = on_nonfinite
+        self.step = 0
+        self.updates_rows_itself = False  # a row optimizer sets it
+        self.pending: list[Visit] = []  # visited and backpropagated, not yet in the rows
+        self._margin_before: dict[str, Tensor] | None = None
+        self._said_more_positives = False
 
     def forward(
         self,
@@ -47,63 +130,242 @@ class ShardedHead(Head):
         with_accuracy: bool = False,
         with_gauge: bool = False,
     ) -> HeadOutput:
-        """Return the mean loss of the global batch. See `Head.forward`."""
-        batch = gather_batch(embeddings, labels, self.class_num, self.group)
+        """Return the mean loss of the global batch. See `Head.forward`.
+
+        The accuracy is over the classes that take part. Raises DataError, on every rank alike, for labels
+        out of range and for embeddings that are not finite (unless `on_nonfinite` is 'pass').
+        """
+        wants_gradient = torch.is_grad_enabled() and embeddings.requires_grad
+        products = self._products(embeddings.device.type)
+        with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
+            batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group)
+            mean_loss, visit, gradient = self._visit(batch, products, wants_gradient)
+            accuracy = self._accuracy(visit, batch, products) if with_accuracy else None
+            gauge = mean_cosine(batch.embeddings) if with_gauge else None
+        loss = mean_loss
+        if torch.is_grad_enabled():
+            # The parameters are inputs so that backward() reaches them too, when they want gradients.
+            loss = Loss.apply(embeddings, self.weight, self.bias, self, mean_loss, visit, gradient)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, gauge)
+
+    def extra_repr(self) -> str:
+        """Say which classes are here."""
         start, stop = self.class_range
-        rows = ((batch.labels >= start) & (batch.labels < stop)).nonzero()[:, 0]
-        columns = batch.labels[rows] - start
-        logits, plain = self.formula.logits(batch.embeddings, self.weight, self.bias, rows, columns)
-        loss = _ShardedCrossEntropy.apply(logits, rows, columns, self.group)
-        return HeadOutput(
-            loss=loss,
-            mean_loss=loss.detach(),
-            batch=len(batch.labels),
-            accuracy=self._accuracy(plain, batch) if with_accuracy else None,
-            mean_cosine=mean_cosine(batch.embeddings) if with_gauge else None,
+        return f"classes {start}..{stop} of {self.class_num}, {self.weight.dtype}, {self.sampling}"
+
+    def get_extra_state(self) -> Tensor:
+        """Return the count of steps, which keys the sampling and the rounding."""
+        return torch.tensor(self.step)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the count of steps of a saved head."""
+        self.step = int(state)
+
+    def all_rows(self) -> Rows:
+        """Return all rows of this rank, as the passes see them."""
+        return Rows(
+            weight=self.weight.detach().view(-1, self.weight.shape[-1]),
+            bias=None if self.bias is None else self.bias.detach(),
+            centers=self.centers,
+            cosine=self.margin.is_cosine,
+            first_row=self.class_range[0] * self.centers,
         )
 
-    def _accuracy(self, plain: Tensor, batch: GlobalBatch) -> Tensor:
+    def take_pending(self) -> list[Visit]:
+        """Hand over what backward() left, for one update of the rows; the next step begins."""
+        pending, self.pending = self.pending, []
+        self._margin_before = None
+        self.step += 1
+        return pending
+
+    def skip(self) -> None:
+        """Forget what backward() left, and put the margin's running statistics back: a skipped step."""
+        if self._margin_before is not None:
+            self.margin.load_state_dict(self._margin_before)
+        self.take_pending()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """Move to a device or type, but for rows that are to stay in CPU memory."""
+        if not self.offload:
+            return super()._apply(fn, recurse)
+        self.margin._apply(fn, recurse)
+        return self
+
+    def _products(self, device: str) -> torch.dtype:
+        if torch.is_autocast_enabled(device):
+            return torch.bfloat16  # also for float16: shifted exponentials need its range
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.execution.products]
+
+    def _visit(
+        self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool
+    ) -> tuple[Tensor, Visit, EmbeddingGradient | None]:
+        """Return the mean loss, and what backward() and the update of the rows need."""
+        compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
+        x = batch.embeddings.to(compute)
+        length = x.norm(dim=1)
+        self._check_finite(length, batch)
+        unit = x * reciprocal(length)[:, None] if self.margin.is_cosine else x
+        passes = choose_passes(
+            self.execution.kernels,
+            x.device,
+            self.weight.dtype,
+            products,
+            self.execution.tile,
+            len(x),
+        )
+        every = self.all_rows()
+        classes = self._classes_in_play(every, unit, batch.labels, passes)
+        target = find_target(
+            self.margin,
+            unit,
+            length,
+            batch.labels,
+            self.class_range,
+            every,
+            classes,
+            self.group,
+            self.training and self._remember_margin(),
+        )
+        home = self._select(every, classes)
+        rows = fetch(home, x.device) if self.offload else home
+        queries = Queries(
+            unit, target.place, self.margin.scale, target.threshold, target.hard_factor
+        )
+        sums = passes.forward(
+            rows,
+            queries,
+            fixed_shift=self._fixed_shift(),
+            want_mixed=wants_gradient,
+            keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
+        )
+        # [B] each: log of the sum over the other classes of all ranks; the label's logit; its slope in |x|.
+        log_others, logit, radial = self._reduce(sums, target)
+        log_total = torch.logaddexp(log_others, logit)
+        others = (log_others - log_total).exp()  # 1 - P of the label, without cancelling
+        losses = nn.functional.softplus(log_others - logit)
+        visit = Visit(
+            passes=passes,
+            rows=rows,
+            home=home if self.offload else None,
+            queries=queries,
+            log_total=log_total,
+            target_row=target.row,
+            target_coefficient=-others * target.slope,
+            shift=sums.shift,
+            kept=sums.kept,
+        )
+        radial = None if radial is None else -others * radial
+        addition = regulariser(self.margin, length)
+        if addition is not None:
+            losses = losses + addition[0]
+            radial = addition[1] if radial is None else radial + addition[1]
+        gradient = None
+        if wants_gradient:
+            assert sums.mixed is not None
+            partial = sums.mixed * (sums.shift - log_total).exp()[:, None]
+            coefficients = visit.target_coefficient[target.samples, None]
+            partial.index_add_(0, target.samples, coefficients * target.w)
+            partial *= self.margin.scale / len(x)
+            mine = batch.mine
+            gradient = EmbeddingGradient(
+                ScatteredSum(partial, batch.sizes, self.group),
+                unit[mine],
+                length[mine] if self.margin.is_cosine else None,
+                None if radial is None else radial[mine] / len(x),
+            )
+        return losses.mean(), visit, gradient
+
+    def _classes_in_play(
+        self, every: Rows, unit: Tensor, labels: Tensor, passes: Passes
+    ) -> Tensor | None:
+        """Return the local classes that take part, ascending; None: all."""
+        start, stop = self.class_range
+        if self.sampling.ratio == 1 or not self.training or start == stop:
+            return None
+        device = every.weight.device
+        positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
+        count = sample_size(stop - start, self.sampling.ratio)
+        rank = 0 if self.group is None else self.group.rank()
+        key = hash_key(self.seed, self.step, len(self.pending), rank)
+        near = None
+        if self.sampling.hard:
+            wanted = min(int(count * self.sampling.hard), max(0, count - len(positives.unique())))
+            here = Queries(unit.to(device), positives)
+            plain = TorchPasses(torch.float32, passes.tile)
+            near = nearest_classes(every, here, wanted, plain, key)
+        classes = draw_classes(positives, stop - start, count, key, near)
+        if len(classes) > count and not self._said_more_positives:
+            self._said_more_positives = True
+            warnings.warn(
+                f"the batch has {len(classes)} classes of this rank, more than the {count} that the "
+                f"sample ratio {self.sampling.ratio:g} asks for; all of them take part",
+                stacklevel=5,
+            )
+        return classes
+
+    def _select(self, every: Rows, classes: Tensor | None) -> Rows:
+        if classes is None:
+            return every
+        offsets = torch.arange(self.centers, device=classes.device)
+        selected = (classes[:, None] * self.centers + offsets).flatten()
+        return dataclasses.replace(every, selected=selected)
+
+    def _remember_margin(self) -> bool:
+        """Keep the margin's running statistics of before this step, for `skip`; return True."""
+        if self._margin_before is None:
+            state = self.margin.state_dict()
+            self._margin_before = {name: value.clone() for name, value in state.items()}
+        return True
+
+    def _reduce(self, sums: Sums, target: Target) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Make the sums of all ranks whole: one collective of two or three numbers a sample."""
+        parts = [target.logit] + ([] if target.radial is None else [target.radial])
+        shift = self._fixed_shift()
+        if shift is not None:
+            whole = sum_over_ranks(torch.stack([sums.total, *parts]), self.group)
+            log_others, parts = shift + whole[0].log(), list(whole[1:])
+        else:
+            mine = torch.stack([sums.shift + sums.total.log(), *parts])
+            ranks = 1 if self.group is None else self.group.size()
+            every = gather_rows(mine[None], [1] * ranks, self.group)
+            log_others, parts = every[:, 0].logsumexp(dim=0), list(every[:, 1:].sum(dim=0))
+        return log_others, parts[0], None if target.radial is None else parts[1]
+
+    def _fixed_shift(self) -> float | None:
+        """Return K = z_max + ln C - 85 if exp(z - K) then neither over- nor underflows in float32.
+
+        That holds as long as z_max - z_min + ln C <= 170. None: there is no bound, or it is too far.
+        """
+        highest, lowest = self.margin.highest(), self.margin.lowest_other()
+        classes = math.log(self.class_num)
+        if highest is None or lowest is None or self.class_num < 2:
+            return None
+        if highest - lowest + classes > 2 * _HIGHEST_EXPONENT:
+            return None
+        return highest + classes - _HIGHEST_EXPONENT
+
+    def _check_finite(self, length: Tensor, batch: GlobalBatch) -> None:
+        if self.on_nonfinite == "pass":
+            return
+        wrong = ~length.isfinite()
+        if bool(wrong.any()):
+            position = int(wrong.nonzero()[0])
+            raise DataError(
+                f"{int(wrong.sum())} embeddings of the global batch of {len(length)} are not finite, the "
+                f"first at position {position} (label {int(batch.labels[position])}); lower the learning "
+                "rate, or look at that image"
+            )
+
+    def _accuracy(self, visit: Visit, batch: GlobalBatch, products: torch.dtype) -> Tensor:
         """Return the share of samples whose best class over all shards is the label's."""
-        count = len(batch.labels)
-        value = plain.new_full((count,), -torch.inf)
-        index = batch.labels.new_full((count,), self.class_num)
-        if plain.shape[1]:
-            value, index = plain.max(dim=1)
-            index = index + self.class_range[0]
+        value, place = TorchPasses(products, visit.passes.tile).best(visit.rows, visit.queries)
+        index = torch.full_like(batch.labels, self.class_num)
+        if len(visit.rows):
+            selected = visit.rows.selected
+            local = place if selected is None else selected[place * self.centers] // self.centers
+            index = local + self.class_range[0]
         best = max_over_ranks(value.clone(), self.group)
         # Of classes that tie, the lowest wins: a collapsed network must not count as right everywhere.
         candidate = torch.where(value == best, index, self.class_num)
         winner = -max_over_ranks(-candidate, self.group)
         return (winner == batch.labels).float().mean()
-
-
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """Mean over the batch of log sum_j exp z_ij - z_iy, with the columns j spread over the ranks.
-
-    Every rank passes its logits [B, C_local] and where the targets among them are; all ranks get the
-    same loss. Backward gives (P_ij - [j = y_i]) / B for the rank's own columns.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, rows: Tensor, columns: Tensor, group: dist.ProcessGroup | None
-    ) -> Tensor:
-        batch, classes = logits.shape
-        largest = logits.new_full((batch,), -torch.inf)
-        if classes:
-            largest = logits.amax(dim=1)
-        max_over_ranks(largest, group)
-        exponentials = (logits - largest[:, None]).exp_()
-        target = logits.new_zeros(batch)
-        target[rows] = logits[rows, columns]
-        sums, target = sum_over_ranks(torch.stack([exponentials.sum(dim=1), target]), group)
-        exponentials /= sums[:, None]
-        ctx.save_for_backward(exponentials, rows, columns)
-        return (sums.log() + largest - target).mean()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, rows, columns = ctx.saved_tensors
-        gradient = probabilities.clone()
-        gradient[rows, columns] -= 1
-        return gradient.mul_(gradients[0] / len(gradient)), None, None, None

@@ -1,8 +1,6 @@
-"""Collectives that know gradients and uneven batches."""
+"""Collectives that know uneven batches."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +18,45 @@ def gather_sizes(rows: int, device: torch.device, group: dist.ProcessGroup | Non
 
 
 def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Return the rows of all ranks [sum(sizes), ...], in rank order, on every rank.
-
-    Differentiable: a rank receives the sum, over the ranks, of the gradients of its own rows.
-    """
+    """Return the rows of all ranks [sum(sizes), ...], in rank order, on every rank. Not differentiable."""
     if group is None:
         return tensor
-    return _GatherRows.apply(tensor, sizes, group)
+    largest = max(sizes)  # equal blocks are moved, so smaller ones are padded
+    gathered = tensor.new_empty((len(sizes) * largest, *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, _pad_rows(tensor, largest), group=group)
+    if min(sizes) == largest:
+        return gathered
+    blocks = gathered.split(largest)
+    return torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
+
+
+class ScatteredSum:
+    """This rank's rows of the sum over the ranks of a tensor, on their way.
+
+    tensor: [sum(sizes), ...] on every rank; rank r receives the rows of its own batch, sizes[r] of them.
+    """
+
+    def __init__(self, tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> None:
+        self._work: dist.Work | None = None
+        if group is None:
+            self._mine = tensor
+            return
+        largest, rank = max(sizes), group.rank()
+        blocks = tensor
+        if min(sizes) < largest:  # equal blocks are moved, so smaller ones are padded
+            blocks = torch.cat([_pad_rows(block, largest) for block in tensor.split(sizes)])
+        padded = tensor.new_empty((largest, *tensor.shape[1:]))
+        self._sent = blocks  # must live until the collective has ended
+        self._work = dist.reduce_scatter_tensor(padded, blocks, group=group, async_op=True)
+        self._mine = padded[: sizes[rank]]
+
+    def wait(self) -> Tensor:
+        """Return the rows [sizes[rank], ...]."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            del self._sent
+        return self._mine
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -41,33 +71,6 @@ def max_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
-
-
-class _GatherRows(torch.autograd.Function):
-    """all_gather forward, reduce_scatter backward.
-
-    Both move equal blocks, so uneven batches are padded to the largest.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        largest = max(sizes)
-        padded = _pad_rows(tensor, largest)
-        gathered = tensor.new_empty((len(sizes) * largest, *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, padded, group=group)
-        if min(sizes) == largest:
-            return gathered
-        blocks = gathered.split(largest)
-        return torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        largest = max(ctx.sizes)
-        blocks = [_pad_rows(block, largest) for block in gradients[0].split(ctx.sizes)]
-        mine = blocks[0].new_empty(blocks[0].shape)
-        dist.reduce_scatter_tensor(mine, torch.cat(blocks), group=ctx.group)
-        return mine[: ctx.sizes[ctx.group.rank()]], None, None
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:

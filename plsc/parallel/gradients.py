@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ def sum_gradients(network: nn.Module, world: World) -> nn.Module:
     )
     wrapped.register_comm_hook(world.backbone_group, _sum_bucket)
     return wrapped
+
+
+def without_sum(forward: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which backward() adds to this rank's gradients, and sums nothing over ranks."""
+    return forward.no_sync() if isinstance(forward, DistributedDataParallel) else nullcontext()
 
 
 class _Replica(nn.Module):

@@ -19,12 +19,13 @@ from plsc.data.sources import ImageFolderSource, check_labels, open_source
 from plsc.data.sources.base import Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import OptionError
-from plsc.heads import Head, build_head
+from plsc.heads import Head, RowOptimizer, ShardedHead
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.schedule import step_schedule
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
+from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.state import Best, Position
 
@@ -45,7 +46,8 @@ class UserParts:
 class Run:
     """The parts of a training run.
 
-    network: the backbone; forward: the same, with its gradients summed over the ranks.
+    network: the backbone; forward: the same, with its gradients summed over the ranks. optimizer: of the
+    backbone, and of the class rows where every rank has all; rows: that of sharded rows, else None.
     """
 
     options: Options
@@ -54,6 +56,7 @@ class Run:
     forward: nn.Module
     head: Head
     optimizer: torch.optim.Optimizer
+    rows: RowOptimizer | None
     rate: Callable[[int], float]
     loader: Loader
     targets: list[Target]
@@ -82,20 +85,13 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     feed = _build_feed(options, world, user.train_reader, global_batch)
-    head = build_head(
-        options.head.loss_type,
-        feed.class_num,
-        options.model.emb_size,
-        scale=options.head.scale,
-        margin=options.head.margin,
-        seed=options.train.seed,
-        group=world.head_group,
-    ).to(world.device, getattr(torch, options.runtime.dtype))
+    head = build_head_of(options, feed.class_num, world)
+    rows = build_row_optimizer(options, head) if isinstance(head, ShardedHead) else None
+    groups = [{"params": [p for p in network.parameters() if p.requires_grad]}]
+    if rows is None:
+        groups.append({"params": list(head.parameters())})
     optimizer = torch.optim.SGD(
-        [
-            {"params": [p for p in network.parameters() if p.requires_grad]},
-            {"params": list(head.parameters())},
-        ],
+        groups,
         lr=options.optim.lr,
         momentum=options.optim.momentum,
         weight_decay=options.optim.weight_decay,
@@ -108,6 +104,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         forward=sum_gradients(network, world),
         head=head,
         optimizer=optimizer,
+        rows=rows,
         rate=_build_schedule(options, global_batch, feed.loader.steps_per_epoch),
         loader=feed.loader,
         targets=targets,
@@ -119,13 +116,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
-    if options.head.loss_type.endswith("softmax"):
-        for path in ("head.margin", "head.scale"):
-            if path in options.explicit:
-                raise OptionError(
-                    f"{path} is {options.get(path)}, but {options.head.loss_type} has neither margin "
-                    "nor scale; use dist_arcface or arcface, or leave it out"
-                )
+    margin_of(options)
     total = options.train.global_batch_size
     if total is None:
         return
@@ -288,9 +279,11 @@ def _check_batch_norm(
     smallest = global_batch
     if options.data.last_batch == "keep" and num_samples is not None:
         smallest = num_samples % global_batch or global_batch
-    if smallest // ranks < 2:
+    parts = ranks * options.train.micro_batches
+    split = " in micro-batches" if parts > ranks else ""
+    if smallest // parts < 2:
         raise OptionError(
-            f"a batch of {smallest} images over {ranks} ranks leaves a rank with fewer than 2, from "
+            f"a batch of {smallest} images over {ranks} ranks{split} leaves a rank with fewer than 2, from "
             "which batch norm cannot take statistics; use a larger batch, fewer ranks, "
             "set_last_batch('pad') or 'drop', or set_sync_batch_norm(True)"
         )

@@ -18,6 +18,7 @@ from plsc.checkpoint import (
 )
 from plsc.config import Options
 from plsc.errors import CheckpointError
+from plsc.heads import ShardedHead
 from plsc.models.sync_batch_norm import equalise_buffers
 from plsc.parallel.shard import class_ranges
 from plsc.train.build import Run, global_batch_size
@@ -100,8 +101,10 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
             f"{run.num_samples} now; resume from the end of an epoch, or bring the data back"
         )
     make_momentum(run.network, run.head, run.optimizer, set(manifest.tensors))
-    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer)
+    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     load_tensors(path, replicated, sharded, run.world)
+    if isinstance(run.head, ShardedHead):
+        run.head.step = manifest.step  # keys the sampling and the rounding
     run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
     run.best = _read_best(path, scalars.get("best"))
 
@@ -123,7 +126,7 @@ def save(run: Run, name: str) -> Path:
     A collective; buffers that differ between ranks (batch norm) are made equal first.
     """
     equalise_buffers(run.network, run.world.backbone_group)
-    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer)
+    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     ranks = run.world.size if run.head.is_sharded else 1
     manifest = Manifest(
         plsc_version=__version__,

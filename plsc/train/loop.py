@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 
 from plsc.data.batch import Batch, to_input
 from plsc.heads import HeadOutput
+from plsc.heads.base import join_outputs
 from plsc.keys import hash_key
 from plsc.models.sync_batch_norm import equalise_buffers
+from plsc.parallel.gradients import without_sum
 from plsc.parallel.signals import StopSignal
 from plsc.train.build import Run
 from plsc.train.checkpointing import save
+from plsc.train.clipping import clip_gradients
 from plsc.train.evaluation import evaluate_targets
 from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
@@ -92,29 +96,51 @@ class Trainer:
 
     def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
         """Make one update; return what the head said, and the loss of the global batch."""
-        run, step, device = self._run, self._position.step, self._run.world.device
+        run, step = self._run, self._position.step
         # Dropout is a function of seed, step and rank, so that no generator state has to be saved.
         torch.manual_seed(hash_key(self._options.seed, step, run.world.rank))
         rate = run.rate(step)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
+        if run.rows is not None:
+            run.rows.param_groups[0]["lr"] = rate * run.options.head.lr_factor
 
-        labels = batch.labels.to(device, non_blocking=True)
-        embeddings = run.forward(to_input(batch.images, device), labels, True)
-        output = run.head(
-            embeddings,
-            labels,
-            with_accuracy=is_logged and self._options.calc_acc,
-            with_gauge=is_logged,
-        )
-        loss = float(output.mean_loss)
-        if not math.isfinite(loss):
-            stop_at_bad_loss(run.world, run.save_dir, self._position, loss, rate, batch.names)
         run.optimizer.zero_grad(set_to_none=True)
-        output.loss.backward()
+        output = self._forward_backward(batch, rate, is_logged)
         run.head.sync_gradients()
+        clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
         run.optimizer.step()
-        return output, loss
+        if run.rows is not None:
+            run.rows.step(clip=clip)
+        return output, float(output.mean_loss)
+
+    def _forward_backward(self, batch: Batch, rate: float, is_logged: bool) -> HeadOutput:
+        """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another."""
+        run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+        images = to_input(batch.images, device).tensor_split(parts)
+        labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
+        total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
+        outputs: list[HeadOutput] = []
+        for part in range(parts):
+            is_last = part == parts - 1
+            # Only the last one sums the gradients over the ranks.
+            with nullcontext() if is_last else without_sum(run.forward):
+                embeddings = run.forward(images[part], labels[part], True)
+                output = run.head(
+                    embeddings,
+                    labels[part],
+                    with_accuracy=is_logged and self._options.calc_acc,
+                    with_gauge=is_logged,
+                )
+                loss = float(output.mean_loss)
+                if not math.isfinite(loss):
+                    stop_at_bad_loss(
+                        run.world, run.save_dir, self._position, loss, rate, batch.names
+                    )
+                share = output.batch / total if total else 1.0
+                (output.loss if parts == 1 else output.loss * share).backward()
+            outputs.append(output)
+        return outputs[0] if parts == 1 else join_outputs(outputs)
 
     def _end_epoch(self, loss: float | None) -> None:
         """Evaluate, save and plot."""

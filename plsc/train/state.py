@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plsc.checkpoint import ShardedTensor
 from plsc.errors import CheckpointError
-from plsc.heads import Head
+from plsc.heads import Head, RowOptimizer
 
 
 @dataclass
@@ -50,27 +50,33 @@ class Best:
 
 
 def collect_tensors(
-    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer
+    network: nn.Module,
+    head: Head,
+    optimizer: torch.optim.Optimizer,
+    rows: RowOptimizer | None,
 ) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
     """Return the replicated and the sharded tensors of a run, by checkpoint key; no copies.
 
-    Keys: ``backbone.<state dict key>``, ``head.weight``, and ``momentum.<key>`` for the optimizer's.
+    Keys: ``backbone.<state dict key>``, ``head.weight``, ``head.<buffer>`` for a margin's statistics,
+    ``momentum.<key>`` for the optimizer's, ``rows.<parameter>.<state>`` for the row optimizer's.
     """
-    parts = {f"backbone.{key}": value for key, value in network.state_dict().items()}
-    rows = {f"head.{key}": parameter for key, parameter in head.named_parameters()}
-    momentum = {}
+    whole = {f"backbone.{key}": value for key, value in network.state_dict().items()}
+    whole.update({f"head.{key}": buffer for key, buffer in head.named_buffers()})
+    split: dict[str, Tensor] = {}
+    for name, parameter in head.named_parameters():
+        split[f"head.{name}"] = parameter
+        for state, tensor in (rows.state[parameter] if rows is not None else {}).items():
+            split[f"rows.{name}.{state}"] = tensor
     for key, parameter in _named_parameters(network, head).items():
         buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
         if buffer is not None:
-            momentum[f"momentum.{key}"] = buffer
-    everything = {**parts, **rows, **momentum}
-    replicated, sharded = {}, {}
-    for key, tensor in everything.items():
-        if head.is_sharded and key.removeprefix("momentum.").startswith("head."):
-            sharded[key] = ShardedTensor(tensor.detach(), head.class_num, head.class_range[0])
-        else:
-            replicated[key] = tensor.detach()
-    return replicated, sharded
+            whole[f"momentum.{key}"] = buffer
+    if not head.is_sharded:
+        whole.update(split)
+        split = {}
+    first = head.class_range[0]
+    sharded = {key: ShardedTensor(t.detach(), head.class_num, first) for key, t in split.items()}
+    return {key: tensor.detach() for key, tensor in whole.items()}, sharded
 
 
 def make_momentum(

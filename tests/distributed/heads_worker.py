@@ -2,59 +2,155 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 
-from plsc.heads import LOSS_TYPES, build_head, reference
+from plsc.errors import DataError
+from plsc.heads import (
+    LOSS_TYPES,
+    MARGINS,
+    Execution,
+    RowSGD,
+    Sampling,
+    ShardedHead,
+    build_head,
+    build_margin,
+    reference,
+)
+from plsc.parallel.collectives import gather_rows
 from plsc.parallel.shard import class_ranges
 from plsc.parallel.world import World
 
-
-def textbook(loss_type, embeddings, weight, bias, labels):
-    if loss_type.endswith("arcface"):
-        logits = reference.arcface_logits(embeddings, weight, labels, 64.0, 0.5)
-    else:
-        logits = reference.softmax_logits(embeddings, weight, bias)
-    return logits, reference.cross_entropy(logits, labels)
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+DIMENSION, RATE, DECAY = 6, 0.1, 0.01
 
 
-def check(world: World, loss_type: str, classes: int, sizes: list[int]) -> None:
-    where = f"{loss_type}, {classes} classes, batches {sizes}, rank {world.rank}"
+def fill(head: torch.nn.Module, whole: torch.nn.Module, start: int, stop: int) -> None:
+    with torch.no_grad():
+        for mine, all_rows in zip(head.parameters(), whole.parameters(), strict=True):
+            mine.copy_(all_rows[start:stop])
+
+
+def filled_whole(loss_type: str, classes: int, centers: int) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(classes)
-    embeddings = torch.randn(sum(sizes), 6, dtype=torch.float64, generator=generator)
-    labels = torch.randint(classes, (sum(sizes),), generator=generator)
-    whole = build_head(loss_type, classes, 6, seed=5).double()
-    if whole.bias is not None:
-        torch.nn.init.normal_(whole.bias, generator=generator)
+    head = build_head(loss_type, classes, DIMENSION, centers=centers, row_dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(generator=generator)
+    return head
 
-    head = build_head(loss_type, classes, 6, seed=5, group=world.head_group).double()
-    start, stop = class_ranges(classes, world.size)[world.rank] if head.is_sharded else (0, classes)
-    assert head.weight.shape == (stop - start, 6), where
-    assert torch.equal(head.weight, whole.weight[start:stop]), where
-    if head.bias is not None:
-        head.bias.data.copy_(whole.bias.data[start:stop])
 
+def global_batch(classes: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(classes)
+    embeddings = torch.randn(total, DIMENSION, dtype=torch.float64, generator=generator) * 5
+    return embeddings, torch.randint(classes, (total,), generator=generator)
+
+
+def check_sharded(
+    world: World, name: str, classes: int, centers: int, sizes: list[int], ratio: float, keep: bool
+) -> None:
+    """Loss, gradient of the embeddings, accuracy and rows after an update, in fp64."""
+    where = f"{name}, {classes} x {centers}, {sizes}, ratio {ratio}, keep {keep}, rank {world.rank}"
+    whole = filled_whole(name, classes, centers)
+    start, stop = class_ranges(classes, world.size)[world.rank]
+    head = ShardedHead(
+        classes,
+        DIMENSION,
+        build_margin(name),
+        centers=centers,
+        sampling=Sampling(ratio),
+        execution=Execution(tile=5, keep_bytes=10**6 * keep),
+        row_dtype=torch.float64,
+        group=world.head_group,
+    )
+    fill(head, whole, start, stop)
+    assert head.weight.shape[0] == stop - start, where
+    rows = RowSGD(head, lr=RATE, momentum=0.9, weight_decay=DECAY)
+    embeddings, labels = global_batch(classes, sum(sizes))
     first = sum(sizes[: world.rank])
     mine = slice(first, first + sizes[world.rank])
     local = embeddings[mine].clone().requires_grad_()
     output = head(local, labels[mine], with_accuracy=True, with_gauge=True)
     output.loss.backward()
-    head.sync_gradients()
+
+    drawn = head.pending[0].rows.selected
+    allowed = torch.zeros(classes, dtype=torch.bool)
+    allowed[start:stop] = True
+    if drawn is not None:
+        allowed[:] = False
+        allowed[start + drawn // centers] = True
+    everywhere = torch.zeros(classes, dtype=torch.bool)
+    for part in world.all_gather_object(allowed):
+        everywhere |= part
+    assert ratio < 1 or everywhere.all()
 
     embeddings.requires_grad_()
-    logits, truth = textbook(loss_type, embeddings, whole.weight, whole.bias, labels)
+    truth = reference.mean_loss(
+        head.margin, embeddings, whole.weight, whole.bias, labels, allowed=everywhere
+    )
     truth.backward()
-    close = {"rtol": 1e-9, "atol": 1e-9}
-    torch.testing.assert_close(output.mean_loss, truth.detach(), **close)
-    torch.testing.assert_close(local.grad, embeddings.grad[mine], **close)
-    torch.testing.assert_close(head.weight.grad, whole.weight.grad[start:stop], **close)
-    if head.bias is not None:
-        torch.testing.assert_close(head.bias.grad, whole.bias.grad[start:stop], **close)
-    plain = logits.detach()
-    if loss_type.endswith("arcface"):
-        plain = reference.cosines(embeddings, whole.weight).detach()
+    torch.testing.assert_close(output.mean_loss, truth.detach(), **CLOSE)
+    torch.testing.assert_close(local.grad, embeddings.grad[mine], **CLOSE)
+    norm = torch.cat([p.grad.flatten() for p in whole.parameters()]).norm()
+    torch.testing.assert_close(rows.gradient_norm(), norm, **CLOSE)
+    before = [p.detach().clone() for p in whole.parameters()]
+    rows.step()
+    for part, old, parameter in zip(head.parameters(), before, whole.parameters(), strict=True):
+        new = old - RATE * (parameter.grad + DECAY * old)
+        new = torch.where(everywhere.view(-1, *[1] * (new.ndim - 1)), new, old)
+        torch.testing.assert_close(part.detach(), new[start:stop], **CLOSE)
+    with torch.no_grad():
+        for parameter, old in zip(whole.parameters(), before, strict=True):
+            parameter.copy_(old)
+        plain = plain_logits(whole, embeddings).masked_fill(~everywhere, -torch.inf)
     right = (plain.argmax(1) == labels).float().mean()
     assert abs(float(output.accuracy) - float(right)) < 1e-6, where
     assert output.batch == sum(sizes), where
+    # Statistics that the ranks keep must be the same on all of them.
+    for buffer in head.margin.buffers():
+        parts = gather_rows(buffer.view(1, -1), [1] * world.size, world.head_group)
+        assert (parts == parts[0]).all(), where
+
+
+def plain_logits(head: torch.nn.Module, embeddings: torch.Tensor) -> torch.Tensor:
+    if head.bias is not None:
+        return reference.softmax_logits(embeddings, head.weight, head.bias)
+    return reference.cosines(embeddings, head.weight)
+
+
+def check_dense(world: World, name: str, sizes: list[int]) -> None:
+    """The twin with all rows on every rank, by autograd."""
+    whole = filled_whole(name, 12, 1)
+    head = build_head(name, 12, DIMENSION, row_dtype=torch.float64, group=world.head_group)
+    fill(head, whole, 0, 12)
+    embeddings, labels = global_batch(12, sum(sizes))
+    first = sum(sizes[: world.rank])
+    mine = slice(first, first + sizes[world.rank])
+    local = embeddings[mine].clone().requires_grad_()
+    output = head(local, labels[mine], with_accuracy=True)
+    output.loss.backward()
+    head.sync_gradients()
+    embeddings.requires_grad_()
+    truth = reference.mean_loss(head.margin, embeddings, whole.weight, whole.bias, labels)
+    truth.backward()
+    torch.testing.assert_close(output.mean_loss, truth.detach(), **CLOSE)
+    torch.testing.assert_close(local.grad, embeddings.grad[mine], **CLOSE)
+    torch.testing.assert_close(head.weight.grad, whole.weight.grad, **CLOSE)
+
+
+def check_bad_input(world: World) -> None:
+    """What is wrong on one rank is an error on all of them, at once."""
+    head = build_head("dist_arcface", 9, DIMENSION, group=world.head_group)
+    last = world.rank == world.size - 1
+    labels = torch.tensor([0, 99 if last else 1])
+    with pytest.raises(DataError, match="label 99"):
+        head(torch.randn(2, DIMENSION), labels)
+    embeddings = torch.randn(2, DIMENSION)
+    embeddings[1, 0] = torch.nan if last else 0
+    with pytest.raises(DataError, match="not finite"):
+        head(embeddings, torch.tensor([0, 1]))
 
 
 def main() -> None:
@@ -62,10 +158,23 @@ def main() -> None:
     even, uneven = [3] * world.size, [2 + rank for rank in range(world.size)]
     with_empty = [4] + [0] * (world.size - 1)
     for loss_type in LOSS_TYPES:
+        rows = build_head(loss_type, 23, DIMENSION, seed=5, group=world.head_group).weight
+        whole = build_head(loss_type, 23, DIMENSION, seed=5).weight
+        ranges = class_ranges(23, world.size) if "dist_" in loss_type else [(0, 23)] * world.size
+        start, stop = ranges[world.rank]
+        assert torch.equal(rows, whole[start:stop])
+    for name in MARGINS:
         # 1 and 5 classes leave some of 4 ranks (one of 3) without any.
-        for classes in (1, 5, 12, 23):
-            for sizes in (even, uneven, with_empty):
-                check(world, loss_type, classes, sizes)
+        for classes, sizes in itertools.product((1, 5, 12, 23), (even, uneven, with_empty)):
+            keep = classes % 2 == 0
+            check_sharded(world, name, classes, 1, sizes, 1.0, keep)
+        for ratio, keep in itertools.product((0.3, 1.0), (False, True)):
+            check_sharded(world, name, 23, 1, uneven, ratio, keep)
+            if name != "softmax":
+                check_sharded(world, name, 23, 3, uneven, ratio, keep)
+        for sizes in (even, uneven, with_empty):
+            check_dense(world, name, sizes)
+    check_bad_input(world)
     world.close()
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from plsc.config import Options
+from plsc.heads import ShardedHead
 from plsc.models import BaseModel
 from plsc.parallel import gradients
 from plsc.parallel.world import World
@@ -66,7 +67,27 @@ CASES = {
     "plain-dense-softmax-fp64": (PlainNetwork, "softmax", "float64", 13, "keep"),
     # 17 classes, of which 13 have images: on 4 ranks 5, 5, 5, 2 rows.
     "spare-classes-fp64": (PlainNetwork, "dist_arcface", "float64", 17, "keep"),
+    "adaface-adamw-fp64": (PlainNetwork, "dist_adaface", "float64", 13, "keep"),
+    "curricular-clipped-fp64": (PlainNetwork, "dist_curricularface", "float64", 13, "keep"),
+    "sub-centres-adagrad-fp64": (PlainNetwork, "dist_arcface", "float64", 13, "keep"),
+    "micro-batches-fp64": (PlainNetwork, "dist_cosface", "float64", 13, "keep"),
+    "sampled-fp64": (PlainNetwork, "dist_arcface", "float64", 13, "keep"),
 }
+MORE = {
+    "adaface-adamw-fp64": {"head.optimizer": "adamw", "head.lr_factor": 0.05},
+    "curricular-clipped-fp64": {"optim.clip_norm": 0.5, "optim.clip_scope": "all"},
+    "sub-centres-adagrad-fp64": {"head.sub_centers": 2, "head.optimizer": "adagrad"},
+    "micro-batches-fp64": {"train.micro_batches": 3},
+    "sampled-fp64": {"head.sample_ratio": 0.5},
+}
+
+
+def draw_alike_on_any_ranks(head, every, unit, labels, passes):
+    """Stands in for the drawing, which depends on the ranks: a third of the classes, and the positives."""
+    start, stop = head.class_range
+    chosen = (torch.arange(start, stop) + head.step) % 3 == 0
+    chosen[labels[(labels >= start) & (labels < stop)] - start] = True
+    return chosen.nonzero()[:, 0]
 
 
 def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
@@ -89,8 +110,11 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         "train.calc_acc": True,
         "runtime.dtype": dtype,
     }
-    if loss_type.endswith("arcface"):
+    if not loss_type.endswith("softmax"):
         settings["head.scale"] = 16.0
+    settings.update(MORE.get(case, {}))
+    if case == "sampled-fp64":
+        ShardedHead._classes_in_play = draw_alike_on_any_ranks
     with tempfile.TemporaryDirectory() as folder:
         folder = world.broadcast_object(folder)
         settings["checkpoint.save_dir"] = folder
@@ -119,8 +143,8 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
 
 def weights_of(run) -> dict[str, np.ndarray]:
     arrays = {key: value.detach().numpy().copy() for key, value in run.network.state_dict().items()}
-    for key, value in run.head.state_dict().items():
-        parts = run.world.all_gather_object(value.numpy().copy())
+    for key, value in run.head.named_parameters():
+        parts = run.world.all_gather_object(value.detach().numpy().copy())
         arrays[f"head.{key}"] = np.concatenate(parts) if run.head.is_sharded else parts[-1]
     return arrays
 

@@ -15,7 +15,7 @@ ROOMS = [
     {"parallel"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
-    {"train", "utils"},
+    {"train", "utils", "plan"},
     {"setters"},
     {"entry"},
     {"cli"},

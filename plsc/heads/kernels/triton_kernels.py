@@ -1,0 +1,223 @@
+"""The element-wise parts of the passes as Triton kernels. Importing this needs triton.
+
+`triton_rows` launches them. Notation of docs/head.md. A pass goes over tiles of `count` rows, the first of them at position `start` of the
+rows in play; c [B, count] are their products with the batch, in float32, columns side by side. An
+argument that may be None is left out of the compiled kernel where it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Numbers that change from step to step or from tile to tile must not lead to another compilation.
+_CHANGING = ["start", "samples", "first_row", "key"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def directions(
+    weight,
+    position,
+    start,
+    out,
+    dimension: tl.constexpr,
+    is_cosine: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Write row `start` + program, of length 1 if is_cosine, to row `program` of out [count, D].
+
+    weight: [rows, D]; position: int64, where the rows in play lie in it, or None: in sequence.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, size)
+    inside = column < dimension
+    row = _position(position, start + program)
+    w = tl.load(weight + row * dimension + column, mask=inside, other=0.0).to(tl.float32)
+    if is_cosine:
+        w = w * _reciprocal(tl.sqrt(tl.sum(w * w)))
+    tl.store(out + program * dimension + column, w.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def exponentials(
+    c, bias, position, start, count, target, scale, threshold, hard_factor,
+    shift, partial, samples, out, out_stride, size: tl.constexpr,
+):  # fmt: skip
+    """Sum exp(z - shift) over size columns of a sample, and write it times the slope to out [B, count].
+
+    partial: [blocks of columns, B], written by one program each: the order of no sum is left to chance.
+    out: or None.
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    column = block * size + tl.arange(0, size)
+    inside = column < count
+    z, slope = _logits(
+        c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
+    )
+    other = inside & (start + column != tl.load(target + sample))
+    p = tl.where(other, tl.exp(z - tl.load(shift + sample)), 0.0)
+    tl.store(partial + block * samples + sample, tl.sum(p))
+    if out is not None:
+        terms = (p * slope).to(out.dtype.element_ty)
+        tl.store(out + sample * out_stride + column, terms, mask=inside)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def coefficients(
+    c, bias, position, start, count, target, scale, threshold, hard_factor,
+    log_total, kept, kept_stride, shift, target_row, target_coefficient, weight,
+    out, out_stride, size: tl.constexpr,
+):  # fmt: skip
+    """Write weight_i G_ij to out [B, count]: from c, or from the kept terms of `exponentials`."""
+    sample = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * size + tl.arange(0, size)
+    inside = column < count
+    total = tl.load(log_total + sample)
+    if kept is not None:
+        terms = tl.load(kept + sample * kept_stride + column, mask=inside, other=0.0)
+        g = terms.to(tl.float32) * tl.exp(tl.load(shift + sample) - total)
+    else:
+        z, slope = _logits(
+            c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
+        )
+        other = inside & (start + column != tl.load(target + sample))
+        g = tl.where(other, tl.exp(z - total) * slope, 0.0)
+    is_target = start + column == tl.load(target_row + sample)
+    g = tl.where(is_target, tl.load(target_coefficient + sample), g) * tl.load(weight + sample)
+    tl.store(out + sample * out_stride + column, g.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def update(
+    dw, weight, position, number, start, first_row, state, second_state, steps,
+    lr, momentum, weight_decay, rest1, rest2, log_beta1, log_beta2, eps, key,
+    dimension: tl.constexpr, is_cosine: tl.constexpr, kind: tl.constexpr, nesterov: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """Apply a rule of plsc.heads.rules to row `start` + program and its states, in place.
+
+    dw: [count, D], gradients of the unit rows if is_cosine. kind: sgd, adamw, adagrad; 'none': only write the
+    gradient of the row itself over dw. number: int64, of the rows in play, without `first_row`; None:
+    in sequence. state: momentum, exp_avg or the sum of squares, or None; second_state: exp_avg_sq. rest1,
+    rest2: 1 - beta1 and 1 - beta2.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, size)
+    inside = column < dimension
+    row = _position(position, start + program)
+    place = row * dimension + column
+    w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dw + program * dimension + column, mask=inside, other=0.0)
+    if is_cosine:  # through the normalisation: (dw - (dw . w) w) / |W|
+        inverse = _reciprocal(tl.sqrt(tl.sum(w * w)))
+        unit = w * inverse
+        g = (g - tl.sum(g * unit) * unit) * inverse
+    if kind == "none":
+        tl.store(dw + program * dimension + column, g, mask=inside)
+    else:
+        row_number = (_position(number, start + program) + first_row).to(tl.int64)
+        noise_key = key.to(tl.uint32, bitcast=True)
+        if kind == "sgd":
+            g += weight_decay * w
+            if state is not None:
+                m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32) * momentum + g
+                _store(state + place, m, inside, row_number, column, noise_key + 1)
+                g = g + momentum * m if nesterov else m
+            w -= lr * g
+        elif kind == "adamw":
+            step = tl.load(steps + row) + 1
+            tl.debug_barrier()  # every warp has read the number before one writes it
+            tl.store(steps + row, step)
+            m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(second_state + place, mask=inside, other=0.0).to(tl.float32)
+            m += rest1 * (g - m)
+            v += rest2 * (g * g - v)
+            _store(state + place, m, inside, row_number, column, noise_key + 1)
+            _store(second_state + place, v, inside, row_number, column, noise_key + 2)
+            w *= 1 - lr * weight_decay
+            denominator = tl.sqrt(v / _one_minus_exp(step * log_beta2)) + eps
+            w -= lr * (m / _one_minus_exp(step * log_beta1)) / denominator
+        else:
+            g += weight_decay * w
+            square = tl.sum(tl.where(inside, g * g, 0.0)) / dimension
+            h = tl.load(state + row).to(tl.float32) + square
+            tl.debug_barrier()  # as above
+            only = tl.arange(0, 1)
+            _store(
+                state + row + only,
+                h + tl.zeros_like(only),
+                only == 0,
+                row_number,
+                only,
+                noise_key + 1,
+            )
+            w -= lr * g / (tl.sqrt(h) + eps)
+        _store(weight + place, w, inside, row_number, column, noise_key)
+
+
+@triton.jit
+def _position(positions, index):
+    """Return positions[index], or the index where there are none."""
+    if positions is not None:
+        index = tl.load(positions + index)
+    return index
+
+
+@triton.jit
+def _logits(
+    c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
+):  # fmt: skip
+    """Return z of some columns of a sample, and dz / dc / scale: `TorchPasses._logits`."""
+    cosine = tl.load(c + sample * count + column, mask=inside, other=0.0)
+    if bias is not None:
+        place = start + column
+        if position is not None:
+            place = tl.load(position + place, mask=inside, other=0)
+        cosine += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    z = cosine * scale
+    slope = tl.full(cosine.shape, 1.0, tl.float32)
+    if threshold is not None:
+        t = tl.load(hard_factor).to(tl.float32)
+        hard = cosine > tl.load(threshold + sample)
+        slope = tl.where(hard, t + 2 * cosine, 1.0)
+        z = tl.where(hard, z * (t + cosine), z)
+    return z, slope
+
+
+@triton.jit
+def _reciprocal(length):
+    """Return 1 / length, and 0 for 0."""
+    return tl.where(length > 0, 1.0 / length, 0.0)
+
+
+@triton.jit
+def _one_minus_exp(x):
+    """Return 1 - exp(x) for x <= 0; near 0 by its series, as the difference would cancel."""
+    series = 1.0 + x / 7 * (1.0 + x / 8 * (1.0 + x / 9))
+    series = 1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6 * series))
+    series = -x * (1.0 + x / 2 * (1.0 + x / 3 * series))
+    return tl.where(x > -0.5, series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _store(place, values, inside, row_number, column, key):
+    """Write float32 values in the type of `place`; bfloat16 is rounded as plsc/heads/rounding.py does."""
+    if place.dtype.element_ty == tl.bfloat16:
+        row_key = _mix((row_number >> 32).to(tl.uint32) ^ key)
+        row_key = _mix(row_number.to(tl.uint32) ^ row_key)
+        noise = _mix(row_key ^ (column.to(tl.uint32) * 0x9E3779B9))
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = (bits + (noise >> 16)) & 0xFFFF0000
+        is_finite = (bits & 0x7F800000) != 0x7F800000
+        values = tl.where(is_finite, rounded, bits).to(tl.float32, bitcast=True)
+    tl.store(place, values.to(place.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mix(x):
+    """Return a hash of unsigned 32-bit numbers; products wrap."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)

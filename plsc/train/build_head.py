@@ -1,0 +1,114 @@
+"""Options in, the head and the optimizer of its rows out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from plsc.config import Options
+from plsc.errors import OptionError
+from plsc.heads import (
+    MARGINS,
+    ROW_OPTIMIZERS,
+    Execution,
+    Head,
+    RowOptimizer,
+    Sampling,
+    ShardedHead,
+    build_head,
+    build_margin,
+)
+from plsc.heads.margins import Margin
+from plsc.parallel.world import World
+
+_MARGIN_OPTIONS = {
+    "head.scale": "scale",
+    "head.margin": "margin",
+    "head.combined_margins": "margins",
+    "head.easy_margin": "easy_margin",
+    "head.straight_through": "straight_through",
+    "head.margin_momentum": "momentum",
+    "head.adaface_h": "h",
+    "head.magface_norms": "norm_range",
+    "head.magface_margins": "margin_range",
+    "head.magface_lambda": "regularisation",
+}
+_ONLY_SHARDED = (
+    "head.sample_ratio",
+    "head.hard_share",
+    "head.optimizer",
+    "head.lr_factor",
+    "head.row_dtype",
+    "head.state_dtype",
+    "head.offload",
+    "head.products",
+    "head.keep_mb",
+    "head.kernels",
+    "head.tile",
+)
+
+
+def margin_of(options: Options) -> Margin:
+    """Return the margin of the loss type, and note its values in the options, where none were set.
+
+    Raises OptionError for an option that somebody set and the loss has not.
+    """
+    head = options.head
+    name = head.loss_type.removeprefix("dist_")
+    if not head.loss_type.startswith("dist_"):
+        for path in _ONLY_SHARDED:
+            if path in options.explicit:
+                raise OptionError(
+                    f"{path} is {options.get(path)}, but {head.loss_type} has all class rows on every rank; "
+                    f"use dist_{head.loss_type}, or leave it out"
+                )
+    has = inspect.signature(MARGINS[name].__init__).parameters
+    given: dict[str, Any] = {}
+    for path, argument in _MARGIN_OPTIONS.items():
+        is_set = path in options.explicit or (path in options.adopted and argument in has)
+        if is_set:
+            given[argument] = options.get(path)
+    try:
+        margin = build_margin(name, **given)
+    except OptionError as error:
+        raise OptionError(f"head.loss_type is {head.loss_type}: {error}") from error
+    if "margin" in has:
+        head.margin = given.get("margin", has["margin"].default)
+    return margin
+
+
+def build_head_of(options: Options, class_num: int, world: World) -> Head:
+    """Return the head on its device."""
+    head, dtype = options.head, getattr(torch, options.runtime.dtype)
+    margin = margin_of(options)
+    is_sharded = head.loss_type.startswith("dist_")
+    if dtype is not torch.float64:
+        dtype = getattr(torch, head.row_dtype)
+    built = build_head(
+        head.loss_type,
+        class_num,
+        options.model.emb_size,
+        margin=margin,
+        centers=head.sub_centers,
+        sampling=Sampling(head.sample_ratio, head.hard_share) if is_sharded else None,
+        execution=Execution(head.products, int(head.keep_mb * 2**20), head.tile, head.kernels),
+        row_dtype=dtype,
+        offload=head.offload,
+        on_nonfinite="pass",  # the loop sees it in the loss, and names the images
+        seed=options.train.seed,
+        group=world.head_group,
+    )
+    return built.to(world.device)
+
+
+def build_row_optimizer(options: Options, head: ShardedHead) -> RowOptimizer:
+    """Return the optimizer of the sharded rows."""
+    optim = options.optim
+    settings: dict[str, Any] = {"weight_decay": optim.weight_decay}
+    if options.head.optimizer == "sgd":
+        settings["momentum"] = optim.momentum
+    return ROW_OPTIMIZERS[options.head.optimizer](
+        head, lr=optim.lr, state_dtype=options.head.state_dtype, **settings
+    )

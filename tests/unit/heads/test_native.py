@@ -1,0 +1,474 @@
+"""The C kernels against the formulas written out in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from plsc.heads.kernels import native
+from plsc.heads.passes import Queries, RowGradient, Rows
+from plsc.heads.rounding import to_bfloat16
+from plsc.heads.rules import Rule, apply_rule
+
+pytestmark = pytest.mark.skipif(
+    native.unavailable() is not None, reason=f"native kernels: {native.unavailable()}"
+)
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+PRODUCTS = [p for p in (FLOAT, BF16) if native.unavailable() is None and native.supports(p)]
+SCALE, SHIFT = 16.0, 3.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a case is made of; `seed` gives its numbers."""
+
+    batch: int = 21
+    classes: int = 50
+    dimension: int = 37
+    centers: int = 1
+    row_dtype: torch.dtype = FLOAT
+    cosine: bool = True
+    is_sampled: bool = False
+    has_hard: bool = False
+    products: torch.dtype = FLOAT
+    threads: int = 2
+    seed: int = 0
+
+
+shapes = st.builds(
+    Shape,
+    batch=st.integers(0, 40) | st.just(150),
+    classes=st.integers(0, 40) | st.integers(200, 300),
+    dimension=st.integers(1, 70),
+    centers=st.sampled_from([1, 1, 2, 3]),
+    row_dtype=st.sampled_from([FLOAT, BF16]),
+    cosine=st.booleans(),
+    is_sampled=st.booleans(),
+    has_hard=st.booleans(),
+    products=st.sampled_from(PRODUCTS or [FLOAT]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+
+
+def make(shape: Shape) -> tuple[Rows, Queries]:
+    generator = torch.Generator().manual_seed(shape.seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    k, n = shape.centers, shape.classes * shape.centers
+    held = 2 * shape.classes if shape.is_sampled else shape.classes
+    weight = normal(held * k, shape.dimension)
+    if shape.cosine and len(weight):
+        weight[0] = 0  # has no direction
+    selected = None
+    if shape.is_sampled:
+        chosen = torch.randperm(held, generator=generator)[: shape.classes].sort().values
+        selected = (chosen[:, None] * k + torch.arange(k)).flatten()
+    assert selected is None or len(selected) == n
+    unit = normal(shape.batch, shape.dimension)
+    if shape.cosine:
+        unit = torch.nn.functional.normalize(unit)
+    target = torch.randint(-1, max(shape.classes, 1), (shape.batch,), generator=generator)
+    if not shape.classes:
+        target.fill_(-1)
+    rows = Rows(
+        weight.to(shape.row_dtype),
+        bias=None if shape.cosine else normal(len(weight)),
+        selected=selected,
+        centers=k,
+        cosine=shape.cosine,
+        first_row=2**32 - 7,
+    )
+    has_hard = shape.has_hard and shape.cosine
+    queries = Queries(
+        unit,
+        target,
+        scale=SCALE if shape.cosine else 1.0,
+        threshold=0.3 * normal(shape.batch) if has_hard else None,
+        hard_factor=torch.tensor(0.2) if has_hard else None,
+    )
+    return rows, queries
+
+
+def passes(shape: Shape) -> native.NativePasses:
+    return native.NativePasses(shape.products, threads=shape.threads)
+
+
+def unit_rows(rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Unit rows as the products take them, and their lengths, in float64."""
+    w = rows.weight[rows.positions(slice(0, len(rows)))].double()
+    length = w.norm(dim=1)
+    if rows.cosine:
+        w = torch.where(length[:, None] > 0, w / length[:, None], 0)
+    return w.float().to(dtype).double(), length
+
+
+def logits(rows: Rows, queries: Queries, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """z [B, n], -inf for the target's class and for sub-centres that lose; and the slopes."""
+    w, _ = unit_rows(rows, dtype)
+    c = queries.unit.to(dtype).double() @ w.T
+    if rows.bias is not None:
+        c += rows.bias[rows.positions(slice(0, len(rows)))].double()
+    by_class = c.view(len(c), c.shape[1] // rows.centers, rows.centers)
+    if by_class.numel():
+        winner = by_class.argmax(dim=2, keepdim=True)
+        loses = torch.ones_like(by_class, dtype=torch.bool).scatter_(2, winner, False)
+    else:
+        loses = torch.ones_like(by_class, dtype=torch.bool)
+    z, slope = queries.scale * c, torch.ones_like(c)
+    if queries.threshold is not None:
+        hard = c > queries.threshold[:, None]
+        z = torch.where(hard, z * (queries.hard_factor + c), z)
+        slope = torch.where(hard, queries.hard_factor + 2 * c, slope)
+    target = queries.target[:, None] == torch.arange(by_class.shape[1])
+    masked = (loses | target[:, :, None]).view_as(z)
+    return z.masked_fill(masked, -math.inf), slope
+
+
+def near_threshold(rows: Rows, queries: Queries, dtype: torch.dtype) -> bool:
+    """Whether rounding may decide which classes are hard, or which sub-centre wins."""
+    w, _ = unit_rows(rows, dtype)
+    c = queries.unit.to(dtype).double() @ w.T
+    margin = 1e-5 if dtype is FLOAT else 1e-2
+    close = torch.zeros(())
+    if queries.threshold is not None:
+        close = close + ((c - queries.threshold[:, None]).abs() < margin).sum()
+    if rows.centers > 1 and c.numel():
+        if rows.bias is not None:
+            c += rows.bias[rows.positions(slice(0, len(rows)))].double()
+        top = c.view(len(c), c.shape[1] // rows.centers, rows.centers).topk(2, dim=2).values
+        close = close + ((top[..., 0] - top[..., 1]) < margin).sum()
+    return bool(close)
+
+
+def some_gradient(shape: Shape, rows: Rows, queries: Queries) -> RowGradient:
+    generator = torch.Generator().manual_seed(shape.seed + 1)
+    z, _ = logits(rows, queries, shape.products)
+    own = torch.randn(len(z), generator=generator).double()
+    within = torch.randint(0, rows.centers, (len(z),), generator=generator)
+    target_row = torch.where(queries.target >= 0, queries.target * rows.centers + within, -1)
+    return RowGradient(
+        log_total=torch.cat([z, own[:, None]], dim=1).logsumexp(dim=1).float(),
+        weight=torch.rand(len(z), generator=generator) + 0.5,
+        target_row=target_row,
+        target_coefficient=-torch.rand(len(z), generator=generator),
+        factor=0.7,
+    )
+
+
+def expected_gradients(
+    shape: Shape, rows: Rows, queries: Queries, gradient: RowGradient
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row gradients, bias gradients, and for both the magnitudes that rounding errors go by."""
+    z, slope = logits(rows, queries, shape.products)
+    g = (z - gradient.log_total.double()[:, None]).exp() * slope
+    here = (gradient.target_row >= 0).nonzero()[:, 0]
+    g[here, gradient.target_row[here]] = gradient.target_coefficient[here].double()
+    g *= gradient.weight.double()[:, None] * gradient.factor
+    dw, size = g.T @ queries.unit.double(), g.abs().T @ queries.unit.double().abs()
+    if rows.cosine:
+        w, length = unit_rows(rows, FLOAT)
+        inverse = torch.where(length > 0, 1 / length, 0)[:, None]
+        dw = (dw - (dw * w).sum(dim=1, keepdim=True) * w) * inverse
+        size = (size + (size * w.abs()).sum(dim=1, keepdim=True)) * inverse
+    return dw, g.sum(dim=0), size, g.abs().sum(dim=0)
+
+
+def assert_near(actual: Tensor, expected: Tensor, size: Tensor, tolerance: float) -> None:
+    """Rounding errors of a sum go by the sum of its terms' magnitudes."""
+    worst = ((actual.double() - expected).abs() - tolerance * size).max() if size.numel() else -1
+    assert worst <= 1e-30, float(worst)
+
+
+def tolerance(shape: Shape) -> float:
+    return 2e-5 if shape.products is FLOAT else 3e-2
+
+
+@given(shapes, st.booleans(), st.booleans())
+def test_sums_are_those_of_the_formula(shape: Shape, is_fixed: bool, want_mixed: bool) -> None:
+    rows, queries = make(shape)
+    if near_threshold(rows, queries, shape.products):
+        return
+    shift = SHIFT if is_fixed else None
+    sums = passes(shape).forward(rows, queries, fixed_shift=shift, want_mixed=want_mixed)
+    z, slope = logits(rows, queries, shape.products)
+    highest = z.amax(dim=1) if z.shape[1] else z.new_full((len(z),), -math.inf)
+    if is_fixed:
+        assert torch.equal(sums.shift, torch.full((shape.batch,), SHIFT))
+    else:
+        torch.testing.assert_close(
+            sums.shift.double(),
+            highest,
+            rtol=tolerance(shape),
+            atol=1e-2 * tolerance(shape) * SCALE,
+        )
+    finite = torch.where(sums.shift.isfinite(), sums.shift, 0).double()
+    p = (z - finite[:, None]).exp()
+    assert_near(sums.total, p.sum(dim=1), p.sum(dim=1), tolerance(shape))
+    assert (sums.mixed is not None) == want_mixed
+    if sums.mixed is not None:
+        w, _ = unit_rows(rows, shape.products)
+        assert_near(sums.mixed, (p * slope) @ w, (p * slope).abs() @ w.abs(), tolerance(shape))
+
+
+@given(shapes, st.booleans())
+def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -> None:
+    rows, queries = make(shape)
+    if near_threshold(rows, queries, shape.products):
+        return
+    gradient = some_gradient(shape, rows, queries)
+    allowed = tolerance(shape)
+    if with_kept:
+        sums = passes(shape).forward(rows, queries, fixed_shift=SHIFT, keep=True)
+        gradient = replace(gradient, shift=sums.shift, kept=sums.kept)
+        allowed = max(allowed, 2**-8)
+    middle = shape.classes // 2 * shape.centers
+    parts = [
+        passes(shape).gradients(rows, queries, gradient, tile)
+        for tile in (slice(0, middle), slice(middle, len(rows)))
+    ]
+    dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
+    assert_near(torch.cat([part[0] for part in parts]), dw, size, allowed)
+    if rows.bias is None:
+        assert parts[0][1] is None
+    else:
+        biases = [part[1] for part in parts if part[1] is not None]
+        assert_near(torch.cat(biases), db, bias_size, allowed)
+
+
+RULES = [
+    Rule("sgd", lr=0.1),
+    Rule("sgd", lr=0.1, momentum=0.9, weight_decay=0.02),
+    Rule("sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.02),
+    Rule("adamw", lr=0.1, weight_decay=0.02, beta2=0.99),
+    Rule("adagrad", lr=0.1, weight_decay=0.02),
+]
+
+
+def states_of(rule: Rule, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
+    shape = rows.weight.shape
+    generator = torch.Generator().manual_seed(5)
+    if rule.kind == "adagrad":
+        return {"sum_of_squares": torch.rand(shape[0], generator=generator).to(dtype)}
+    if rule.kind == "adamw":
+        return {
+            "exp_avg": torch.randn(shape, generator=generator).to(dtype),
+            "exp_avg_sq": torch.rand(shape, generator=generator).to(dtype),
+            "steps": torch.randint(0, 5, shape[:1], generator=generator, dtype=torch.int32),
+        }
+    return {"momentum_buffer": torch.randn(shape, generator=generator).to(dtype)}
+
+
+@pytest.mark.parametrize("state_dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize(
+    "rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}"
+)
+def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
+    rule: Rule, is_sampled: bool, row_dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    shape = Shape(row_dtype=row_dtype, is_sampled=is_sampled, classes=130, cosine=not is_sampled)
+    rows, queries = make(shape)
+    gradient = some_gradient(shape, rows, queries)
+    states = states_of(rule, rows, state_dtype)
+    all_rows = slice(0, len(rows))
+    dw, _ = passes(shape).gradients(rows, queries, gradient, all_rows)
+    plain = replace(rows, weight=rows.weight.clone())
+    plain_states = {name: state.clone() for name, state in states.items()}
+    apply_rule(rule, plain, all_rows, dw, plain_states)
+    untouched = torch.ones(len(rows.weight), dtype=torch.bool)
+    untouched[rows.positions(all_rows)] = False
+    before = {name: x.clone() for name, x in {"": rows.weight, **states}.items()}
+
+    passes(shape).fused_update(rows, queries, gradient, rule, states)
+
+    for name, actual in {"": rows.weight, **states}.items():
+        expected = {"": plain.weight, **plain_states}[name]
+        # What differs in the last bit of float32 may be rounded to the other side.
+        allowed = {FLOAT: 1e-5, BF16: 2**-7, torch.int32: 0.0}[actual.dtype]
+        torch.testing.assert_close(actual, expected, rtol=allowed, atol=2e-6 if allowed else 0)
+        assert (actual == expected).double().mean() > (0.99 if actual.dtype is BF16 else 0.1)
+        assert torch.equal(actual[untouched], before[name][untouched])
+
+
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_rounding_noise_is_that_of_the_key_the_row_number_and_the_column(is_compact: bool) -> None:
+    # From rows and momentum of zeros a step of 1 leads to -g and g, exactly; then they are rounded.
+    shape = Shape(cosine=False, is_sampled=True, dimension=41)
+    rows, queries = make(shape)
+    rows.bias = None
+    assert rows.selected is not None
+    rows.weight = torch.zeros(len(rows.weight), 41, dtype=BF16)
+    if is_compact:
+        rows.weight, rows.is_compact = rows.weight[rows.selected], True
+    gradient = some_gradient(shape, rows, queries)
+    momentum = torch.zeros_like(rows.weight)
+    everything = slice(0, len(rows))
+    dw, _ = passes(shape).gradients(rows, queries, gradient, everything)
+    rule = Rule("sgd", lr=1.0, momentum=0.9, key=2**40 + 2**32 - 1)
+    passes(shape).fused_update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
+    numbers, where = rows.numbers(everything), rows.positions(everything)
+    assert torch.equal(rows.weight[where], to_bfloat16(-dw, numbers, rule.key))
+    assert torch.equal(momentum[where], to_bfloat16(dw, numbers, rule.key + 1))
+
+
+def test_the_one_number_of_a_row_is_rounded_as_column_0() -> None:
+    shape = Shape(cosine=False, classes=90)
+    rows, queries = make(shape)
+    gradient = some_gradient(shape, rows, queries)
+    everything, states = slice(0, len(rows)), {"sum_of_squares": torch.zeros(90, dtype=BF16)}
+    dw, _ = passes(shape).gradients(rows, queries, gradient, everything)
+    passes(shape).fused_update(rows, queries, gradient, Rule("adagrad", lr=0.1, key=5), states)
+    squares = dw.square().mean(dim=1, keepdim=True)
+    expected = to_bfloat16(squares, rows.numbers(everything), 6)[:, 0]
+    assert (
+        states["sum_of_squares"] == expected
+    ).double().mean() > 0.97  # the mean's last bit differs
+    torch.testing.assert_close(states["sum_of_squares"], expected, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_the_same_call_gives_the_same_bits(products: torch.dtype, is_fixed: bool) -> None:
+    shape = Shape(batch=140, classes=3000, products=products, cosine=is_fixed)
+    rows, queries = make(shape)
+    shift = SHIFT if is_fixed else None
+    first, second = (passes(shape).forward(rows, queries, fixed_shift=shift) for _ in range(2))
+    assert torch.equal(first.total, second.total)
+    assert torch.equal(first.shift, second.shift)
+    assert first.mixed is not None
+    assert second.mixed is not None
+    assert torch.equal(first.mixed, second.mixed)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_an_update_does_not_depend_on_the_number_of_threads(products: torch.dtype) -> None:
+    shape = Shape(batch=140, classes=1000, products=products, row_dtype=BF16)
+    changed = []
+    for threads in (1, 2, 5):
+        rows, queries = make(shape)
+        gradient = some_gradient(shape, rows, queries)
+        states = states_of(RULES[1], rows, BF16)
+        runner = passes(replace(shape, threads=threads))
+        runner.fused_update(rows, queries, gradient, RULES[1], states)
+        changed.append((rows.weight, states["momentum_buffer"]))
+    for weight, momentum in changed[1:]:
+        assert torch.equal(weight, changed[0][0])
+        assert torch.equal(momentum, changed[0][1])
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_logits_in_the_hundreds_overflow_nothing_with_a_running_maximum(
+    products: torch.dtype,
+) -> None:
+    shape = Shape(cosine=False, classes=900, batch=33, products=products)
+    rows, queries = make(shape)
+    rows.weight *= torch.linspace(1, 40, len(rows))[:, None]
+    sums = passes(shape).forward(rows, queries, fixed_shift=None)
+    z, _ = logits(rows, queries, products)
+    assert z.max() > 500
+    log_total = sums.total.double().log() + sums.shift.double()
+    torch.testing.assert_close(
+        log_total, z.logsumexp(dim=1), rtol=1e-5 if products is FLOAT else 1e-2, atol=0
+    )
+    assert sums.mixed is not None
+    w, _ = unit_rows(rows, products)
+    p = (z - sums.shift.double()[:, None]).exp()
+    assert_near(sums.mixed, p @ w, p @ w.abs(), 1e-3 if products is FLOAT else 3e-2)
+
+
+@pytest.mark.parametrize("engine", [native._BF16_VECTOR, native._BF16_TILES])
+def test_both_kinds_of_bfloat16_instructions_agree(
+    engine: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native._library().plsc_supports(engine):
+        pytest.skip("this processor does not have them")
+    monkeypatch.setattr(native, "_engine", lambda products: engine)
+    for seed in range(3):
+        shape = Shape(products=BF16, batch=150 + seed, classes=700, dimension=100 - seed, seed=seed)
+        rows, queries = make(shape)
+        sums = passes(shape).forward(rows, queries, fixed_shift=SHIFT)
+        z, _ = logits(rows, queries, BF16)
+        w, _ = unit_rows(rows, BF16)
+        p = (z - SHIFT).exp()
+        assert sums.mixed is not None
+        assert_near(sums.mixed, p @ w, p @ w.abs(), 1e-2)
+        gradient = some_gradient(shape, rows, queries)
+        dw, _, size, _ = expected_gradients(shape, rows, queries, gradient)
+        actual, _ = passes(shape).gradients(rows, queries, gradient, slice(0, len(rows)))
+        assert_near(actual, dw, size, 1e-2)
+
+
+def test_exponentials_are_exact_to_float32_over_the_whole_range_of_logits() -> None:
+    # One class and its products known exactly: total = exp(x - shift) for each sample.
+    x = torch.linspace(-84, 84, 4001)
+    queries = Queries(x[:, None].clone(), torch.full((len(x),), -1))
+    rows = Rows(torch.ones(1, 1), cosine=False)
+    sums = native.NativePasses().forward(rows, queries, fixed_shift=0.0, want_mixed=False)
+    torch.testing.assert_close(sums.total.double(), x.double().exp(), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows_in_the_sums(bad: float, products: torch.dtype) -> None:
+    rows, queries = make(Shape())
+    queries.unit[3, 5] = bad
+    sums = native.NativePasses(products, threads=2).forward(rows, queries, fixed_shift=SHIFT)
+    assert sums.total.isfinite().tolist() == [i != 3 for i in range(21)]
+
+
+def test_a_row_that_is_not_finite_stays_so_when_it_is_rounded() -> None:
+    rows, queries = make(Shape(row_dtype=BF16, cosine=False))
+    gradient = some_gradient(Shape(cosine=False), rows, queries)
+    rows.weight[7, 3], rows.weight[8, 3] = math.nan, math.inf
+    gradient.weight.zero_()
+    native.NativePasses().fused_update(rows, queries, gradient, Rule("sgd", lr=0.0), {})
+    assert rows.weight[7, 3].isnan()
+    assert not rows.weight[8, 3].isfinite()
+
+
+def test_tensors_that_c_must_not_read_are_refused() -> None:
+    rows, queries = make(Shape())
+    runner = native.NativePasses()
+    with pytest.raises(TypeError, match="float64"):
+        runner.forward(replace(rows, weight=rows.weight.double()), queries, fixed_shift=0.0)
+    with pytest.raises(ValueError, match="contiguous"):
+        runner.forward(replace(rows, weight=rows.weight[:, ::2]), queries, fixed_shift=0.0)
+    with pytest.raises(ValueError, match=r"expected contiguous \[21, 37\]"):
+        runner.forward(rows, replace(queries, unit=queries.unit[:, 1:]), fixed_shift=0.0)
+    with pytest.raises(ValueError, match="selected"):
+        runner.forward(replace(rows, selected=torch.tensor([3, 50])), queries, fixed_shift=0.0)
+    with pytest.raises(ValueError, match="3 to a class"):
+        runner.forward(replace(rows, centers=3), queries, fixed_shift=0.0)
+
+
+def test_a_state_without_a_kernel_is_refused_before_anything_is_changed() -> None:
+    rows, queries = make(Shape())
+    gradient = some_gradient(Shape(), rows, queries)
+    before = rows.weight.clone()
+    states = {"momentum_buffer": torch.zeros(rows.weight.shape, dtype=torch.int8)}
+    with pytest.raises(NotImplementedError, match="int8"):
+        native.NativePasses().fused_update(rows, queries, gradient, RULES[1], states)
+    assert torch.equal(rows.weight, before)
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_ABI", native._ABI + 1)
+    assert "another version" in str(native._load.__wrapped__())
+
+
+def test_where_nothing_was_built_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setattr(native, "_LIBRARY", native.Path(str(tmp_path)) / "libnative.so")
+    assert "has not been built" in str(native._load.__wrapped__())

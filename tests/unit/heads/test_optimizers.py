@@ -1,0 +1,323 @@
+"""What a row optimizer leaves in the rows, against torch's optimizers on whole gradients."""
+
+import copy
+
+import pytest
+import torch
+
+from plsc.errors import CheckpointError, OptionError
+from plsc.heads import (
+    MARGINS,
+    DenseHead,
+    Execution,
+    RowAdagrad,
+    RowAdamW,
+    RowSGD,
+    Sampling,
+    ShardedHead,
+    build_margin,
+    reference,
+)
+
+CLASSES, DIMENSION, BATCH = 40, 6, 7
+
+
+def make_head(margin="arcface", row_dtype=torch.float64, centers=1, offload=False, **parts):
+    head = ShardedHead(
+        CLASSES,
+        DIMENSION,
+        build_margin(margin),
+        centers=centers,
+        row_dtype=row_dtype,
+        offload=offload,
+        **parts,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(drawn)
+    return head
+
+
+def batches(count, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        x = torch.randn(BATCH, DIMENSION, generator=generator, dtype=torch.float64) * 5
+        yield x.to(dtype).requires_grad_(), torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+class NaiveAdagrad(torch.optim.Optimizer):
+    """Row-wise Adagrad as in its docstring, on whole gradients."""
+
+    def __init__(self, parameters, lr, eps, weight_decay):
+        super().__init__(list(parameters), {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        for p in group["params"]:
+            g = p.grad + group["weight_decay"] * p
+            rows = g.view(len(p) if p.ndim < 3 else p.shape[0] * p.shape[1], -1)
+            state = self.state[p].setdefault("h", torch.zeros(len(rows), dtype=p.dtype))
+            state += rows.square().mean(dim=1)
+            step = group["lr"] * rows / (state.sqrt() + group["eps"])[:, None]
+            p -= step.view_as(p)
+
+
+OPTIMIZERS = {
+    "sgd": (
+        lambda head, **k: RowSGD(head, lr=0.1, momentum=0.9, weight_decay=0.01, **k),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
+    "nesterov": (
+        lambda head, **k: RowSGD(head, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True, **k),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    ),
+    "plain sgd": (
+        lambda head, **k: RowSGD(head, lr=0.1, momentum=0.0, weight_decay=0.01, **k),
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    ),
+    "adamw": (
+        lambda head, **k: RowAdamW(head, lr=0.01, weight_decay=0.1, **k),
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    ),
+    "adagrad": (
+        lambda head, **k: RowAdagrad(head, lr=0.1, weight_decay=0.01, **k),
+        lambda p: NaiveAdagrad(p, lr=0.1, eps=1e-10, weight_decay=0.01),
+    ),
+}
+
+
+def assert_same_parameters(head, truth, tolerance):
+    for mine, right in zip(head.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(mine.double(), right.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_rows_become_what_a_torch_optimizer_makes_of_whole_gradients(margin, name, keep):
+    ours, theirs = OPTIMIZERS[name]
+    centers = 1 if margin == "softmax" else 2
+    execution = Execution(tile=9, keep_bytes=10**6 if keep else 0)
+    head = make_head(margin, centers=centers, execution=execution)
+    truth = make_head(margin, centers=centers)
+    rows, optimizer = ours(head), theirs(truth.parameters())
+    for x, y in batches(5):
+        head(x, y).loss.backward()
+        assert head.weight.grad is None
+        truth(x.detach().requires_grad_(), y).loss.backward()
+        rows.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same_parameters(head, truth, 1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_float32_rows_stay_within_rounding_of_float64_ones(name, kernels):
+    ours, _ = OPTIMIZERS[name]
+    head = make_head(row_dtype=torch.float32, execution=Execution(kernels=kernels))
+    truth = make_head()
+    rows, exact = ours(head), ours(truth)
+    for x, y in batches(5):
+        head(x.detach().float().requires_grad_(), y).loss.backward()
+        truth(x, y).loss.backward()
+        rows.step()
+        exact.step()
+    assert_same_parameters(head, truth, 3e-4)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
+@pytest.mark.parametrize("margin", ["arcface", "softmax"])
+def test_accumulated_micro_batches_give_the_rows_of_the_sum_of_their_gradients(sampling, margin):
+    head = make_head(margin, sampling=sampling, execution=Execution(tile=9))
+    truth = copy.deepcopy(head)
+    rows = RowSGD(head, weight_decay=0.01)
+    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    before = copy.deepcopy(head.state_dict())
+    shares, touched = (0.5, 0.3, 0.2), torch.zeros(CLASSES, dtype=torch.bool)
+    for share, (x, y) in zip(shares, batches(3), strict=True):
+        (head(x, y).loss * share).backward()
+        visit = head.pending[-1]
+        touched[visit.rows.selected if sampling else slice(None)] = True
+        # The truth sees the same classes: the others are left out of its softmax by hand.
+        allowed = visit.rows.selected if sampling else torch.arange(CLASSES)
+        mask = torch.zeros(CLASSES, dtype=torch.bool)
+        mask[allowed] = True
+        loss = reference.mean_loss(
+            truth.margin, x.detach(), truth.weight, truth.bias, y, allowed=mask
+        )
+        (loss * share).backward()
+    norm = torch.cat([p.grad.flatten() for p in truth.parameters()]).norm()
+    assert rows.gradient_norm().item() == pytest.approx(norm.item(), rel=1e-9)
+    rows.step()
+    optimizer.step()
+    for mine, right in zip(head.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(mine[touched], right[touched], rtol=1e-9, atol=1e-9)
+    assert torch.equal(head.weight[~touched], before["weight"][~touched])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps(
+    name, margin, row_dtype
+):
+    ours, _ = OPTIMIZERS[name]
+    head = make_head(margin, row_dtype=row_dtype, sampling=Sampling(0.2))
+    rows = ours(head)
+    states = [(key, t) for p in head.parameters() for key, t in rows.state[p].items()]
+    tensors = [*(p.detach() for p in head.parameters()), *(t for _, t in states)]
+    sampled = torch.zeros(CLASSES, dtype=torch.bool)
+    for x, y in batches(20, torch.float32):
+        before = [t.clone() for t in tensors]
+        head(x, y).loss.backward()
+        drawn = torch.zeros(CLASSES, dtype=torch.bool)
+        drawn[head.pending[0].rows.selected] = True
+        rows.step()
+        sampled |= drawn
+        changed = 0
+        for old, new in zip(before, tensors, strict=True):
+            assert torch.equal(old[~drawn], new[~drawn])
+            changed += int((old != new).sum())
+        numbers = int(drawn.sum()) * sum(t[0].numel() for t in tensors)
+        assert 0.5 * numbers < changed <= numbers
+    assert sampled.sum() > 20  # other classes are drawn in other steps
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_low_precision_rows_follow_the_exact_ones_on_average(state_dtype):
+    head = make_head(row_dtype=torch.bfloat16)
+    exact = make_head()
+    with torch.no_grad():
+        exact.weight.copy_(head.weight)
+    rows = RowSGD(head, lr=0.01, state_dtype=state_dtype)
+    exact_rows = RowSGD(exact, lr=0.01)
+    start = exact.weight.detach().clone()
+    for x, y in batches(30):
+        head(x.detach().float().requires_grad_(), y).loss.backward()
+        exact(x, y).loss.backward()
+        rows.step()
+        exact_rows.step()
+    moved = (exact.weight - start).flatten()
+    error = (head.weight.double() - exact.weight).flatten()
+    assert error.norm() < 0.05 * moved.norm()
+    assert abs(error.mean()) < 4 * error.std() / len(error) ** 0.5 + 1e-6  # no drift
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("margin", ["arcface", "softmax"])
+@pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
+def test_offloaded_rows_become_the_same(name, margin, sampling):
+    ours, _ = OPTIMIZERS[name]
+    head = make_head(margin, sampling=sampling)
+    away = make_head(margin, sampling=sampling, offload=True)
+    rows, away_rows = ours(head), ours(away)
+    for x, y in batches(3):
+        for h, r in ((head, rows), (away, away_rows)):
+            h(x.detach().requires_grad_(), y).loss.backward()
+            r.step()
+    assert_same_parameters(away, head, 1e-12)
+
+
+def test_a_scaled_loss_scales_the_embeddings_gradient_but_not_the_rows():
+    head, truth = make_head(), make_head()
+    rows, exact = RowSGD(head), RowSGD(truth)
+    x, y = next(batches(1))
+    (head(x, y).loss * 1024).backward()
+    plain = x.detach().requires_grad_()
+    truth(plain, y).loss.backward()
+    rows.step(grad_scale=1024)
+    exact.step()
+    torch.testing.assert_close(x.grad, plain.grad * 1024)
+    assert_same_parameters(head, truth, 1e-12)
+
+
+def test_a_skipped_step_leaves_rows_states_and_running_statistics_as_they_were():
+    head = make_head("curricularface")
+    rows = RowSGD(head)
+    data = list(batches(3))
+    head(*data[0]).loss.backward()
+    rows.step()
+    before = copy.deepcopy([head.state_dict(), rows.state_dict()])
+    head(*data[1]).loss.backward()
+    assert head.margin.t != before[0]["margin.t"]
+    rows.skip()
+    after = [head.state_dict(), rows.state_dict()]
+    assert torch.equal(head.margin.t, before[0]["margin.t"])
+    assert torch.equal(after[0]["weight"], before[0]["weight"])
+    momentum = [s["state"][0]["momentum_buffer"] for s in (after[1], before[1])]
+    assert torch.equal(*momentum)
+    assert not head.pending
+
+
+def test_clipping_multiplies_the_gradients_of_the_rows():
+    head, truth = make_head(), make_head()
+    rows, optimizer = RowSGD(head, momentum=0.0), torch.optim.SGD(truth.parameters(), lr=0.1)
+    x, y = next(batches(1))
+    head(x, y).loss.backward()
+    truth(x.detach().requires_grad_(), y).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
+    assert rows.gradient_norm().item() == pytest.approx(norm.item(), rel=1e-9)
+    rows.step(clip=0.5 / (norm.item() + 1e-6))
+    optimizer.step()
+    assert_same_parameters(head, truth, 1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_saved_and_loaded_optimizer_goes_on_bit_for_bit(name):
+    ours, _ = OPTIMIZERS[name]
+    parts = {"row_dtype": torch.bfloat16, "sampling": Sampling(0.4)}
+    head = make_head(**parts)
+    rows = ours(head, state_dtype="bfloat16")
+    data = list(batches(6, torch.float32))
+    for x, y in data[:3]:
+        head(x, y).loss.backward()
+        rows.step()
+    other = make_head(**parts)
+    other_rows = ours(other, state_dtype="bfloat16")
+    other.load_state_dict(copy.deepcopy(head.state_dict()))
+    other_rows.load_state_dict(copy.deepcopy(rows.state_dict()))
+    for h, r in ((head, rows), (other, other_rows)):
+        for x, y in data[3:]:
+            h(x.detach().requires_grad_(), y).loss.backward()
+            r.step()
+    assert torch.equal(head.weight, other.weight)
+
+
+def test_states_of_another_type_are_refused():
+    rows = RowSGD(make_head(row_dtype=torch.float32), state_dtype="bfloat16")
+    other = RowSGD(make_head(row_dtype=torch.float32))
+    with pytest.raises(CheckpointError, match=r"momentum_buffer is torch\.bfloat16"):
+        other.load_state_dict(rows.state_dict())
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(OptionError, match="is for a ShardedHead, not a DenseHead"):
+        RowSGD(DenseHead(5, 4, build_margin("arcface")))
+    head = make_head()
+    with pytest.raises(OptionError, match="lr is -1"):
+        RowSGD(head, lr=-1.0)
+    with pytest.raises(OptionError, match="state_dtype is 'float8'"):
+        RowSGD(head, state_dtype="float8")
+    with pytest.raises(OptionError, match="RowAdamW has no int8 state"):
+        RowAdamW(head, state_dtype="int8")
+    RowSGD(head)
+    with pytest.raises(OptionError, match="has a row optimizer already"):
+        RowSGD(head)
+
+
+def test_a_torch_learning_rate_schedule_drives_the_rows():
+    head = make_head()
+    rows = RowSGD(head, lr=1.0, momentum=0.0)
+    schedule = torch.optim.lr_scheduler.StepLR(rows, 1, gamma=0.0)
+    (x, y), (x2, y2) = batches(2)
+    head(x, y).loss.backward()
+    rows.step()
+    schedule.step()
+    before = head.weight.detach().clone()
+    head(x2, y2).loss.backward()
+    rows.step()
+    assert torch.equal(head.weight, before)

@@ -1,0 +1,85 @@
+"""The Triton kernels: compiled for GPUs, interpreted on the CPU, and run where there is a GPU.
+
+The interpreter runs the kernels' code on CPU tensors in NumPy. It shows that the formulas are right, not that
+the compiled code is; that needs the tests marked gpu, which have not run where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plsc.errors import OptionError
+from plsc.heads.engines import choose_passes
+from plsc.heads.kernels import triton_rows
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def run(*command: str, **environment: str) -> None:
+    """Run Python in a process of its own: what Triton is to be is settled when it is imported."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+
+
+def cases(**environment: str) -> None:
+    run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), **environment
+    )
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_compute_what_the_formulas_say() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    cases(TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+def test_compiled_kernels_compute_what_the_formulas_say() -> None:
+    reason = triton_rows.unavailable(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        pytest.skip(reason)
+    cases(TRITON_INTERPRET="0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_every_launch_compiles_for_a_gpu_and_no_step_compiles_again(
+    architecture: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    run(
+        str(HERE / "triton_compile.py"),
+        architecture,
+        TRITON_INTERPRET="0",
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
+
+
+def test_on_a_cpu_the_kernels_say_why_they_cannot_be_used() -> None:
+    cpu = torch.device("cpu")
+    assert "cpu" in str(triton_rows.unavailable(cpu))
+    with pytest.raises(OptionError, match=r"triton kernels .* rows are on cpu"):
+        choose_passes("triton", cpu, torch.float32, torch.float32, None, 32)
+
+
+def test_without_triton_the_head_can_be_imported_and_the_reason_names_it() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch, plsc.heads; "
+        "from plsc.heads.kernels.triton_rows import unavailable; "
+        "assert 'triton cannot be imported' in unavailable(torch.device('cuda', 0))"
+    )
+    run("-c", code)

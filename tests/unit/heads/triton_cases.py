@@ -1,0 +1,251 @@
+"""What test_triton.py runs in a process of its own: in Triton's interpreter, on a CPU, or on a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from plsc.heads import Execution, RowSGD, ShardedHead, build_margin
+from plsc.heads.kernels.triton_rows import TritonPasses, _matrix
+from plsc.heads.passes import Queries, RowGradient, Rows, Sums, TorchPasses
+from plsc.heads.rounding import to_bfloat16
+from plsc.heads.rules import Rule, apply_rule
+from tests.unit.heads.test_native import (
+    BF16,
+    FLOAT,
+    RULES,
+    SHIFT,
+    Shape,
+    assert_near,
+    expected_gradients,
+    logits,
+    make,
+    near_threshold,
+    some_gradient,
+    states_of,
+    unit_rows,
+)
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+TILE = 16
+
+SHAPES = [
+    Shape(),
+    Shape(classes=5, batch=12),  # labels repeat
+    Shape(classes=48, row_dtype=BF16, dimension=64, is_sampled=True),
+    Shape(has_hard=True, is_sampled=True),
+    Shape(cosine=False, dimension=5),
+    Shape(cosine=False, is_sampled=True, row_dtype=BF16),
+    Shape(products=BF16, row_dtype=BF16, is_sampled=True),
+    Shape(products=BF16, cosine=False, dimension=1),
+]
+
+
+def there(x):
+    """The tensors of a dataclass on the device of the kernels."""
+    moved = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
+    return replace(x, **moved)
+
+
+def tolerance(shape: Shape) -> float:
+    # Triton's interpreter cuts bfloat16 off instead of rounding it.
+    return 2e-5 if shape.products is FLOAT else 6e-2 if IS_INTERPRETED else 3e-2
+
+
+def case(shape: Shape) -> tuple[Rows, Queries, RowGradient, TritonPasses]:
+    rows, queries = make(shape)
+    assert not (shape.has_hard and near_threshold(rows, queries, shape.products)), "another seed"
+    gradient = some_gradient(shape, rows, queries)
+    return rows, queries, gradient, TritonPasses(shape.products, TILE)
+
+
+def forward(passes: TritonPasses, rows: Rows, queries: Queries, **how: bool) -> Sums:
+    return passes.forward(there(rows), there(queries), fixed_shift=SHIFT, **how)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_those_of_the_formula(shape: Shape, keep: bool) -> None:
+    rows, queries, _, passes = case(shape)
+    sums = forward(passes, rows, queries, keep=keep)
+    z, slope = logits(rows, queries, shape.products)
+    w, _ = unit_rows(rows, shape.products)
+    p = (z - SHIFT).exp()
+    assert_near(sums.total.cpu(), p.sum(dim=1), p.sum(dim=1), tolerance(shape))
+    assert sums.mixed is not None
+    assert_near(sums.mixed.cpu(), (p * slope) @ w, (p * slope).abs() @ w.abs(), tolerance(shape))
+    assert (sums.kept is not None) == keep
+    if sums.kept is not None:
+        kept = (p * slope).abs()
+        assert_near(sums.kept.cpu(), p * slope, kept, max(2**-7, tolerance(shape)))
+
+
+def test_without_mixed_only_the_totals_are_computed_and_are_the_same() -> None:
+    rows, queries, _, passes = case(SHAPES[0])
+    sums = forward(passes, rows, queries, want_mixed=False)
+    assert sums.mixed is None
+    assert torch.equal(sums.total, forward(passes, rows, queries).total)
+
+
+@pytest.mark.parametrize("with_kept", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -> None:
+    rows, queries, gradient, passes = case(shape)
+    allowed = tolerance(shape)
+    there_gradient = there(gradient)
+    if with_kept:
+        sums = forward(passes, rows, queries, keep=True)
+        there_gradient = replace(there_gradient, shift=sums.shift, kept=sums.kept)
+        allowed = max(allowed, 2**-7)
+    parts = [
+        passes.gradients(there(rows), there(queries), there_gradient, tile)
+        for tile in (slice(0, 3), slice(3, len(rows)))
+    ]
+    dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
+    assert_near(torch.cat([part[0] for part in parts]).cpu(), dw, size, allowed)
+    biases = [part[1] for part in parts if part[1] is not None]
+    assert bool(biases) == (rows.bias is not None)
+    if biases:
+        assert_near(torch.cat(biases).cpu(), db, bias_size, allowed)
+
+
+@pytest.mark.parametrize("state_dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
+@pytest.mark.parametrize(
+    "rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}"
+)
+def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
+    rule: Rule, row_dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    is_sampled = row_dtype is BF16
+    shape = Shape(row_dtype=row_dtype, is_sampled=is_sampled, classes=40, cosine=not is_sampled)
+    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    states = {name: state.to(DEVICE) for name, state in states_of(rule, rows, state_dtype).items()}
+    everything = slice(0, len(rows))
+    dw, db = passes.gradients(rows, queries, gradient, everything)
+    plain = replace(rows, weight=rows.weight.clone())
+    plain_states = {name: state.clone() for name, state in states.items()}
+    apply_rule(rule, plain, everything, dw, plain_states)
+    untouched = torch.ones(len(rows.weight), dtype=torch.bool, device=DEVICE)
+    untouched[rows.positions(everything)] = False
+    before = {name: x.clone() for name, x in {"": rows.weight, **states}.items()}
+
+    biases = passes.fused_update(rows, queries, gradient, rule, states)
+
+    torch.testing.assert_close(biases, db)
+    for name, actual in {"": rows.weight, **states}.items():
+        expected = {"": plain.weight, **plain_states}[name]
+        # What differs in the last bits of float32 may be rounded to the other side.
+        allowed = {FLOAT: 2e-5, BF16: 2**-7, torch.int32: 0.0}[actual.dtype]
+        torch.testing.assert_close(actual, expected, rtol=allowed, atol=4e-6 if allowed else 0)
+        # Sampled rows are in bfloat16: that each is rounded with its own number shows here.
+        assert (actual == expected).double().mean() > (0.97 if actual.dtype is BF16 else 0.1)
+        assert torch.equal(actual[untouched], before[name][untouched])
+
+
+@pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize("key", [5, 2**40 + 2**32 - 1, 2**31])
+def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
+    key: int, is_compact: bool
+) -> None:
+    # From rows of zeros a step of 1 leads to the negative momentum, exactly; then it is rounded.
+    shape = Shape(cosine=False, is_sampled=True, dimension=41, classes=30)
+    rows, queries, gradient, passes = case(shape)
+    assert rows.selected is not None
+    rows.bias, rows.weight = None, torch.zeros(len(rows.weight), 41, dtype=BF16)
+    if is_compact:
+        rows.weight, rows.is_compact = rows.weight[rows.selected], True
+    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    everything = slice(0, len(rows))
+    where, numbers = rows.positions(everything), rows.numbers(everything)
+    assert numbers.min() < 2**32 < numbers.max()
+    momentum = torch.zeros_like(rows.weight)
+    row = 0 if isinstance(where, slice) else int(where[0])
+    momentum[row, 0], momentum[row, 1] = torch.inf, torch.nan
+    dw, _ = passes.gradients(rows, queries, gradient, everything)
+    expected = momentum[where].float() + dw
+    rule = Rule("sgd", lr=1.0, momentum=1.0, key=key)
+    passes.fused_update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
+    for actual, value, used in ((rows.weight, -expected, key), (momentum, expected, key + 1)):
+        rounded = to_bfloat16(value, numbers, used)
+        torch.testing.assert_close(actual[where], rounded, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.9999])
+def test_the_bias_correction_of_adamw_keeps_its_digits(beta: float) -> None:
+    # From zeros, with eps 0, the first step of Adam is lr in each direction, whatever the betas.
+    rows, queries, gradient, passes = case(Shape(classes=9))
+    before = rows.weight.clone()
+    states = {name: torch.zeros_like(rows.weight).to(DEVICE) for name in ("exp_avg", "exp_avg_sq")}
+    states["steps"] = torch.zeros(len(rows), dtype=torch.int32, device=DEVICE)
+    rows = there(rows)
+    rule = Rule("adamw", lr=0.5, beta1=beta, beta2=beta, eps=1e-30)
+    passes.fused_update(rows, there(queries), there(gradient), rule, states)
+    changed = (rows.weight.cpu() - before)[1:]  # row 0 has no direction
+    torch.testing.assert_close(changed.abs(), torch.full_like(changed, 0.5), rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_no_kernel_is_refused_unchanged_or_computed_by_the_plain_passes() -> None:
+    shape = Shape(centers=2, classes=20)
+    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    plain = TorchPasses(passes.products, passes.tile)
+    for shift in (None, SHIFT):
+        mine, theirs = (x.forward(rows, queries, fixed_shift=shift) for x in (passes, plain))
+        assert torch.equal(mine.total, theirs.total)
+    tile = slice(0, 14)
+    mine, theirs = (x.gradients(rows, queries, gradient, tile)[0] for x in (passes, plain))
+    assert torch.equal(mine, theirs)
+    before = rows.weight.clone()
+    with pytest.raises(NotImplementedError):
+        passes.fused_update(rows, queries, gradient, Rule("sgd", lr=1.0), {})
+    single, _, _, _ = case(Shape(classes=20))
+    single = there(single)
+    levels = {"momentum_buffer": torch.zeros_like(single.weight, dtype=torch.int8)}
+    with pytest.raises(NotImplementedError, match="int8"):
+        passes.fused_update(single, queries, gradient, Rule("sgd", lr=1.0, momentum=0.9), levels)
+    assert torch.equal(rows.weight, before)
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    rows, queries, _, passes = case(Shape(classes=90, batch=30, products=BF16))
+    first, second = (forward(passes, rows, queries, keep=True) for _ in range(2))
+    for name in ("total", "mixed", "kept"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+
+
+def test_a_matrix_of_terms_has_rows_that_begin_aligned() -> None:
+    matrix = _matrix(torch.zeros(1), 3, 50, BF16)
+    assert matrix.shape == (3, 50)
+    assert matrix.stride() == (64, 1)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the head takes these kernels on a CUDA device only")
+@pytest.mark.parametrize("margin", ["arcface", "softmax", "curricularface"])
+@pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
+def test_a_head_trains_as_with_the_plain_passes(margin: str, row_dtype: torch.dtype) -> None:
+    losses = {}
+    for kernels in ("torch", "triton"):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(48, 512, generator=generator).to(DEVICE)
+        labels = torch.randint(0, 3000, (48,), generator=generator).to(DEVICE)
+        execution = Execution(kernels=kernels, tile=700)
+        head = ShardedHead(
+            3000, 512, build_margin(margin), execution=execution, row_dtype=row_dtype
+        ).to(DEVICE)
+        rows = RowSGD(head, lr=0.1, momentum=0.9, weight_decay=5e-4)
+        losses[kernels] = []
+        for _ in range(4):
+            loss = head(x.clone().requires_grad_(), labels).loss
+            loss.backward()
+            rows.step()
+            losses[kernels].append(float(loss))
+    allowed = 1e-4 if row_dtype is FLOAT else 2e-3
+    assert losses["triton"] == pytest.approx(losses["torch"], rel=allowed)
+    assert losses["triton"][-1] < losses["triton"][0]

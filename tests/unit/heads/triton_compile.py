@@ -1,0 +1,74 @@
+"""Compile what the passes launch for the GPU architecture of the command line, without that GPU.
+
+Triton sees a driver that names the architecture, and every launch ends where the machine code is ready.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from plsc.heads.kernels.triton_rows import TritonPasses
+from plsc.heads.rules import Rule
+from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_gradient, states_of
+
+ARCHITECTURE = int(sys.argv[1])
+compiled = set()
+
+
+class NoDriver:
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", ARCHITECTURE, 32)
+
+
+def compile_only(kernel, *args, grid, warmup, **options):
+    assert 1 <= len(grid) <= 2, grid
+    result = launch(kernel, *args, grid=grid, warmup=True, **options)
+    assert result.asm["cubin"]
+    compiled.add((kernel.fn.__name__, result.hash))
+
+
+launch, JITFunction.run = JITFunction.run, compile_only
+driver.set_active(NoDriver())
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+for shape in (
+    Shape(dimension=512, row_dtype=BF16, products=BF16, is_sampled=True),
+    Shape(dimension=300, cosine=False),
+    Shape(has_hard=True, is_sampled=True, dimension=1),
+):
+    rows, queries = make(shape)
+    rows.weight = rows.weight.contiguous()
+    passes = TritonPasses(shape.products, tile=32)
+    gradient = some_gradient(shape, rows, queries)
+    for keep in (False, True):
+        sums = passes.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
+    gradient.kept, gradient.shift = sums.kept, sums.shift
+    passes.gradients(rows, queries, gradient, slice(0, 20))
+    gradient.kept = None
+    for number, rule in enumerate(RULES):
+        states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
+        passes.fused_update(rows, queries, gradient, rule, states)
+
+# A new step must not compile anything: neither its key, nor its learning rate, nor where tiles begin.
+shape = Shape(dimension=64, row_dtype=BF16)
+rows, queries = make(shape)
+gradient, before = some_gradient(shape, rows, queries), None
+for key in (1, 16, 2**31, 2**32 - 1):
+    rule = Rule("sgd", lr=1 / key, key=key)
+    passes.fused_update(rows, queries, gradient, rule, {})
+    assert before is None or len(compiled) == before, key
+    before = len(compiled)
+
+names = {name for name, _ in compiled}
+assert names == {"directions", "exponentials", "coefficients", "update"}, names

@@ -1,0 +1,265 @@
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from plsc.cli import main
+from plsc.errors import OptionError
+from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
+from plsc.heads.engines import choose_passes
+from plsc.plan import plan, tile_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+COMBINATIONS = [
+    (rows, optimizer, state)
+    for rows, optimizer, state in itertools.product(
+        ("float32", "bfloat16"), ("sgd", "adamw", "adagrad"), ("float32", "bfloat16", "int8")
+    )
+    if state != "int8" or optimizer == "sgd"
+]
+
+
+def make(classes, embedding, rows, optimizer, state, **options):
+    head = ShardedHead(
+        classes,
+        embedding,
+        build_margin("arcface", scale=64.0, margin=0.5),
+        row_dtype=getattr(torch, rows),
+        **options,
+    )
+    return head, ROW_OPTIMIZERS[optimizer](head, lr=0.1, state_dtype=state)
+
+
+def step(head, batch, embedding):
+    """One forward and backward pass; return what is left for the update of the rows."""
+    generator = torch.Generator().manual_seed(1)
+    embeddings = torch.randn(batch, embedding, generator=generator).requires_grad_()
+    labels = torch.randint(head.class_num, (batch,), generator=generator)
+    head(embeddings, labels).loss.backward()
+    return head.pending[-1]
+
+
+@pytest.mark.parametrize("centers", [1, 3])
+@pytest.mark.parametrize(("rows", "optimizer", "state"), COMBINATIONS)
+def test_stored_bytes_are_those_of_the_real_tensors(rows, optimizer, state, centers):
+    # 300 columns need two scales of 256 in 8 bits.
+    head, updates = make(11, 300, rows, optimizer, state, centers=centers)
+    real = {name: tensor.nbytes for name, tensor in updates.state[head.weight].items()}
+    planned = plan(11, embedding=300, rows=rows, optimizer=optimizer, state=state, centers=centers)
+    assert planned.stored == {"weight": head.weight.nbytes, **real}
+    assert planned.stored_bytes == planned.bytes_a_class * 11
+
+
+@pytest.mark.parametrize("classes", [1, 7, 12, 13])
+def test_a_rank_is_the_largest_one(classes):
+    sizes = []
+    for rank in range(4):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4)
+        head, _ = make(classes, 8, "float32", "sgd", "float32", group=group)
+        sizes.append(head.weight.nbytes)
+    assert plan(classes, ranks=4, embedding=8).stored["weight"] == max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "optimizer", "state", "expected"),
+    [
+        ("float32", "sgd", "float32", 4096),
+        ("bfloat16", "sgd", "bfloat16", 2048),
+        ("bfloat16", "sgd", "int8", 1544),
+        ("bfloat16", "adagrad", "float32", 1028),
+    ],
+)
+def test_bytes_a_class_are_those_of_the_design(rows, optimizer, state, expected):
+    planned = plan(1e8, rows=rows, optimizer=optimizer, state=state)
+    assert planned.bytes_a_class == expected
+    assert planned.stored_bytes == expected * 10**8
+
+
+def test_rows_in_play_and_offloaded_copies_are_those_of_a_real_step():
+    head, updates = make(
+        101,
+        8,
+        "float32",
+        "adamw",
+        "bfloat16",
+        offload=True,
+        sampling=Sampling(ratio=0.3),
+        centers=2,
+    )
+    visit = step(head, 4, 8)
+    planned = plan(
+        101,
+        embedding=8,
+        batch=4,
+        ratio=0.3,
+        optimizer="adamw",
+        state="bfloat16",
+        centers=2,
+        offload=True,
+    )
+    assert planned.rows_in_play == len(visit.rows)
+    assert planned.step["copy of weight"] == visit.rows.weight.nbytes
+    share = len(visit.rows) / (101 * 2)
+    for name, tensor in updates.state[head.weight].items():
+        assert planned.step[f"copy of {name}"] == round(tensor.nbytes * share)
+    assert planned.device_bytes == sum(planned.step.values())
+    assert planned.host_bytes == planned.stored_bytes + planned.host_copies
+
+
+def test_offload_takes_rows_off_the_device():
+    options = {"ranks": 8, "ratio": 0.01}
+    here, away = plan(1e8, **options), plan(1e8, offload=True, **options)
+    assert here.device_bytes > here.stored_bytes > 20 * away.device_bytes
+    assert here.host_bytes == 0
+    assert away.host_bytes > away.stored_bytes
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_terms_are_kept_exactly_where_the_head_keeps_them(missing):
+    budget = 6 * 20 * 2 - missing
+    head, _ = make(
+        20,
+        8,
+        "float32",
+        "sgd",
+        "float32",
+        execution=Execution(keep_bytes=budget, kernels="torch"),
+    )
+    kept = step(head, 6, 8).kept
+    planned = plan(20, embedding=8, batch=6, keep_bytes=budget)
+    assert planned.keeps_terms == (kept is not None) == (missing == 0)
+    assert planned.step.get("kept terms") == (None if kept is None else kept.nbytes)
+    assert any("keep_bytes" in note for note in planned.notes) == (missing == 1)
+
+
+@pytest.mark.parametrize(("keep_bytes", "factor"), [(0, 8), (10**6, 6)])
+def test_operations_are_those_of_the_real_products(keep_bytes, factor):
+    head, updates = make(
+        50,
+        16,
+        "float32",
+        "sgd",
+        "float32",
+        execution=Execution(keep_bytes=keep_bytes, kernels="torch", tile=20),
+    )
+    with FlopCounterMode(display=False) as counter:
+        step(head, 6, 16)
+        updates.step()
+    planned = plan(50, embedding=16, batch=6, keep_bytes=keep_bytes)
+    assert planned.operations == counter.get_total_flops() == factor * 6 * 50 * 16
+
+
+@pytest.mark.parametrize("batch", [1, 64, 100, 1000, 5000, 100_000])
+def test_tiles_are_those_of_the_plain_kernels(batch):
+    passes = choose_passes("torch", torch.device("cpu"), torch.float32, torch.float32, None, batch)
+    assert tile_rows(batch) == passes.tile
+
+
+def test_memory_of_a_step_does_not_grow_with_the_classes():
+    assert plan(1e6, batch=512).step == plan(1e8, batch=512).step
+
+
+def test_uneven_batches_are_padded_to_the_largest():
+    even, uneven = plan(10, ranks=2, batch=[6, 6]), plan(10, ranks=2, batch=[6, 1])
+    assert even == plan(10, ranks=2, batch=6)
+    moved = {t.content: (t.payload, t.sent) for t in uneven.transfers}
+    for transfer in even.transfers:
+        if transfer.collective != "all-reduce":
+            assert moved[transfer.content] == (transfer.payload, transfer.sent)
+    assert moved["two sums a sample"] == (2 * 7 * 4, 2 * 7 * 4)
+
+
+def test_one_rank_sends_nothing():
+    assert plan(10).payload == plan(10).sent == 0
+    assert "Network of a step: none" in plan(10).render()
+
+
+def test_times_are_printed_for_given_rates_only_and_called_estimates():
+    assert "ESTIMATE" not in plan(1e6).render()
+    planned = plan(1e6, product_rate=2, copy_rate=20)
+    assert planned.product_seconds == 8 * 128 * 10**6 * 512 / 2e12
+    # Read in both passes and written: three times the rows; the momentum twice.
+    assert planned.copy_seconds == 5 * 4 * 512 * 10**6 / 20e9
+    text = planned.render()
+    assert "ESTIMATE" in text
+    assert "512.00 ms if they overlap, 774.14 ms if not" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"classes": 0}, "classes is 0; expected a whole number, 1 or more"),
+        ({"classes": 1.5}, "classes is 1.5; expected a whole number"),
+        ({"classes": math.inf}, "classes is inf; expected a whole number"),
+        ({"classes": math.nan}, "classes is nan; expected a whole number"),
+        ({"ranks": 0}, "ranks is 0; expected a whole number, 1 or more"),
+        ({"embedding": -1}, "embedding is -1; expected"),
+        ({"batch": 0}, "batch is 0; expected"),
+        ({"batch": [3, 3], "ranks": 3}, "expected one size for each of 3 ranks"),
+        ({"batch": [0]}, "not all 0"),
+        ({"ratio": 0.0}, r"ratio is 0.0; expected a share of the classes in \(0, 1\]"),
+        ({"ratio": math.nan}, "ratio is nan"),
+        ({"rows": "fp8"}, "rows is 'fp8'; expected one of float32, bfloat16"),
+        ({"optimizer": "lamb"}, "optimizer is 'lamb'; expected one of sgd, adamw, adagrad"),
+        ({"state": "int4"}, "state is 'int4'; expected one of float32, bfloat16, int8"),
+        ({"state": "int8", "optimizer": "adamw"}, "adamw does not have; expected float32 or"),
+        ({"centers": 0}, "centers is 0; expected"),
+        ({"keep_bytes": -1}, "keep_bytes is -1; expected a whole number, 0 or more"),
+        ({"embedding_dtype": "int8"}, "embedding_dtype is 'int8'; expected one of"),
+        ({"product_rate": 0.0}, "product_rate is 0.0; expected a number above 0"),
+        ({"copy_rate": math.nan}, "copy_rate is nan; expected"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_was_expected(wrong, expected):
+    with pytest.raises(OptionError, match=expected):
+        plan(**{"classes": 10, **wrong})
+
+
+def test_notes_say_when_the_batch_outgrows_the_sample_and_when_offload_is_of_no_use():
+    assert "up to 128 may" in plan(1000, ratio=0.01).render()
+    assert "offload is for sampled classes" in plan(1000, offload=True).render()
+    assert plan(1e6, ratio=0.01).notes == ()
+
+
+def test_the_command_prints_exact_bytes_and_readable_units(capsys):
+    arguments = "plan --classes 1e8 --ranks 8 --rows bfloat16 --state int8 --offload --ratio 0.1"
+    assert main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    assert (
+        printed.strip()
+        == plan(10**8, ranks=8, rows="bfloat16", state="int8", offload=True, ratio=0.1).render()
+    )
+    (weight,) = (line for line in printed.splitlines() if line.startswith("  weight"))
+    assert weight.split() == ["weight", "11.92", "GiB", "12,800,000,000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "classes"),
+        (["--classes", "many"], "many"),
+        (["--classes", "10", "--rows", "fp8"], "rows is 'fp8'; expected one of"),
+        (["--classes", "10", "--rankz", "8"], "did you mean 'ranks'?"),
+    ],
+)
+def test_the_command_refuses_wrong_flags_in_a_line(arguments, expected, capsys):
+    assert main(["plan", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("plsc: error: ")
+    assert expected in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_planning_does_not_load_torch():
+    code = (
+        "import sys; from plsc.cli import main; main(['plan', '--classes', '10']); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
