@@ -317,7 +317,7 @@ def _transfers(sizes: list[int], d: int, embedding_bytes: int) -> tuple[Transfer
     def gather(content: str, block: int) -> Transfer:
         return Transfer("all-gather", content, ranks * block, (ranks - 1) * block)
 
-    numbers = 3 * b * _FLOAT
+    numbers = 2 * b * _FLOAT
     block = most * d * _FLOAT
     return (
         gather("batch sizes", _INDEX),

@@ -14,7 +14,7 @@ from plsc.heads.passes import Queries, RowGradient, Rows, Sums, TorchPasses
 from plsc.heads.rules import Rule, States, apply_rule
 
 KERNELS = ("auto", "torch", "native", "triton")
-_TILE_ELEMENTS = 2**20  # of the [B, tile] matrices of the plain path: 4 MiB each in float32
+_TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # of a [B, tile] matrix: 4 and 64 MiB in float32
 
 
 class Passes(Protocol):
@@ -73,7 +73,8 @@ def choose_passes(
     """
     if kernels not in KERNELS:
         raise OptionError(f"kernels are {kernels!r}; expected one of {', '.join(KERNELS)}")
-    rows = tile or max(256, min(16384, _TILE_ELEMENTS // max(1, batch)))
+    elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
+    rows = tile or max(256, min(elements // 64, elements // max(1, batch)))
     plain = TorchPasses(products, rows)
     if kernels == "torch" or row_dtype is torch.float64:
         return plain

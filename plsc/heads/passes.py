@@ -240,7 +240,7 @@ class TorchPasses:
             slope = torch.where(hard, queries.hard_factor + 2 * c, 1)
             z = torch.where(hard, z * (queries.hard_factor + c), z)
         k = rows.centers
-        by_class = z.view(len(z), -1, k)
+        by_class = z.view(len(z), z.shape[1] // k, k)
         if k > 1:
             winner = c.view_as(by_class).argmax(dim=2, keepdim=True)
             loses = torch.ones_like(by_class, dtype=torch.bool).scatter_(2, winner, False)

@@ -5,8 +5,10 @@ Nothing else in the package reads the launcher's environment variables.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from plsc.errors import DistributedError, OptionError
+
+
+_LEAVE_SECONDS = 5.0  # a rank that failed never comes
 
 
 @dataclass(frozen=True)
@@ -125,9 +130,24 @@ class World:
         return [int(value) for value in tensor]
 
     def close(self) -> None:
-        """Leave the process groups, if this world made them."""
+        """Leave the process groups, if this world made them; wait for the others to leave too, briefly.
+
+        A rank that is done with the last collective and closes its connections would otherwise take from
+        a slower peer the end of it.
+        """
         if self.owns_process_group and dist.is_initialized():
+            self._wait_for_all_to_leave()
             dist.destroy_process_group()
+
+    def _wait_for_all_to_leave(self) -> None:
+        if self.store is None:
+            return
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store's host has left already
+            leaving = self.store.add("leaving", 1)
+            while leaving < self.size and time.monotonic() < deadline:
+                time.sleep(0.01)
+                leaving = self.store.add("leaving", 0)
 
 
 def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:

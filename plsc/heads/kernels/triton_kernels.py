@@ -1,9 +1,11 @@
 """The element-wise parts of the passes as Triton kernels. Importing this needs triton.
 
-`triton_rows` launches them. Notation of docs/head.md. A pass goes over tiles of `count` rows, the first of them at position `start` of the
-rows in play; c [B, count] are their products with the batch, in float32, columns side by side. An
-argument that may be None is left out of the compiled kernel where it is.
+`triton_rows` launches them. Notation of docs/head.md. A pass goes over tiles of `count` rows, the first of
+them at position `start` of the rows in play; c [B, count] are their products with the batch, in float32,
+columns side by side. An argument that may be None is left out of the compiled kernel where it is.
 """
+
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ def coefficients(
 def update(
     dw, weight, position, number, start, first_row, state, second_state, steps,
     lr, momentum, weight_decay, rest1, rest2, log_beta1, log_beta2, eps, key,
-    dimension: tl.constexpr, is_cosine: tl.constexpr, kind: tl.constexpr, nesterov: tl.constexpr, size: tl.constexpr,
+    dimension: tl.constexpr, is_cosine: tl.constexpr, kind: tl.constexpr, nesterov: tl.constexpr,
+    size: tl.constexpr,
 ):  # fmt: skip
     """Apply a rule of plsc.heads.rules to row `start` + program and its states, in place.
 
@@ -143,14 +146,8 @@ def update(
             h = tl.load(state + row).to(tl.float32) + square
             tl.debug_barrier()  # as above
             only = tl.arange(0, 1)
-            _store(
-                state + row + only,
-                h + tl.zeros_like(only),
-                only == 0,
-                row_number,
-                only,
-                noise_key + 1,
-            )
+            values = h + tl.zeros_like(only)
+            _store(state + row + only, values, only == 0, row_number, only, noise_key + 1)
             w -= lr * g / (tl.sqrt(h) + eps)
         _store(weight + place, w, inside, row_number, column, noise_key)
 

@@ -177,6 +177,18 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
         torch.testing.assert_close(actual[where], rounded, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_nan_of_any_bits_stays_one() -> None:
+    # The NaN of a GPU has all bits set: noise would carry it over to -0.
+    rows, queries, gradient, passes = case(Shape(row_dtype=BF16, classes=20))
+    rows = there(rows)
+    momentum = torch.zeros(rows.weight.shape, device=DEVICE)
+    momentum[3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(FLOAT)
+    states, rule = {"momentum_buffer": momentum}, Rule("sgd", lr=1.0, momentum=1.0)
+    passes.fused_update(rows, there(queries), there(gradient), rule, states)
+    assert rows.weight[3].isnan().all()
+    assert rows.weight[4:].isfinite().all()
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.9999])
 def test_the_bias_correction_of_adamw_keeps_its_digits(beta: float) -> None:
     # From zeros, with eps 0, the first step of Adam is lr in each direction, whatever the betas.
