@@ -125,6 +125,9 @@ class Entry(Setters):
                 return verb(self.options, world, user)
         except BaseException:
             self._world = None  # what failed once is not used again
+            # Its peers may hang in a collective: they hear of it when the connections close.
+            atexit.unregister(world.close)
+            atexit.register(world.close, wait=False)
             raise
 
 

@@ -85,8 +85,8 @@ class ShardedHead(Head):
 
     class_num: C; emb_size: D; margin: from plsc.heads.margins; centers: rows a class (sub-centres, Deng
     et al. 2020), the nearest counts. `weight` is [C_local, D], or [C_local, K, D] with sub-centres.
-    row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. offload: the rows stay in CPU memory
-    and those of a step travel. on_nonfinite: 'raise', or 'pass' for a loop that looks at the loss itself.
+    row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. offload: the rows stay in CPU
+    memory and those of a step travel. on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
 
     Without a row optimizer (plsc.heads.RowSGD and others) backward() leaves whole gradients in
     `weight.grad` for any torch optimizer; with one, it leaves none, and `optimizer.step()` updates the
@@ -118,6 +118,8 @@ class ShardedHead(Head):
         self.offload = offload
         self.on_nonfinite = on_nonfinite
         self.step = 0
+        self.computed_by: str | None = None  # kernels, products, tile: they decide the last bits
+        self.resumed_from: str | None = None  # the same, of a checkpoint
         self.updates_rows_itself = False  # a row optimizer sets it
         self.pending: list[Visit] = []  # visited and backpropagated, not yet in the rows
         self._margin_before: dict[str, Tensor] | None = None
@@ -213,6 +215,7 @@ class ShardedHead(Head):
             self.execution.tile,
             len(x),
         )
+        self._note_kernels(passes)
         every = self.all_rows()
         classes = self._classes_in_play(every, unit, batch.labels, passes)
         target = find_target(
@@ -274,6 +277,16 @@ class ShardedHead(Head):
                 None if radial is None else radial[mine] / len(x),
             )
         return losses.mean(), visit, gradient
+
+    def _note_kernels(self, passes: Passes) -> None:
+        """Remember what computes, and say so once if a checkpoint was computed by something else."""
+        before, self.computed_by = self.computed_by, str(passes)
+        if before not in (None, self.computed_by) and before == self.resumed_from:
+            warnings.warn(
+                f"the checkpoint was computed by {before}, this run by {self.computed_by}: its results will "
+                "differ in the last bits from an uninterrupted run's",
+                stacklevel=5,
+            )
 
     def _classes_in_play(
         self, every: Rows, unit: Tensor, labels: Tensor, passes: Passes

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from plsc.errors import DistributedError, OptionError
 
-
 _LEAVE_SECONDS = 5.0  # a rank that failed never comes
 
 
@@ -129,14 +128,15 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
         return [int(value) for value in tensor]
 
-    def close(self) -> None:
-        """Leave the process groups, if this world made them; wait for the others to leave too, briefly.
+    def close(self, wait: bool = True) -> None:
+        """Leave the process groups, if this world made them; `wait` for the others to leave too, briefly.
 
         A rank that is done with the last collective and closes its connections would otherwise take from
         a slower peer the end of it.
         """
         if self.owns_process_group and dist.is_initialized():
-            self._wait_for_all_to_leave()
+            if wait:
+                self._wait_for_all_to_leave()
             dist.destroy_process_group()
 
     def _wait_for_all_to_leave(self) -> None:

@@ -105,6 +105,8 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
     load_tensors(path, replicated, sharded, run.world)
     if isinstance(run.head, ShardedHead):
         run.head.step = manifest.step  # keys the sampling and the rounding
+        before = scalars.get("head_computed_by")
+        run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
     run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
     run.best = _read_best(path, scalars.get("best"))
 
@@ -143,6 +145,7 @@ def save(run: Run, name: str) -> Path:
             "loss_type": run.options.head.loss_type,
             "global_batch": global_batch_size(run.options, run.world.size),
             "num_samples": run.num_samples,
+            "head_computed_by": getattr(run.head, "computed_by", None),
         },
     )
     path = save_checkpoint(run.save_dir, name, replicated, sharded, manifest, run.world)

@@ -83,7 +83,7 @@ def test_a_wrong_setting_ends_a_script_with_one_line(one_bad_image, tmp_path):
             JOB, ranks, str(one_bad_image), str(tmp_path / "run"), "set_loss_type='softmax'",
             "set_margin=0.3", check=False, timeout=90,
         )  # fmt: skip
-        assert_one_line_and_failure(done, "softmax has neither margin nor scale")
+        assert_one_line_and_failure(done, "softmax has no margin")
 
 
 def test_the_command_line_ends_with_one_line_and_no_traceback(tmp_path):

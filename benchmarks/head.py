@@ -1,0 +1,404 @@
+"""Times the head and its rivals side by side, and measures their memory.
+
+    python benchmarks/head.py                                 # C = 1e5 and 1e6, B = 128, D = 512
+    python benchmarks/head.py --classes 1e7                   # the sampled ways alone
+    python benchmarks/head.py --batch 1024 --classes 1e5
+    python benchmarks/head.py --slopes --traffic --no-table   # how memory and network grow
+    python benchmarks/head.py --quick                         # a smoke test, a minute or two
+
+A step is forward, gradient for the embeddings, and update of the rows (ways.py says what each way does).
+Time: all ways in one process, a step each in turn, many rounds; the ratio to the textbook is taken round by
+round. Memory: a process for each way, killed after --rival-timeout; its own times are printed beside its
+memory. Runs on a CUDA device if there is one. Rivals that are not installed are rows that say so:
+pip install pytorch-metric-learning liger-kernel cut-cross-entropy.
+
+Writes into the output folder: samples.jsonl (every measurement), results.md (what is printed), head-B*.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import limit_memory, measure, outcome_of, say, take_turns
+from ways import BY_NAME, TEXTBOOK, WAYS, Way
+
+HERE = Path(__file__).resolve().parent
+ROWS_FIT = 2_000_000  # beyond so many classes, only the ways for millions
+SLOPE_WAYS = (TEXTBOOK, "plsc, fp32", "plsc, bf16", "plsc, bf16, kept")
+GIB = 2**30
+
+Sample = dict[str, Any]
+
+
+class Report:
+    """Everything that was measured, and the text about it; both are written as they come."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.samples: list[Sample] = []
+        self._raw = (folder / "samples.jsonl").open("w")
+        self._text = (folder / "results.md").open("w")
+
+    def keep(self, sample: Sample) -> None:
+        """Add a measurement."""
+        self.samples.append(sample)
+        self._raw.write(json.dumps(sample) + "\n")
+        self._raw.flush()
+
+    def print(self, line: str = "") -> None:
+        """Print a line, and write it down."""
+        print(line, flush=True)
+        self._text.write(line + "\n")
+        self._text.flush()
+
+
+def machine(threads: int, device: str) -> Sample:
+    """Return what the figures depend on, without the name of the host."""
+    facts = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    return {
+        "kind": "machine",
+        "date": datetime.date.today().isoformat(),
+        "processor": facts.get("model name", platform.machine()),
+        "instructions": [flag for flag in known if flag in facts.get("flags", "").split()],
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1),
+        "device": device,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def run_child(arguments: list[str], timeout: float | None) -> tuple[list[Sample], str | None]:
+    """Run this script (or another) in a process; return its samples and why it ended badly, if it did."""
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]  # this checkout's plsc
+    child = subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that its own children can be ended with it
+    )
+    trouble = None
+    try:
+        text, errors = child.communicate(timeout=timeout)
+        if child.returncode == -signal.SIGKILL:
+            trouble = "killed (out of memory?)"
+        elif child.returncode:
+            trouble = "failed: " + (errors.strip().splitlines() or ["?"])[-1][:120]
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        text, _ = child.communicate()
+        trouble = f"over {timeout:g} s"
+    except BaseException:  # this process is to end
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")], trouble
+
+
+def measure_apart(
+    options: argparse.Namespace, way: Way, classes: int, batch: int, report: Report
+) -> Sample | str:
+    """Return the memory sample of a way in a process of its own, or why there is none."""
+    reason = way.missing(options.device)
+    if reason is not None:
+        report.keep(
+            {"kind": "failed", "way": way.name, "C": classes, "B": batch, "outcome": reason}
+        )
+        return reason
+    samples, trouble = run_child(
+        [
+            str(HERE / "head.py"),
+            "--measure",
+            way.name,
+            str(classes),
+            str(batch),
+            *passed_on(options),
+        ],
+        None if way.is_ours else options.rival_timeout,
+    )
+    for sample in samples:
+        if sample["kind"] == "memory":
+            report.keep(sample)
+            return sample
+        trouble = sample["outcome"]
+    trouble = trouble or "failed: said nothing"
+    report.keep({"kind": "failed", "way": way.name, "C": classes, "B": batch, "outcome": trouble})
+    return trouble
+
+
+def passed_on(options: argparse.Namespace) -> list[str]:
+    """Return the options that the processes of a way need as well."""
+    passed = ["--dimension", str(options.dimension), "--threads", str(options.threads)]
+    passed += ["--device", options.device, "--steps", str(options.steps)]
+    if options.memory_limit is not None:
+        passed += ["--memory-limit", str(options.memory_limit)]
+    return passed
+
+
+def compare(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
+    """Measure all ways at one size and print the table."""
+    ways = [way for way in WAYS if options.ways is None or way.name in options.ways]
+    if classes > ROWS_FIT:
+        ways = [way for way in ways if way.for_millions]
+    found = {way.name: measure_apart(options, way, classes, batch, report) for way in ways}
+    able = [name for name, result in found.items() if not isinstance(result, str)]
+    samples, trouble = [], None
+    if able:
+        samples, trouble = run_child(
+            [
+                str(HERE / "head.py"),
+                *("--take-turns", "|".join(able), str(classes), str(batch)),
+                *("--rounds", str(options.rounds)),
+                *passed_on(options),
+            ],
+            None,
+        )
+    for sample in samples:
+        report.keep(sample)
+    report.print(f"\n### C = {classes:,}, B = {batch}, D = {options.dimension}\n")
+    report.print(
+        "| way | loss | ms a step: median (least to most) | ratio to the textbook | peak GiB | over, GiB | "
+        "ms a step where the peak was taken | |"
+    )
+    report.print("|---|---|---|---|---|---|---|---|")
+    times = {
+        name: {
+            s["round"]: s["seconds"] for s in samples if s["kind"] == "time" and s["way"] == name
+        }
+        for name in able
+    }
+    failed = {s["way"]: s["outcome"] for s in samples if s["kind"] == "failed"}
+    for way in ways:
+        result = found[way.name]
+        if isinstance(result, str):
+            report.print(f"| {way.name} | {way.loss} | {result} | | | | | |")
+            continue
+        mine = times[way.name]
+        ratio, shown = "", failed.get(way.name, trouble or "failed")
+        if mine:
+            ms = [1000 * seconds for seconds in mine.values()]
+            shown = f"{statistics.median(ms):.3g} ({min(ms):.3g} to {max(ms):.3g})"
+            other = times.get(TEXTBOOK, {})
+            ratios = [mine[turn] / other[turn] for turn in mine if turn in other]
+            ratio = f"{statistics.median(ratios):.3f}" if ratios else ""
+        report.print(
+            f"| {way.name} | {way.loss} | {shown} | {ratio} | {result['peak'] / GIB:.2f} | "
+            f"{result['over'] / GIB:.2f} | {1000 * result['median']:.3g} | {result['note']} |"
+        )
+
+
+def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
+    """Print how the peak grows when B doubles, at two sizes of C, and when C doubles."""
+    report.print(
+        f"\n### How the peak grows: C = {classes:,}, B = {batch}, D = {options.dimension}\n"
+    )
+    report.print(
+        "| way | bytes for one more sample, at C | the same at 2 C | bytes for one more class | of that "
+        "over rows and states |"
+    )
+    report.print("|---|---|---|---|---|")
+    for name in SLOPE_WAYS:
+        sizes = (
+            (classes, batch),
+            (classes, 2 * batch),
+            (2 * classes, batch),
+            (2 * classes, 2 * batch),
+        )
+        found = [measure_apart(options, BY_NAME[name], c, b, report) for c, b in sizes]
+        troubles = [result for result in found if isinstance(result, str)]
+        if troubles:
+            report.print(f"| {name} | {troubles[0]} | | | |")
+            continue
+        low, more_samples, more_classes, more_of_both = [r["peak"] for r in found]  # type: ignore[index]
+        needed = (found[2]["needed"] - found[0]["needed"]) / classes  # type: ignore[index]
+        per_class = (more_classes - low) / classes
+        report.print(
+            f"| {name} | {(more_samples - low) / batch:,.0f} | "
+            f"{(more_of_both - more_classes) / batch:,.0f} | {per_class:,.0f} | "
+            f"{per_class - needed:,.0f} |"
+        )
+
+
+def traffic(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
+    """Print what the collectives of some ranks are given in a step, beside the formula."""
+    report.print(
+        f"\n### What a rank gives to the network in a step: B = {batch}, D = {options.dimension}\n"
+    )
+    report.print("| ranks | C | collective | bytes given | by the formula |")
+    report.print("|---|---|---|---|---|")
+    remarks = []
+    for ranks in options.ranks:
+        for c in (classes, 2 * classes):
+            samples, trouble = run_child(
+                [
+                    *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+                    str(HERE / "traffic.py"),
+                    *(str(c), str(batch), str(options.dimension), "10"),
+                ],
+                600,
+            )
+            found = [sample for sample in samples if sample["kind"] == "traffic"]
+            if not found:
+                report.print(f"| {ranks} | {c:,} | {trouble} | | |")
+                continue
+            report.keep(found[0])
+            given, formula = found[0]["given"], found[0]["expected"]
+            for name in sorted(given.keys() | formula.keys()):
+                report.print(
+                    f"| {ranks} | {c:,} | {name} | {given.get(name, 0):,} | {formula.get(name, 0):,} |"
+                )
+            if found[0]["loopback"] is not None:
+                remarks.append(f"{ranks} ranks, C = {c:,}: {found[0]['loopback']:,}")
+    report.print(
+        "\nSeen on the loopback device of the machine, bytes a step of all ranks together, headers and "
+        "strangers included: " + "; ".join(remarks or ["nothing, it could not be read"]) + "."
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """Return the integers of a list such as 1e5,1e6."""
+    return [int(float(part)) for part in text.split(",")]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "output",
+        nargs="?",
+        type=Path,
+        default=Path("build/benchmarks"),
+        help="folder to write into",
+    )
+    add("--classes", type=numbers, default=[10**5, 10**6], help="as in 1e5,1e6 (the default)")
+    add("--batch", type=numbers, default=[128], help="as in 128,1024")
+    add("--dimension", type=int, default=512)
+    add("--rounds", type=int, default=15, help="of the timing in turn")
+    add("--steps", type=int, default=3, help="in the process that measures memory, after one more")
+    add(
+        "--ways",
+        type=lambda text: text.split("|"),
+        help="only these, as in 'plsc, fp32|plsc, bf16'",
+    )
+    add("--slopes", action="store_true", help="how the peak grows with B and C")
+    add("--traffic", action="store_true", help="what the collectives of --ranks are given")
+    add("--ranks", type=numbers, default=[2, 4], help="as in 2,4 (the default)")
+    add("--no-table", action="store_true", help="only --slopes and --traffic")
+    add("--rival-timeout", type=float, default=300, help="seconds for the memory run of a rival")
+    add(
+        "--memory-limit",
+        type=float,
+        help="GiB of CPU memory for a process; else 0.9 of what is free",
+    )
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--quick", action="store_true", help="C = 2000, B = 32, 3 rounds: a smoke test")
+    add(
+        "--measure", nargs=3, metavar=("NAME", "C", "B"), help="memory and time of one way, as JSON"
+    )
+    add("--take-turns", nargs=3, metavar=("NAMES", "C", "B"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.classes, options.batch, options.rounds = [2000], [32], 3
+    unknown = [name for name in options.ways or [] if name not in BY_NAME]
+    if unknown:
+        parser.error(f"no way is called {unknown[0]!r}; there are: {' | '.join(BY_NAME)}")
+    return options
+
+
+def work(options: argparse.Namespace) -> None:
+    """Be a process that measures."""
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        limit_memory(options.memory_limit)
+    name, classes, batch = options.measure or options.take_turns
+    size = (int(float(classes)), int(batch), options.dimension)
+    if options.take_turns:
+        take_turns(name.split("|"), *size, options.rounds, device)
+        return
+    try:
+        measure(name, *size, options.steps, device)
+    except Exception as error:  # the parent makes a row of it
+        say("failed", way=name, outcome=outcome_of(error))
+
+
+def main() -> None:
+    """Run what was asked for."""
+    options = parse()
+    if options.measure or options.take_turns:
+        work(options)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child is left behind
+    report = Report(options.output)
+    facts = machine(options.threads, options.device)
+    report.keep(facts)
+    where = (
+        facts["gpu"] or f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} threads"
+    )
+    title = f"{where} ({', '.join(facts['instructions'])}), torch {facts['torch']}, {facts['date']}"
+    report.print(f"`{' '.join(['python', 'benchmarks/head.py', *sys.argv[1:]])}`")
+    report.print(f"on {title}")
+    for batch in options.batch:
+        if not options.no_table:
+            for classes in options.classes:
+                compare(options, classes, batch, report)
+            from plot import (
+                draw,
+            )  # here, so that the processes that measure do not import matplotlib
+
+            draw(
+                report.samples,
+                batch,
+                f"B = {batch}: {title}",
+                options.output / f"head-B{batch}.png",
+            )
+        if options.slopes:
+            slopes(options, min(options.classes), batch, report)
+        if options.traffic:
+            traffic(options, min(options.classes), batch, report)
+    if not options.no_table:
+        base = [s["ready"] for s in report.samples if s["kind"] == "memory"] or [0]
+        memory = (
+            "allocated on the GPU" if options.device == "cuda" else "the process's resident set"
+        )
+        report.print(
+            f"\nPeak: {memory}; over: peak less rows, their states, and what the same "
+            "process held after a step over 64 classes (torch and late imports: "
+            f"{statistics.median(base) / GIB:.2f} GiB). The loss is ArcFace "
+            "with normalised rows, or a plain softmax, which is less work. The last column says what ran."
+        )
+    report.print(f"Raw samples and plots: {options.output}")
+    broken = {
+        s["way"]
+        for s in report.samples
+        if s["kind"] == "failed" and BY_NAME[s["way"]].is_ours and s["outcome"].startswith("failed")
+    }
+    if broken:
+        sys.exit(f"ways of ours that failed: {', '.join(sorted(broken))}; see the table")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What runs in a process of its own: the memory of one way, or the times of many in turn.
+
+Lines of JSON go to stdout as they come, so that a process that dies has said what it knew.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from ways import BY_NAME, Built, Store
+
+_BATCHES = 8  # different ones, so that none is learned by heart within a run
+
+
+def say(kind: str, **facts: object) -> None:
+    """Print a line of JSON."""
+    print(json.dumps({"kind": kind, **facts}), flush=True)
+
+
+def limit_memory(gibibytes: float | None) -> None:
+    """Let this process fail by itself, and as the first, before the machine is out of memory.
+
+    gibibytes: of CPU memory beyond what is mapped now; None: nine tenths of what is free.
+    """
+    wanted = 0.9 * free_memory() if gibibytes is None else gibibytes * 2**30
+    mapped = _status("VmData")
+    limit = int(wanted + mapped)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def free_memory() -> int:
+    """Return how many bytes this process could still use, by the machine and by its control group."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        most = (group / "memory.max").read_text().strip()
+        if most != "max":
+            free = min(free, int(most) - int((group / "memory.current").read_text()))
+    except OSError:
+        pass  # no control groups, or version 1
+    return free
+
+
+def measure(
+    name: str, classes: int, batch: int, dimension: int, steps: int, device: torch.device
+) -> None:
+    """Make a few steps of one way and say what they took: the peak memory and the times.
+
+    imported: bytes after `import torch`; ready: after a step of the same way over 64 classes, which imports
+    what is imported late; needed: rows and their states; over: the peak less ready and needed.
+    """
+    on_gpu = device.type == "cuda"
+    imported = 0 if on_gpu else _status("VmRSS")
+    _start_small(name, batch, dimension, device)
+    ready = _status("VmRSS")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        ready = torch.cuda.memory_allocated()
+    built = _build(name, Store(classes, dimension, device))
+    batches = list(_batches(classes, batch, dimension, device))
+    losses, seconds = [], []
+    for index in range(steps + 1):
+        taken, loss = _timed(built, *batches[index % _BATCHES])
+        losses.append(loss)
+        if index:  # the first warms up
+            seconds.append(taken)
+    needed = sum(tensor.nbytes for tensor in built.tensors)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM")
+    say(
+        "memory",
+        way=name,
+        C=classes,
+        B=batch,
+        D=dimension,
+        peak=peak,
+        imported=imported,
+        ready=ready,
+        needed=needed,
+        over=peak - ready - needed,
+        losses=losses,
+        seconds=seconds,
+        median=statistics.median(seconds),
+        note=built.note(),
+    )
+
+
+def take_turns(
+    names: list[str], classes: int, batch: int, dimension: int, rounds: int, device: torch.device
+) -> None:
+    """Time a step of each way in turn, `rounds` times; who begins changes from round to round."""
+    store = Store(classes, dimension, device)
+    batches = cycle(list(_batches(classes, batch, dimension, device)))
+    running: dict[str, Built] = {}
+    for name in names:
+        try:
+            built = _build(name, store)
+            for _ in range(2):
+                _timed(built, *next(batches))
+        except Exception as error:
+            say("failed", way=name, outcome=outcome_of(error))
+            continue
+        running[name] = built
+    for turn in range(rounds):
+        x, labels = next(batches)
+        order = list(running)
+        first = turn % max(1, len(order))
+        for name in order[first:] + order[:first]:
+            try:
+                seconds, _ = _timed(running[name], x, labels)
+            except Exception as error:  # whatever a rival does, the others go on
+                say("failed", way=name, outcome=outcome_of(error))
+                del running[name]
+                continue
+            say("time", way=name, C=classes, B=batch, D=dimension, round=turn, seconds=seconds)
+
+
+def outcome_of(error: BaseException) -> str:
+    """Return what stands in the table for a way that failed."""
+    text = str(error)
+    wanted = ("can't allocate memory", "not enough memory", "out of memory", "no memory")
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        part in text.lower() for part in wanted
+    ):
+        return "out of memory"
+    return f"failed: {type(error).__name__}: {(text.splitlines() or [''])[0][:100]}"
+
+
+def _build(name: str, store: Store) -> Built:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return BY_NAME[name].build(store)
+
+
+def _start_small(name: str, batch: int, dimension: int, device: torch.device) -> None:
+    """Make a step over few classes, which imports what a way imports late."""
+    built = _build(name, Store(64, dimension, device))
+    _timed(built, *next(_batches(64, min(batch, 8), dimension, device)))
+
+
+def _batches(
+    classes: int, batch: int, dimension: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(_BATCHES):
+        x = torch.randn(batch, dimension, generator=generator)
+        labels = torch.randint(classes, (batch,), generator=generator)
+        yield x.to(device).requires_grad_(), labels.to(device)
+
+
+def _timed(built: Built, x: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the seconds of a step, and its loss."""
+    x.grad = None
+    gc.collect()
+    if x.is_cuda:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        loss = built.step(x, labels)
+        end.record()
+        torch.cuda.synchronize()
+        seconds = start.elapsed_time(end) / 1000
+    else:
+        began = time.perf_counter()
+        loss = built.step(x, labels)
+        seconds = time.perf_counter() - began
+    if x.grad is None:
+        raise RuntimeError("the step left no gradient for the embeddings")
+    return seconds, float(loss)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; measure memory on Linux, not {os.name}")

@@ -1,0 +1,51 @@
+"""Draws time and memory against the number of classes, ours and the others, on log axes."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from ways import WAYS
+
+
+def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> None:
+    """Write a picture of the samples with this batch size: median step in seconds, peak in GiB."""
+    times, peaks = defaultdict(lambda: defaultdict(list)), defaultdict(dict)
+    for sample in samples:
+        if sample.get("B") != batch:
+            continue
+        if sample["kind"] == "time":
+            times[sample["way"]][sample["C"]].append(sample["seconds"])
+        elif sample["kind"] == "memory":
+            peaks[sample["way"]][sample["C"]] = sample["peak"] / 2**30
+    medians = {
+        way: {classes: statistics.median(seconds) for classes, seconds in by_classes.items()}
+        for way, by_classes in times.items()
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    parts = ((medians, "seconds a step (median)"), (peaks, "peak memory in GiB"))
+    colours = plt.get_cmap("tab20").colors
+    for panel, (values, label) in zip(panels, parts, strict=True):
+        for number, way in enumerate(WAYS):
+            points = sorted(values.get(way.name, {}).items())
+            if points:
+                panel.plot(
+                    *zip(*points, strict=True),
+                    label=way.name,
+                    color=colours[number % len(colours)],
+                    linestyle="-" if way.is_ours else "--",
+                    marker="o" if way.is_ours else "x",
+                )
+        panel.set(xscale="log", yscale="log", xlabel="classes C", ylabel=label)
+        panel.grid(which="both", alpha=0.3)
+    handles, names = panels[1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,303 @@
+"""Ways to make one training step of a classification head over C classes: ours, and what else there is.
+
+A step is: the loss of a batch, its gradient for the embeddings, and the update of the rows by SGD with
+momentum 0.9 and weight decay 5e-4 (or by what the name says). Rows W [C, D], embeddings x [B, D], labels [B].
+Ways share their rows and momentum through a `Store`, so that many of them fit into one process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SCALE, MARGIN = 64.0, 0.5
+LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
+TEXTBOOK = "textbook, fp32"  # what all others are compared with
+
+
+@dataclass
+class Store:
+    """The rows and states that ways of one process share: made by the first that asks."""
+
+    classes: int
+    dimension: int
+    device: torch.device
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what has this name."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
+    def weight(self) -> Tensor:
+        """Return rows [C, D], fp32, those that our head starts from."""
+        from plsc.heads.initial import initial_rows
+
+        return self.get(
+            "weight", lambda: initial_rows(0, 0, self.classes, self.dimension).to(self.device)
+        )
+
+    def momentum(self) -> Tensor:
+        """Return the momentum of the rows [C, D], fp32."""
+        return self.get("momentum", lambda: torch.zeros_like(self.weight()))
+
+
+@dataclass
+class Built:
+    """A way, ready to run. step(x, labels): makes a step and returns the loss; x.grad is then there.
+
+    tensors: rows and their states, without which the way cannot be; note: says how it ran, after a step.
+    """
+
+    step: Callable[[Tensor, Tensor], Tensor]
+    tensors: list[Tensor]
+    note: Callable[[], str] = lambda: ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """name; loss: 'arcface' or 'softmax' (plain, no normalisation); package: what it needs besides torch.
+
+    for_millions: whether it is worth trying where the rows alone fill the machine.
+    """
+
+    name: str
+    loss: str
+    build: Callable[[Store], Built]
+    package: str | None = None
+    needs_gpu: bool = False
+    for_millions: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is plsc."""
+        return self.name.startswith("plsc")
+
+    def missing(self, device: str) -> str | None:
+        """Return why it cannot run here, None if it can."""
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return "not installed"
+        if self.needs_gpu and device != "cuda":
+            return "needs a GPU"
+        return None
+
+
+def _ours(
+    store: Store,
+    products: str,
+    keep: bool = False,
+    ratio: float = 1.0,
+    light: bool = False,
+    kernels: str = "auto",
+) -> Built:
+    """Build ours; `light`: rows in bf16 and row-wise Adagrad, 1,028 bytes a row instead of 4,096."""
+    from plsc.heads import Execution, RowAdagrad, RowSGD, Sampling, ShardedHead, build_margin
+
+    def make_light() -> tuple[ShardedHead, RowAdagrad]:
+        margin = build_margin("arcface", scale=SCALE, margin=MARGIN)
+        head = ShardedHead(store.classes, store.dimension, margin, row_dtype=torch.bfloat16)
+        head.to(store.device)
+        return head, RowAdagrad(head, lr=LR, weight_decay=WEIGHT_DECAY)
+
+    def make_full() -> tuple[ShardedHead, RowSGD]:
+        margin = build_margin("arcface", scale=SCALE, margin=MARGIN)
+        head = ShardedHead(store.classes, store.dimension, margin).to(store.device)
+        head.weight.data = store.get("weight", lambda: head.weight.data)
+        rows = RowSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+        states = rows.state[head.weight]
+        states["momentum_buffer"] = store.get("momentum", lambda: states["momentum_buffer"])
+        return head, rows
+
+    head, rows = store.get("light", make_light) if light else store.get("full", make_full)
+    sampling = Sampling(ratio=ratio)
+    execution = Execution(products=products, keep_bytes=2**62 if keep else 0, kernels=kernels)
+    said = [""]
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        head.sampling, head.execution = sampling, execution  # the ways of a process share the head
+        output = head(x, labels)
+        output.loss.backward()
+        visit = head.pending[-1]
+        said[0] = f"{visit.passes.name} kernels" + (", kept" if visit.kept is not None else "")
+        rows.step()
+        return output.mean_loss
+
+    return Built(step, [head.weight.data, *rows.state[head.weight].values()], lambda: said[0])
+
+
+def _sgd(parameter: nn.Parameter, momentum: Tensor) -> torch.optim.SGD:
+    optimizer = torch.optim.SGD([parameter], lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    optimizer.state[parameter]["momentum_buffer"] = momentum
+    return optimizer
+
+
+def _plain(
+    store: Store, loss: Callable[[Tensor, Tensor, Tensor], Tensor], autocast: bool = False
+) -> Built:
+    """Build a way that is a loss of (x, W, labels) and leaves the rest to autograd and torch.optim.SGD."""
+    weight = nn.Parameter(store.weight())
+    optimizer = _sgd(weight, store.momentum())
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            value = loss(x, weight, labels)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return Built(step, [weight.data, store.momentum()])
+
+
+def arcface(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean ArcFace loss as in the paper (Deng et al. 2019), on the matrix [B, C]."""
+    cosines = F.linear(F.normalize(x), F.normalize(weight)).float()
+    samples = torch.arange(len(x), device=x.device)
+    target = cosines[samples, labels].clamp(-1 + 1e-6, 1 - 1e-6)
+    cosines[samples, labels] = torch.cos(torch.acos(target) + MARGIN)
+    cosines *= SCALE  # in place, as the good implementations do
+    return F.cross_entropy(cosines, labels)
+
+
+def _textbook(store: Store) -> Built:
+    return _plain(store, arcface)
+
+
+def _textbook_autocast(store: Store) -> Built:
+    return _plain(store, arcface, autocast=True)
+
+
+def _textbook_sampled(store: Store) -> Built:
+    """Build PartialFC (An et al. 2022) as in the paper: the tenth with the highest random scores."""
+    weight, momentum = store.weight(), store.momentum()
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        scores = torch.rand(len(weight), device=x.device)
+        scores[labels] = 2
+        chosen = scores.topk(max(len(weight) // 10, len(labels))).indices.sort().values
+        part = weight[chosen].requires_grad_()
+        loss = arcface(x, part, torch.searchsorted(chosen, labels))
+        loss.backward()
+        with torch.no_grad():
+            assert part.grad is not None
+            part.grad.add_(part, alpha=WEIGHT_DECAY)
+            velocity = momentum[chosen].mul_(MOMENTUM).add_(part.grad)
+            part.sub_(velocity, alpha=LR)
+            weight[chosen] = part
+            momentum[chosen] = velocity
+        return loss.detach()
+
+    return Built(step, [weight, momentum])
+
+
+def _metric_learning(store: Store) -> Built:
+    from pytorch_metric_learning.losses import ArcFaceLoss
+
+    loss = ArcFaceLoss(1, 1, margin=math.degrees(MARGIN), scale=SCALE)
+    loss.num_classes = store.classes
+    columns = (
+        store.dimension,
+        store.classes,
+    )  # its rows are columns; random ones are as good either way
+    loss.W = nn.Parameter(store.weight().view(columns))
+    optimizer = _sgd(loss.W, store.momentum().view(columns))
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        value = loss(x, labels)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return Built(step, [loss.W.data, store.momentum()])
+
+
+def _chunked(store: Store) -> Built:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return _plain(store, lambda x, w, y: F.linear_cross_entropy(x, w, y, options=options))
+
+
+def _loss_parallel(store: Store) -> Built:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    if not dist.is_initialized():
+        backend = "nccl" if store.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = store.get("mesh", lambda: init_device_mesh(store.device.type, (1,)))
+    weight = nn.Parameter(DTensor.from_local(store.weight(), mesh, [Shard(0)]))
+    optimizer = _sgd(weight, DTensor.from_local(store.momentum(), mesh, [Shard(0)]))
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        with loss_parallel():
+            everywhere = DTensor.from_local(x, mesh, [Replicate()])
+            value = F.cross_entropy(F.linear(everywhere, weight), labels)
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach().to_local()
+
+    return Built(step, [store.weight(), store.momentum()])
+
+
+def _liger(store: Store) -> Built:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return _plain(store, lambda x, w, y: loss(w, x, y))
+
+
+def _liger_autocast(store: Store) -> Built:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return _plain(store, lambda x, w, y: loss(w, x, y), autocast=True)
+
+
+def _cut(store: Store) -> Built:
+    from cut_cross_entropy import linear_cross_entropy
+
+    # Its backward pass wants half precision.
+    return _plain(store, lambda x, w, y: linear_cross_entropy(x.bfloat16(), w.bfloat16(), y))
+
+
+WAYS = (
+    Way(TEXTBOOK, "arcface", _textbook),
+    Way("textbook, bf16 autocast", "arcface", _textbook_autocast),
+    Way("textbook PartialFC 0.1", "arcface", _textbook_sampled, for_millions=True),
+    Way("pytorch-metric-learning", "arcface", _metric_learning, "pytorch_metric_learning"),
+    Way("torch linear_cross_entropy, chunked", "softmax", _chunked),
+    Way("torch loss_parallel, one rank", "softmax", _loss_parallel),
+    Way("liger-kernel", "softmax", _liger, "liger_kernel", needs_gpu=True),
+    Way("liger-kernel, bf16", "softmax", _liger_autocast, "liger_kernel", needs_gpu=True),
+    Way("cut-cross-entropy, bf16", "softmax", _cut, "cut_cross_entropy", needs_gpu=True),
+    Way("plsc, fp32", "arcface", lambda s: _ours(s, "float32")),
+    Way("plsc, fp32, kept", "arcface", lambda s: _ours(s, "float32", keep=True)),
+    Way("plsc, bf16", "arcface", lambda s: _ours(s, "bfloat16")),
+    Way("plsc, bf16, kept", "arcface", lambda s: _ours(s, "bfloat16", keep=True)),
+    Way("plsc, bf16, no kernels", "arcface", lambda s: _ours(s, "bfloat16", kernels="torch")),
+    Way("plsc, bf16, 0.1", "arcface", lambda s: _ours(s, "bfloat16", ratio=0.1)),
+    Way(
+        "plsc, bf16 rows, Adagrad, 0.1",
+        "arcface",
+        lambda s: _ours(s, "bfloat16", ratio=0.1, light=True),
+        for_millions=True,
+    ),
+    Way(
+        "plsc, bf16 rows, Adagrad, 0.01",
+        "arcface",
+        lambda s: _ours(s, "bfloat16", ratio=0.01, light=True),
+        for_millions=True,
+    ),
+)
+BY_NAME = {way.name: way for way in WAYS}

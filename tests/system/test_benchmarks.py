@@ -1,0 +1,86 @@
+"""The benchmark of the head compares what it says it compares: the same loss, the same update."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from ways import BY_NAME, TEXTBOOK, WAYS  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: object) -> list[dict]:
+    """Run the benchmark on the CPU, one thread; return the JSON lines that it printed."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "benchmarks/head.py",
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            *map(str, arguments),
+        ],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def read(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    return [sample for sample in map(json.loads, lines) if sample["kind"] == kind]
+
+
+def test_every_way_that_can_run_here_makes_its_steps():
+    names = [way.name for way in WAYS if way.missing("cpu") is None]
+    said = run("--take-turns", "|".join(names), 2000, 32, "--rounds", 2)
+    assert not [line for line in said if line["kind"] == "failed"]
+    assert [line["way"] for line in said if line["round"] == 0] == names
+    assert [line["way"] for line in said if line["round"] == 1] == [*names[1:], names[0]]
+
+
+def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_the_textbook_does(tmp_path):
+    missing = next(way.name for way in WAYS if way.needs_gpu)
+    ours = ("plsc, fp32", "plsc, fp32, kept", "plsc, bf16")
+    run("--quick", "--ways", "|".join([TEXTBOOK, missing, *ours]), tmp_path)
+    table = (tmp_path / "results.md").read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if " | " in line]
+    assert rows[1:] == [name for name in BY_NAME if name in (TEXTBOOK, missing, *ours)]
+    assert [sample["way"] for sample in read(tmp_path, "failed")] == [missing]
+
+    memory = {sample["way"]: sample for sample in read(tmp_path, "memory")}
+    for name, tolerance in zip(ours, (1e-5, 1e-3, 1e-3), strict=True):
+        assert memory[name]["losses"] == pytest.approx(memory[TEXTBOOK]["losses"], rel=tolerance)
+        assert memory[name]["needed"] == memory[TEXTBOOK]["needed"] == 2 * 2000 * 512 * 4
+    assert {(s["way"], s["round"]) for s in read(tmp_path, "time")} == {
+        (name, turn) for name in (TEXTBOOK, *ours) for turn in range(3)
+    }
+    assert (tmp_path / "head-B32.png").stat().st_size > 0
+
+
+def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path):
+    slow, greedy = tmp_path / "slow", tmp_path / "greedy"
+    run("--quick", "--ways", TEXTBOOK, "--rival-timeout", 0.1, slow)
+    assert [sample["outcome"] for sample in read(slow, "failed")] == ["over 0.1 s"]
+    run("--classes", 200_000, "--ways", TEXTBOOK, "--memory-limit", 0.5, greedy)
+    assert [sample["outcome"] for sample in read(greedy, "failed")] == ["out of memory"]
+
+
+def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_classes(tmp_path):
+    run("--quick", "--traffic", "--no-table", "--ranks", 2, tmp_path)
+    few, many = read(tmp_path, "traffic")
+    assert many["C"] == 2 * few["C"]
+    assert few["given"] == many["given"] == few["expected"]
