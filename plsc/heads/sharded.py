@@ -38,6 +38,7 @@ from plsc.parallel.collectives import (
 )
 from plsc.parallel.shard import class_range
 
+_PRODUCTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
 
 
@@ -55,6 +56,17 @@ class Execution:
     keep_bytes: int = 0
     tile: int | None = None
     kernels: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.products not in _PRODUCTS:
+            raise OptionError(
+                f"products are {self.products!r}; expected one of {', '.join(_PRODUCTS)}"
+            )
+        if self.keep_bytes < 0 or (self.tile is not None and self.tile < 1):
+            raise OptionError(
+                f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected 0 or more bytes, and 1 or "
+                "more rows or None"
+            )
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,8 @@ class ShardedHead(Head):
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        if on_nonfinite not in ("raise", "pass"):
+            raise OptionError(f"on_nonfinite is {on_nonfinite!r}; expected 'raise' or 'pass'")
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         mine = class_range(class_num, rank, ranks)
         super().__init__(class_num, mine, emb_size, margin, seed, group, centers, row_dtype)
@@ -196,7 +210,7 @@ class ShardedHead(Head):
     def _products(self, device: str) -> torch.dtype:
         if torch.is_autocast_enabled(device):
             return torch.bfloat16  # also for float16: shifted exponentials need its range
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.execution.products]
+        return _PRODUCTS[self.execution.products]
 
     def _visit(
         self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool

@@ -266,6 +266,19 @@ def test_sub_centres_of_a_softmax_are_refused():
         build_head("dist_softmax", 5, 4, centers=2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"products": "float16"}, "products are 'float16'; expected one of float32, bfloat16"),
+        ({"keep_bytes": -1}, "keep_bytes is -1"),
+        ({"tile": 0}, "tile is 0"),
+    ],
+)
+def test_wrong_execution_settings_are_refused(settings, message):
+    with pytest.raises(OptionError, match=message):
+        Execution(**settings)
+
+
 def test_kernels_that_cannot_be_used_are_refused_with_the_reason():
     head = build_head("dist_arcface", 5, 4, execution=Execution(kernels="triton"))
     with pytest.raises(OptionError, match="triton kernels of the head cannot be used: "):

@@ -1,0 +1,169 @@
+"""Trains the demo's network on the demo's glyphs with several losses and row types, three seeds each.
+
+    python demo/make_glyphs.py build/glyphs
+    python benchmarks/accuracy.py build/glyphs build/accuracy               # about 50 minutes on two cores
+    python benchmarks/accuracy.py build/glyphs build/accuracy --ways "arcface;cosface" --seeds 1
+
+Everything but the loss is as in demo/train_glyphs.py: network, batches, rates, epochs. The margins are
+milder than those of the papers, as the demo's is, and were not tuned for any loss but ArcFace. Verification
+is on pairs of classes that no network has seen. Each training is a torchrun job of two ranks with a folder
+of its own; one that is there already is not trained again. Writes results.md, results.json and curves.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+EPOCHS, GLOBAL_BATCH, RATE = 3, 128, 0.1
+ARCFACE: dict[str, Any] = {"set_loss_type": "dist_arcface", "set_margin": 0.3, "set_scale": 32.0}
+WAYS: dict[str, dict[str, Any]] = {
+    "arcface": ARCFACE,
+    "cosface": {"set_loss_type": "dist_cosface", "set_margin": 0.2, "set_scale": 32.0},
+    "adaface": {"set_loss_type": "dist_adaface", "set_margin": 0.3, "set_scale": 32.0},
+    "softmax": {"set_loss_type": "dist_softmax"},
+    "arcface, sampled 0.1": {**ARCFACE, "set_sample_ratio": 0.1},
+    "arcface, bf16 products": {**ARCFACE, "set_head_products": "bfloat16"},
+    "arcface, bf16 rows": {**ARCFACE, "set_row_dtype": "bfloat16"},
+    "arcface, bf16 rows, int8 momentum": {
+        **ARCFACE,
+        "set_row_dtype": "bfloat16",
+        "set_row_state_dtype": "int8",
+    },
+}
+LOW_PRECISION = [way for way in WAYS if way == "arcface" or "bf16" in way]
+COLUMNS = ("accuracy", "TAR at FAR 1e-2")
+
+
+def train(way: str, seed: int, data: Path, run: Path) -> None:
+    """Train one network; every rank of the job calls it."""
+    from plsc import Entry
+
+    with (data / "label.txt").open() as file:
+        images = sum(1 for _ in file)
+    steps = EPOCHS * math.ceil(images / GLOBAL_BATCH)
+    ins = Entry()
+    ins.set_dataset_dir(str(data))
+    ins.set_val_targets("glyphs_unseen")
+    ins.set_flip(False)
+    ins.set_num_workers(0)
+    ins.set_model_name("SmallResNet")
+    ins.set_image_shape((1, 32, 32))
+    ins.set_emb_size(128)
+    ins.set_dropout(0.0)
+    for setter, value in WAYS[way].items():
+        getattr(ins, setter)(value)
+    ins.set_global_batch_size(GLOBAL_BATCH)
+    ins.set_train_epochs(EPOCHS)
+    ins.set_lr(RATE * 1024 / GLOBAL_BATCH)
+    ins.set_warmup_epochs(1)
+    ins.set_step_boundaries((steps // 2, steps * 3 // 4, steps * 9 // 10))
+    ins.set_lr_decay_factor(0.3)
+    ins.set_seed(seed)
+    ins.set_log_period(max(1, steps // 100))
+    ins.set_test_batch_size(500)
+    ins.set_model_save_dir(str(run))
+    ins.set_max_last_checkpoint_num(1)
+    result = ins.train()
+    verification = result.evaluation["glyphs_unseen"]
+    if ins.is_main:
+        tar = verification.tar_at_far[0.01]
+        found = dict(zip(COLUMNS, (verification.accuracy, tar), strict=True))
+        (run / "verification.json").write_text(json.dumps(found))
+
+
+def folder_of(out: Path, way: str, seed: int) -> Path:
+    """Return the folder of one training."""
+    return out / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}"
+
+
+def launch(way: str, seed: int, data: Path, out: Path) -> None:
+    """Start one training of two ranks, unless it has been made."""
+    run = folder_of(out, way, seed)
+    if (run / "verification.json").exists():
+        return
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    this = [__file__, str(data), str(run), "--one", way, "--seeds", str(seed)]
+    subprocess.run([*launcher, *this], check=True)
+
+
+def table(out: Path, ways: list[str], seeds: int) -> str:
+    """Return mean and deviation of each way as a Markdown table, and write the numbers."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    numbers: dict[str, list[dict[str, float]]] = {}
+    for way in ways:
+        found = [
+            json.loads((folder_of(out, way, seed) / "verification.json").read_text())
+            for seed in range(1, seeds + 1)
+        ]
+        numbers[way] = found
+        cells = []
+        for column in COLUMNS:
+            values = [one[column] for one in found]
+            spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{spread}")
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    (out / "results.json").write_text(json.dumps(numbers, indent=1))
+    return "\n".join(lines) + "\n"
+
+
+def draw_curves(out: Path, ways: list[str], seeds: int) -> None:
+    """Draw the loss over the steps of the low-precision ways beside float32, all seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for number, way in enumerate(ways):
+        for seed in range(1, seeds + 1):
+            lines = (folder_of(out, way, seed) / "metrics.jsonl").read_text().splitlines()
+            metrics = [json.loads(line) for line in lines]
+            points = [(m["step"], m["mean_loss"]) for m in metrics if "mean_loss" in m]
+            axes.plot(
+                *zip(*points, strict=True), f"C{number}", lw=1, label=way if seed == 1 else None
+            )
+    axes.set(xlabel="step", ylabel="mean loss since the last point")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "curves.png", dpi=110)
+
+
+def main() -> None:
+    """Train what is asked for, then report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("data", type=Path, help="folder that demo/make_glyphs.py made")
+    parser.add_argument("out", type=Path, help="folder for trainings and results")
+    parser.add_argument("--ways", default="all", help="names separated by semicolons, or 'all'")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        train(options.one, options.seeds, options.data, options.out)
+        return
+    ways = list(WAYS) if options.ways == "all" else options.ways.split(";")
+    unknown = set(ways) - set(WAYS)
+    if unknown:
+        parser.error(f"no such ways: {sorted(unknown)}; there are {'; '.join(WAYS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for seed in range(1, options.seeds + 1):
+        for way in ways:
+            launch(way, seed, options.data, options.out)
+    text = table(options.out, ways, options.seeds)
+    (options.out / "results.md").write_text(text)
+    print(text)
+    shown = [way for way in ways if way in LOW_PRECISION]
+    if shown:
+        draw_curves(options.out, shown, options.seeds)
+
+
+if __name__ == "__main__":
+    main()
