@@ -22,6 +22,7 @@ _VERBS = {
     "train": "train, from the start or from --checkpoint.load_dir",
     "test": "verify the network of --checkpoint.load_dir on the pair files",
     "predict": "write the embeddings of the dataset's images to a .npz file",
+    "dominant": "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
     "config": "print the options in effect, with their defaults and meanings, as YAML",
 }
 _PLAN = "print the memory, arithmetic and network that a sharded head would need"
@@ -52,6 +53,8 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
         verb.add_argument("--config", action=ActionConfigFile, help="YAML file of options")
         if name == "predict":
             verb.add_argument("--output", type=str, default="embeddings.npz", help="file to write")
+        if name == "dominant":
+            verb.add_argument("--output", type=str, required=True, help="checkpoint to write")
         for spec in all_options():
             verb.add_argument(
                 f"--{spec.path}", type=spec.kind, default=spec.default, help=spec.meaning
@@ -106,6 +109,8 @@ def _run(parsed: Namespace) -> int:
             print(f"trained {result.steps} steps; last checkpoint {result.checkpoint}")
     elif parsed.verb == "test":
         entry.test()
+    elif parsed.verb == "dominant":
+        entry.keep_dominant(given.output)
     else:
         output = Path(given.get("output") or "embeddings.npz")
         if not output.absolute().parent.is_dir():

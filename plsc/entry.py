@@ -6,6 +6,8 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.setters import Setters
 from plsc.train.build import UserParts
+from plsc.train.centers import run_dominant
 from plsc.train.job import Prediction, run_prediction, run_test, run_training
 from plsc.train.result import TrainResult
 
@@ -104,6 +107,13 @@ class Entry(Setters):
     def predict(self) -> Prediction:
         """Return the embeddings of the dataset's images, or of predict_reader's."""
         return self._together(run_prediction)
+
+    def keep_dominant(self, output: str | os.PathLike[str]) -> Path:
+        """Write the checkpoint of set_checkpoint_dir to `output` with one row a class; return its path.
+
+        Of each class's sub-centres the one that most of its training images are nearest to stays.
+        """
+        return self._together(partial(run_dominant, output=Path(output)))
 
     @property
     def is_main(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, suggest
-from plsc.option import Check, at_least, between, more_than
-
-COSINE_LIMIT = 1.0 - 1e-7
-"""The target cosine is held inside +-this: the slope of acos is infinite at +-1."""
+from plsc.heads.angles import add_angle, angle_of, falling_cosine, held, sine_of
+from plsc.heads.margin_options import below_two, read_flag, read_number, read_numbers
+from plsc.option import at_least, between, more_than
 
 
 class Margin(nn.Module):
@@ -43,7 +41,7 @@ class Margin(nn.Module):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale = _number(self.name, "scale", scale, more_than(0))
+        self.scale = read_number(self.name, "scale", scale, more_than(0))
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit is scale * psi.
@@ -124,13 +122,13 @@ class ArcFace(Margin):
         straight_through: bool = False,
     ) -> None:
         super().__init__(scale)
-        self.margin = _number(self.name, "margin", margin, between(0, math.pi / 2))
-        self.easy_margin = _flag(self.name, "easy_margin", easy_margin)
-        self.straight_through = _flag(self.name, "straight_through", straight_through)
+        self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
+        self.easy_margin = read_flag(self.name, "easy_margin", easy_margin)
+        self.straight_through = read_flag(self.name, "straight_through", straight_through)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return cos(acos(c) + m) or what stands in for it."""
-        psi = _add_angle(cosine, cosine.new_full((), self.margin), self.easy_margin)
+        psi = add_angle(cosine, cosine.new_full((), self.margin), self.easy_margin)
         return cosine + (psi - cosine).detach() if self.straight_through else psi
 
 
@@ -141,7 +139,7 @@ class CosFace(Margin):
 
     def __init__(self, scale: float = 64.0, margin: float = 0.35) -> None:
         super().__init__(scale)
-        self.margin = _number(self.name, "margin", margin, _below_two)
+        self.margin = read_number(self.name, "margin", margin, below_two)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return c - m."""
@@ -160,11 +158,11 @@ class SphereFace(Margin):
 
     def __init__(self, scale: float = 64.0, margin: float = 1.7) -> None:
         super().__init__(scale)
-        self.margin = _number(self.name, "margin", margin, at_least(1))
+        self.margin = read_number(self.name, "margin", margin, at_least(1))
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi, which falls all the way from 1 at theta = 0 to below -1 at theta = pi."""
-        return _falling_cosine(self.margin * _angle(cosine))
+        return falling_cosine(self.margin * angle_of(cosine))
 
 
 class CombinedMargin(Margin):
@@ -180,13 +178,13 @@ class CombinedMargin(Margin):
 
     def __init__(self, scale: float = 64.0, margins: Sequence[float] = (1.0, 0.3, 0.2)) -> None:
         super().__init__(scale)
-        checks = (more_than(0), between(0, math.pi / 2), _below_two)
-        self.margins = _numbers(self.name, "margins", margins, checks)
+        checks = (more_than(0), between(0, math.pi / 2), below_two)
+        self.margins = read_numbers(self.name, "margins", margins, checks)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi."""
         m1, m2, m3 = self.margins
-        return _falling_cosine(m1 * _angle(cosine) + m2) - m3
+        return falling_cosine(m1 * angle_of(cosine) + m2) - m3
 
 
 class AdaFace(Margin):
@@ -208,9 +206,9 @@ class AdaFace(Margin):
         self, scale: float = 64.0, margin: float = 0.4, h: float = 0.333, momentum: float = 0.99
     ) -> None:
         super().__init__(scale)
-        self.margin = _number(self.name, "margin", margin, between(0, math.pi / 2))
-        self.h = _number(self.name, "h", h, at_least(0))
-        self.momentum = _number(self.name, "momentum", momentum, between(0, 1))
+        self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
+        self.h = read_number(self.name, "h", h, at_least(0))
+        self.momentum = read_number(self.name, "momentum", momentum, between(0, 1))
         self.register_buffer("mean", torch.tensor(20.0))
         self.register_buffer("std", torch.tensor(100.0))
 
@@ -227,7 +225,7 @@ class AdaFace(Margin):
         """Return psi, without a gradient to the norm."""
         norm = norm.detach().clamp(1e-3, 100)
         quality = (self.h * (norm - self.mean) / (self.std + 1e-3)).clamp(-1, 1)
-        angle = _angle(cosine) - self.margin * quality
+        angle = angle_of(cosine) - self.margin * quality
         return angle.clamp(1e-3, math.pi - 1e-3).cos() - self.margin * (1 + quality)
 
 
@@ -238,7 +236,8 @@ class MagFace(Margin):
     clipped to norm_range, so outside of it nothing pulls at the norm, as in the authors' code: give
     the network a last layer whose norms begin inside. regularisation: lambda_g of
     lambda_g (a / u_a^2 + 1 / a), u_a = norm_range[1]; 35 in the authors' scripts (20 in their parser, below
-    the 22.6 that their own check asks for). easy_margin: as in `ArcFace`; the authors' code sets it.
+    the 22.6 that their own check asks for). easy_margin: as in `ArcFace`, but set, as in
+    the authors' code.
     """
 
     name = "magface"
@@ -250,23 +249,25 @@ class MagFace(Margin):
         norm_range: Sequence[float] = (10.0, 110.0),
         margin_range: Sequence[float] = (0.45, 0.8),
         regularisation: float = 35.0,
-        easy_margin: bool = False,
+        easy_margin: bool = True,
     ) -> None:
         super().__init__(scale)
         positive, angle = more_than(0), between(0, math.pi / 2)
-        self.norm_range = _numbers(self.name, "norm_range", norm_range, (positive, positive))
-        self.margin_range = _numbers(self.name, "margin_range", margin_range, (angle, angle))
-        _number(self.name, "norm_range[1]", self.norm_range[1], more_than(self.norm_range[0]))
-        _number(self.name, "margin_range[1]", self.margin_range[1], at_least(self.margin_range[0]))
-        self.regularisation = _number(self.name, "regularisation", regularisation, at_least(0))
-        self.easy_margin = _flag(self.name, "easy_margin", easy_margin)
+        self.norm_range = read_numbers(self.name, "norm_range", norm_range, (positive, positive))
+        self.margin_range = read_numbers(self.name, "margin_range", margin_range, (angle, angle))
+        read_number(self.name, "norm_range[1]", self.norm_range[1], more_than(self.norm_range[0]))
+        read_number(
+            self.name, "margin_range[1]", self.margin_range[1], at_least(self.margin_range[0])
+        )
+        self.regularisation = read_number(self.name, "regularisation", regularisation, at_least(0))
+        self.easy_margin = read_flag(self.name, "easy_margin", easy_margin)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi, differentiable in cosine and norm."""
         (low, high), (low_margin, high_margin) = self.norm_range, self.margin_range
         share = (norm.clamp(low, high) - low) / (high - low)
         margin = low_margin + (high_margin - low_margin) * share
-        return _add_angle(cosine, margin, self.easy_margin)
+        return add_angle(cosine, margin, self.easy_margin)
 
     def regulariser(self, norm: Tensor) -> Tensor:
         """Return lambda_g (a / u_a^2 + 1 / a), [T], which is least at a = u_a."""
@@ -289,8 +290,8 @@ class CurricularFace(Margin):
 
     def __init__(self, scale: float = 64.0, margin: float = 0.5, momentum: float = 0.99) -> None:
         super().__init__(scale)
-        self.margin = _number(self.name, "margin", margin, between(0, math.pi / 2))
-        self.momentum = _number(self.name, "momentum", momentum, between(0, 1))
+        self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
+        self.momentum = read_number(self.name, "momentum", momentum, between(0, 1))
         self.register_buffer("t", torch.tensor(0.0))
 
     @torch.no_grad()
@@ -304,13 +305,13 @@ class CurricularFace(Margin):
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return cos(acos(c) + m), or c - m sin m past pi."""
-        return _add_angle(cosine, cosine.new_full((), self.margin))
+        return add_angle(cosine, cosine.new_full((), self.margin))
 
     @torch.no_grad()
     def hard(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos(theta_y + m) [T], t)."""
-        c = _held(cosine)
-        return c * math.cos(self.margin) - _sine(c) * math.sin(self.margin), self.t.clone()
+        c = held(cosine)
+        return c * math.cos(self.margin) - sine_of(c) * math.sin(self.margin), self.t.clone()
 
     def highest(self) -> float:
         """Return 2 s, the logit at t = c = 1."""
@@ -343,65 +344,3 @@ def build_margin(name: str, **options: Any) -> Margin:
             has = f"it has {', '.join(known)}" if known else "it has no options"
             raise OptionError(f"{name} has no {option}; {has}{did_you_mean(option, known)}")
     return MARGINS[name](**options)
-
-
-def _held(cosine: Tensor) -> Tensor:
-    """Return the cosine inside +-COSINE_LIMIT; the slope stays 1, so a saturated sample still learns."""
-    return cosine + (cosine.clamp(-COSINE_LIMIT, COSINE_LIMIT) - cosine).detach()
-
-
-def _sine(held: Tensor) -> Tensor:
-    # 1 - c is exact near c = 1; in fp32 1 - c^2 would put the slopes off by 4e-5 there.
-    return ((1 - held) * (1 + held)).sqrt()
-
-
-def _angle(cosine: Tensor) -> Tensor:
-    """Return theta = acos(c) in (0, pi); unlike torch.acos, its slope is exact in fp32 near +-1."""
-    c = _held(cosine)
-    return torch.atan2(_sine(c), c)
-
-
-def _add_angle(cosine: Tensor, margin: Tensor, easy: bool = False) -> Tensor:
-    """Return cos(acos(c) + m) for m [T] or 0-dim, and a stand-in where the angle would pass pi.
-
-    The stand-in is c - m sin m past pi; with `easy`, c wherever c <= 0.
-    """
-    c = _held(cosine)
-    inside = c * margin.cos() - _sine(c) * margin.sin()
-    if easy:
-        return torch.where(c > 0, inside, c)
-    return torch.where(c < -margin.cos(), c - margin * margin.sin(), inside)
-
-
-def _falling_cosine(angle: Tensor) -> Tensor:
-    """Return (-1)^k cos(angle) - 2 k, k = floor(angle / pi): a cosine that never rises again."""
-    k = torch.floor(angle.detach() / math.pi)
-    return (1 - 2 * (k % 2)) * angle.cos() - 2 * k
-
-
-def _below_two(value: float) -> str | None:
-    return None if 0 <= value < 2 else "at least 0 and below 2"
-
-
-def _number(margin: str, option: str, value: Any, check: Check) -> float:
-    """Return the option as a float, or raise OptionError."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    expected = check(value) if is_number and math.isfinite(value) else "a finite number"
-    if expected is not None:
-        raise OptionError(f"{option} of {margin} is {value!r}; expected {expected}")
-    return float(value)
-
-
-def _numbers(margin: str, option: str, value: Any, checks: Sequence[Check]) -> tuple[float, ...]:
-    """Return the option, a list or tuple, as floats, one for each check; or raise OptionError."""
-    if not isinstance(value, list | tuple) or len(value) != len(checks):
-        raise OptionError(f"{option} of {margin} is {value!r}; expected {len(checks)} numbers")
-    each = enumerate(zip(value, checks, strict=True))
-    return tuple(_number(margin, f"{option}[{i}]", one, check) for i, (one, check) in each)
-
-
-def _flag(margin: str, option: str, value: Any) -> bool:
-    """Return the option if it is a bool, or raise OptionError."""
-    if not isinstance(value, bool):
-        raise OptionError(f"{option} of {margin} is {value!r}; expected True or False")
-    return value

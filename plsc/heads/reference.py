@@ -2,8 +2,8 @@
 
 No sharding, no stability tricks but one limit, no hand-written gradient. embeddings x [B, D]; class rows
 W [C, D], or [C, K, D] with K sub-centres a class; labels y [B]; cosines c [B, C]; logits z [B, C].
-The formulas share nothing with plsc/heads/margins.py but COSINE_LIMIT. The slope of acos is infinite at
-+-1, so the cosine of the label's class is held inside +-COSINE_LIMIT, with slope 1.
+The formulas share nothing with plsc/heads/margins.py but COSINE_LIMIT (angles.py). The slope of acos is
+infinite at +-1, so the cosine of the label's class is held inside +-COSINE_LIMIT, with slope 1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from plsc.heads.angles import COSINE_LIMIT
 from plsc.heads.margins import (
-    COSINE_LIMIT,
     AdaFace,
     ArcFace,
     CombinedMargin,

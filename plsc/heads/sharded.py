@@ -221,17 +221,10 @@ class ShardedHead(Head):
         length = x.norm(dim=1)
         self._check_finite(length, batch)
         unit = x * reciprocal(length)[:, None] if self.margin.is_cosine else x
-        passes = choose_passes(
-            self.execution.kernels,
-            x.device,
-            self.weight.dtype,
-            products,
-            self.execution.tile,
-            len(x),
-        )
-        self._note_kernels(passes)
+        passes = self._passes(x, products)
         every = self.all_rows()
         classes = self._classes_in_play(every, unit, batch.labels, passes)
+        is_training = self.training and self._remember_margin()
         target = find_target(
             self.margin,
             unit,
@@ -241,7 +234,7 @@ class ShardedHead(Head):
             every,
             classes,
             self.group,
-            self.training and self._remember_margin(),
+            is_training,
         )
         home = self._select(every, classes)
         rows = fetch(home, x.device) if self.offload else home
@@ -259,7 +252,7 @@ class ShardedHead(Head):
         log_others, logit, radial = self._reduce(sums, target)
         log_total = torch.logaddexp(log_others, logit)
         others = (log_others - log_total).exp()  # 1 - P of the label, without cancelling
-        losses = nn.functional.softplus(log_others - logit)
+        losses, radial = self._losses(log_others - logit, others, radial, length)
         visit = Visit(
             passes=passes,
             rows=rows,
@@ -271,26 +264,56 @@ class ShardedHead(Head):
             shift=sums.shift,
             kept=sums.kept,
         )
-        radial = None if radial is None else -others * radial
+        gradient = None
+        if wants_gradient:
+            gradient = self._send_gradient(batch, visit, sums, target, length, radial)
+        return losses.mean(), visit, gradient
+
+    def _losses(
+        self, excess: Tensor, others: Tensor, radial: Tensor | None, length: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of each sample and its slope in |x|, both [B], the margin's addition included.
+
+        excess: log of the sum over the other classes, less the label's logit; others: 1 - P of the label;
+        radial: the slope of the label's logit in |x|, or None.
+        """
+        losses = nn.functional.softplus(excess)
+        slope = None if radial is None else -others * radial
         addition = regulariser(self.margin, length)
         if addition is not None:
             losses = losses + addition[0]
-            radial = addition[1] if radial is None else radial + addition[1]
-        gradient = None
-        if wants_gradient:
-            assert sums.mixed is not None
-            partial = sums.mixed * (sums.shift - log_total).exp()[:, None]
-            coefficients = visit.target_coefficient[target.samples, None]
-            partial.index_add_(0, target.samples, coefficients * target.w)
-            partial *= self.margin.scale / len(x)
-            mine = batch.mine
-            gradient = EmbeddingGradient(
-                ScatteredSum(partial, batch.sizes, self.group),
-                unit[mine],
-                length[mine] if self.margin.is_cosine else None,
-                None if radial is None else radial[mine] / len(x),
-            )
-        return losses.mean(), visit, gradient
+            slope = addition[1] if slope is None else slope + addition[1]
+        return losses, slope
+
+    def _send_gradient(
+        self,
+        batch: GlobalBatch,
+        visit: Visit,
+        sums: Sums,
+        target: Target,
+        length: Tensor,
+        radial: Tensor | None,
+    ) -> EmbeddingGradient:
+        """Send this rank's part of dL / de [B, D] on its way to the ranks that own the embeddings."""
+        assert sums.mixed is not None
+        partial = sums.mixed * (sums.shift - visit.log_total).exp()[:, None]
+        coefficients = visit.target_coefficient[target.samples, None]
+        partial.index_add_(0, target.samples, coefficients * target.w)
+        partial *= self.margin.scale / len(length)
+        mine = batch.mine
+        return EmbeddingGradient(
+            ScatteredSum(partial, batch.sizes, self.group),
+            visit.queries.unit[mine],
+            length[mine] if self.margin.is_cosine else None,
+            None if radial is None else radial[mine] / len(length),
+        )
+
+    def _passes(self, x: Tensor, products: torch.dtype) -> Passes:
+        """Return what computes on this device, and remember its name."""
+        how = self.execution
+        passes = choose_passes(how.kernels, x.device, self.weight.dtype, products, how.tile, len(x))
+        self._note_kernels(passes)
+        return passes
 
     def _note_kernels(self, passes: Passes) -> None:
         """Remember what computes, and say so once if a checkpoint was computed by something else."""

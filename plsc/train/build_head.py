@@ -74,8 +74,9 @@ def margin_of(options: Options) -> Margin:
         margin = build_margin(name, **given)
     except OptionError as error:
         raise OptionError(f"head.loss_type is {head.loss_type}: {error}") from error
-    if "margin" in has:
-        head.margin = given.get("margin", has["margin"].default)
+    for argument in ("margin", "easy_margin"):
+        if argument in has:
+            setattr(head, argument, given.get(argument, has[argument].default))
     return margin
 
 

@@ -123,9 +123,19 @@ def _read_best(path: Path, saved: Any) -> Best:
 
 
 def save(run: Run, name: str) -> Path:
-    """Publish the run's state as `save_dir/name`, then remove the oldest beyond the limit.
+    """Publish the run's state as `save_dir/name`, then remove the oldest beyond the limit; a collective."""
+    path = publish(run, run.save_dir, name)
+    if run.world.is_main:
+        best = [run.save_dir / run.best.name] if run.best.name else []
+        prune(run.save_dir, run.options.checkpoint.keep_last, protect=[path, *best])
+    run.world.barrier()
+    return path
 
-    A collective; buffers that differ between ranks (batch norm) are made equal first.
+
+def publish(run: Run, folder: Path, name: str) -> Path:
+    """Publish the run's state as `folder/name`; a collective.
+
+    Buffers that differ between ranks (batch norm) are made equal first.
     """
     equalise_buffers(run.network, run.world.backbone_group)
     replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
@@ -148,9 +158,4 @@ def save(run: Run, name: str) -> Path:
             "head_computed_by": getattr(run.head, "computed_by", None),
         },
     )
-    path = save_checkpoint(run.save_dir, name, replicated, sharded, manifest, run.world)
-    if run.world.is_main:
-        best = [run.save_dir / run.best.name] if run.best.name else []
-        prune(run.save_dir, run.options.checkpoint.keep_last, protect=[path, *best])
-    run.world.barrier()
-    return path
+    return save_checkpoint(folder, name, replicated, sharded, manifest, run.world)
