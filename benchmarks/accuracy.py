@@ -7,7 +7,8 @@
 Everything but the loss is as in demo/train_glyphs.py: network, batches, rates, epochs. The margins are
 milder than those of the papers, as the demo's is, and were not tuned for any loss but ArcFace. Verification
 is on pairs of classes that no network has seen. Each training is a torchrun job of two ranks with a folder
-of its own; one that is there already is not trained again. Writes results.md, results.json and curves.png.
+of its own; one that is there already is not trained again, and --report trains none. Writes results.md,
+results.json and curves.png.
 """
 
 from __future__ import annotations
@@ -93,22 +94,30 @@ def launch(way: str, seed: int, data: Path, out: Path) -> None:
     subprocess.run([*launcher, *this], check=True)
 
 
+def trained(out: Path, way: str, seeds: int) -> list[int]:
+    """Return the seeds with which a way has been trained to the end."""
+    all_seeds = range(1, seeds + 1)
+    return [s for s in all_seeds if (folder_of(out, way, s) / "verification.json").exists()]
+
+
 def table(out: Path, ways: list[str], seeds: int) -> str:
     """Return mean and deviation of each way as a Markdown table, and write the numbers."""
-    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines = [f"| | seeds | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     numbers: dict[str, list[dict[str, float]]] = {}
     for way in ways:
         found = [
             json.loads((folder_of(out, way, seed) / "verification.json").read_text())
-            for seed in range(1, seeds + 1)
+            for seed in trained(out, way, seeds)
         ]
+        if not found:
+            continue
         numbers[way] = found
         cells = []
         for column in COLUMNS:
             values = [one[column] for one in found]
             spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.3f}{spread}")
-        lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines.append(f"| {way} | {len(found)} | {' | '.join(cells)} |")
     (out / "results.json").write_text(json.dumps(numbers, indent=1))
     return "\n".join(lines) + "\n"
 
@@ -122,7 +131,7 @@ def draw_curves(out: Path, ways: list[str], seeds: int) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     for number, way in enumerate(ways):
-        for seed in range(1, seeds + 1):
+        for seed in trained(out, way, seeds):
             lines = (folder_of(out, way, seed) / "metrics.jsonl").read_text().splitlines()
             metrics = [json.loads(line) for line in lines]
             points = [(m["step"], m["mean_loss"]) for m in metrics if "mean_loss" in m]
@@ -144,6 +153,9 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for trainings and results")
     parser.add_argument("--ways", default="all", help="names separated by semicolons, or 'all'")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--report", action="store_true", help="report what has been trained, train nothing"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -154,7 +166,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no such ways: {sorted(unknown)}; there are {'; '.join(WAYS)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    for seed in range(1, options.seeds + 1):
+    for seed in range(1, 1 if options.report else options.seeds + 1):
         for way in ways:
             launch(way, seed, options.data, options.out)
     text = table(options.out, ways, options.seeds)

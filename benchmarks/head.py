@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import limit_memory, measure, outcome_of, say, take_turns
+from measuring import limit_memory, measure, measure_rates, outcome_of, say, take_turns
 from ways import BY_NAME, TEXTBOOK, WAYS, Way
 
 HERE = Path(__file__).resolve().parent
@@ -206,6 +206,50 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
         )
 
 
+def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
+    """Print what `plsc plan` says of each way of ours beside what was measured."""
+    sys.path.insert(0, str(HERE.parent))  # this checkout's plsc
+    from plsc.plan import plan
+
+    samples, trouble = run_child(
+        [str(HERE / "head.py"), "--rates", str(batch), *passed_on(options)], None
+    )
+    if not samples:
+        report.print(f"\nNo rates of this machine: {trouble}")
+        return
+    rates = samples[0]
+    report.keep(rates)
+    report.print(
+        f"\n`plsc plan` at the rates of torch here ({rates['float32'] / 1e12:.2f} TFLOP/s in float32, "
+        f"{rates['bfloat16'] / 1e12:.2f} in bfloat16, copies {rates['copy'] / 1e9:.1f} GB/s):\n"
+    )
+    report.print(
+        "| way | rows and states: planned | measured | in a step, bytes: planned, at most | measured | ms of "
+        "products + rows: planned | measured |"
+    )
+    report.print("|---|---|---|---|---|---|---|")
+    for sample in report.samples:
+        is_this = (sample.get("C"), sample.get("B"), sample["kind"]) == (classes, batch, "memory")
+        planned = BY_NAME[sample["way"]].planned if is_this else None
+        if planned is None:
+            continue
+        products = "bfloat16" if "bf16" in sample["way"] else "float32"
+        made = plan(
+            classes,
+            batch=batch,
+            embedding=options.dimension,
+            product_rate=rates[products] / 1e12,
+            copy_rate=rates["copy"] / 1e9,
+            **planned,
+        )
+        parts = [1000 * (part or 0) for part in (made.product_seconds, made.copy_seconds)]
+        report.print(
+            f"| {sample['way']} | {made.stored_bytes:,} | {sample['needed']:,} | "
+            f"{sum(made.step.values()):,} | {max(0, sample['over']):,} | "
+            f"{parts[0]:.3g} + {parts[1]:.3g} | {1000 * sample['median']:.3g} |"
+        )
+
+
 def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
     """Print how the peak grows when B doubles, at two sizes of C, and when C doubles."""
     report.print(
@@ -318,6 +362,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--measure", nargs=3, metavar=("NAME", "C", "B"), help="memory and time of one way, as JSON"
     )
+    add("--rates", type=int, metavar="B", help="what plain products and copies reach, as JSON")
     add("--take-turns", nargs=3, metavar=("NAMES", "C", "B"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
@@ -334,6 +379,9 @@ def work(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     if device.type == "cpu":
         limit_memory(options.memory_limit)
+    if options.rates:
+        measure_rates(options.rates, options.dimension, device)
+        return
     name, classes, batch = options.measure or options.take_turns
     size = (int(float(classes)), int(batch), options.dimension)
     if options.take_turns:
@@ -348,7 +396,7 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     """Run what was asked for."""
     options = parse()
-    if options.measure or options.take_turns:
+    if options.measure or options.take_turns or options.rates:
         work(options)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child is left behind
@@ -365,6 +413,7 @@ def main() -> None:
         if not options.no_table:
             for classes in options.classes:
                 compare(options, classes, batch, report)
+                beside_the_plan(options, classes, batch, report)
             from plot import (
                 draw,
             )  # here, so that the processes that measure do not import matplotlib

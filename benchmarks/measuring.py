@@ -12,7 +12,7 @@ import resource
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 
@@ -125,6 +125,33 @@ def take_turns(
                 del running[name]
                 continue
             say("time", way=name, C=classes, B=batch, D=dimension, round=turn, seconds=seconds)
+
+
+def measure_rates(batch: int, dimension: int, device: torch.device) -> None:
+    """Say what torch reaches here: FLOP/s of plain products of the head's shape, bytes/s of a copy."""
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(batch, dimension, device=device, dtype=dtype)
+        w = torch.randn(16384, dimension, device=device, dtype=dtype)
+        seconds = _seconds(lambda x=x, w=w: x @ w.T, device)
+        rates[str(dtype).removeprefix("torch.")] = 2 * batch * len(w) * dimension / seconds
+    source = torch.ones(2**27, device=device)  # 512 MiB
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes  # read and written
+    rates["copy"] = copied / _seconds(lambda: target.copy_(source), device)
+    say("rates", **rates)
+
+
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a call, of 15 after three to warm up."""
+    taken = []
+    for _ in range(18):
+        began = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[3:])
 
 
 def outcome_of(error: BaseException) -> str:

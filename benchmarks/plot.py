@@ -1,8 +1,13 @@
-"""Draws time and memory against the number of classes, ours and the others, on log axes."""
+"""Draws time and memory against the number of classes, ours and the others, on log axes.
+
+python benchmarks/plot.py 128 head.png build/benchmarks/*/samples.jsonl     # several runs in one picture
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -49,3 +54,15 @@ def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> N
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def main(batch: str, picture: str, *files: str) -> None:
+    """Draw the samples of several runs of head.py."""
+    samples = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+    machine = next(sample for sample in samples if sample["kind"] == "machine")
+    title = f"B = {batch}: {machine['gpu'] or machine['processor']}, torch {machine['torch']}"
+    draw(samples, int(batch), title, Path(picture))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

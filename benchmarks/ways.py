@@ -66,7 +66,8 @@ class Built:
 class Way:
     """name; loss: 'arcface' or 'softmax' (plain, no normalisation); package: what it needs besides torch.
 
-    for_millions: whether it is worth trying where the rows alone fill the machine.
+    for_millions: whether it is worth trying where the rows alone fill the machine. planned: the arguments of
+    plsc.plan.plan that describe it, None if it is not ours.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Way:
     package: str | None = None
     needs_gpu: bool = False
     for_millions: bool = False
+    planned: dict[str, Any] | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -95,6 +97,7 @@ def _ours(
     products: str,
     keep: bool = False,
     ratio: float = 1.0,
+    hard: float = 0.0,
     light: bool = False,
     kernels: str = "auto",
 ) -> Built:
@@ -117,7 +120,7 @@ def _ours(
         return head, rows
 
     head, rows = store.get("light", make_light) if light else store.get("full", make_full)
-    sampling = Sampling(ratio=ratio)
+    sampling = Sampling(ratio=ratio, hard=hard)
     execution = Execution(products=products, keep_bytes=2**62 if keep else 0, kernels=kernels)
     said = [""]
 
@@ -271,6 +274,21 @@ def _cut(store: Store) -> Built:
     return _plain(store, lambda x, w, y: linear_cross_entropy(x.bfloat16(), w.bfloat16(), y))
 
 
+def _our_way(name: str, products: str, **how: Any) -> Way:
+    planned: dict[str, Any] = {"ratio": how.get("ratio", 1.0)}
+    if how.get("keep"):
+        planned["keep_bytes"] = 2**62
+    if how.get("light"):
+        planned |= {"rows": "bfloat16", "optimizer": "adagrad"}
+    return Way(
+        name,
+        "arcface",
+        lambda store: _ours(store, products, **how),
+        for_millions=how.get("light", False),
+        planned=planned,
+    )
+
+
 WAYS = (
     Way(TEXTBOOK, "arcface", _textbook),
     Way("textbook, bf16 autocast", "arcface", _textbook_autocast),
@@ -281,23 +299,14 @@ WAYS = (
     Way("liger-kernel", "softmax", _liger, "liger_kernel", needs_gpu=True),
     Way("liger-kernel, bf16", "softmax", _liger_autocast, "liger_kernel", needs_gpu=True),
     Way("cut-cross-entropy, bf16", "softmax", _cut, "cut_cross_entropy", needs_gpu=True),
-    Way("plsc, fp32", "arcface", lambda s: _ours(s, "float32")),
-    Way("plsc, fp32, kept", "arcface", lambda s: _ours(s, "float32", keep=True)),
-    Way("plsc, bf16", "arcface", lambda s: _ours(s, "bfloat16")),
-    Way("plsc, bf16, kept", "arcface", lambda s: _ours(s, "bfloat16", keep=True)),
-    Way("plsc, bf16, no kernels", "arcface", lambda s: _ours(s, "bfloat16", kernels="torch")),
-    Way("plsc, bf16, 0.1", "arcface", lambda s: _ours(s, "bfloat16", ratio=0.1)),
-    Way(
-        "plsc, bf16 rows, Adagrad, 0.1",
-        "arcface",
-        lambda s: _ours(s, "bfloat16", ratio=0.1, light=True),
-        for_millions=True,
-    ),
-    Way(
-        "plsc, bf16 rows, Adagrad, 0.01",
-        "arcface",
-        lambda s: _ours(s, "bfloat16", ratio=0.01, light=True),
-        for_millions=True,
-    ),
+    _our_way("plsc, fp32", "float32"),
+    _our_way("plsc, fp32, kept", "float32", keep=True),
+    _our_way("plsc, bf16", "bfloat16"),
+    _our_way("plsc, bf16, kept", "bfloat16", keep=True),
+    _our_way("plsc, bf16, no kernels", "bfloat16", kernels="torch"),
+    _our_way("plsc, bf16, 0.1", "bfloat16", ratio=0.1),
+    _our_way("plsc, bf16, 0.1, half hard", "bfloat16", ratio=0.1, hard=0.5),
+    _our_way("plsc, bf16 rows, Adagrad, 0.1", "bfloat16", ratio=0.1, light=True),
+    _our_way("plsc, bf16 rows, Adagrad, 0.01", "bfloat16", ratio=0.01, light=True),
 )
 BY_NAME = {way.name: way for way in WAYS}
