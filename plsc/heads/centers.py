@@ -44,8 +44,8 @@ def copy_dominant(
     """Give `new_head`, which has one row a class, each class's most chosen row of `head`, states and all.
 
     Of sub-centres that tie (or that nobody chose) the first is taken (Deng et al. 2020, "Sub-center
-    ArcFace", sec. 3). counts: of `count_choices` over the training set; rows, new_rows: the row optimizers, of the
-    same kind.
+    ArcFace", sec. 3). counts: of `count_choices` over the training set; rows, new_rows: the row
+    optimizers, of the same kind.
     """
     classes = torch.arange(len(counts), device=counts.device)
     best = counts.argmax(dim=1)
