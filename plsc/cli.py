@@ -131,7 +131,11 @@ def _read_options(given: Namespace) -> Options:
 
 
 def render_options(options: Options) -> str:
-    """Return the options as YAML that --config reads, each with its meaning and default."""
+    """Return the options as YAML that --config reads, each with its meaning.
+
+    Those that were not set are comments: in a file, an option that stands there counts as set, and a loss
+    refuses options that it does not have.
+    """
     lines: list[str] = []
     group = ""
     for spec in all_options():
@@ -139,7 +143,8 @@ def render_options(options: Options) -> str:
             group = spec.group
             lines.append(f"{group}:")
         lines.append(f"  # {spec.meaning} (default: {_plain(spec.default)})")
-        lines.append(f"  {spec.name}: {_plain(options.get(spec.path))}")
+        mark = "" if spec.path in options.explicit else "# "
+        lines.append(f"  {mark}{spec.name}: {_plain(options.get(spec.path))}")
     return "\n".join(lines)
 
 

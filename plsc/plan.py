@@ -253,9 +253,10 @@ def plan(
 
     start, stop = class_range(count, 0, ranks)  # no rank has more
     local = stop - start
-    in_play = math.ceil(local * ratio)
-    n = in_play * k
     b, most = sum(sizes), max(sizes)
+    drawn = math.ceil(local * ratio)
+    in_play = max(drawn, min(b, local))  # the classes of the batch always take part
+    n = in_play * k
     states = _state_bytes_a_row(optimizer, state, d)
     stored = {"weight": local * k * d * row_bytes}
     stored |= {name: local * k * size for name, size in states.items()}
@@ -304,7 +305,7 @@ def plan(
         transfers=_transfers(sizes, d, embedding_bytes),
         product_seconds=None if product_rate is None else operations / (product_rate * 1e12),
         copy_seconds=None if copy_rate is None else moved / (copy_rate * 1e9),
-        notes=_notes(b, local, in_play, budget, kept, ratio, offload),
+        notes=_notes(b, local, drawn, budget, kept, ratio, offload),
     )
 
 
@@ -354,13 +355,13 @@ def _tile_bytes(b: int, n: int, d: int, k: int, is_rounded: bool) -> int:
 
 
 def _notes(
-    b: int, local: int, in_play: int, budget: int, kept: int, ratio: float, offload: bool
+    b: int, local: int, drawn: int, budget: int, kept: int, ratio: float, offload: bool
 ) -> tuple[str, ...]:
     notes = []
-    if ratio < 1 and min(b, local) > in_play:
+    if ratio < 1 and min(b, local) > drawn:
         notes.append(
             f"the classes of a batch always take part: up to {min(b, local):,} may, more than the "
-            f"{in_play:,} of ratio {ratio:g}"
+            f"{drawn:,} of ratio {ratio:g}"
         )
     if budget and kept > budget:
         notes.append(

@@ -14,6 +14,7 @@ from plsc.heads.dense import DenseHead
 from plsc.heads.margins import MARGINS, Margin, build_margin
 from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from plsc.heads.sharded import Execution, Sampling, ShardedHead
+from plsc.heads.types import ROW_DTYPES, read_dtype
 
 __all__ = [
     "LOSS_TYPES",
@@ -46,7 +47,7 @@ def build_head(
     centers: int = 1,
     sampling: Sampling | None = None,
     execution: Execution | None = None,
-    row_dtype: torch.dtype = torch.float32,
+    row_dtype: str | torch.dtype = torch.float32,
     offload: bool = False,
     on_nonfinite: str = "raise",
     seed: int = 0,
@@ -62,6 +63,7 @@ def build_head(
     """
     if loss_type not in LOSS_TYPES:
         raise OptionError(f"loss type {loss_type!r} is not known; {suggest(loss_type, LOSS_TYPES)}")
+    row_dtype = read_dtype("row_dtype", row_dtype, ROW_DTYPES)
     name = loss_type.removeprefix("dist_")
     margin = build_margin(name) if margin is None else margin
     if margin.name != name:

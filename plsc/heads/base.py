@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plsc.errors import DataError, OptionError
 from plsc.heads.initial import initial_rows
 from plsc.heads.margins import Margin
+from plsc.heads.types import ROW_DTYPES, check_kind, read_count, read_dtype
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 
@@ -57,14 +58,19 @@ class Head(nn.Module):
         seed: int,
         group: dist.ProcessGroup | None,
         centers: int = 1,
-        row_dtype: torch.dtype = torch.float32,
+        row_dtype: str | torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        class_num, emb_size = read_count("class_num", class_num), read_count("emb_size", emb_size)
+        centers = read_count("centers", centers)
+        check_kind("margin", margin, Margin)
+        row_dtype = read_dtype("row_dtype", row_dtype, ROW_DTYPES)
         if centers > 1 and not margin.is_cosine:
             raise OptionError(
                 f"{margin.name} has no sub-centres; use a margin of cosines, such as arcface, or centers=1"
             )
         self.class_num = class_num
+        self.emb_size = emb_size
         self.class_range = class_range
         # Its running statistics are as exact as the rows.
         self.margin = margin.double() if row_dtype is torch.float64 else margin
@@ -126,20 +132,43 @@ class GlobalBatch:
     mine: slice
 
 
+def check_batch(embeddings: Tensor, labels: Tensor, emb_size: int) -> None:
+    """Raise DataError unless these are embeddings [b, D], floating, and labels [b], int64."""
+    for name, value in (("embeddings", embeddings), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise DataError(f"the {name} are a {type(value).__name__}; expected a tensor")
+    if (
+        embeddings.ndim != 2
+        or embeddings.shape[1] != emb_size
+        or not embeddings.is_floating_point()
+    ):
+        raise DataError(
+            f"the embeddings are {embeddings.dtype} {list(embeddings.shape)}; expected floating numbers "
+            f"[b, {emb_size}]"
+        )
+    if labels.dtype is not torch.int64 or labels.shape != embeddings.shape[:1]:
+        raise DataError(
+            f"the labels are {labels.dtype} {list(labels.shape)}; expected int64 [{len(embeddings)}], the "
+            "number of each sample's class"
+        )
+
+
 def gather_batch(
     embeddings: Tensor, labels: Tensor, class_num: int, group: dist.ProcessGroup | None
 ) -> GlobalBatch:
     """Bring the batches of all ranks together and check the labels, alike on every rank."""
     sizes = gather_sizes(len(embeddings), embeddings.device, group)
     if sum(sizes) == 0:
-        raise DataError("no image of the global batch could be read; look at the messages above")
+        raise DataError(
+            "the global batch is empty: no rank has a sample (were all its images bad? look above)"
+        )
     all_labels = gather_rows(labels, sizes, group)
     outside = (all_labels < 0) | (all_labels >= class_num)
     if bool(outside.any()):
         position = int(outside.nonzero()[0])
         raise DataError(
             f"label {int(all_labels[position])} at position {position} of the global batch is outside "
-            f"0..{class_num - 1}; fix the label or set_class_num"
+            f"0..{class_num - 1}; fix the label, or have more classes (set_class_num)"
         )
     rank = 0 if group is None else group.rank()
     first = sum(sizes[:rank])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from plsc.heads.base import Head, HeadOutput, gather_batch, mean_cosine
+from plsc.heads.base import Head, HeadOutput, check_batch, gather_batch, mean_cosine
 from plsc.heads.margins import Margin
 from plsc.parallel.collectives import gather_rows, sum_over_ranks
 
@@ -43,6 +43,7 @@ class DenseHead(Head):
 
         It is the sum of the local losses over the GLOBAL batch size: what it lacks is on other ranks.
         """
+        check_batch(embeddings, labels, self.emb_size)
         batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group)
         total = len(batch.labels)
         plain = self._plain_logits(embeddings)

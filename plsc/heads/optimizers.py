@@ -21,11 +21,10 @@ from plsc.heads.passes import Rows
 from plsc.heads.rounding import BLOCK
 from plsc.heads.rules import MOMENTUM, MOMENTUM_SCALE, Rule, States, apply_rule
 from plsc.heads.sharded import ShardedHead
+from plsc.heads.types import STATE_DTYPES, read_dtype
 from plsc.heads.visit import Visit
 from plsc.keys import hash_key
 from plsc.parallel.collectives import sum_over_ranks
-
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -37,7 +36,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     kind: str
 
-    def __init__(self, head: ShardedHead, state_dtype: str, **settings: Any) -> None:
+    def __init__(self, head: ShardedHead, state_dtype: str | torch.dtype, **settings: Any) -> None:
         if not isinstance(head, ShardedHead):
             raise OptionError(
                 f"a row optimizer is for a ShardedHead, not a {type(head).__name__}; give the parameters of "
@@ -45,13 +44,9 @@ class RowOptimizer(torch.optim.Optimizer):
             )
         if head.updates_rows_itself:
             raise OptionError("this head has a row optimizer already; use that one")
-        if state_dtype not in STATE_DTYPES:
-            raise OptionError(
-                f"state_dtype is {state_dtype!r}; expected one of {', '.join(STATE_DTYPES)}"
-            )
         _check_settings(settings)
         self.head = head
-        self._dtype = STATE_DTYPES[state_dtype]
+        self._dtype = read_dtype("state_dtype", state_dtype, STATE_DTYPES)
         if head.weight.dtype is torch.float64:
             self._dtype = torch.float64
         parameters = [head.weight] + ([] if head.bias is None else [head.bias])
@@ -76,6 +71,11 @@ class RowOptimizer(torch.optim.Optimizer):
         grad_scale: what the loss was multiplied with before backward() (GradScaler.get_scale()); the rows
         are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`.
         """
+        if not (0 < grad_scale < math.inf and 0 <= clip < math.inf):
+            raise OptionError(
+                f"grad_scale is {grad_scale}, clip is {clip}; expected a finite scale above 0, and a finite "
+                "factor of 0 or more"
+            )
         outcome = None
         if closure is not None:
             with torch.enable_grad():
@@ -207,7 +207,7 @@ class RowSGD(RowOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        state_dtype: str = "float32",
+        state_dtype: str | torch.dtype = "float32",
     ) -> None:
         super().__init__(
             head,
@@ -245,7 +245,7 @@ class RowAdamW(RowOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        state_dtype: str = "float32",
+        state_dtype: str | torch.dtype = "float32",
     ) -> None:
         _refuse_int8(state_dtype, "RowAdamW")
         super().__init__(head, state_dtype, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -275,7 +275,7 @@ class RowAdagrad(RowOptimizer):
         lr: float = 0.1,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
-        state_dtype: str = "float32",
+        state_dtype: str | torch.dtype = "float32",
     ) -> None:
         _refuse_int8(state_dtype, "RowAdagrad")
         super().__init__(head, state_dtype, lr=lr, eps=eps, weight_decay=weight_decay)
@@ -352,6 +352,6 @@ def _check_settings(settings: dict[str, Any]) -> None:
             )
 
 
-def _refuse_int8(state_dtype: str, name: str) -> None:
-    if state_dtype == "int8":
+def _refuse_int8(state_dtype: str | torch.dtype, name: str) -> None:
+    if state_dtype in ("int8", torch.int8):
         raise OptionError(f"{name} has no int8 state; use 'float32' or 'bfloat16', or RowSGD")

@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plsc.errors import DataError, OptionError
-from plsc.heads.base import GlobalBatch, Head, HeadOutput, gather_batch, mean_cosine
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, gather_batch, mean_cosine
 from plsc.heads.engines import Passes, choose_passes
 from plsc.heads.margins import Margin
 from plsc.heads.offload import fetch
 from plsc.heads.passes import Queries, Rows, Sums, TorchPasses, reciprocal
 from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
 from plsc.heads.target import Target, find_target, regulariser
+from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
 from plsc.heads.visit import EmbeddingGradient, Loss, Visit
 from plsc.keys import hash_key
 from plsc.parallel.collectives import (
@@ -38,7 +39,7 @@ from plsc.parallel.collectives import (
 )
 from plsc.parallel.shard import class_range
 
-_PRODUCTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MANY_PENDING = 256  # more micro-batches than anybody accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
 
 
@@ -46,22 +47,19 @@ _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 ho
 class Execution:
     """How the head computes; none of it changes what is computed, but for rounding.
 
-    products: 'float32' or 'bfloat16', the type of the factors of matrix products (sums are float32); under
-    autocast always bfloat16. keep_bytes: memory in which the first pass may leave its terms for the
-    second, in 16 bits; where they do not fit they are computed again. tile: rows at a time, None: by the
-    batch size. kernels: 'auto', 'torch', 'native' (CPU) or 'triton' (CUDA).
+    products: 'float32' or 'bfloat16', by name or as torch's, the type of the factors of matrix products
+    (sums are float32); under autocast always bfloat16. keep_bytes: memory in which the first pass may leave
+    its terms for the second, in 16 bits; where they do not fit they are computed again. tile: rows at a
+    time, None: by the batch size. kernels: 'auto', 'torch', 'native' (CPU) or 'triton' (CUDA).
     """
 
-    products: str = "float32"
+    products: str | torch.dtype = "float32"
     keep_bytes: int = 0
     tile: int | None = None
     kernels: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.products not in _PRODUCTS:
-            raise OptionError(
-                f"products are {self.products!r}; expected one of {', '.join(_PRODUCTS)}"
-            )
+        object.__setattr__(self, "products", read_dtype("products", self.products, PRODUCTS))
         if self.keep_bytes < 0 or (self.tile is not None and self.tile < 1):
             raise OptionError(
                 f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected 0 or more bytes, and 1 or "
@@ -116,19 +114,29 @@ class ShardedHead(Head):
         centers: int = 1,
         sampling: Sampling | None = None,
         execution: Execution | None = None,
-        row_dtype: torch.dtype = torch.float32,
+        row_dtype: str | torch.dtype = torch.float32,
         offload: bool = False,
         on_nonfinite: str = "raise",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        sampling, execution = sampling or Sampling(), execution or Execution()
+        check_kind("sampling", sampling, Sampling)
+        check_kind("execution", execution, Execution)
+        class_num = read_count("class_num", class_num)
         if on_nonfinite not in ("raise", "pass"):
             raise OptionError(f"on_nonfinite is {on_nonfinite!r}; expected 'raise' or 'pass'")
+        if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                f"this head has no process group, so each of the {dist.get_world_size()} ranks trains all "
+                "classes by itself, on its own batches; pass group=dist.new_group() to share them out",
+                stacklevel=2,
+            )
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         mine = class_range(class_num, rank, ranks)
         super().__init__(class_num, mine, emb_size, margin, seed, group, centers, row_dtype)
-        self.sampling = sampling or Sampling()
-        self.execution = execution or Execution()
+        self.sampling = sampling
+        self.execution = execution
         self.offload = offload
         self.on_nonfinite = on_nonfinite
         self.step = 0
@@ -151,6 +159,7 @@ class ShardedHead(Head):
         The accuracy is over the classes that take part. Raises DataError, on every rank alike, for labels
         out of range and for embeddings that are not finite (unless `on_nonfinite` is 'pass').
         """
+        check_batch(embeddings, labels, self.emb_size)
         wants_gradient = torch.is_grad_enabled() and embeddings.requires_grad
         products = self._products(embeddings.device.type)
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
@@ -170,12 +179,18 @@ class ShardedHead(Head):
         return f"classes {start}..{stop} of {self.class_num}, {self.weight.dtype}, {self.sampling}"
 
     def get_extra_state(self) -> Tensor:
-        """Return the count of steps, which keys the sampling and the rounding."""
-        return torch.tensor(self.step)
+        """Return the count of steps, which keys sampling and rounding, and which classes these are."""
+        return torch.tensor([self.step, self.class_num, *self.class_range])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the count of steps of a saved head."""
-        self.step = int(state)
+        """Take the count of steps of a saved head. Raises CheckpointError if it had other classes."""
+        theirs, mine = state.tolist()[1:], [self.class_num, *self.class_range]
+        if theirs != mine:
+            raise CheckpointError(
+                f"the state is of classes {theirs[1]}..{theirs[2]} of {theirs[0]}, this head has "
+                f"{mine[1]}..{mine[2]} of {mine[0]}; each rank loads the file that it saved"
+            )
+        self.step = int(state[0])
 
     def all_rows(self) -> Rows:
         """Return all rows of this rank, as the passes see them."""
@@ -186,6 +201,16 @@ class ShardedHead(Head):
             cosine=self.margin.is_cosine,
             first_row=self.class_range[0] * self.centers,
         )
+
+    def leave(self, visit: Visit) -> None:
+        """Keep what backward() left until the row optimizer steps; warn if that seems to be forgotten."""
+        self.pending.append(visit)
+        if len(self.pending) == _MANY_PENDING:
+            warnings.warn(
+                f"{_MANY_PENDING} forward passes went backward since the row optimizer last stepped; each "
+                "takes memory until it does; call its step() (or skip()) after backward()",
+                stacklevel=2,
+            )
 
     def take_pending(self) -> list[Visit]:
         """Hand over what backward() left, for one update of the rows; the next step begins."""
@@ -210,7 +235,8 @@ class ShardedHead(Head):
     def _products(self, device: str) -> torch.dtype:
         if torch.is_autocast_enabled(device):
             return torch.bfloat16  # also for float16: shifted exponentials need its range
-        return _PRODUCTS[self.execution.products]
+        assert isinstance(self.execution.products, torch.dtype)  # see its __post_init__
+        return self.execution.products
 
     def _visit(
         self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool
@@ -322,7 +348,7 @@ class ShardedHead(Head):
             warnings.warn(
                 f"the checkpoint was computed by {before}, this run by {self.computed_by}: its results will "
                 "differ in the last bits from an uninterrupted run's",
-                stacklevel=5,
+                stacklevel=7,  # who called the head
             )
 
     def _classes_in_play(
@@ -349,7 +375,7 @@ class ShardedHead(Head):
             warnings.warn(
                 f"the batch has {len(classes)} classes of this rank, more than the {count} that the "
                 f"sample ratio {self.sampling.ratio:g} asks for; all of them take part",
-                stacklevel=5,
+                stacklevel=6,  # who called the head
             )
         return classes
 

@@ -108,7 +108,7 @@ class Loss(torch.autograd.Function):
         to_weight, to_bias = None, None
         if head.updates_rows_itself:
             if ctx.needs_input_grad[1]:
-                head.pending.append(visit)
+                head.leave(visit)
         elif ctx.needs_input_grad[1]:
             to_weight, to_bias = _whole_gradients(head, visit)
             head.step += 1

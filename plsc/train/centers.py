@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from plsc.checkpoint import check_replaceable
 from plsc.config import Options
 from plsc.data.batch import to_input
 from plsc.errors import OptionError
@@ -26,13 +25,14 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
 
     The network of `checkpoint.load_dir` embeds the training set. Writes the checkpoint `output`: the same run
     at the same step, with one row a class; training goes on from it. Raises OptionError if there are no
-    sub-centres; CheckpointError if something else stands where the new checkpoint is to be.
+    sub-centres, or something stands where the new checkpoint is to be.
     """
     if options.checkpoint.load_dir is None:
         raise OptionError(
             "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
         )
-    check_replaceable(output)
+    if output.exists() or output.is_symlink():
+        raise OptionError(f"{output} is there already; give a path that is not")
     path = Path(options.checkpoint.load_dir)
     manifest = open_checkpoint(path)
     adopt_options(options, manifest)

@@ -67,9 +67,9 @@ def prepare_save_dir(run: Run) -> None:
     resumes_here = load_dir and Path(load_dir).resolve().parent == run.save_dir.resolve()
     if found and not resumes_here:
         raise CheckpointError(
-            f"{run.save_dir} holds checkpoints of an earlier run: {', '.join(found)}; "
-            f"set_checkpoint_dir('{run.save_dir / found[-1]}') goes on from there, another "
-            "set_model_save_dir starts afresh"
+            f"{run.save_dir} holds checkpoints of an earlier run: {', '.join(found)}; to go on with that "
+            f"one, load {run.save_dir / found[-1]} (checkpoint.load_dir, set_checkpoint_dir); for this "
+            "one, save elsewhere (checkpoint.save_dir, set_model_save_dir)"
         )
     for epoch in range(run.options.train.epochs):  # now, and not after an epoch of training
         check_replaceable(run.save_dir / str(epoch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -153,6 +154,16 @@ def check_bad_input(world: World) -> None:
         head(embeddings, torch.tensor([0, 1]))
 
 
+def check_forgotten_group(world: World) -> None:
+    """A head of several ranks that was given no group is each rank's own: it says so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build_head("dist_arcface", 9, DIMENSION)
+        build_head("dist_arcface", 9, DIMENSION, group=world.head_group)
+    said = [str(one.message) for one in caught if "has no process group" in str(one.message)]
+    assert len(said) == (1 if world.size > 1 else 0), said
+
+
 def main() -> None:
     world = World.from_environment("cpu")
     even, uneven = [3] * world.size, [2 + rank for rank in range(world.size)]
@@ -175,6 +186,7 @@ def main() -> None:
         for sizes in (even, uneven, with_empty):
             check_dense(world, name, sizes)
     check_bad_input(world)
+    check_forgotten_group(world)
     world.close()
 
 

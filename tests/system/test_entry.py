@@ -250,7 +250,9 @@ def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, 
     )
     assert main(["config", "--config", str(config), "--train.batch_size", "12"]) == 0
     printed = capsys.readouterr().out
-    assert "batch_size: 12" in printed
+    assert "  batch_size: 12" in printed
+    assert "  # combined_margins: [1.0, 0.3, 0.2]" in printed  # not set: the loss has none
+    config.write_text(printed)  # what it prints is what --config reads
     assert "training images per rank and step (default: 128)" in printed
     assert main(["train", "--config", str(config), "--train.batch_size", "12"]) == 0
     checkpoint = str(tmp_path / "run" / "0")
@@ -297,6 +299,9 @@ def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_o
     )  # fmt: skip
     assert "trained 8 steps" in said
 
+    ins = entry(dataset, tmp_path / "unused", set_checkpoint_dir=str(full / "0"))
+    with pytest.raises(OptionError, match="is there already"):
+        ins.keep_dominant(full / "0")
     ins = entry(dataset, tmp_path / "unused", set_checkpoint_dir=str(small))
     with pytest.raises(OptionError, match="one row a class"):
         ins.keep_dominant(tmp_path / "again")

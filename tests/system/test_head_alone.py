@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plsc.heads
-from plsc.heads import RowSGD, Sampling, ShardedHead, build_margin
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.heads import Execution, RowSGD, Sampling, ShardedHead, build_margin
 from tests.distributed.launch import run_ranks
 from tests.system import head_alone_worker as alone
 from tests.system.head_alone_worker import BLOCKS, LOOP, PAGE, SETUP, train
@@ -234,6 +236,105 @@ def test_rows_take_the_bytes_that_the_page_says(row_type, optimizer, size):
 
 def test_the_page_has_no_code_that_is_not_run_here():
     run = {alone.PLAIN, alone.SEVERAL, "Mixed precision", "GradScaler", "Accumulation", "Clipping"}
-    assert set(BLOCKS) == run | {"Schedules", "Checkpoints", "Lightning", "Accelerate"}
-    assert [len(blocks) for blocks in BLOCKS.values()] == [2, 2] + [1] * 8
+    assert set(BLOCKS) == run | {
+        "Schedules",
+        "Checkpoints",
+        "Lightning",
+        "Accelerate",
+        "Sub-centres",
+    }
+    assert [len(blocks) for blocks in BLOCKS.values()] == [2, 2] + [1] * 9
     assert len(table_of_bytes()) == 7
+
+
+def test_the_dominant_sub_centres_make_a_head_with_one_row_a_class():
+    (dominant,) = BLOCKS["Sub-centres"]
+    three = SETUP.replace('build_margin("arcface"', 'centers=3, margin=build_margin("arcface"')
+    run = train(three, LOOP, dominant)
+    big, small = run.names["head"], run.names["small"]
+    counts = run.names["counts"]
+    assert counts.sum() == alone.BATCH * alone.STEPS
+    for c in range(alone.CLASSES):
+        assert torch.equal(small.weight[c], big.weight[c, counts[c].argmax()])
+
+
+def test_another_ranks_state_is_refused():
+    head = ShardedHead(10, 8, build_margin("arcface"))
+    state = head.state_dict()
+    ShardedHead(10, 8, build_margin("arcface")).load_state_dict(state)
+    other = dict(state, _extra_state=torch.tensor([3, 20, 10, 20]))  # of rank 1 of 2, 20 classes
+    with pytest.raises(
+        CheckpointError, match=r"classes 10\.\.20 of 20, this head has 0\.\.10 of 10"
+    ):
+        head.load_state_dict(other)
+    assert head.step == 0
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "labels", "said"),
+    [
+        (torch.randn(4, 8), torch.zeros(4, dtype=torch.int32), r"labels are torch.int32 \[4\]"),
+        (torch.randn(4, 8), torch.zeros(4), r"labels are torch.float32 \[4\]"),
+        (torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.int64), r"\[4, 1\]; expected int64 \[4\]"),
+        (torch.randn(4, 8), torch.zeros(3, dtype=torch.int64), r"\[3\]; expected int64 \[4\]"),
+        (torch.randn(4, 8), [0, 1, 2, 3], "labels are a list"),
+        (torch.randn(4, 7), torch.zeros(4, dtype=torch.int64), r"\[4, 7\]; expected .* \[b, 8\]"),
+        (torch.ones(4, 8).long(), torch.zeros(4).long(), "expected floating numbers"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("loss_type", ["dist_arcface", "arcface"])
+def test_a_batch_of_another_kind_is_refused_in_words(loss_type, embeddings, labels, said):
+    head = plsc.heads.build_head(loss_type, 10, 8)
+    with pytest.raises(DataError, match=said):
+        head(embeddings, labels)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"class_num": 0}, "class_num is 0; expected a whole number"),
+        ({"class_num": 1e3}, "class_num is 1000.0"),
+        ({"emb_size": 0}, "emb_size is 0"),
+        ({"centers": -1}, "centers is -1"),
+        ({"centers": 2.5}, "centers is 2.5"),
+        ({"margin": "arcface"}, "margin is 'arcface'; expected a Margin"),
+        ({"sampling": "0.1"}, "sampling is '0.1'; expected a Sampling"),
+        ({"execution": "bfloat16"}, "execution is 'bfloat16'; expected a Execution"),
+        ({"row_dtype": "half"}, "row_dtype is 'half'; expected one of float32, bfloat16, float64"),
+    ],
+)
+def test_a_head_that_cannot_be_is_refused_in_words(settings, said):
+    whole = {"class_num": 10, "emb_size": 8, "margin": build_margin("arcface"), **settings}
+    with pytest.raises(OptionError, match=said):
+        ShardedHead(**whole)
+
+
+def test_types_are_given_by_name_or_as_torchs():
+    for dtype in ("bfloat16", torch.bfloat16):
+        margin = build_margin("arcface")
+        execution = Execution(products=dtype)
+        head = ShardedHead(10, 8, margin, row_dtype=dtype, execution=execution)
+        rows = RowSGD(head, state_dtype=dtype)
+        assert head.weight.dtype is torch.bfloat16
+        assert rows.state[head.weight]["momentum_buffer"].dtype is torch.bfloat16
+        assert head.execution == Execution(products="bfloat16")
+
+
+def test_a_forgotten_step_of_the_rows_is_noticed():
+    head = ShardedHead(10, 8, build_margin("arcface"))
+    rows = RowSGD(head)
+
+    def go(times):
+        for _ in range(times):
+            head(torch.randn(2, 8, requires_grad=True), torch.tensor([1, 2])).loss.backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go(200)
+        rows.step()
+        go(255)
+    with pytest.warns(UserWarning, match=r"256 forward passes .* call its step\(\)"):
+        go(1)
+    for wrong in ({"grad_scale": 0}, {"clip": -1.0}, {"grad_scale": float("inf")}):
+        with pytest.raises(OptionError, match="expected a finite scale above 0"):
+            rows.step(**wrong)

@@ -269,7 +269,7 @@ def test_sub_centres_of_a_softmax_are_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"products": "float16"}, "products are 'float16'; expected one of float32, bfloat16"),
+        ({"products": "float16"}, "products is 'float16'; expected one of float32, bfloat16"),
         ({"keep_bytes": -1}, "keep_bytes is -1"),
         ({"tile": 0}, "tile is 0"),
     ],
