@@ -136,7 +136,10 @@ def draw_curves(out: Path, ways: list[str], seeds: int) -> None:
             metrics = [json.loads(line) for line in lines]
             points = [(m["step"], m["mean_loss"]) for m in metrics if "mean_loss" in m]
             axes.plot(
-                *zip(*points, strict=True), f"C{number}", lw=1, label=way if seed == 1 else None
+                *zip(*points, strict=True),
+                "0.7" if way == "arcface" else f"C{number}",  # the noise of float32, in grey
+                lw=1,
+                label=way if seed == 1 else None,
             )
     axes.set(xlabel="step", ylabel="mean loss since the last point")
     axes.legend()
