@@ -116,7 +116,7 @@ class HeadOptions:
         _three_numbers,
     )
     easy_margin: bool = declare(
-        False, "of arcface, and of magface, which has it unless it is set: no margin over 90 degrees",
+        False, "no margin where the angle is over 90 degrees; when not set, off for arcface, on for magface",
         "set_easy_margin(easy)",
     )  # fmt: skip
     straight_through: bool = declare(

@@ -72,8 +72,8 @@ class Setters:
         self.options.set("head.combined_margins", margins)
 
     def set_easy_margin(self, easy: bool) -> None:
-        """Set ``head.easy_margin``: of arcface, and of magface, which has it unless it is set:
-        no margin over 90 degrees. Default: False.
+        """Set ``head.easy_margin``: no margin where the angle is over 90 degrees; when not
+        set, off for arcface, on for magface. Default: False.
         """
         self.options.set("head.easy_margin", easy)
 
