@@ -1,0 +1,124 @@
+"""Blocks of remote files on the local disk, in a bounded number of bytes.
+
+A block is a file ``<cache folder>/blocks/<file>/<block>``; <file> is a hash of the URL and of what tells its
+versions apart, so that a changed file never meets its old blocks. All processes of a machine share them: a
+block appears by a rename, whole; it is believed if its size is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+from plsc.errors import DataError, OptionError
+from plsc.storage.cache_folder import cache_folder
+from plsc.storage.stamp import FileStamp
+
+BLOCK_BYTES = 4 * 2**20
+_DEFAULT_LIMIT = 16 * 2**30
+_TOUCH_SECONDS = 60.0  # the order of eviction is that of the last use, to a minute
+
+
+class BlockCache:
+    """The blocks of one remote file.
+
+    The blocks of all files together are kept below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0: none are
+    kept): each process looks after a 64th of the limit has been written by it, and removes those that were
+    not used for longest until an eighth is free. When the disk is full nothing is kept, and reading goes on.
+    """
+
+    def __init__(self, url: str, stamp: FileStamp, *, is_kept: bool = True) -> None:
+        self._limit = cache_limit() if is_kept else 0
+        self._size = stamp.size
+        key = hashlib.sha256(f"{url}\n{stamp.size}\n{stamp.stamp}".encode()).hexdigest()[:32]
+        self._root: Path | None = None
+        # Without a stamp a new version could not be told from the old one.
+        if self._limit > 0 and stamp.stamp:
+            with contextlib.suppress(DataError):
+                self._root = cache_folder("blocks")
+        self._folder = self._root / key if self._root else None
+        self._used: dict[int, float] = {}
+        self._written = 0
+
+    def read(self, block: int, start: int, length: int) -> bytes | None:
+        """Return a part of a block, or None if the block is not here, whole."""
+        if self._folder is None:
+            return None
+        path = self._folder / str(block)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            if os.fstat(descriptor).st_size != self._bytes_of(block):
+                return None
+            data = os.pread(descriptor, length, start)
+            now = time.monotonic()
+            if now - self._used.get(block, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
+                self._used[block] = now
+                os.utime(descriptor)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        return data if len(data) == length else None
+
+    def write(self, block: int, data: bytes) -> None:
+        """Keep a block, if there is room for it."""
+        if self._folder is None or self._root is None:
+            return
+        temporary = self._folder / f".{block}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            temporary.write_bytes(data)
+            temporary.replace(self._folder / str(block))
+        except OSError:  # a full disk, most often
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        self._written += len(data)
+        if self._written > self._limit // 64:
+            self._written = 0
+            remove_oldest(self._root, self._limit)
+
+    def _bytes_of(self, block: int) -> int:
+        return min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
+
+
+def cache_limit() -> int:
+    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no whole number of 0 or more."""
+    text = os.environ.get("PLSC_CACHE_BYTES", "")
+    if text and not text.isdecimal():
+        raise OptionError(
+            f"PLSC_CACHE_BYTES is {text!r}; expected a number of bytes, 0 for no cache"
+        )
+    return int(text) if text else _DEFAULT_LIMIT
+
+
+def remove_oldest(root: Path, limit: int) -> None:
+    """Remove blocks in the order of their last use while all of them take more than 7/8 of `limit`."""
+    blocks: list[tuple[float, int, str]] = []
+    for folder in _entries(root):
+        for entry in _entries(Path(folder.path)):
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                blocks.append((status.st_mtime, status.st_size, entry.path))
+    blocks.sort()
+    total = sum(size for _, size, _ in blocks)
+    for _, size, path in blocks:
+        if total <= limit - limit // 8:
+            break
+        with contextlib.suppress(OSError):  # another process may have been faster
+            Path(path).unlink()
+            total -= size
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []

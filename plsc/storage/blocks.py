@@ -1,0 +1,210 @@
+"""Random access to the bytes of a file, local or remote: ``open_bytes(location).read_at(offset, length)``.
+
+A remote file is read in blocks of 4 MiB, which are kept in the cache folder (`block_cache`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from plsc.errors import DataError
+from plsc.storage.block_cache import BLOCK_BYTES, BlockCache
+from plsc.storage.retry import with_retries
+from plsc.storage.stamp import FileStamp, local_stamp, stamp_of
+from plsc.storage.urls import is_url, open_filesystem, shown
+
+_LOCKS = 16
+
+
+class Bytes(Protocol):
+    """An unchanging file. Any thread may read; a pickle opens it again, in another process too."""
+
+    size: int
+    location: str
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes from `offset`; DataError if they are not in the file."""
+        ...
+
+
+def open_bytes(location: str | Path) -> Bytes:
+    """Return the bytes of a local file or fsspec URL; DataError if it is missing or no plain file."""
+    return RemoteBytes(str(location)) if is_url(location) else LocalBytes(location)
+
+
+class LocalBytes:
+    """A file of this machine, read with pread: no position is shared, so threads do not wait.
+
+    It is not mapped into memory, because a mapped file that another process truncates ends this one.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.location = str(path)
+        self._open()
+        self.size = self._stamp.size
+
+    def _open(self) -> None:
+        try:
+            self._descriptor = os.open(self.location, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise DataError(f"{self.location} does not exist") from None
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.location} cannot be read ({error})") from error
+        self._stamp = local_stamp(Path(self.location), self._descriptor)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes from `offset`; DataError if they are not in the file."""
+        _check_range(self, offset, length)
+        try:
+            data = os.pread(self._descriptor, length, offset)
+            while len(data) < length:  # the kernel gives at most 2 GiB at once
+                more = os.pread(self._descriptor, length - len(data), offset + len(data))
+                if not more:
+                    raise DataError(
+                        f"{self.location} became shorter while it was in use; start again"
+                    )
+                data += more
+        except OSError as error:
+            raise DataError(f"{self.location} cannot be read ({error.strerror})") from error
+        return data
+
+    def __del__(self) -> None:
+        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"location": self.location, "stamp": self._stamp}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.location = state["location"]
+        self._open()
+        if self._stamp != state["stamp"]:
+            raise DataError(f"{self.location} changed while it was in use; start again")
+        self.size = self._stamp.size
+
+
+class RemoteBytes:
+    """A file of a remote store, read in blocks that are kept in the cache folder.
+
+    Two threads that want the same block fetch it once. A fetch that fails is tried again, up to a minute.
+    is_kept: False for a file that is read once, from its start to its end, by whole blocks.
+    """
+
+    def __init__(self, url: str, stamp: FileStamp | None = None, *, is_kept: bool = True) -> None:
+        self.location = url
+        self._stamp = stamp or stamp_of(url)
+        self.size = self._stamp.size
+        self._is_kept = is_kept
+        self._cache = BlockCache(url, self._stamp, is_kept=is_kept)
+        self._process = -1
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open the client; a forked process needs its own, and locks that no one holds."""
+        if self._process == os.getpid():
+            return
+        self._filesystem, self._path = open_filesystem(self.location)
+        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self._process = os.getpid()
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes from `offset`; DataError if they are not there to be had."""
+        _check_range(self, offset, length)
+        self._connect()
+        parts = []
+        while length > 0:
+            block, start = divmod(offset, BLOCK_BYTES)
+            wanted = min(length, BLOCK_BYTES - start)
+            parts.append(self._read_in_block(block, start, wanted))
+            offset, length = offset + wanted, length - wanted
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read_in_block(self, block: int, start: int, length: int) -> bytes:
+        found = self._cache.read(block, start, length)
+        if found is not None:
+            return found
+        with self._locks[block % _LOCKS]:
+            found = self._cache.read(block, start, length)  # another thread may have fetched it
+            if found is not None:
+                return found
+            data = self._fetch(block)
+            self._cache.write(block, data)
+        return data[start : start + length]
+
+    def _fetch(self, block: int) -> bytes:
+        start = block * BLOCK_BYTES
+        end = min(start + BLOCK_BYTES, self.size)
+
+        def fetch() -> bytes:
+            data: bytes = self._filesystem.cat_file(self._path, start=start, end=end)
+            if len(data) != end - start:
+                raise OSError(f"{len(data)} bytes came of {end - start}")
+            return data
+
+        return with_retries(fetch, f"{shown(self.location)} cannot be read at byte {start}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"location": self.location, "stamp": self._stamp, "is_kept": self._is_kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["location"], state["stamp"], is_kept=state["is_kept"])  # type: ignore[misc]
+
+
+class BytesFile(io.RawIOBase):
+    """Bytes as a file to read, for parsers that want one. Wrap it in io.BufferedReader for small reads."""
+
+    def __init__(self, data: Bytes) -> None:
+        super().__init__()
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Say yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Say yes."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position, which may be behind the end."""
+        base = (0, self._position, self._data.size)[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative position {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most what fits the buffer; 0 at the end."""
+        length = min(len(buffer), max(0, self._data.size - self._position))
+        if length:
+            buffer[:length] = self._data.read_at(self._position, length)
+            self._position += length
+        return length
+
+
+def buffered(data: Bytes, buffer_bytes: int = 2**20) -> io.BufferedReader:
+    """Return the bytes as a buffered file at position 0."""
+    return io.BufferedReader(BytesFile(data), buffer_bytes)
+
+
+def streamed(location: str | Path) -> io.BufferedReader:
+    """Return a local file or fsspec URL as a file that is read once, from its start to its end."""
+    data = RemoteBytes(str(location), is_kept=False) if is_url(location) else LocalBytes(location)
+    return buffered(data, BLOCK_BYTES)
+
+
+def _check_range(data: Bytes, offset: int, length: int) -> None:
+    if offset < 0 or length < 0 or offset + length > data.size:
+        raise DataError(
+            f"{shown(data.location)} has {data.size} bytes; {length} at {offset} are outside it"
+        )

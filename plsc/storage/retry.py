@@ -1,0 +1,57 @@
+"""Ask a remote store again when it fails for a moment, for a bounded time."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from plsc.errors import DataError, PlscError
+
+Answer = TypeVar("Answer")
+
+# Asking again does not help: the file is not there, or is not for us.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 8.0
+# A generator of its own: the global one belongs to the user's experiment.
+_jitter = random.Random()
+_SECRET = re.compile(r"[^/@\s'\"]*:[^/@\s]+@")  # user:password@
+
+
+def with_retries(
+    call: Callable[[], Answer], what: str, *, attempts: int = 6, total_seconds: float = 60.0
+) -> Answer:
+    """Return ``call()``, tried up to `attempts` times as long as `total_seconds` have not passed.
+
+    Between two tries it waits 0.1 s, then twice as long each time, up to 8 s, with some jitter, so that
+    many workers do not return at one moment. what: for the message, such as ``s3://b/k cannot be read``.
+    Raises DataError that names the last fault.
+    """
+    started = time.monotonic()
+    wait = _FIRST_WAIT
+    for attempt in range(1, attempts + 1):
+        try:
+            return call()
+        except (PlscError, KeyboardInterrupt):
+            raise
+        except _FINAL as error:
+            raise DataError(f"{what} ({reason_of(error)})") from error
+        except Exception as error:  # each client of a store has exceptions of its own
+            if "AccessControlException" in str(error):  # what HDFS says for PermissionError
+                raise DataError(f"{what} ({reason_of(error)})") from error
+            left = total_seconds - (time.monotonic() - started)
+            if attempt == attempts or left <= 0:
+                tries = f"{attempt} tries" if attempt > 1 else "one try"
+                raise DataError(f"{what} after {tries} ({reason_of(error)})") from error
+            time.sleep(min(wait * _jitter.uniform(0.75, 1.25), left))
+            wait = min(2 * wait, _LONGEST_WAIT)
+    raise AssertionError("attempts must be at least 1")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return a client's fault in a line: cut short, as some put whole requests into it; without passwords."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    text = _SECRET.sub("", text[:1000])[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import pickle
+import random
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from plsc.errors import DataError, OptionError
+from plsc.storage import block_cache, retry
+from plsc.storage.block_cache import BLOCK_BYTES
+from plsc.storage.blocks import BytesFile, buffered, open_bytes
+from plsc.storage.retry import with_retries
+from tests.s3_server import s3_server, use_s3
+
+SIZE = 2 * BLOCK_BYTES + 12345
+CONTENT = np.random.default_rng(0).bytes(SIZE)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with s3_server() as address:
+        yield address
+
+
+def local(tmp_path: Path) -> str:
+    (tmp_path / "file.bin").write_bytes(CONTENT)
+    return str(tmp_path / "file.bin")
+
+
+def in_memory(tmp_path: Path) -> str:
+    fsspec.filesystem("memory").pipe("/blocks/file.bin", CONTENT)
+    return "memory://blocks/file.bin"
+
+
+def on_s3(tmp_path: Path) -> str:
+    filesystem = fsspec.filesystem("s3")
+    filesystem.mkdirs("blocks", exist_ok=True)
+    filesystem.pipe("blocks/file.bin", CONTENT)
+    return "s3://blocks/file.bin"
+
+
+@pytest.fixture(params=[local, in_memory, on_s3], ids=lambda make: make.__name__)
+def location(request, tmp_path, monkeypatch) -> str:
+    if request.param is on_s3:
+        use_s3(monkeypatch, request.getfixturevalue("s3"))
+    return request.param(tmp_path)
+
+
+def check_random_reads(data, seed: int) -> None:
+    numbers = random.Random(seed)
+    for _ in range(30):
+        offset = numbers.randrange(SIZE)
+        length = min(numbers.choice([0, 1, 5000, BLOCK_BYTES + 7]), SIZE - offset)
+        assert data.read_at(offset, length) == CONTENT[offset : offset + length]
+
+
+def test_every_range_is_read_as_it_is(location):
+    data = open_bytes(location)
+    assert data.size == SIZE
+    assert data.read_at(0, SIZE) == CONTENT
+    check_random_reads(data, 1)
+    check_random_reads(open_bytes(location), 2)
+
+
+def test_a_range_outside_is_refused(location):
+    data = open_bytes(location)
+    for offset, length in ((SIZE, 1), (-1, 4), (0, SIZE + 1), (5, -1), (2**62, 2**62)):
+        with pytest.raises(DataError, match="outside it"):
+            data.read_at(offset, length)
+
+
+def test_threads_read_at_the_same_time(location):
+    data = open_bytes(location)
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda seed: check_random_reads(data, seed), range(6)))
+
+
+def test_a_pickled_copy_reads_the_same(location):
+    copy = pickle.loads(pickle.dumps(open_bytes(location)))
+    assert copy.size == SIZE
+    check_random_reads(copy, 3)
+
+
+def test_a_forked_process_reads_the_same(location):
+    data = open_bytes(location)
+    data.read_at(0, 10)
+    process = multiprocessing.get_context("fork").Process(target=check_random_reads, args=(data, 4))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_it_reads_as_a_file(location):
+    file = buffered(open_bytes(location), 1000)
+    assert file.read(7) == CONTENT[:7]
+    file.seek(-9, os.SEEK_END)
+    assert file.read() == CONTENT[-9:]
+    file.seek(SIZE + 5)
+    assert file.read(5) == b""
+    file.seek(BLOCK_BYTES - 3)
+    assert file.read(2000) == CONTENT[BLOCK_BYTES - 3 : BLOCK_BYTES + 1997]
+    with pytest.raises(ValueError, match="negative"):
+        BytesFile(open_bytes(location)).seek(-1)
+
+
+@pytest.mark.parametrize("name", ["gone", "."])
+def test_a_file_that_is_missing_or_a_folder_is_refused(tmp_path, name):
+    with pytest.raises(DataError, match=r"does not exist|not a plain file"):
+        open_bytes(tmp_path / name)
+
+
+def test_a_missing_remote_file_is_refused_at_once():
+    with pytest.raises(DataError, match=r"memory://blocks/gone cannot be looked up"):
+        open_bytes("memory://blocks/gone")
+
+
+def test_a_local_file_that_shrinks_or_changes_is_noticed(tmp_path):
+    path = Path(local(tmp_path))
+    data = open_bytes(path)
+    text = pickle.dumps(data)
+    os.truncate(path, 100)
+    with pytest.raises(DataError, match="became shorter"):
+        data.read_at(50, 100)
+    with pytest.raises(DataError, match="changed while it was in use"):
+        pickle.loads(text)
+
+
+def test_blocks_come_from_the_cache_the_second_time(tmp_path, cache):
+    location = in_memory(tmp_path)
+    open_bytes(location).read_at(BLOCK_BYTES - 5, 10)
+    assert sorted(path.name for path in cache.glob("blocks/*/*")) == ["0", "1"]
+    (path,) = cache.glob("blocks/*/0")
+    marked = bytearray(path.read_bytes())
+    marked[3] ^= 255
+    path.write_bytes(marked)
+    assert open_bytes(location).read_at(3, 1) == marked[3:4]
+
+
+def test_a_cut_block_is_fetched_again(tmp_path, cache):
+    location = in_memory(tmp_path)
+    open_bytes(location).read_at(0, SIZE)
+    for path in cache.glob("blocks/*/*"):
+        os.truncate(path, 10)
+    assert open_bytes(location).read_at(0, SIZE) == CONTENT
+
+
+def test_a_changed_remote_file_never_meets_its_old_blocks(tmp_path):
+    location = in_memory(tmp_path)
+    open_bytes(location).read_at(0, SIZE)
+    other = bytes(reversed(CONTENT))
+    fsspec.filesystem("memory").pipe("/blocks/file.bin", other)
+    assert open_bytes(location).read_at(0, SIZE) == other
+
+
+def cached_bytes(cache: Path) -> int:
+    return sum(path.stat().st_size for path in cache.glob("blocks/*/*"))
+
+
+def test_the_cache_stays_within_its_bytes_and_keeps_what_was_used_last(cache, monkeypatch):
+    content = bytes(20 * BLOCK_BYTES)
+    fsspec.filesystem("memory").pipe("/blocks/long.bin", content)
+    limit = 8 * BLOCK_BYTES
+    monkeypatch.setenv("PLSC_CACHE_BYTES", str(limit))
+    data = open_bytes("memory://blocks/long.bin")
+    for block in range(20):
+        data.read_at(block * BLOCK_BYTES, 100)
+        assert cached_bytes(cache) <= limit
+    assert (sorted(int(path.name) for path in cache.glob("blocks/*/*")))[-1] == 19
+    assert cached_bytes(cache) > limit // 2
+
+
+def test_no_cache_is_kept_when_its_limit_is_0(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("PLSC_CACHE_BYTES", "0")
+    assert open_bytes(in_memory(tmp_path)).read_at(0, SIZE) == CONTENT
+    assert not cache.exists()
+
+
+def test_a_limit_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("PLSC_CACHE_BYTES", "16G")
+    with pytest.raises(OptionError, match="PLSC_CACHE_BYTES is '16G'"):
+        block_cache.cache_limit()
+
+
+def test_reading_goes_on_where_the_cache_cannot_be_written(tmp_path, cache):
+    cache.write_bytes(b"a file is in the way")
+    assert open_bytes(in_memory(tmp_path)).read_at(0, SIZE) == CONTENT
+
+
+class Flaky:
+    """Fails some times, then answers."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures, self.error, self.calls = failures, error, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error
+        return "answer"
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    found: list[float] = []
+    monkeypatch.setattr(retry.time, "sleep", found.append)
+    return found
+
+
+def test_a_store_that_fails_for_a_moment_is_asked_again_after_growing_waits(waits):
+    assert with_retries(Flaky(3, TimeoutError("slow")), "it") == "answer"
+    assert len(waits) == 3
+    assert waits == sorted(waits)
+    assert waits[-1] < 1
+
+
+def test_a_store_that_stays_down_is_given_up_with_its_last_fault(waits):
+    call = Flaky(99, ConnectionError("connection refused"))
+    with pytest.raises(DataError, match=r"it failed after 4 tries \(.*connection refused"):
+        with_retries(call, "it failed", attempts=4)
+    assert call.calls == 4
+
+
+def test_the_total_time_is_bounded(waits):
+    call = Flaky(99, ConnectionError())
+    with pytest.raises(DataError, match="after one try"):
+        with_retries(call, "it failed", total_seconds=0)
+    assert waits == []
+
+
+def test_a_missing_file_is_not_asked_for_again(waits):
+    call = Flaky(99, FileNotFoundError("gone"))
+    with pytest.raises(DataError, match=r"it failed .*gone"):
+        with_retries(call, "it failed")
+    assert call.calls == 1
+
+
+def test_retries_leave_the_global_random_generator_alone(waits):
+    state = random.getstate()
+    with_retries(Flaky(3, TimeoutError()), "it")
+    assert random.getstate() == state
