@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -13,6 +20,7 @@ from torchvision.datasets import ImageFolder
 
 from plsc.data.decode import decode_image
 from plsc.data.sources import Source, TorchDatasetSource, check_labels, open_source
+from plsc.data.writers import writer_of
 from plsc.errors import DataError
 
 COLOURS = [10, 90, 170, 250]
@@ -46,7 +54,107 @@ def from_torch_dataset(folder: Path) -> Source:
     return TorchDatasetSource(ImageFolder(folder))
 
 
-SOURCES = [from_label_file, from_image_folder, from_torch_dataset]
+def samples(folder: Path) -> list[tuple[bytes, int]]:
+    names = write_images(folder / "images")
+    images = [(folder / "images" / name).read_bytes() for name in names]
+    return list(zip(images, LABELS, strict=True))
+
+
+def written(suffix: str) -> Callable[[Path], Source]:
+    def make(folder: Path) -> Source:
+        location = str(folder / f"train{suffix}")
+        assert writer_of(location)(location, samples(folder)) == len(LABELS)
+        return open_source(location)
+
+    make.__name__ = f"from_written_{suffix.removeprefix('.')}"
+    return make
+
+
+def from_remote_recordio(folder: Path) -> Source:
+    written(".rec")(folder)
+    memory = fsspec.filesystem("memory")
+    for name in ("train.rec", "train.idx"):
+        memory.pipe(f"/contract/{name}", (folder / name).read_bytes())
+    return open_source("memory://contract/train.rec")
+
+
+def from_csv_of_paths(folder: Path) -> Source:
+    names = write_images(folder)
+    rows = [f"{name},{label}\n" for name, label in zip(names, LABELS, strict=True)]
+    (folder / "train.csv").write_text("path,label\n" + "".join(rows))
+    return open_source(folder / "train.csv")
+
+
+def from_csv_of_base64_and_names(folder: Path) -> Source:
+    rows = [f'"person {n}"\t{base64.b64encode(i).decode()}\n' for i, n in samples(folder)]
+    (folder / "train.tsv").write_text("label\timage\n" + "".join(rows))
+    return open_source(folder / "train.tsv")
+
+
+def from_base64_parts(folder: Path) -> Source:
+    lines = [f"{base64.b64encode(i).decode()}\t{n}" for i, n in samples(folder)]
+    parts = {"a.txt": ["", lines[0], ""], "empty.txt": [], "b.txt": [lines[1], "", *lines[2:]]}
+    for name, content in parts.items():
+        (folder / name).write_text("\r\n".join(content))
+    (folder / "file_list.txt").write_text("\n".join(parts))
+    return open_source(folder)
+
+
+def from_remote_base64(folder: Path) -> Source:
+    from_base64_parts(folder)
+    memory = fsspec.filesystem("memory")
+    for name in ("file_list.txt", "a.txt", "empty.txt", "b.txt"):
+        memory.pipe(f"/contract-base64/{name}", (folder / name).read_bytes())
+    return open_source("memory://contract-base64")
+
+
+def from_json_lines(folder: Path) -> Source:
+    names = write_images(folder)
+    rows = [{"who": n, "file": name} for name, n in zip(names, LABELS, strict=True)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return open_source(folder / "train.jsonl", label_column="who")
+
+
+def from_parquet_of_structs(folder: Path) -> Source:
+    rows = [{"image": {"bytes": i, "path": None}, "label": str(n)} for i, n in samples(folder)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet", row_group_size=3)
+    return open_source(folder / "train.parquet")
+
+
+def from_lmdb(folder: Path) -> Source:
+    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
+    with (
+        lmdb.open(str(folder / "train.lmdb"), map_size=2**24) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        transaction.put(b"num-samples", b"%d" % len(LABELS))
+        for number, (image, label) in enumerate(samples(folder), start=1):
+            transaction.put(b"image-%09d" % number, image)
+            transaction.put(b"label-%09d" % number, b"%d" % label)
+    return open_source(folder / "train.lmdb")
+
+
+SOURCES = [
+    from_label_file,
+    from_image_folder,
+    from_torch_dataset,
+    written(".rec"),
+    from_remote_recordio,
+    from_csv_of_paths,
+    from_csv_of_base64_and_names,
+    from_base64_parts,
+    from_remote_base64,
+    from_json_lines,
+    written(".parquet"),
+    from_parquet_of_structs,
+    written(".tar"),
+    from_lmdb,
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture(params=SOURCES, ids=lambda make: make.__name__)
@@ -88,6 +196,19 @@ def test_a_copy_in_another_process_gives_the_same(source):
     assert copy.labels().tolist() == LABELS
     assert copy.name(2) == source.name(2)
     assert copy[3][1] == source[3][1]
+
+
+def test_several_threads_read_at_once_what_one_reads(source):
+    expected = [source[index][1] for index in range(len(source))] * 25
+    images = [decode_image(source[index][0], (3, 16, 16)) for index in range(len(source))]
+
+    def read(position: int) -> int:
+        data, label = source[position % len(source)]
+        assert torch.equal(decode_image(data, (3, 16, 16)), images[position % len(source)])
+        return label
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, range(len(expected)))) == expected
 
 
 def test_a_label_outside_the_classes_is_named(source):

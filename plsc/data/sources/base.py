@@ -13,6 +13,9 @@ from plsc.data.decode import MAX_FILE_BYTES, Image
 from plsc.data.sources.paths import PathTable, printable
 from plsc.errors import DataError
 
+# Opening a named pipe without a writer would wait for ever; O_NONBLOCK does not.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+
 
 class Source(Protocol):
     """An indexed set of labelled images. It must be picklable: worker processes get a copy."""
@@ -37,6 +40,7 @@ class FileSource:
 
     def __init__(self, root: Path, paths: PathTable, labels: np.ndarray) -> None:
         self.root = root
+        self._root = os.fsencode(root)
         self._paths = paths
         self._labels = labels
 
@@ -44,11 +48,11 @@ class FileSource:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
-        path = self.path(index)
+        path = os.path.join(self._root, self._paths[index])  # noqa: PTH118 - a hot path
         try:
             return read_image_file(path), int(self._labels[index])
         except DataError as error:
-            raise DataError(f"{self.name(index)}: {error}") from error
+            raise error.at(self.name(index)) from error
 
     def path(self, index: int) -> Path:
         """Return the path of the image file."""
@@ -63,26 +67,42 @@ class FileSource:
         return self._labels
 
 
-def read_image_file(path: Path) -> bytes:
+def read_image_file(path: bytes | str | Path) -> bytes:
     """Return a file's bytes; DataError if it is missing, not a plain file, empty, or over 64 MiB.
 
     The size is asked first, so that a huge (or sparse) file is never read.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError("is not a plain file; expected an image file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise DataError(
-                f"is {status.st_size} bytes, over the limit of {MAX_FILE_BYTES}; shrink it"
-            )
-        data = path.read_bytes()
+        descriptor = os.open(path, _OPEN_FLAGS)
+        try:
+            return _read_whole(descriptor)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
-        raise DataError("the image file is missing; add it or take its entry out") from None
+        raise DataError(
+            "the image file is missing; add it or take its entry out", kind="missing"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror}); check the file") from error
+
+
+def _read_whole(descriptor: int) -> bytes:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError("is not a plain file; expected an image file")
+    if status.st_size > MAX_FILE_BYTES:
+        raise DataError(
+            f"is {status.st_size} bytes, over the limit of {MAX_FILE_BYTES}; shrink it",
+            kind="too large",
+        )
+    data = os.read(descriptor, status.st_size)
+    while len(data) < status.st_size:  # a signal, or a network file system, may cut a read short
+        more = os.read(descriptor, status.st_size - len(data))
+        if not more:
+            break
+        data += more
     if not data:
-        raise DataError("is empty (0 bytes); replace the file or take it out")
+        raise DataError("is empty (0 bytes); replace the file or take it out", kind="empty")
     return data
 
 

@@ -86,5 +86,6 @@ class TorchDatasetSource:
             return operator.index(label)  # int, numpy integer, integer tensor of one element
         except (TypeError, ValueError, RuntimeError):
             raise DataError(
-                f"{self.name(index)}: the label must be a whole number, got {type(label).__name__}"
+                f"{self.name(index)}: the label must be a whole number, got {type(label).__name__}",
+                kind="label",
             ) from None

@@ -1,0 +1,158 @@
+"""Look at a set: how many samples and classes, which sizes, and what is broken."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import io
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image as PillowImage
+
+from plsc.data.decode import PILLOW_FORMATS, Image, decode_image
+from plsc.data.sources import Source
+from plsc.errors import DataError
+from plsc.keys import hash_key
+
+_MOST_TOLD = 20
+
+
+@dataclass
+class Overview:
+    """What a set holds. Numbers of bytes and pixels are of the samples that were looked at.
+
+    images_a_class: (lowest number, highest, classes with so many images), by powers of 2. unused: ids below
+    the largest label that no sample has. faults: the broken samples' names and faults, the first 20.
+    """
+
+    samples: int
+    classes: int
+    largest_label: int
+    unused: int
+    fewest: int
+    median: float
+    most: int
+    images_a_class: list[tuple[int, int, int]]
+    looked_at: int = 0
+    bytes_median: float = 0
+    bytes_most: int = 0
+    pixels: list[tuple[str, int]] = field(default_factory=list)
+    broken: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def render(self) -> str:
+        """Return it as lines of text."""
+        lines = [
+            f"samples          {self.samples}",
+            f"classes          {self.classes} (labels up to {self.largest_label}, "
+            f"{self.unused} of these ids have no sample)",
+            f"images a class   {self.fewest} to {self.most}, median {self.median:g}",
+        ]
+        widest = max((count for _, _, count in self.images_a_class), default=1)
+        for low, high, count in self.images_a_class:
+            span = f"{low}" if low == high else f"{low}-{high}"
+            lines.append(f"  {span:>15} {count:>10} {'#' * max(1, round(40 * count / widest))}")
+        lines.append(
+            f"encoded bytes    median {self.bytes_median:g}, most {self.bytes_most} "
+            f"(of {self.looked_at} samples looked at)"
+        )
+        sizes = ", ".join(f"{size}: {count}" for size, count in self.pixels)
+        lines.append(f"pixels           {sizes or 'none'}")
+        lines.append(f"broken           {self.broken} of {self.looked_at} looked at")
+        lines += [f"  {fault}" for fault in self.faults]
+        return "\n".join(lines)
+
+
+def class_counts(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (the labels that occur, rising; how many samples each has), int64 both."""
+    ids, counts = np.unique(labels, return_counts=True)
+    return ids.astype(np.int64), counts.astype(np.int64)
+
+
+def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview:
+    """Return the overview of a set. Labels are counted all; `checked` samples, drawn at random, are decoded.
+
+    checked: 0 decodes all of them. Images are decoded by as many threads as there are processors.
+    """
+    labels = source.labels()
+    if len(labels) == 0:
+        raise DataError("the set holds no samples")
+    ids, counts = class_counts(labels)
+    found = Overview(
+        samples=len(labels),
+        classes=len(ids),
+        largest_label=int(ids[-1]),
+        unused=int(ids[-1]) + 1 - int((ids >= 0).sum()),
+        fewest=int(counts.min()),
+        median=float(np.median(counts)),
+        most=int(counts.max()),
+        images_a_class=_histogram(counts),
+    )
+    _decode_some(source, drawn(len(labels), checked, seed), found)
+    return found
+
+
+def drawn(total: int, wanted: int, seed: int) -> np.ndarray:
+    """Return `wanted` of the numbers below `total`, drawn at random, rising; all if it is 0 or larger."""
+    if wanted <= 0 or wanted >= total:
+        return np.arange(total)
+    numbers = np.random.default_rng(hash_key(seed, total))
+    return np.sort(numbers.choice(total, wanted, replace=False))
+
+
+def _histogram(counts: np.ndarray) -> list[tuple[int, int, int]]:
+    powers = np.floor(np.log2(counts)).astype(int)
+    return [
+        (2**power, 2 ** (power + 1) - 1, int((powers == power).sum()))
+        for power in sorted(set(powers.tolist()))
+    ]
+
+
+def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
+    sizes: list[int] = []
+    pixels: Counter[str] = Counter()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        for start in range(0, len(indices), 1000):  # so that few results wait at a time
+            some = indices[start : start + 1000].tolist()
+            for result in threads.map(lambda index: _check(source, index), some):
+                if isinstance(result, DataError):
+                    found.broken += 1
+                    if len(found.faults) < _MOST_TOLD:
+                        found.faults.append(str(result))
+                else:
+                    sizes.append(result[0])
+                    pixels[result[1]] += 1
+    found.looked_at = len(indices)
+    found.bytes_median = float(np.median(sizes)) if sizes else 0
+    found.bytes_most = max(sizes, default=0)
+    found.pixels = pixels.most_common(5)
+
+
+def _check(source: Source, index: int) -> tuple[int, str] | DataError:
+    """Return (encoded bytes, "width x height") of a sample that decodes, else what is wrong with it."""
+    try:
+        data, _ = source[index]
+    except DataError as error:  # which names the sample
+        return error
+    try:
+        width, height = size_of(data)
+        decode_image(data, (3, height, width))
+    except DataError as error:
+        return DataError(f"{source.name(index)}: {error}")
+    return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
+
+
+def size_of(data: Image) -> tuple[int, int]:
+    """Return (width, height) from the header of an encoded image, or of a decoded one."""
+    if isinstance(data, bytes):
+        try:
+            with PillowImage.open(io.BytesIO(data), formats=PILLOW_FORMATS) as picture:
+                return picture.size
+        except Exception as error:  # a parser fed with foreign bytes raises anything
+            raise DataError(f"is no image ({len(data)} bytes, {data[:8]!r}..)") from error
+    if isinstance(data, PillowImage.Image):
+        return data.size
+    height, width = data.shape[:2] if data.dtype == np.uint8 else data.shape[-2:]
+    return int(width), int(height)

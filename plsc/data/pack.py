@@ -1,0 +1,268 @@
+"""One archive of a folder: packed, kept anywhere, unpacked elsewhere, with a checksum of every file.
+
+It is a pax tar in a zstd stream, which `tar --zstd -xf` reads too. Its last member, ``.plsc-sha256sums``, has
+a line ``<SHA-256>  <name>`` for each file, in their order, as `sha256sum -c` takes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
+
+from plsc.data.publish import publishing, publishing_folder
+from plsc.data.sources.paths import printable
+from plsc.data.tar_format import Member, TarReader
+from plsc.errors import DataError
+from plsc.storage.blocks import streamed
+from plsc.storage.urls import shown
+
+SUMS = ".plsc-sha256sums"
+_CHUNK = 2**20
+_IN_MEMORY = 16 * 2**20  # of the checksums; more of them lie in a temporary file
+
+
+class Packed(NamedTuple):
+    """What an archive holds: files, and the bytes in them."""
+
+    files: int
+    content_bytes: int
+
+
+def pack(folder: str | Path, destination: str) -> Packed:
+    """Write all files and folders below a local folder into one archive, ``.tar.zst``, local or remote.
+
+    The archive appears when it is whole; nothing is overwritten. Only one chunk of a file is in memory at a
+    time. Raises DataError for a link, pipe or device in the folder, for a file that changes meanwhile, and if
+    the archive cannot be written.
+    """
+    root = Path(folder)
+    _check_suffix(destination)
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; expected the folder to pack")
+    done = Packed(0, 0)
+    with (
+        publishing(destination) as file,
+        pa.CompressedOutputStream(pa.PythonFile(file, mode="w"), "zstd") as stream,
+        tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
+        tarfile.open(
+            fileobj=_writable(stream), mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK
+        ) as archive,
+    ):
+        for path in _files_below(root):
+            name = path.relative_to(root).as_posix()
+            if name == SUMS:
+                raise DataError(f"{path}: this name is kept for the checksums; rename the file")
+            if path.is_dir():
+                archive.addfile(_entry(name, path.stat(), tarfile.DIRTYPE))
+                continue
+            digest, size = _add(archive, name, path)
+            sums.write(_line_of(digest, name))
+            done = Packed(done.files + 1, done.content_bytes + size)
+        entry = tarfile.TarInfo(SUMS)
+        entry.size = sums.tell()
+        sums.seek(0)
+        archive.addfile(entry, sums)
+    return done
+
+
+def unpack(location: str, folder: str | Path) -> Packed:
+    """Extract an archive of `pack`, local or remote, into a new local folder.
+
+    The folder appears when every checksum was found right; a link, a device and a name that leads out are
+    refused, as is an archive that would fill the disk. Raises DataError.
+    """
+    _check_suffix(location)
+    done = Packed(0, 0)
+    with (
+        _decompressed(location) as stream,
+        publishing_folder(folder) as target,
+        tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
+    ):
+        title = shown(location)
+        archive = TarReader(stream, lambda length: _skip(stream, length), title)
+        compared = False
+        for member in archive:
+            if compared:
+                raise DataError(
+                    f"{title} goes on behind its checksums; it is not from `plsc data pack`"
+                )
+            if member.name == SUMS:
+                _compare(archive, member, sums, title)
+                compared = True
+            elif member.is_folder:
+                (target / member.name).mkdir(parents=True, exist_ok=True)
+            else:
+                sums.write(_line_of(_extract(archive, member, target, title), member.name))
+                done = Packed(done.files + 1, done.content_bytes + member.size)
+        if not compared:
+            raise DataError(
+                f"{title} has no checksums; it is not whole, or not from `plsc data pack`"
+            )
+    return done
+
+
+def _check_suffix(location: str) -> None:
+    if not location.endswith((".tar.zst", ".tzst")):
+        raise DataError(f"{shown(location)}: expected a name that ends in .tar.zst")
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield all folders and files, sorted, a folder before what it holds."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read: {error.strerror}") from error
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            raise DataError(
+                f"{printable(entry.path)} is a link, a pipe or a device; put the file itself there"
+            )
+        yield path
+        if entry.is_dir():
+            yield from _files_below(path)
+
+
+def _entry(name: str, status: os.stat_result, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    """Return a header without the user's name and number, which mean nothing elsewhere."""
+    entry = tarfile.TarInfo(name)
+    entry.type = kind
+    entry.size = 0 if kind == tarfile.DIRTYPE else status.st_size
+    entry.mtime = int(status.st_mtime)
+    entry.mode = stat.S_IMODE(status.st_mode) & 0o777
+    return entry
+
+
+def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
+    try:
+        # No link may take the file's place between the look at it and this.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
+            status = os.fstat(file.fileno())
+            reader: Any = _Hashing(file)
+            archive.addfile(_entry(name, status), reader)
+            if file.read(1):
+                raise DataError(f"{printable(str(path))} grew while it was packed; start again")
+    except OSError as error:
+        if isinstance(error, DataError):
+            raise
+        reason = error.strerror or "it became shorter"
+        raise DataError(f"{printable(str(path))} cannot be packed: {reason}") from error
+    return reader.sha.hexdigest(), status.st_size
+
+
+class _Hashing:
+    """A file that is hashed while it is read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha = hashlib.sha256()
+
+    def read(self, length: int) -> bytes:
+        data = self._file.read(length)
+        self.sha.update(data)
+        return data
+
+
+class _Writable:
+    """An Arrow stream as a file that tarfile writes to."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> int:
+        self._stream.write(data)
+        return len(data)
+
+
+def _writable(stream: Any) -> Any:
+    return _Writable(stream)
+
+
+def _line_of(digest: str, name: str) -> bytes:
+    text = name.replace("\\", "\\\\").replace("\n", "\\n")
+    mark = "\\" if text != name else ""  # as sha256sum writes such names
+    return f"{mark}{digest}  {text}\n".encode("utf-8", "surrogateescape")
+
+
+@contextmanager
+def _decompressed(location: str) -> Iterator[IO[bytes]]:
+    """Yield the tar stream of an archive; what is wrong with the zstd stream becomes a DataError."""
+    with (
+        streamed(location) as file,
+        pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as stream,
+    ):
+        yield io.BufferedReader(_Readable(stream, shown(location)), _CHUNK)
+
+
+class _Readable(io.RawIOBase):
+    """An Arrow stream as a raw file."""
+
+    def __init__(self, stream: Any, title: str) -> None:
+        super().__init__()
+        self._stream = stream
+        self._title = title
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{self._title} cannot be read, or is damaged ({reason})") from error
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _skip(stream: IO[bytes], length: int) -> None:
+    while length > 0:
+        length -= len(stream.read(min(_CHUNK, length))) or length
+
+
+def _extract(archive: TarReader, member: Member, target: Path, title: str) -> str:
+    """Write one file below `target`; return its SHA-256 in hexadecimal."""
+    path = target / member.name
+    free = shutil.disk_usage(target).free
+    if member.size > free:
+        raise DataError(
+            f"{title}: '{printable(member.name)}' has {member.size} bytes, the disk {free} free"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sha = hashlib.sha256()
+    try:
+        with path.open("xb") as file:
+            while data := archive.read(_CHUNK):
+                sha.update(data)
+                file.write(data)
+    except FileExistsError:
+        raise DataError(f"{title} has '{printable(member.name)}' twice; it is refused") from None
+    return sha.hexdigest()
+
+
+def _compare(archive: TarReader, member: Member, sums: IO[bytes], title: str) -> None:
+    """Compare the archive's checksums with those of what was extracted, line by line."""
+    expected = sums.tell()
+    sums.seek(0)
+    position = 0
+    while data := archive.read(_CHUNK):
+        if data != sums.read(len(data)):
+            raise DataError(
+                f"{title} is damaged: what it holds is not what its checksums say, from byte {position} "
+                "of them on; fetch it again"
+            )
+        position += len(data)
+    if position != expected:
+        raise DataError(f"{title} is damaged: {SUMS} has {member.size} bytes, expected {expected}")

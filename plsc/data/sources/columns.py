@@ -1,0 +1,159 @@
+"""Columns by name, and labels that are numbers or names of classes: what tables of samples share."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from plsc.data.sources.image_folder import read_label_map
+from plsc.data.sources.paths import printable
+from plsc.errors import DataError, OptionError
+
+IMAGE_COLUMNS = (
+    *("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png"),
+    *("webp", "base64", "image_base64", "bytes", "image_bytes", "data"),
+)
+LABEL_COLUMNS = (
+    *("label", "labels", "class", "cls", "class_id", "identity", "id", "target", "fine_label"),
+)
+
+
+Label = bytes | str | int
+_MAX_DIGITS = 18  # all such numbers fit int64
+_NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?")
+
+
+def choose_column(
+    given: str | None, columns: Sequence[str], known: Sequence[str], what: str
+) -> str:
+    """Return the column `given`, or else the first of the `known` names that is there.
+
+    what: ``image`` or ``label``, for the message. Raises OptionError that lists the columns there are.
+    """
+    shown = ", ".join(printable(str(column)) for column in list(columns)[:50]) or "none"
+    if given is not None:
+        if given in columns:
+            return given
+        raise OptionError(f"there is no {what} column {given!r}; the columns are: {shown}")
+    lower = {column.lower(): column for column in reversed(list(columns))}
+    for name in known:
+        if name in lower:
+            return lower[name]
+    raise OptionError(
+        f"no column is named like one of {what}s; the columns are: {shown}; name it: {what}_column"
+    )
+
+
+class LabelReader:
+    """Collects the labels of rows, in their order: all whole numbers, or all names.
+
+    The first row says which of the two, unless `names_wanted` (for a label map): then all are names.
+    """
+
+    def __init__(self, names_wanted: bool) -> None:
+        self._names_wanted = names_wanted
+        self._numbers = array("q")
+        self._codes: dict[str, int] | None = {} if names_wanted else None
+
+    def extend(self, values: Sequence[Label], place: Callable[[int], str]) -> None:
+        """Add the labels of some rows.
+
+        place: returns where the row at a position of `values` is. Raises DataError that begins with it,
+        for a label that is missing, or is a number but not a whole one of 0 or more.
+        """
+        if self._codes is None and _are_class_ids(values):
+            self._numbers.extend(map(int, values))
+            return
+        for position, value in enumerate(values):
+            try:
+                self._add(value.decode() if isinstance(value, bytes) else str(value))
+            except (DataError, UnicodeDecodeError) as error:
+                fault = error if isinstance(error, DataError) else "the label is no UTF-8 text"
+                raise DataError(f"{place(position)}: {fault}; fix it") from error
+
+    def _add(self, text: str) -> None:
+        text = text.strip()
+        if not text:
+            raise DataError("the label is missing")
+        if self._codes is None:
+            if text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS:
+                self._numbers.append(int(text))
+                return
+            if len(self._numbers) or _NUMBER.fullmatch(text):
+                raise DataError(
+                    f"a label must be a whole number of 0 or more, got '{printable(text[:100])}'"
+                )
+            self._codes = {}
+        self._numbers.append(self._codes.setdefault(text, len(self._codes)))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return ``labels``, int64 [N].
+
+        Where they are names, a label is the rank of its name, and ``names`` and ``name_ends`` hold the
+        sorted names (`class_names_of`).
+        """
+        labels = np.frombuffer(self._numbers, np.int64) if len(self._numbers) else _NONE
+        if self._codes is None:
+            return {"labels": labels}
+        names = sorted(self._codes)
+        ranks = np.empty(len(names), np.int64)
+        for rank, name in enumerate(names):
+            ranks[self._codes[name]] = rank
+        text, ends = pack_texts([name.encode("utf-8", "surrogateescape") for name in names])
+        return {"labels": ranks[labels], "names": text, "name_ends": ends}
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _are_class_ids(values: Sequence[Label]) -> bool:
+    """Whether all are whole numbers of 0 or more: the usual case, told without a step for each."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return min(values) >= 0 and max(values) < 10**_MAX_DIGITS  # type: ignore[operator]
+    if kinds != {bytes}:
+        return False
+    lengths = set(map(len, values))  # type: ignore[arg-type]
+    return min(lengths) > 0 and max(lengths) <= _MAX_DIGITS and b"".join(values).isdigit()  # type: ignore[arg-type]
+
+
+def pack_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Return texts as one run of bytes, uint8, and where each ends in it, int64 [N]."""
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    return np.frombuffer(b"".join(texts), np.uint8), ends
+
+
+def text_at(text: np.ndarray, ends: np.ndarray, index: int) -> bytes:
+    """Return one of the texts of `pack_texts`."""
+    return text[ends.item(index - 1) if index else 0 : ends.item(index)].tobytes()
+
+
+def class_names_of(arrays: dict[str, np.ndarray]) -> list[str] | None:
+    """Return the sorted class names in what `LabelReader.arrays` gave; None if labels are numbers."""
+    if "names" not in arrays:
+        return None
+    text, ends = arrays["names"], arrays["name_ends"]
+    return [text_at(text, ends, i).decode("utf-8", "surrogateescape") for i in range(len(ends))]
+
+
+def with_label_map(
+    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
+) -> np.ndarray:
+    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
+    if label_map is None:
+        return labels
+    ids = read_label_map(Path(label_map))
+    missing = [name for name in names or [] if name not in ids]
+    if missing:
+        raise DataError(
+            f"{label_map} has no id for the class '{printable(missing[0])}' "
+            f"({len(missing)} of {len(names or [])} have none); add it"
+        )
+    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]

@@ -1,0 +1,233 @@
+"""Indexes of data files: built once, kept beside the data, mapped into memory, never trusted.
+
+An index is a handful of named arrays, such as the place and label of every record. It is kept in one
+file: the magic, the length and CRC-32 of a JSON header, the header, then the raw arrays, each at a
+multiple of 64 bytes. The header has the names, sizes and stamps of the data files, and of each array its
+type, shape, place and CRC-32. No part of it can run code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.data.atomic import replacing
+from plsc.errors import DataError
+from plsc.storage.cache_folder import cache_folder
+from plsc.storage.stamp import FileStamp, stamp_of
+from plsc.storage.urls import is_url
+
+Arrays = Mapping[str, np.ndarray]
+
+_MAGIC = b"PLSCIDX1"
+_FRAME = struct.Struct("<8sII")  # magic, length and CRC-32 of the header
+_MAX_HEADER = 64 * 2**20
+_ALIGNMENT = 64
+_CRC_CHUNK = 16 * 2**20
+_DTYPES = ("|u1", "<i4", "<u4", "<i8", "<u8", "<f4", "<f8")
+
+
+class MappedArray(np.ndarray):
+    """A read-only array in an index file: its pages are shared by all processes that use it.
+
+    Its pickle is the file's name and place, so that a worker process maps it again; the pickle of a
+    part of it (a slice, a copy) holds the numbers, as usual.
+    """
+
+    where: tuple[Any, ...] | None = None
+
+    def __reduce__(self) -> Any:
+        return (_map_again, self.where) if self.where is not None else super().__reduce__()
+
+
+def load_or_build(
+    files: Sequence[str | Path], kind: str, build: Callable[[], Arrays]
+) -> dict[str, np.ndarray]:
+    """Return the index of `files`, from its file if that is sound and fits them, else from ``build()``.
+
+    files: local paths or fsspec URLs, in their order. kind: what the index holds, with a number that
+    changes when its meaning does, such as ``base64-1``. build: returns named arrays, C-contiguous, of
+    uint8, or of 32- or 64-bit integers or floats.
+
+    The index lies beside the first file as ``.<name>.<kind>.plsc-index``; in the cache folder when the
+    data are remote or their folder cannot be written. It is built again when a file's name, size or
+    stamp is another one, or when it is damaged. Several processes may build it at once: each publishes
+    the same content by a rename. When it can be kept nowhere, the arrays stay in memory.
+
+    Raises DataError when a data file is missing, or changed while it was being read.
+    """
+    names = _names(files)
+    stamps = [stamp_of(file) for file in files]
+    identity = [[name, s.size, s.stamp] for name, s in zip(names, stamps, strict=True)]
+    places = _places(files, kind)
+    for place in places:
+        found = _load(place, kind, identity)
+        if found is not None:
+            return found
+    arrays = {name: _plain(name, array) for name, array in build().items()}
+    _check_unchanged(files, stamps)
+    for place in places:
+        with contextlib.suppress(DataError, OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _save(place, kind, identity, arrays)
+            found = _load(place, kind, identity)
+            if found is not None:
+                return found
+    return arrays
+
+
+def _names(files: Sequence[str | Path]) -> list[str]:
+    """Return the files' names below their common folder, so that a folder may be moved with its index."""
+    if not files:
+        raise DataError("an index needs at least one data file")
+    if any(is_url(file) for file in files):
+        return [str(file) for file in files]
+    paths = [Path(file).absolute() for file in files]
+    folder = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(folder).as_posix() for path in paths]
+
+
+def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
+    first = str(files[0])
+    full = "\n".join(str(f) if is_url(f) else str(Path(f).absolute()) for f in files)
+    digest = hashlib.sha256(full.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    name = f"{first.rsplit('/', 1)[-1][:100]}.{kind}"
+    places = []
+    if not is_url(files[0]):
+        # Lists of several files differ in more than their first name.
+        of_list = "" if len(files) == 1 else f".{_digest_of_names(files)}"
+        places.append(Path(first).absolute().parent / f".{name}{of_list}.plsc-index")
+    with contextlib.suppress(DataError):
+        places.append(cache_folder("index") / f"{digest}.{name}.plsc-index")
+    return places
+
+
+def _digest_of_names(files: Sequence[str | Path]) -> str:
+    text = "\n".join(_names(files))
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def _plain(name: str, array: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(array)
+    if array.dtype.str not in _DTYPES:
+        raise TypeError(f"index array {name} is {array.dtype.str}; expected one of {_DTYPES}")
+    return array
+
+
+def _check_unchanged(files: Sequence[str | Path], before: list[FileStamp]) -> None:
+    for file, stamp in zip(files, before, strict=True):
+        if stamp_of(file) != stamp:
+            raise DataError(
+                f"{file} changed while its index was built; start again when it is whole"
+            )
+
+
+def _save(path: Path, kind: str, identity: list[list[Any]], arrays: Arrays) -> None:
+    parts, offset = [], 0
+    for name, array in arrays.items():
+        entry = {"name": name, "dtype": array.dtype.str, "shape": array.shape, "offset": offset}
+        parts.append({**entry, "crc32": _crc(_bytes_of(array))})
+        offset = _aligned(offset + array.nbytes)
+    header = json.dumps({"kind": kind, "files": identity, "arrays": parts}).encode("utf-8")
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(_FRAME.pack(_MAGIC, len(header), zlib.crc32(header)))
+        file.write(header)
+        start = _aligned(_FRAME.size + len(header))
+        for array, part in zip(arrays.values(), parts, strict=True):
+            file.write(b"\0" * (start + part["offset"] - file.tell()))
+            file.write(_bytes_of(array))
+
+
+def _load(path: Path, kind: str, identity: list[list[Any]]) -> dict[str, np.ndarray] | None:
+    """Return the arrays of an index file, or None if it is missing, stale or damaged in any way."""
+    try:
+        with path.open("rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):  # ValueError: an empty file
+        return None
+    try:
+        header, start, header_crc = _read_header(mapped)
+        if header["kind"] != kind or header["files"] != identity:
+            return None
+        found: dict[str, np.ndarray] = {}
+        for part in header["arrays"]:
+            name, dtype, shape = str(part["name"]), part["dtype"], tuple(part["shape"])
+            where = (str(path), start + part["offset"], dtype, shape, header_crc)
+            array = _view(mapped, length, *where[1:4])
+            if _crc(_bytes_of(array)) != part["crc32"]:
+                return None
+            array.where = where
+            found[name] = array
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    return found
+
+
+def _read_header(mapped: mmap.mmap) -> tuple[dict[str, Any], int, int]:
+    """Return (header, where the arrays begin, CRC-32 of the header); ValueError if it is damaged."""
+    if len(mapped) < _FRAME.size:
+        raise ValueError("too short")
+    magic, length, crc = _FRAME.unpack_from(mapped)
+    if magic != _MAGIC or length > min(_MAX_HEADER, len(mapped) - _FRAME.size):
+        raise ValueError("no index")
+    text = mapped[_FRAME.size : _FRAME.size + length]
+    if zlib.crc32(text) != crc:
+        raise ValueError("damaged header")
+    header = json.loads(text)
+    if not isinstance(header, dict):
+        raise ValueError("no header")
+    return header, _aligned(_FRAME.size + length), crc
+
+
+def _view(mapped: mmap.mmap, length: int, offset: int, dtype: str, shape: Any) -> MappedArray:
+    sizes = [offset, *shape]
+    if dtype not in _DTYPES or not all(type(n) is int and 0 <= n <= length for n in sizes):
+        raise ValueError("bad array")
+    count = 1
+    for n in shape:
+        count *= n
+    if offset + count * np.dtype(dtype).itemsize > length:
+        raise ValueError("an array ends outside the file")
+    if count == 0:
+        return np.zeros(shape, dtype).view(MappedArray)
+    return MappedArray(shape, dtype, buffer=mapped, offset=offset)
+
+
+def _map_again(path: str, offset: int, dtype: str, shape: tuple[int, ...], crc: int) -> MappedArray:
+    try:
+        with Path(path).open("rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if _read_header(mapped)[2] != crc:
+            raise ValueError("another index took its place")
+        array = _view(mapped, length, offset, dtype, shape)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the index {path} changed while it was in use ({error})") from error
+    array.where = (path, offset, dtype, shape, crc)
+    return array
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _crc(data: memoryview) -> int:
+    crc = 0
+    for start in range(0, len(data), _CRC_CHUNK):
+        crc = zlib.crc32(data[start : start + _CRC_CHUNK], crc)
+    return crc
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,103 @@
+"""JSON lines: one object a line, with an image and a label by name (jsonlines.org)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
+from plsc.data.sources.lines import first_line, line_blocks
+from plsc.data.sources.paths import printable
+from plsc.data.sources.rows import Rows, RowSource, starts_of
+from plsc.errors import DataError, OptionError
+from plsc.storage.blocks import Bytes, open_bytes
+from plsc.storage.urls import shown
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+
+
+class JsonLinesSource(RowSource):
+    """A file of JSON objects, one a line: see `RowSource` for images and labels.
+
+    Blank lines, CRLF and a byte order mark are accepted. Raises OptionError for a name that the first
+    object does not have, DataError that names the line for one that is no object, or lacks the label.
+    """
+
+    def __init__(
+        self,
+        location: str | Path,
+        *,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        label_map: str | Path | None = None,
+    ) -> None:
+        name = shown(str(location))
+        first = first_line(open_bytes(location)) or b"{}"
+        try:
+            columns = list(_object(first))
+            self._image = choose_column(image_column, columns, IMAGE_COLUMNS, "image")
+            self._label = choose_column(label_column, columns, LABEL_COLUMNS, "label")
+        except (DataError, OptionError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        # A hash of the name, which may hold what a file's name may not.
+        self.kind = f"json-1-{self._label.encode().hex()[:40]}"
+        super().__init__(location, label_map)
+
+    def _image_text(self, row: bytes) -> str:
+        image = _object(row).get(self._image)
+        if not isinstance(image, str):
+            raise DataError(f"{self._image!r} is {_kind(image)}; expected a path or base64")
+        return image.strip()
+
+    def _rows(self, data: Bytes) -> Iterator[Rows]:
+        for offset, first, text in line_blocks(data):
+            lines = text.split(b"\n")
+            starts, lengths = starts_of(offset, lines)
+            numbers = list(range(first, first + len(lines)))
+            chosen = [i for i, line in enumerate(lines) if line and not line.isspace()]
+            if len(chosen) < len(lines):
+                starts, lengths = [starts[i] for i in chosen], [lengths[i] for i in chosen]
+                numbers, lines = [numbers[i] for i in chosen], [lines[i] for i in chosen]
+            yield Rows(starts, lengths, numbers, self._labels_in(lines, numbers))
+
+    def _labels_in(self, lines: list[bytes], numbers: list[int]) -> list[Label]:
+        try:
+            labels = [_decode(line.decode())[self._label] for line in lines]
+            if set(map(type, labels)) <= {int, str}:
+                return labels
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass  # which line it is, and why, is told below
+        return [self._label_in(*each) for each in zip(lines, numbers, strict=True)]
+
+    def _label_in(self, line: bytes, number: int) -> Label:
+        try:
+            label = _object(line).get(self._label)
+            if type(label) is not int and not isinstance(label, str):
+                raise DataError(
+                    f"the label {self._label!r} is {_kind(label)}; expected a number or a name"
+                )
+        except DataError as error:
+            raise DataError(f"{shown(self.location)}:{number}: {error}; fix the line") from error
+        return label
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = _decode(line.decode())
+    except (ValueError, RecursionError) as error:
+        reason = str(error).split(": ", 1)[0]
+        raise DataError(f"is no JSON ({reason}): '{printable(line[:60])}'") from error
+    if not isinstance(found, dict):
+        raise DataError(f"is {_kind(found)}; expected an object")
+    return found
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"

@@ -1,0 +1,89 @@
+"""LMDB environments with the keys ``num-samples``, ``image-000000001``.. and ``label-000000001``.."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.data.sources.columns import LabelReader, class_names_of, with_label_map
+from plsc.data.sources.limits import check_image_bytes
+from plsc.errors import DataError
+from plsc.storage.names import base_name
+from plsc.storage.urls import is_url
+
+
+class LmdbSource:
+    """An LMDB folder, or file, of this machine, in the layout that sets for text recognition made common.
+
+    Keys count from 1, in 9 digits. Images are encoded; labels are texts: whole numbers, or names as in
+    `RowSource`. The library maps the file and trusts it: unlike with the other formats, a file that was
+    tampered with can end the process. Raises DataError for a missing entry, and where the extra ``lmdb`` is
+    not installed.
+    """
+
+    def __init__(self, location: str | Path, *, label_map: str | Path | None = None) -> None:
+        if is_url(location):
+            raise DataError("an LMDB file must be on a local disk; copy it, or convert it")
+        self._path = Path(location)
+        with self._begin() as transaction:
+            text = transaction.get(b"num-samples") or b""
+            entries = transaction.stat()["entries"]
+            if not text.isdigit() or len(text) > 18 or not 0 < int(text) <= entries:
+                raise DataError(
+                    f"{location}: 'num-samples' is {text[:40]!r} of {entries} entries; expected the "
+                    "number of samples"
+                )
+            self._count = int(text)
+            labels = LabelReader(names_wanted=label_map is not None)
+            found = [transaction.get(b"label-%09d" % (i + 1)) or b"" for i in range(self._count)]
+        labels.extend(found, lambda i: f"{location} label-{i + 1:09d}")
+        arrays = labels.arrays()
+        self.class_names = class_names_of(arrays)
+        self._labels = with_label_map(arrays["labels"], self.class_names, label_map)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        if not 0 <= index < self._count:
+            raise IndexError(f"sample {index} is outside 0..{self._count - 1}")
+        with self._begin() as transaction:
+            image = transaction.get(b"image-%09d" % (index + 1))
+        try:
+            if image is None:
+                raise DataError("the image is missing; add the entry", kind="missing")
+            check_image_bytes(len(image))
+        except DataError as error:
+            raise error.at(self.name(index)) from error
+        return image, self._labels.item(index)
+
+    def name(self, index: int) -> str:
+        """Return ``train.lmdb:image-000000013``."""
+        return f"{base_name(str(self._path))}:image-{index + 1:09d}"
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N]."""
+        return self._labels
+
+    def _begin(self) -> Any:
+        return _environment(os.getpid(), str(self._path.absolute())).begin(buffers=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _environment(process: int, path: str) -> Any:
+    """Open an environment: the library allows one a process, and none that a fork brought along."""
+    try:
+        import lmdb
+    except ImportError as error:
+        raise DataError(f"{path} needs the package lmdb; pip install 'plsc[lmdb]'") from error
+    is_folder = Path(path).is_dir()
+    try:
+        return lmdb.open(
+            path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False
+        )
+    except lmdb.Error as error:
+        raise DataError(f"{path} is no LMDB environment ({error})") from error

@@ -1,0 +1,128 @@
+"""Recognise where samples lie: by a file's suffix, by what a folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plsc.data.sources.base import Source
+from plsc.data.sources.base64_lines import Base64Source
+from plsc.data.sources.csv_rows import CsvSource
+from plsc.data.sources.image_folder import ImageFolderSource, class_folders
+from plsc.data.sources.json_lines import JsonLinesSource
+from plsc.data.sources.label_file import LabelFileSource
+from plsc.data.sources.lmdb import LmdbSource
+from plsc.data.sources.parquet import ParquetSource
+from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.sources.tar import TarSource
+from plsc.errors import DataError, OptionError
+from plsc.storage.names import base_name
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import is_url, open_filesystem, shown
+
+_Make = Callable[..., Source]
+# By suffix, with the names of the options that the format takes.
+_ALL = ("image_column", "label_column", "label_map")
+_FORMATS: dict[str, tuple[_Make, tuple[str, ...]]] = {
+    ".rec": (RecordIOSource, ()),
+    ".csv": (CsvSource, _ALL),
+    ".tsv": (CsvSource, _ALL),
+    ".jsonl": (JsonLinesSource, _ALL),
+    ".ndjson": (JsonLinesSource, _ALL),
+    ".parquet": (ParquetSource, _ALL),
+    ".tar": (TarSource, _ALL),
+    ".lmdb": (LmdbSource, ("label_map",)),
+}
+# Files that are a set together with their neighbours in a folder.
+_SHARDED = (".parquet", ".tar")
+_LAYOUTS = (
+    "expected a folder with label.txt (lines of '<path> <label>') and its images, one with file_list.txt and "
+    "files of '<base64>TAB<label>' lines, or one with a folder of images for each class, or a file or folder "
+    f"of {', '.join(_FORMATS)}"
+)
+
+
+def open_source(
+    location: str | Path,
+    *,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    label_map: str | Path | None = None,
+) -> Source:
+    """Return the source for a file, a pattern of shards, or a folder, local or remote.
+
+    A file is known by its suffix. A folder with a label.txt is one of images and labels, with a file_list.txt
+    one of base64 lines; one that holds Parquet, tar or LMDB files, or one single file of another format, is
+    that set; else each folder in it is a class. Options that are None are left to the format. Raises
+    DataError, which says what is accepted, if there is nothing, or nothing that is known, and OptionError for
+    an option that the format does not take.
+    """
+    given = {"image_column": image_column, "label_column": label_column, "label_map": label_map}
+    options = {name: value for name, value in given.items() if value is not None}
+    suffix = _suffix(str(location))
+    folder = Path(location)
+    if suffix in _FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
+        return _make(suffix, str(location), options)
+    if not is_url(location) and not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"the dataset folder {folder} {problem}; {_LAYOUTS}")
+    names = _names_in(str(location))
+    if "label.txt" in names and not is_url(location):
+        _refuse(options, ())
+        return LabelFileSource(folder)
+    if "file_list.txt" in names:
+        _refuse(options, ())
+        return Base64Source(str(location))
+    if "data.mdb" in names:
+        return _make(".lmdb", str(location), options)
+    found = _only_set(str(location), names)
+    if found is not None:
+        return _make(_suffix(found), found, options)
+    # `images/` alone is the first layout with its label.txt forgotten, not a set of one class.
+    if is_url(location) or class_folders(folder) in ([], ["images"]):
+        raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
+    _refuse(options, ("label_map",))
+    return ImageFolderSource(folder, **options)
+
+
+def _make(suffix: str, location: str, options: dict[str, Any]) -> Source:
+    make, accepted = _FORMATS[suffix]
+    _refuse(options, accepted)
+    return make(location, **options)
+
+
+def _refuse(options: dict[str, Any], accepted: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in accepted:
+            known = f"it takes {', '.join(accepted)}" if accepted else "it takes none of these"
+            raise OptionError(f"{name} is set, but this kind of data has no such option; {known}")
+
+
+def _only_set(location: str, names: list[str]) -> str | None:
+    """Return the one file of a known format in a folder, or the folder if it has shards of one."""
+    by_suffix: dict[str, list[str]] = {}
+    for name in names:
+        if _suffix(name) in _FORMATS and not name.startswith("."):
+            by_suffix.setdefault(_suffix(name), []).append(name)
+    if len(by_suffix) != 1:
+        return None
+    ((suffix, found),) = by_suffix.items()
+    if suffix in _SHARDED:
+        return f"{location.rstrip('/')}/*{suffix}"
+    return f"{location.rstrip('/')}/{found[0]}" if len(found) == 1 else None
+
+
+def _names_in(location: str) -> list[str]:
+    if not is_url(location):
+        return [path.name for path in Path(location).iterdir()]
+    filesystem, inside = open_filesystem(location)
+    found = with_retries(
+        lambda: filesystem.ls(inside, detail=False), f"{shown(location)} cannot be listed"
+    )
+    return [base_name(name) for name in found]
+
+
+def _suffix(location: str) -> str:
+    name = base_name(location).lower()
+    return name[name.rindex(".") :] if "." in name else ""

@@ -1,0 +1,100 @@
+"""The files of a set that may be one file, a pattern, or a folder of shards."""
+
+from __future__ import annotations
+
+import glob
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plsc.errors import DataError
+from plsc.storage.blocks import Bytes, open_bytes
+from plsc.storage.names import base_name, join
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import is_url, open_filesystem, shown
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_SHARDS = 1_000_000
+_MOST_OPEN = 64
+
+
+def shard_files(location: str | Path, suffix: str) -> list[str]:
+    """Return the files that a location means, in the order of their samples.
+
+    A path or URL of one file means that; ``train-{000..099}.tar`` all numbers in the range, in that
+    order; ``train-*.tar`` the files that match, and a folder those that end in `suffix`, sorted by name;
+    hidden ones are left out. Raises DataError if nothing is found, or the range is no range.
+    """
+    location = str(location)
+    found = _RANGE.search(location)
+    if found:
+        return _numbered(location, found)
+    if any(sign in base_name(location) for sign in "*?["):
+        files = _matching(location)
+    elif location.lower().endswith(suffix) and not _is_folder(location):
+        return [location]
+    else:
+        files = _matching(join(glob.escape(location), "*"))
+        files = [file for file in files if file.lower().endswith(suffix)]
+    files = sorted(file for file in files if not base_name(file).startswith("."))
+    if not files:
+        raise DataError(f"{shown(location)}: no file found that ends in {suffix}")
+    return files
+
+
+def _numbered(location: str, found: re.Match[str]) -> list[str]:
+    first, last = int(found[1]), int(found[2])
+    if not 0 <= last - first < _MAX_SHARDS:
+        raise DataError(
+            f"{shown(location)}: {found[0]} must be a range that rises, of fewer than {_MAX_SHARDS}"
+        )
+    width = len(found[1])
+    before, after = location[: found.start()], location[found.end() :]
+    return [f"{before}{number:0{width}d}{after}" for number in range(first, last + 1)]
+
+
+def _matching(pattern: str) -> list[str]:
+    if not is_url(pattern):
+        return glob.glob(pattern)  # noqa: PTH207 - the pattern may be absolute
+    filesystem, inside = open_filesystem(pattern)
+    found = with_retries(lambda: filesystem.glob(inside), f"{shown(pattern)} cannot be listed")
+    return [filesystem.unstrip_protocol(name) for name in found]
+
+
+def _is_folder(location: str) -> bool:
+    if not is_url(location):
+        return Path(location).is_dir()
+    filesystem, inside = open_filesystem(location)
+    return with_retries(
+        lambda: bool(filesystem.isdir(inside)), f"{shown(location)} cannot be looked up"
+    )
+
+
+class Shards:
+    """Many files of which the 64 that were read last are open. Threads may share it; it is picklable."""
+
+    def __init__(self, locations: Sequence[str]) -> None:
+        self.locations = list(locations)
+        self._open: OrderedDict[int, Bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, shard: int) -> Bytes:
+        """Return the bytes of a file; DataError if it is missing."""
+        with self._lock:
+            found = self._open.get(shard)
+            if found is None:
+                found = self._open[shard] = open_bytes(self.locations[shard])
+                if len(self._open) > _MOST_OPEN:  # a thread that still reads it keeps it open
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(shard)
+            return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"locations": self.locations}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["locations"])  # type: ignore[misc]

@@ -1,0 +1,185 @@
+"""WebDataset tar files: members whose names differ in what follows the first dot are one sample."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from plsc.data.sources.columns import (
+    Label,
+    LabelReader,
+    class_names_of,
+    pack_texts,
+    text_at,
+    with_label_map,
+)
+from plsc.data.sources.image_folder import IMAGE_SUFFIXES
+from plsc.data.sources.index_store import load_or_build
+from plsc.data.sources.limits import check_image_bytes
+from plsc.data.sources.paths import printable
+from plsc.data.sources.shards import Shards, shard_files
+from plsc.data.tar_format import Member, TarReader
+from plsc.errors import DataError, OptionError
+from plsc.storage.blocks import Bytes, buffered
+from plsc.storage.names import base_name
+from plsc.storage.urls import shown
+
+_LABEL_BYTES = 2**20  # the most that a .cls or .json may have
+
+
+class TarSource:
+    """Samples of a tar file or of several shards (`shard_files`), local or remote, not compressed.
+
+    ``a/17.jpg`` and ``a/17.cls`` are the sample ``a/17``. image_column: which suffix holds the image, such
+    as ``input.png``; when not given, the only one that ends like an image. label_column: which suffix holds
+    the label as text, or which entry of the ``.json``; when not given, ``.cls``, else ``label`` of the
+    ``.json``. Labels are whole numbers; or names, as in `RowSource`.
+
+    The files are read through once; the index is kept. Raises DataError that names the sample or member for
+    a damaged archive, a link, a name that climbs out, and a sample without image or label.
+    """
+
+    def __init__(
+        self,
+        location: str | Path,
+        *,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        label_map: str | Path | None = None,
+    ) -> None:
+        files = shard_files(location, ".tar")
+        self._shards = Shards(files)
+        self._image, self._label = image_column, label_column
+        named = label_map is not None
+        choice = json.dumps([image_column, label_column, named]).encode()
+        kind = f"tar-1-{hashlib.sha256(choice).hexdigest()[:8]}"
+        index = load_or_build(files, kind, lambda: self._build(LabelReader(named)))
+        self._shard, self._offsets, self._lengths = (
+            index[name] for name in ("shards", "offsets", "lengths")
+        )
+        self._keys, self._key_ends = index["keys"], index["key_ends"]
+        self.class_names = class_names_of(index)
+        self._labels = with_label_map(index["labels"], self.class_names, label_map)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        if not 0 <= index < len(self._offsets):
+            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
+        length = self._lengths.item(index)
+        try:
+            check_image_bytes(length)
+            data = self._shards[self._shard.item(index)]
+            return data.read_at(self._offsets.item(index), length), self._labels.item(index)
+        except DataError as error:
+            raise error.at(self.name(index)) from error
+
+    def name(self, index: int) -> str:
+        """Return ``train-000.tar:a/17``: the shard and the sample's name in it."""
+        key = printable(text_at(self._keys, self._key_ends, index))
+        return f"{base_name(self._shards.locations[self._shard[index]])}:{key}"
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N]."""
+        return self._labels
+
+    def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
+        shards, offsets, lengths = array("q"), array("q"), array("q")
+        keys: list[bytes] = []
+        for shard, location in enumerate(self._shards.locations):
+            found: list[Label] = []
+            first = len(keys)
+            for sample in read_samples(self._shards[shard], shown(location)):
+                image = self._image_of(sample)
+                shards.append(shard)
+                offsets.append(image.offset)
+                lengths.append(image.size)
+                found.append(self._label_of(sample))
+                keys.append(sample.key.encode("utf-8", "surrogateescape"))
+            labels.extend(found, functools.partial(_place, shown(location), keys, first))
+        if not offsets:
+            raise DataError(f"{shown(self._shards.locations[0])} holds no samples")
+        places = {"shards": shards, "offsets": offsets, "lengths": lengths}
+        text, ends = pack_texts(keys)
+        arrays = {name: np.frombuffer(values, np.int64) for name, values in places.items()}
+        return {**arrays, "keys": text, "key_ends": ends, **labels.arrays()}
+
+    def _image_of(self, sample: Sample) -> Member:
+        if self._image is not None:
+            found = [self._image] if self._image in sample.members else []
+        else:
+            found = [s for s in sample.members if f".{s.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES]
+        if len(found) == 1:
+            return sample.members[found[0]]
+        there = ", ".join(f".{printable(suffix)}" for suffix in sorted(sample.members))
+        if found:
+            raise OptionError(
+                f"{sample.place} has several images ({there}); name one: image_column"
+            )
+        raise DataError(f"{sample.place} has no image {self._image or ''}; it has {there}")
+
+    def _label_of(self, sample: Sample) -> Label:
+        wanted = self._label or "cls"
+        if wanted in sample.texts:
+            return sample.texts[wanted].strip()
+        name = self._label or "label"
+        try:
+            label = json.loads(sample.texts["json"])[name]
+        except (KeyError, TypeError, ValueError, RecursionError):
+            label = None
+        if isinstance(label, str) or type(label) is int:
+            return label
+        raise DataError(f"{sample.place} has no label: no .{wanted}, and no {name!r} in a .json")
+
+
+def _place(title: str, keys: list[bytes], first: int, position: int) -> str:
+    return f"{title}:{printable(keys[first + position])}"
+
+
+class Sample(NamedTuple):
+    """The members of one sample by their suffix, and the content of those that are small and no image."""
+
+    key: str
+    title: str
+    members: dict[str, Member]
+    texts: dict[str, bytes]
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.title}:{printable(self.key)}"
+
+
+def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
+    """Yield the samples of one tar file; members without a suffix, or that are hidden, are left out."""
+    file = buffered(data)
+    archive = TarReader(file, lambda length: file.seek(length, io.SEEK_CUR), title)
+    sample: Sample | None = None
+    for member in archive:
+        folder, slash, base = member.name.rpartition("/")
+        stem, dot, suffix = base.partition(".")
+        if member.is_folder or not stem or not dot:
+            continue
+        if member.offset + member.size > data.size:
+            raise DataError(f"{title} is truncated in '{printable(member.name)}'")
+        key, suffix = f"{folder}{slash}{stem}", suffix.lower()
+        if sample is None or key != sample.key:
+            if sample is not None:
+                yield sample
+            sample = Sample(key, title, {}, {})
+        if suffix in sample.members:
+            raise DataError(f"{sample.place} has two members .{printable(suffix)}; fix the archive")
+        sample.members[suffix] = member
+        if member.size <= _LABEL_BYTES and f".{suffix.rsplit('.', 1)[-1]}" not in IMAGE_SUFFIXES:
+            sample.texts[suffix] = archive.read(member.size)
+    if sample is not None:
+        yield sample

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import tracemalloc
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data.sources import lines, open_source
+from plsc.data.sources.csv_rows import CsvSource
+from plsc.errors import DataError, OptionError
+
+JPEG = b"\xff\xd8\xff\xe0" + bytes(range(100))
+IN_BASE64 = base64.b64encode(JPEG).decode()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def write(folder: Path, text: str | bytes, name: str = "train.csv") -> Path:
+    data = text.encode() if isinstance(text, str) else text
+    (folder / name).write_bytes(data)
+    for image in ("a.jpg", "b, c.jpg"):
+        (folder / image).write_bytes(image.encode())
+    return folder / name
+
+
+def read(path: Path, **options: str) -> list[tuple[bytes, int]]:
+    source = CsvSource(path, **options)
+    return [source[i] for i in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'path,label\na.jpg,1\n"b, c.jpg",0\n',
+        'path,label\r\na.jpg,1\r\n"b, c.jpg",0\r\n',
+        '\ufeff\n\npath,label\n\na.jpg, 1 \n\n"b, c.jpg",0',
+        'label;x;image\n1;;a.jpg\n0;"1\n2";b, c.jpg\n',
+        'Path\tLabel\n"a.jpg"\t"1"\nb, c.jpg\t0\n',
+        '"path","label"\na.jpg,01\n"b, c.jpg",0\n',
+        'label,note,path\n1,"with ""quotes"" and\nlines\n\n",a.jpg\n0,,"b, c.jpg"\n',
+    ],
+)
+def test_quotes_separators_blank_lines_and_line_ends_do_not_matter(tmp_path, text):
+    assert read(write(tmp_path, text)) == [(b"a.jpg", 1), (b"b, c.jpg", 0)]
+
+
+def test_the_name_is_the_first_line_of_the_row(tmp_path):
+    text = '\npath,label,x\na.jpg,1,"two\nlines"\n\na.jpg,1,\n'
+    source = CsvSource(write(tmp_path, text))
+    assert [source.name(i) for i in range(2)] == ["train.csv:3", "train.csv:6"]
+
+
+def test_columns_are_chosen_by_name(tmp_path):
+    path = write(tmp_path, f"path,mine,person,label\nx,{IN_BASE64},7,0\n")
+    assert read(path, image_column="mine", label_column="person") == [(JPEG, 7)]
+    assert read(path, image_column="mine") == [(JPEG, 0)]
+
+
+@pytest.mark.parametrize("option", ["image_column", "label_column"])
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, option):
+    path = write(tmp_path, "path,label\na.jpg,1\n")
+    with pytest.raises(OptionError, match=r"'who'; the columns are: path, label"):
+        CsvSource(path, **{option: "who"})
+    with pytest.raises(OptionError, match=r"no column is named like one of labels.*a, b"):
+        CsvSource(write(tmp_path, "a,b\n1,2\n"), image_column="a")
+
+
+def test_names_get_the_ranks_of_their_sorted_order_or_the_ids_of_a_label_map(tmp_path):
+    path = write(tmp_path, 'label,path\n"Zoë, the 2nd",a.jpg\nAda,a.jpg\n"Zoë, the 2nd",a.jpg\n')
+    source = CsvSource(path)
+    assert source.labels().tolist() == [1, 0, 1]
+    assert source.class_names == ["Ada", "Zoë, the 2nd"]
+    (tmp_path / "map.json").write_text('{"Ada": 70, "Zoë, the 2nd": 5, "more": 1}')
+    assert CsvSource(path, label_map=tmp_path / "map.json").labels().tolist() == [5, 70, 5]
+    (tmp_path / "map.json").write_text('{"Ada": 70}')
+    with pytest.raises(DataError, match=r"no id for the class 'Zoë, the 2nd' \(1 of 2"):
+        CsvSource(path, label_map=tmp_path / "map.json")
+
+
+def test_numbers_are_names_where_a_label_map_is_given(tmp_path):
+    path = write(tmp_path, "label,path\n10,a.jpg\n9,a.jpg\n")
+    (tmp_path / "map.json").write_text('{"10": 0, "9": 1}')
+    assert CsvSource(path, label_map=tmp_path / "map.json").labels().tolist() == [0, 1]
+    assert CsvSource(path).labels().tolist() == [10, 9]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("a.jpg", "has 1 fields, the header 2"),
+        ("a.jpg,1,2", "has 3 fields, the header 2"),
+        ("a.jpg,", "the label is missing"),
+        ("a.jpg,-1", "whole number of 0 or more, got '-1'"),
+        ("a.jpg,1.5", "whole number of 0 or more, got '1.5'"),
+        ("a.jpg,nan", "whole number of 0 or more, got 'nan'"),
+        ("a.jpg,1_0", "whole number"),
+        ("a.jpg,٣", "whole number"),
+        ("a.jpg," + "9" * 30, "whole number"),
+        ('"a"jpg,1', "is no CSV"),
+        (b'"a\xff",1', "no UTF-8"),
+        (b"a.jpg,\xff", "no UTF-8"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path, row, message):
+    data = row.encode() if isinstance(row, str) else row
+    with pytest.raises(DataError, match=r"train\.csv:4[: ]") as caught:
+        CsvSource(write(tmp_path, b"path,label\n\na.jpg,0\n" + data + b"\na.jpg,0\n"))
+    assert message in str(caught.value)
+
+
+def test_a_quote_that_does_not_close_is_named(tmp_path):
+    text = 'path,label\na.jpg,0\n"a.jpg,1\n' + "a.jpg,1\n" * 1000
+    with pytest.raises(DataError, match=r"quote that opens after line \d+ does not close"):
+        CsvSource(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "path,label\n", "path,label\n\n \n"])
+def test_a_file_without_samples_is_refused(tmp_path, text):
+    with pytest.raises((DataError, OptionError), match=r"train\.csv"):
+        CsvSource(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("path", ["../a.jpg", "x/../../a.jpg", "/etc/passwd", "..", "", "a\0b"])
+def test_a_path_that_leaves_the_folder_is_refused(tmp_path, path):
+    source = CsvSource(write(tmp_path, f'path,label\na.jpg,0\n"{path}",1\n'))
+    with pytest.raises(DataError, match=r"train\.csv:3: .* is not below the folder"):
+        source[1]
+
+
+def test_bad_base64_is_named_by_its_line(tmp_path):
+    source = CsvSource(write(tmp_path, f"image,label\n{IN_BASE64},0\n/9j/{'*' * 99},1\n,1\n"))
+    assert source[0] == (JPEG, 0)
+    with pytest.raises(DataError, match=r"train\.csv:3: the image is no base64"):
+        source[1]
+    with pytest.raises(DataError, match=r"train\.csv:4: the image is empty"):
+        source[2]
+
+
+def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2**20)
+    with (tmp_path / "train.csv").open("wb") as file:
+        file.write(b"path,label\na.jpg,0\n")
+        file.truncate(2**30)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"train\.csv:3 is over 1048576 bytes"):
+        CsvSource(tmp_path / "train.csv")
+    assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    tracemalloc.stop()
+
+
+def test_a_quoted_field_of_very_many_lines_is_read_without_reading_them_again_and_again(tmp_path):
+    note = "\n" * 300_000
+    text = f'note,label,path\n"{note}",1,a.jpg\n"{note}",2,a.jpg\n'
+    source = CsvSource(write(tmp_path, text))
+    assert source.labels().tolist() == [1, 2]
+    assert source.name(1) == "train.csv:300003"
+
+
+def test_a_quote_left_open_before_very_many_lines_is_refused_in_bounded_memory(tmp_path):
+    with (tmp_path / "train.csv").open("wb") as file:
+        file.write(b'path,label\n"a.jpg,1\n' + b"\n" * 20_000_000)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="does not close"):
+        CsvSource(tmp_path / "train.csv")
+    assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    tracemalloc.stop()
+
+
+field = st.text(st.sampled_from('a",\n\r; é'), max_size=6)
+
+
+@given(st.lists(st.tuples(field, st.integers(0, 9), field), min_size=1, max_size=8), st.booleans())
+def test_whatever_the_csv_module_writes_is_read_back(rows, crlf):
+    text = io.StringIO()
+    # A lone CR outside quotes ends no row by the standard; the module writes it there all the same.
+    has_cr = any("\r" in path + note for path, _, note in rows)
+    quoting = csv.QUOTE_ALL if has_cr else csv.QUOTE_MINIMAL
+    writer = csv.writer(text, lineterminator="\r\n" if crlf else "\n", quoting=quoting)
+    writer.writerow(["path", "label", "x"])
+    writer.writerows(rows)
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/csv/train.csv", text.getvalue().encode())
+    source = CsvSource("memory://csv/train.csv")
+    assert source.labels().tolist() == [label for _, label, _ in rows]
+    assert [source._text(i) for i in range(len(rows))] == [path.strip() for path, _, _ in rows]
+
+
+@pytest.mark.parametrize("chunk", [16, 37, 64])
+def test_rows_are_found_wherever_a_block_ends(tmp_path, monkeypatch, chunk):
+    rng = np.random.default_rng(0)
+    rows, expected = [], []
+    for number in range(200):
+        note = '"' + "x\n," * int(rng.integers(4)) + '"' if rng.random() < 0.3 else "plain"
+        rows.append(f"{note},{number % 7},a.jpg\n" + "\n" * int(rng.integers(2)))
+        expected.append((b"a.jpg", number % 7))
+    monkeypatch.setattr(lines, "_CHUNK", chunk)
+    assert read(write(tmp_path, "note,label,path\n" + "".join(rows))) == expected
+
+
+def test_a_remote_file_has_its_images_beside_it():
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/csvs/train.csv", b"path,label\nimages/a.jpg,3\nimages/gone.jpg,1\n")
+    filesystem.pipe("/csvs/images/a.jpg", b"content")
+    source = open_source("memory://csvs/train.csv")
+    assert source[0] == (b"content", 3)
+    with pytest.raises(DataError, match=r"train\.csv:3: .*gone\.jpg"):
+        source[1]

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.data.sources.index_store import load_or_build
+from plsc.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    path = tmp_path / "data" / "part.txt"
+    path.parent.mkdir()
+    path.write_bytes(b"a\nbb\nccc\n")
+    return path
+
+
+class Builder:
+    """Counts its calls and returns arrays that tell which call made them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> dict[str, np.ndarray]:
+        self.calls += 1
+        return {
+            "starts": np.arange(5, dtype=np.int64) * self.calls,
+            "text": np.frombuffer(b"abc", dtype=np.uint8),
+            "table": np.ones((2, 3), dtype=np.float32),
+            "none": np.zeros(0, dtype=np.int64),
+        }
+
+
+def index_file(data: Path) -> Path:
+    (found,) = data.parent.glob(".*.plsc-index")
+    return found
+
+
+def test_the_second_time_nothing_is_built_and_the_arrays_are_equal(data):
+    build = Builder()
+    first, second = load_or_build([data], "test-1", build), load_or_build([data], "test-1", build)
+    assert build.calls == 1
+    for name, array in build().items():
+        assert second[name].dtype == array.dtype
+        if name != "starts":
+            assert np.array_equal(second[name], array)
+        assert np.array_equal(first[name], second[name])
+    assert index_file(data).name == ".part.txt.test-1.plsc-index"
+
+
+def test_arrays_are_mapped_and_cannot_be_written(data):
+    array = load_or_build([data], "test-1", Builder())["starts"]
+    assert not array.flags.writeable
+    assert not array.flags.owndata
+
+
+def test_a_pickle_of_an_array_is_small_and_maps_the_same_file_again(data):
+    big = {"starts": np.arange(100_000, dtype=np.int64)}
+    array = load_or_build([data], "test-1", lambda: big)["starts"]
+    text = pickle.dumps(array)
+    assert len(text) < 1000
+    assert np.array_equal(pickle.loads(text), big["starts"])
+    assert np.array_equal(pickle.loads(pickle.dumps(array[7:9])), [7, 8])
+    assert np.array_equal(pickle.loads(pickle.dumps(array + 1)), big["starts"] + 1)
+
+
+def test_a_pickle_whose_index_was_replaced_is_refused(data):
+    text = pickle.dumps(load_or_build([data], "test-1", Builder())["starts"])
+    data.write_bytes(b"other content")
+    load_or_build([data], "test-1", Builder())
+    with pytest.raises(DataError, match="changed while it was in use"):
+        pickle.loads(text)
+
+
+def change_size(data: Path) -> None:
+    data.write_bytes(data.read_bytes() + b"d\n")
+
+
+def change_time(data: Path) -> None:
+    os.utime(data, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [change_size, change_time])
+def test_a_changed_file_is_noticed(data, change):
+    build = Builder()
+    load_or_build([data], "test-1", build)
+    change(data)
+    assert load_or_build([data], "test-1", build)["starts"][1] == 2
+
+
+def test_another_kind_or_another_list_of_files_has_an_index_of_its_own(data):
+    other = data.with_name("other.txt")
+    other.write_bytes(b"x")
+    build = Builder()
+    for files in ([data], [data, other], [other, data], [other]):
+        load_or_build(files, "test-1", build)
+        load_or_build(files, "test-1", build)
+    load_or_build([data], "test-2", build)
+    assert build.calls == 5
+
+
+def test_a_folder_that_was_moved_keeps_its_index(data):
+    build = Builder()
+    load_or_build([data], "test-1", build)
+    moved = data.parent.rename(data.parent.with_name("moved"))
+    load_or_build([moved / data.name], "test-1", build)
+    assert build.calls == 1
+
+
+def test_no_bit_flip_or_truncation_is_believed(data):
+    expected = Builder()()
+    load_or_build([data], "test-1", Builder())
+    path = index_file(data)
+    good = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        bad = bytearray(good)
+        bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
+        if rng.random() < 0.3:
+            bad = bad[: rng.integers(len(bad))]
+        path.write_bytes(bad)
+        found = load_or_build([data], "test-1", Builder())
+        for name, array in expected.items():
+            assert np.array_equal(found[name], array)
+        del found
+
+
+def test_random_bytes_and_foreign_headers_are_built_again(data):
+    load_or_build([data], "test-1", Builder())
+    path = index_file(data)
+    rng = np.random.default_rng(1)
+    header = b"PLSCIDX1" + b"\xff" * 8
+    for content in (b"", b"PLSCIDX1", header, header + rng.bytes(500), rng.bytes(3000)):
+        path.write_bytes(content)
+        assert load_or_build([data], "test-1", Builder())["starts"][1] == 1
+
+
+def test_a_missing_data_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"gone\.txt does not exist"):
+        load_or_build([tmp_path / "gone.txt"], "test-1", Builder())
+
+
+def test_a_file_that_grows_while_its_index_is_built_is_refused(data):
+    def build() -> dict[str, np.ndarray]:
+        change_size(data)
+        return Builder()()
+
+    with pytest.raises(DataError, match="changed while its index was built"):
+        load_or_build([data], "test-1", build)
+    assert not list(data.parent.glob(".*.plsc-index"))
+
+
+def test_remote_files_have_their_index_in_the_cache_folder(cache):
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/set/part.txt", b"abc")
+    build = Builder()
+    for _ in range(2):
+        load_or_build(["memory://set/part.txt"], "test-1", build)
+    assert build.calls == 1
+    assert len(list((cache / "index").iterdir())) == 1
+
+
+def _without_rights(data: Path, cache: Path, results: multiprocessing.Queue) -> None:
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    build = Builder()
+    for _ in range(2):
+        load_or_build([data], "test-1", build)
+    results.put((build.calls, list(data.parent.glob(".*")), len(list(cache.rglob("*.plsc-index")))))
+
+
+@pytest.mark.parametrize(("writable_cache", "calls"), [(True, 1), (False, 2)])
+def test_a_folder_that_cannot_be_written_is_no_obstacle(data, cache, writable_cache, calls):
+    cache.mkdir()
+    cache.chmod(0o777 if writable_cache else 0o555)
+    data.parent.chmod(0o555)
+    for folder in data.parents:
+        if folder != data.parent and str(folder).startswith(str(data.parents[3])):
+            folder.chmod(0o755)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=_without_rights, args=(data, cache, results))
+    process.start()
+    process.join()
+    data.parent.chmod(0o755)
+    assert process.exitcode == 0
+    assert results.get() == (calls, [], 1 if writable_cache else 0)
+
+
+def _build_and_check(data: Path, barrier: multiprocessing.Barrier) -> None:
+    def build() -> dict[str, np.ndarray]:
+        barrier.wait()  # all of them build at the same time
+        return {"numbers": np.arange(300_000, dtype=np.int64)}
+
+    found = load_or_build([data], "test-1", build)
+    assert np.array_equal(found["numbers"], np.arange(300_000))
+
+
+def test_many_processes_may_build_it_at_once(data):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4)
+    processes = [context.Process(target=_build_and_check, args=(data, barrier)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(list(data.parent.iterdir())) == 2

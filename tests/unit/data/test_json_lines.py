@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data.sources.json_lines import JsonLinesSource
+from plsc.errors import DataError, OptionError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "train.jsonl"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    (folder / "a.jpg").write_bytes(b"a.jpg")
+    return path
+
+
+GOOD = '{"image": "a.jpg", "label": 4}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"{GOOD}\n{GOOD}\n", f"\ufeff{GOOD}\r\n\r\n{GOOD}", f"\n\n {GOOD} \n\n{GOOD}\n\n"],
+)
+def test_blank_lines_and_line_ends_do_not_matter(tmp_path, text):
+    source = JsonLinesSource(write(tmp_path, text))
+    assert [source[i] for i in range(len(source))] == [(b"a.jpg", 4)] * 2
+
+
+def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
+    rows = [{"who": name, "file": "x", "photo": "a.jpg"} for name in ("bo", "al", "bo")]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)))
+    source = JsonLinesSource(path, image_column="photo", label_column="who")
+    assert [source[i] for i in range(3)] == [(b"a.jpg", 1), (b"a.jpg", 0), (b"a.jpg", 1)]
+    assert source.class_names == ["al", "bo"]
+    assert source.name(2) == "train.jsonl:3"
+    with pytest.raises(OptionError, match="'gone'; the columns are: who, file, photo"):
+        JsonLinesSource(path, label_column="gone")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "is of type list; expected an object"),
+        ("null", "is missing; expected an object"),
+        ('{"image": "a.jpg"}', "the label 'label' is missing"),
+        ('{"image": "a.jpg", "label": null}', "the label 'label' is missing"),
+        ('{"image": "a.jpg", "label": 1.0}', "the label 'label' is of type float"),
+        ('{"image": "a.jpg", "label": true}', "the label 'label' is of type bool"),
+        ('{"image": "a.jpg", "label": NaN}', "is no JSON"),
+        ('{"image": "a.jpg", "label": [1]}', "the label 'label' is of type list"),
+        ('{"image": "a.jpg", "label": -3}', "0 or more, got '-3'"),
+        ('{"image": "a.jpg", "label": ""}', "the label is missing"),
+        ('{"image": "a.jpg", "label": %s}' % ("9" * 5000), "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        (b'{"image": "\xff"}', "is no JSON"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
+    data = line.encode() if isinstance(line, str) else line
+    text = GOOD.encode() + b"\n\n" + data + b"\n" + GOOD.encode()
+    with pytest.raises(DataError, match=r"train\.jsonl:3: ") as caught:
+        JsonLinesSource(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("image", ["null", "3", '["a.jpg"]'])
+def test_an_image_that_is_no_text_is_named_when_it_is_read(tmp_path, image):
+    source = JsonLinesSource(write(tmp_path, f'{GOOD}\n{{"image": {image}, "label": 1}}'))
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:2: 'image' is .*; expected a path or base64"
+    ):
+        source[1]
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_samples_is_refused(tmp_path, text):
+    with pytest.raises(OptionError, match=r"train\.jsonl: no column"):
+        JsonLinesSource(write(tmp_path, text))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.lists(values, max_size=5))
+def test_any_label_is_read_or_refused(tmp_path_factory, labels):
+    folder = tmp_path_factory.mktemp("json")
+    rows = [{"image": "a.jpg", "label": label} for label in [0, *labels]]
+    path = write(folder, "\n".join(map(json.dumps, rows)))
+    are_ids = all(type(label) is int and 0 <= label < 10**18 for label in labels)
+    try:
+        found = JsonLinesSource(path).labels().tolist()
+    except DataError:
+        assert not are_ids
+    else:
+        assert found == [int(row["label"]) for row in rows]

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plsc.data.sources import Base64Source, ImageFolderSource, LabelFileSource, open_source
+from plsc.data.sources.csv_rows import CsvSource
+from plsc.data.sources.lmdb import LmdbSource
+from plsc.data.sources.parquet import ParquetSource
+from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.sources.tar import TarSource
+from plsc.data.writers import writer_of
+from plsc.errors import DataError, OptionError
+
+SAMPLES = [(b"first", 1), (b"second", 0)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def write(location: Path | str) -> None:
+    writer_of(str(location))(str(location), SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.rec", RecordIOSource),
+        ("a.parquet", ParquetSource),
+        ("a.tar", TarSource),
+        ("b", Base64Source),
+    ],
+)
+def test_a_file_and_the_folder_it_is_alone_in_are_known(tmp_path, name, kind):
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / name)
+    (tmp_path / "set/lfw.bin").write_bytes(b"a pair file beside it")
+    for location in (tmp_path / "set" / name, tmp_path / "set"):
+        if kind is Base64Source and location.name == "set":
+            continue
+        source = open_source(location)
+        assert type(source) is kind
+        assert source[0] == SAMPLES[0]
+
+
+def test_a_label_file_comes_before_other_files_in_its_folder(tmp_path):
+    write(tmp_path / "a.tar")
+    (tmp_path / "label.txt").write_text("a.tar 0\n")
+    assert type(open_source(tmp_path)) is LabelFileSource
+
+
+def test_several_sets_in_a_folder_are_no_set(tmp_path):
+    write(tmp_path / "a.rec")
+    write(tmp_path / "b.rec")
+    with pytest.raises(DataError, match=r"no label\.txt and no class folders"):
+        open_source(tmp_path)
+
+
+def test_remote_folders_are_known_by_what_they_hold():
+    write("memory://opening/tars/a.tar")
+    write("memory://opening/recs/a.rec")
+    write("memory://opening/lines")
+    kinds = {"tars": TarSource, "recs": RecordIOSource, "lines": Base64Source}
+    for name, kind in kinds.items():
+        source = open_source(f"memory://opening/{name}")
+        assert type(source) is kind
+        assert source[1] == SAMPLES[1]
+    with pytest.raises(DataError, match="memory://opening has no label"):
+        open_source("memory://opening")
+    with pytest.raises(DataError, match="memory://opening/gone cannot be listed"):
+        open_source("memory://opening/gone")
+
+
+def test_an_option_that_the_format_does_not_take_is_refused(tmp_path):
+    write(tmp_path / "a.rec")
+    with pytest.raises(
+        OptionError, match="label_map is set, but this kind of data has no such option"
+    ):
+        open_source(tmp_path / "a.rec", label_map="x.json")
+    (tmp_path / "folders/one").mkdir(parents=True)
+    (tmp_path / "folders/one/a.jpg").write_bytes(b"image")
+    with pytest.raises(OptionError, match=r"image_column is set.*it takes label_map"):
+        open_source(tmp_path / "folders", image_column="x")
+    (tmp_path / "map.json").write_text('{"one": 5}')
+    source = open_source(tmp_path / "folders", label_map=tmp_path / "map.json")
+    assert type(source) is ImageFolderSource
+    assert source.labels().tolist() == [5]
+
+
+def test_options_reach_the_source(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\na.jpg,7\n")
+    source = open_source(tmp_path / "a.csv", image_column="x", label_column="y")
+    assert type(source) is CsvSource
+    assert source.labels().tolist() == [7]
+
+
+@pytest.mark.parametrize("name", ["gone", "gone.rec", "gone.tar", "file.txt", "empty"])
+def test_what_is_not_there_or_not_known_is_refused(tmp_path, name):
+    (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"does not exist|is not a folder|no class folders"):
+        open_source(tmp_path / name)
+
+
+def test_a_url_shows_no_password():
+    with pytest.raises(DataError) as caught:
+        open_source("memory://user:secret@opening/gone.rec")
+    assert "secret" not in str(caught.value)
+
+
+def make_lmdb(folder: Path, count: bytes = b"2", **changes: bytes) -> Path:
+    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
+    entries = {"num-samples": count, "image-000000001": b"first", "label-000000001": b"1"}
+    entries |= {"image-000000002": b"second", "label-000000002": b"0"} | changes
+    with (
+        lmdb.open(str(folder), map_size=2**20) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for key, value in entries.items():
+            if value:
+                transaction.put(key.encode(), value)
+    return folder
+
+
+def test_an_lmdb_folder_is_known_by_what_it_holds(tmp_path):
+    source = open_source(make_lmdb(tmp_path / "anything"))
+    assert type(source) is LmdbSource
+    assert [source[0], source[1]] == SAMPLES
+    assert source.name(1) == "anything:image-000000002"
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "message"),
+    [
+        (b"", {}, "'num-samples' is b''"),
+        (b"9", {}, "'num-samples' is b'9' of 5 entries"),
+        (b"-1", {}, "'num-samples' is b'-1'"),
+        (b"2", {"label-000000002": b""}, "label-000000002: the label is missing"),
+        (b"2", {"label-000000002": b"-1"}, "label-000000002: a label must be a whole number"),
+    ],
+)
+def test_an_lmdb_file_that_does_not_fit_is_refused(tmp_path, count, changes, message):
+    with pytest.raises(DataError, match=message):
+        open_source(make_lmdb(tmp_path / "a.lmdb", count, **changes))
+
+
+def test_a_missing_lmdb_entry_is_named_when_it_is_read(tmp_path):
+    source = open_source(make_lmdb(tmp_path / "a.lmdb", **{"image-000000002": b""}))
+    with pytest.raises(DataError, match=r"a\.lmdb:image-000000002: the image is missing"):
+        source[1]
+
+
+def test_a_folder_that_is_no_lmdb_is_refused(tmp_path):
+    (tmp_path / "data.mdb").write_bytes(b"text" * 5000)
+    pytest.importorskip("lmdb", reason="lmdb is not installed")
+    with pytest.raises(DataError, match="is no LMDB environment"):
+        open_source(tmp_path)

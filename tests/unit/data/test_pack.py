@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from plsc.data.pack import SUMS, pack, unpack
+from plsc.errors import DataError
+from tests.s3_server import s3_server, use_s3
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    root = tmp_path / "set"
+    (root / "images/été").mkdir(parents=True)
+    (root / "empty").mkdir()
+    (root / "label.txt").write_text("images/été/a.jpg 1\n")
+    (root / "images/été/a.jpg").write_bytes(np.random.default_rng(0).bytes(3_000_000))
+    (root / "images/none.jpg").write_bytes(b"")
+    (root / ("n" * 200)).write_bytes(b"a long name")
+    (root / "odd\nname").write_bytes(b"a name of two lines")
+    return root
+
+
+def content(root: Path) -> dict[str, bytes | None]:
+    return {
+        path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes()
+        for path in root.rglob("*")
+    }
+
+
+def write_archive(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for entry, data in members:
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    with pa.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write(buffer.getvalue())
+    return path
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type = kind
+    entry.linkname = "/etc/passwd"
+    return entry
+
+
+def test_a_folder_comes_back_as_it_was(folder, tmp_path):
+    packed = pack(folder, str(tmp_path / "out.tar.zst"))
+    assert packed == unpack(str(tmp_path / "out.tar.zst"), tmp_path / "back")
+    assert packed.files == 5
+    assert content(tmp_path / "back") == content(folder)
+
+
+def test_the_same_folder_gives_the_same_bytes(folder, tmp_path):
+    for name in ("a.tar.zst", "b.tar.zst"):
+        pack(folder, str(tmp_path / name))
+    assert (tmp_path / "a.tar.zst").read_bytes() == (tmp_path / "b.tar.zst").read_bytes()
+
+
+def test_other_programs_can_read_and_check_it(folder, tmp_path):
+    if not (shutil.which("sha256sum") and shutil.which("tar")):
+        pytest.skip("tar and sha256sum are not installed")
+    pack(folder, str(tmp_path / "out.tar.zst"))
+    with pa.CompressedInputStream(str(tmp_path / "out.tar.zst"), "zstd") as stream:
+        (tmp_path / "out.tar").write_bytes(stream.read())
+    (tmp_path / "back").mkdir()
+    subprocess.run(["tar", "-xf", "../out.tar"], cwd=tmp_path / "back", check=True)
+    subprocess.run(["sha256sum", "--quiet", "-c", SUMS], cwd=tmp_path / "back", check=True)
+
+
+def test_it_goes_to_and_from_remote_stores(folder, tmp_path, monkeypatch):
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with s3_server() as address:
+        use_s3(monkeypatch, address)
+        fsspec.filesystem("s3").mkdirs("packs", exist_ok=True)
+        for number, url in enumerate(("memory://packs/a.tar.zst", "s3://packs/a.tar.zst")):
+            pack(folder, url)
+            unpack(url, tmp_path / f"back{number}")
+            assert content(tmp_path / f"back{number}") == content(folder)
+            with pytest.raises(DataError, match="exists already"):
+                pack(folder, url)
+        assert fsspec.filesystem("s3").ls("packs", detail=False) == ["packs/a.tar.zst"]
+
+
+def test_nothing_is_overwritten(folder, tmp_path):
+    pack(folder, str(tmp_path / "out.tar.zst"))
+    with pytest.raises(DataError, match="exists already"):
+        pack(folder, str(tmp_path / "out.tar.zst"))
+    with pytest.raises(DataError, match="exists already"):
+        unpack(str(tmp_path / "out.tar.zst"), folder)
+
+
+@pytest.mark.parametrize("make", [lambda p: p.symlink_to("/etc"), os.mkfifo])
+def test_links_and_pipes_are_not_packed(folder, tmp_path, make):
+    make(folder / "images" / "odd")
+    with pytest.raises(DataError, match="odd is a link, a pipe or a device"):
+        pack(folder, str(tmp_path / "out.tar.zst"))
+    assert not list(tmp_path.glob("*out.tar*"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (member("../climbs"), "leads out of the archive"),
+        (member("a/../../climbs"), "leads out of the archive"),
+        (member("/absolute"), "leads out of the archive"),
+        (member("soft", tarfile.SYMTYPE), "'soft' is a link"),
+        (member("hard", tarfile.LNKTYPE), "'hard' is a link"),
+        (member("pipe", tarfile.FIFOTYPE), "'pipe' is a pipe"),
+        (member("device", tarfile.CHRTYPE), "'device' is a device"),
+        (member("twice"), "has 'twice' twice"),
+        (member("twice/below"), "cannot write"),
+    ],
+)
+def test_members_that_lead_out_are_refused_and_leave_nothing(tmp_path, entry, message):
+    path = write_archive(tmp_path / "a.tar.zst", [(member("twice"), b"1"), (entry, b"")])
+    with pytest.raises(DataError, match=message):
+        unpack(str(path), tmp_path / "back")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.tar.zst"]
+
+
+def test_an_archive_of_others_without_checksums_is_refused(tmp_path):
+    path = write_archive(tmp_path / "a.tar.zst", [(member("file"), b"content")])
+    with pytest.raises(DataError, match="has no checksums"):
+        unpack(str(path), tmp_path / "back")
+
+
+@pytest.mark.parametrize("sums", [b"", b"0" * 64 + b"  file\n", b"x" * 1000])
+def test_a_wrong_checksum_is_noticed(tmp_path, sums):
+    path = write_archive(
+        tmp_path / "a.tar.zst", [(member("file"), b"content"), (member(SUMS), sums)]
+    )
+    with pytest.raises(DataError, match="is damaged"):
+        unpack(str(path), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_member_larger_than_the_disk_is_refused_before_it_is_written(tmp_path):
+    header = member("huge")
+    header.size = 2**60
+    with pa.CompressedOutputStream(str(tmp_path / "a.tar.zst"), "zstd") as stream:
+        stream.write(header.tobuf(tarfile.GNU_FORMAT))
+    with pytest.raises(DataError, match="'huge' has 1152921504606846976 bytes, the disk"):
+        unpack(str(tmp_path / "a.tar.zst"), tmp_path / "back")
+
+
+def test_no_damage_gives_a_folder_that_differs(folder, tmp_path):
+    (folder / "images/été/a.jpg").write_bytes(b"short " * 200)
+    good_path = tmp_path / "good.tar.zst"
+    pack(folder, str(good_path))
+    good, expected = good_path.read_bytes(), content(folder)
+    rng = np.random.default_rng(0)
+    path = tmp_path / "bad.tar.zst"
+    refused = 0
+    for turn in range(150):
+        bad = bytearray(good)
+        bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
+        if turn % 3 == 0:
+            bad = bad[: rng.integers(len(bad))]
+        path.write_bytes(bad)
+        try:
+            unpack(str(path), tmp_path / "back")
+        except DataError:
+            refused += 1
+            assert not (tmp_path / "back").exists()
+        else:  # a bit that means nothing, in the zstd frame or a file's time
+            assert content(tmp_path / "back") == expected
+            shutil.rmtree(tmp_path / "back")
+    assert refused > 75
+    assert {p.name for p in tmp_path.iterdir()} == {"set", "good.tar.zst", "bad.tar.zst"}
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_leaves_nothing(folder, tmp_path):
+    code = (
+        "import resource, signal, sys; from plsc.data.pack import pack\n"
+        "from plsc.errors import DataError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))\n"
+        "try: pack(sys.argv[1], sys.argv[2])\n"
+        "except DataError as error: print(error)\n"
+    )
+    arguments = [str(folder), str(tmp_path / "out.tar.zst")]
+    done = subprocess.run(
+        [os.sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    assert "cannot write" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]

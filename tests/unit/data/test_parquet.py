@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from plsc.data.sources import parquet_groups
+from plsc.data.sources.parquet import ParquetSource
+from plsc.data.writers import write_parquet
+from plsc.errors import DataError, OptionError
+
+IMAGES = [b"image %d" % i * (i + 1) for i in range(10)]
+LABELS = [i % 4 for i in range(10)]
+
+
+def write(path: Path, rows: int = 3, **columns: object) -> Path:
+    table = pa.table({"image": IMAGES, "label": LABELS, **columns})
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def read(location: Path | str, **options: str) -> list[tuple[bytes, int]]:
+    source = ParquetSource(location, **options)
+    return [source[i] for i in range(len(source))]
+
+
+EXPECTED = list(zip(IMAGES, LABELS, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_any_size_of_row_groups_reads_equal(tmp_path, rows):
+    assert read(write(tmp_path / "a.parquet", rows)) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(IMAGES, pa.large_binary()),
+        pa.array([{"bytes": image, "path": None} for image in IMAGES]),
+        pa.array([{"path": "x", "bytes": image} for image in IMAGES]),
+    ],
+)
+def test_every_kind_of_image_column_reads_equal(tmp_path, column):
+    assert read(write(tmp_path / "a.parquet", image=column)) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(LABELS, pa.uint8()),
+        pa.array(LABELS, pa.int32()),
+        pa.array(list(map(str, LABELS))),
+        pa.array(list(map(str, LABELS)), pa.large_string()),
+        pa.array(list(map(str, LABELS))).dictionary_encode(),
+        pa.array([f"person {n}" for n in LABELS]).dictionary_encode(),
+    ],
+)
+def test_every_kind_of_label_column_reads_equal(tmp_path, column):
+    assert read(write(tmp_path / "a.parquet", label=column)) == EXPECTED
+
+
+def test_columns_and_a_label_map_are_chosen(tmp_path):
+    names = pa.array([f"p{n}" for n in LABELS])
+    path = write(tmp_path / "a.parquet", mine=pa.array(IMAGES[::-1]), who=names)
+    (tmp_path / "map.tsv").write_text("p0\t9\np1\t8\np2\t7\np3\t6\n")
+    found = read(path, image_column="mine", label_column="who", label_map=str(tmp_path / "map.tsv"))
+    assert found == [(i, 9 - n) for i, n in zip(IMAGES[::-1], LABELS, strict=True)]
+
+
+def test_shards_are_read_in_the_order_of_their_names(tmp_path):
+    for name in ("b.parquet", "a.parquet", "c.txt", ".hidden.parquet"):
+        write(tmp_path / name, label=pa.array([ord(name[0])] * 10))
+    source = ParquetSource(tmp_path)
+    assert source.labels().tolist() == [97] * 10 + [98] * 10
+    assert [source.name(i) for i in (0, 9, 10)] == [
+        "a.parquet row 0",
+        "a.parquet row 9",
+        "b.parquet row 0",
+    ]
+    assert len(ParquetSource(str(tmp_path / "[ab].parquet"))) == 20
+    assert source[13] == (IMAGES[3], 98)
+
+
+def test_what_the_writer_writes_is_read_back_also_remotely(tmp_path):
+    write_parquet(str(tmp_path / "a.parquet"), iter(EXPECTED))
+    write_parquet("memory://parquets/x/a.parquet", iter(EXPECTED))
+    assert read(tmp_path / "a.parquet") == EXPECTED
+    assert read("memory://parquets/x/a.parquet") == EXPECTED
+    assert read("memory://parquets/x") == EXPECTED
+    assert not [p for p in fsspec.filesystem("memory").find("/parquets") if "tmp" in p]
+
+
+def test_the_writer_keeps_its_groups_small(tmp_path):
+    write_parquet(str(tmp_path / "a.parquet"), ((b"x" * 9, i) for i in range(2500)))
+    metadata = pq.ParquetFile(tmp_path / "a.parquet").metadata
+    assert [metadata.row_group(i).num_rows for i in range(3)] == [1000, 1000, 500]
+
+
+def test_decoded_groups_are_kept_within_their_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_groups, "CACHE_BYTES", 3000)
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"image": [bytes(500)] * 40, "label": [1] * 40}), path, row_group_size=2
+    )
+    source = ParquetSource(path)
+    for index in range(40):
+        source[index]
+        assert source._groups._bytes <= 3000
+    assert 1 < len(source._groups._decoded) < 4
+
+
+def test_threads_read_at_the_same_time(tmp_path):
+    source = ParquetSource(write(tmp_path / "a.parquet", 1))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(source.__getitem__, list(range(10)) * 20))
+    assert found == EXPECTED * 20
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({}, {"image_column": "gone"}, "no image column 'gone'; the columns are: image, label"),
+        ({}, {"label_column": "gone"}, "no label column 'gone'"),
+        ({"image": LABELS}, {}, "the image column 'image' is int64"),
+        ({"image": [{"x": b""}] * 10}, {}, "the image column 'image' is struct"),
+        ({"label": [0.5] * 10}, {}, "the label column 'label' is double"),
+        ({"label": [[1]] * 10}, {}, "the label column 'label' is list"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(tmp_path, columns, options, message):
+    path = write(tmp_path / "a.parquet", **columns)
+    with pytest.raises(OptionError, match=message):
+        ParquetSource(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0] * 6 + [None] * 4, r"row 6: the label 'label' is missing \(4 are\)"),
+        ([0] * 9 + [-1], r"row 9: .* 0 or more, got '-1'"),
+        (["1"] * 9 + [""], "row 9: the label is missing"),
+        (["1"] * 9 + ["x"], "row 9: .* whole number of 0 or more, got 'x'"),
+        (pa.array([1] * 9 + [2**63], pa.uint64()), "row 9: .* whole number"),
+    ],
+)
+def test_a_bad_label_is_named_by_its_row(tmp_path, labels, message):
+    with pytest.raises(DataError, match=message):
+        ParquetSource(write(tmp_path / "a.parquet", label=pa.array(labels)))
+
+
+def test_a_missing_image_is_named_when_it_is_read(tmp_path):
+    source = ParquetSource(write(tmp_path / "a.parquet", image=[*IMAGES[:8], None, b""]))
+    for row, fault in ((8, "missing"), (9, "empty")):
+        with pytest.raises(
+            DataError, match=rf"a\.parquet row {row}: the image is {fault}"
+        ) as caught:
+            source[row]
+        assert caught.value.kind == fault
+
+
+def test_a_group_too_large_to_decode_for_one_image_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_groups, "GROUP_BYTES", 100)
+    with pytest.raises(DataError, match=r"row group 0 .* smaller groups, as `plsc data convert`"):
+        ParquetSource(write(tmp_path / "a.parquet"))
+
+
+def test_a_file_without_rows_and_a_folder_without_files_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no file found that ends in \.parquet"):
+        ParquetSource(tmp_path / "empty")
+    write_parquet(str(tmp_path / "a.parquet"), [])
+    with pytest.raises(DataError, match="holds no rows"):
+        ParquetSource(tmp_path / "a.parquet")
+
+
+FUZZ = """
+import faulthandler, resource, sys
+import numpy as np
+from pathlib import Path
+from plsc.data.sources.parquet import ParquetSource
+from plsc.errors import DataError, OptionError
+
+faulthandler.enable()
+resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)
+path = Path(sys.argv[1])
+good = path.read_bytes()
+rng = np.random.default_rng(int(sys.argv[2]))
+outcomes = {"read": 0, "refused": 0}
+for turn in range(250):
+    bad = bytearray(good)
+    if rng.random() < 0.7:  # most of the file is images; its structure lies at the end
+        low = len(bad) - 900 if rng.random() < 0.6 else 0
+        for _ in range(rng.integers(1, 4)):
+            bad[rng.integers(low, len(bad))] ^= 1 << rng.integers(8)
+    elif rng.random() < 0.5:
+        bad = bad[: rng.integers(len(bad))]
+    else:
+        start = rng.integers(len(bad) - 40)
+        bad[start : start + 40] = rng.bytes(40)
+    path.write_bytes(bad)
+    try:
+        source = ParquetSource(path)
+        for index in range(len(source)):
+            source[index]
+        outcomes["read"] += 1
+    except (DataError, OptionError):
+        outcomes["refused"] += 1
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert peak < 3 * 2**20, f"{peak} KiB"
+assert outcomes["refused"] > 60, outcomes
+print(outcomes, peak)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_damaged_files_never_crash_nor_take_memory(tmp_path, seed):
+    if seed == 0:
+        write_parquet(str(tmp_path / "a.parquet"), iter(EXPECTED))
+    else:
+        write(tmp_path / "a.parquet", image=pa.array([{"bytes": i, "path": "x"} for i in IMAGES]))
+    command = [sys.executable, "-c", FUZZ, str(tmp_path / "a.parquet"), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data.recordio import HEADER, MAGIC_BYTES, PART, frame, pack_image, unframe
+from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.writers import write_recordio
+from plsc.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[3]
+IMAGES = [b"first image", MAGIC_BYTES * 2 + b"x", b"a" * 4001, b"12345678" + MAGIC_BYTES]
+LABELS = [3, 0, 2**24, 3]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def rec(tmp_path) -> Path:
+    write_recordio(str(tmp_path / "train.rec"), zip(IMAGES, LABELS, strict=True))
+    return tmp_path / "train.rec"
+
+
+def read(path: Path | str) -> list[tuple[bytes, int]]:
+    source = RecordIOSource(path)
+    assert source.labels().tolist() == [source[i][1] for i in range(len(source))]
+    return [source[i] for i in range(len(source))]
+
+
+def record(image: bytes, labels: list[float], flag: int | None = None) -> bytes:
+    flag = len(labels) if flag is None else flag
+    return frame(HEADER.pack(flag, 0.0, 0, 0) + struct.pack(f"<{len(labels)}f", *labels) + image)
+
+
+def write(path: Path, records: list[bytes], keys: list[int] | None = None) -> Path:
+    path.write_bytes(b"".join(records))
+    if keys is not None:
+        starts = np.cumsum([0, *map(len, records)]).tolist()
+        lines = [f"{key}\t{start}\n" for key, start in zip(keys, starts, strict=False)]
+        path.with_suffix(".idx").write_text("".join(lines))
+    return path
+
+
+pieces = st.lists(st.sampled_from([MAGIC_BYTES, b"a", b"bc", b"\0\0\0\0"]) | st.binary(max_size=9))
+
+
+@given(pieces)
+def test_any_content_survives_framing(parts):
+    content = b"".join(parts)
+    framed = frame(content)
+    assert unframe(framed) == content
+    assert len(framed) % 4 == 0
+
+
+@given(pieces)
+def test_the_magic_stands_at_multiples_of_4_only_where_a_part_begins(parts):
+    framed = frame(b"".join(parts))
+    places = [p for p in range(0, len(framed), 4) if framed[p : p + 4] == MAGIC_BYTES]
+    position, starts = 0, []
+    while position < len(framed):
+        starts.append(position)
+        length = PART.unpack_from(framed, position)[1] & (2**29 - 1)
+        position += 8 + (length + 3) // 4 * 4
+    assert places == starts
+
+
+@given(pieces, st.integers(0, 400), st.integers(0, 7))
+def test_a_damaged_record_gives_content_or_an_error(parts, place, bit):
+    framed = bytearray(frame(b"".join(parts)))
+    framed[place % len(framed)] ^= 1 << bit
+    for bad in (bytes(framed), bytes(framed[:place])):
+        with contextlib.suppress(DataError):
+            assert isinstance(unframe(bad), bytes)
+
+
+def test_samples_are_read_back_with_and_without_the_index_file(rec):
+    assert read(rec) == list(zip(IMAGES, LABELS, strict=True))
+    rec.with_suffix(".idx").unlink()
+    assert read(rec) == list(zip(IMAGES, LABELS, strict=True))
+
+
+def test_the_order_and_the_names_are_those_of_the_index_file(tmp_path):
+    records = [record(b"image %d" % i, [i]) for i in range(3)]
+    path = write(tmp_path / "a.rec", records)
+    starts = [0, len(records[0]), len(records[0]) + len(records[1])]
+    (tmp_path / "a.idx").write_text(f"9\t{starts[2]}\r\n\n4\t{starts[0]}")
+    source = RecordIOSource(path)
+    assert [source[i] for i in range(len(source))] == [(b"image 2", 2), (b"image 0", 0)]
+    assert [source.name(i) for i in range(2)] == ["a.rec record 9", "a.rec record 4"]
+
+
+def test_the_first_of_several_labels_is_the_class(tmp_path):
+    path = write(tmp_path / "a.rec", [record(b"image", [7, 0.5, -1])])
+    assert read(path) == [(b"image", 7)]
+
+
+def insightface(images: list[tuple[bytes, int]], end: float | None = None) -> list[bytes]:
+    end = len(images) + 1 if end is None else end
+    records = [record(b"", [end, end + 2])]
+    records += [record(image, [label]) for image, label in images]
+    return [*records, record(b"", [1, 2]), record(b"", [2, 4])]
+
+
+@pytest.mark.parametrize("with_idx", [True, False])
+def test_insightface_layout_gives_its_images_alone(tmp_path, with_idx):
+    images = [(b"a", 0), (b"b", 1), (b"c", 1)]
+    records = insightface(images)
+    keys = list(range(len(records))) if with_idx else None
+    assert read(write(tmp_path / "train.rec", records, keys)) == images
+
+
+def test_insightface_layout_that_lost_images_is_refused(tmp_path):
+    records = insightface([(b"a", 0), (b"b", 1)], end=9)
+    with pytest.raises(DataError, match="records 1 to 8 are images, 4 of them are there"):
+        RecordIOSource(write(tmp_path / "train.rec", records))
+
+
+def test_a_first_record_with_two_labels_and_an_image_is_an_ordinary_one(tmp_path):
+    records = [record(b"a", [2, 5]), record(b"b", [1, 5])]
+    assert read(write(tmp_path / "a.rec", records, [0, 1])) == [(b"a", 2), (b"b", 1)]
+
+
+@pytest.mark.parametrize("label", [-1.0, 0.5, float("nan"), float("inf")])
+def test_a_label_that_is_no_class_is_named_with_its_record(tmp_path, label):
+    path = write(tmp_path / "a.rec", [record(b"a", [1]), record(b"b", [label])])
+    with pytest.raises(DataError, match=r"a\.rec record 1: the label is .* whole number"):
+        RecordIOSource(path)
+
+
+def test_a_record_without_image_is_named_when_it_is_read(tmp_path):
+    source = RecordIOSource(write(tmp_path / "a.rec", [record(b"a", [1]), record(b"", [1])]))
+    with pytest.raises(DataError, match=r"a\.rec record 1: holds no image"):
+        source[1]
+
+
+def test_a_huge_record_is_refused_without_reading_it(tmp_path):
+    size = 65 * 2**20
+    with (tmp_path / "a.rec").open("wb") as file:
+        file.write(PART.pack(0xCED7230A, size) + HEADER.pack(0, 1.0, 0, 0))
+        file.truncate(8 + size)
+    source = RecordIOSource(tmp_path / "a.rec")
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"record 0: the image has 68157448 bytes, over the limit"):
+        source[0]
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-9]
+
+
+def no_magic(content: bytes) -> bytes:
+    return b"\xff\xd8" + content[2:]
+
+
+def length_beyond_the_end(content: bytes) -> bytes:
+    return content[:4] + struct.pack("<I", 2**29 - 1) + content[8:]
+
+
+def a_last_part_first(content: bytes) -> bytes:
+    return content[:4] + struct.pack("<I", 3 << 29 | 35) + content[8:]
+
+
+def huge_number_of_labels(content: bytes) -> bytes:
+    return content[:8] + b"\xff" * 4 + content[12:]
+
+
+def shorter_than_a_header(content: bytes) -> bytes:
+    return frame(b"tiny") + content
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, r"record 3 at byte \d+ .*ends at byte"),
+        (no_magic, "record 0 at byte 0 has 0x.* was expected"),
+        (length_beyond_the_end, "record 0 at byte 0 ends at byte 536870920"),
+        (a_last_part_first, "record 0 at byte 0 has a part of kind 3"),
+        (huge_number_of_labels, "record 0 .* announces 4294967295 labels"),
+        (shorter_than_a_header, "record 0 .* has 4 bytes, fewer than the 24"),
+    ],
+)
+def test_damage_is_named_with_its_record(rec, damage, message):
+    rec.with_suffix(".idx").unlink()
+    rec.write_bytes(damage(rec.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        RecordIOSource(rec)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0\t0\n1\n", r"train\.idx:2: expected 'key<TAB>offset'"),
+        ("0\t0\nx\t9\n", r"train\.idx:2: expected"),
+        ("0\t0\t4\n5\n", r"train\.idx:1: expected"),
+        ("0\t-4\n", r"train\.idx:1: expected"),
+        ("0\t4\n", "at byte 4, where no record begins"),
+        ("0\t999999999\n", "at byte 999999999, where no record begins"),
+        ("0\t" + "9" * 30, r"train\.idx:1: expected"),
+        ("0\t0\n0\t0\n", "key 0 comes twice"),
+        ("9" * 5000, r"train\.idx:1 is over 1000 bytes"),
+    ],
+)
+def test_an_index_file_that_does_not_fit_is_named(rec, text, message):
+    rec.with_suffix(".idx").write_text(text)
+    with pytest.raises(DataError, match=message):
+        RecordIOSource(rec)
+
+
+@pytest.mark.parametrize("keys", [None, []])
+def test_a_file_without_records_is_refused(tmp_path, keys):
+    with pytest.raises(DataError, match="holds no image records"):
+        RecordIOSource(write(tmp_path / "a.rec", [], keys))
+
+
+def test_a_remote_file_reads_like_a_local_one(rec):
+    memory = fsspec.filesystem("memory")
+    for path in (rec, rec.with_suffix(".idx")):
+        memory.pipe(f"/recs/{path.name}", path.read_bytes())
+    source = RecordIOSource("memory://recs/train.rec")
+    assert [source[i] for i in range(4)] == list(zip(IMAGES, LABELS, strict=True))
+    assert pickle.loads(pickle.dumps(source))[3] == (IMAGES[3], LABELS[3])
+
+
+def test_a_label_that_float32_cannot_hold_is_not_written(tmp_path):
+    with pytest.raises(DataError, match="label 16777217 cannot be written"):
+        write_recordio(str(tmp_path / "a.rec"), [(b"image", 2**24 + 1)])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataError, match="label -1 cannot"):
+        pack_image(b"image", -1, 0)
+
+
+def test_no_existing_file_is_overwritten(rec):
+    before = rec.read_bytes()
+    with pytest.raises(DataError, match="exists already"):
+        write_recordio(str(rec), [])
+    assert rec.read_bytes() == before
+
+
+FUZZ = """
+import os, resource, sys
+import numpy as np
+from pathlib import Path
+from plsc.data.sources import recordio
+from plsc.errors import DataError
+
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+folder = Path(sys.argv[1])
+good = {p: p.read_bytes() for p in (folder / "train.rec", folder / "train.idx")}
+rng = np.random.default_rng(0)
+outcomes = {"read": 0, "refused": 0}
+for turn in range(300):
+    for path, content in good.items():
+        bad = bytearray(content)
+        if rng.random() < 0.6:
+            for _ in range(rng.integers(1, 4)):
+                bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
+        elif rng.random() < 0.5:
+            bad = bad[: rng.integers(len(bad))]
+        else:
+            start = rng.integers(len(bad))
+            bad[start : start + 40] = rng.bytes(min(40, len(bad) - start))
+        path.write_bytes(bad if rng.random() < 0.7 else content)
+    if rng.random() < 0.3:
+        (folder / "train.idx").unlink()
+    try:
+        source = recordio.RecordIOSource(folder / "train.rec")
+        for index in range(len(source)):
+            try:
+                data, label = source[index]
+                assert isinstance(data, bytes) and label >= 0
+            except DataError:
+                pass
+        outcomes["read"] += 1
+    except DataError:
+        outcomes["refused"] += 1
+assert min(outcomes.values()) > 25, outcomes
+status = open("/proc/self/status").read()
+print(status.partition("VmHWM:")[2].split()[0])
+"""
+
+
+@pytest.mark.slow
+def test_damaged_files_never_crash_nor_take_memory(rec):
+    limit = 6 * 2**30  # of addresses: torch alone maps some
+    command = [sys.executable, "-c", FUZZ, str(rec.parent), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2 * 2**20  # KiB
+
+
+@pytest.fixture(scope="module")
+def from_mxnet(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mxnet")
+    tool = ROOT / "tools" / "make_mxnet_fixture.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mxnet 1.9.1 cannot be installed here: {done.stderr.strip()[-300:]}")
+    return folder
+
+
+def expected(folder: Path) -> tuple[list[tuple[bytes, int]], list[int]]:
+    found = json.loads((folder / "expected.json").read_text())
+    images = [bytes.fromhex(text) for text in found["images"]]
+    return list(zip(images, found["labels"], strict=True)), found["order"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "several", "backwards", "unindexed"])
+def test_files_written_by_mxnet_read_equal(from_mxnet, name):
+    assert read(from_mxnet / f"{name}.rec") == expected(from_mxnet)[0]
+
+
+@pytest.mark.slow
+def test_insightface_files_written_by_mxnet_read_equal(from_mxnet):
+    samples, order = expected(from_mxnet)
+    assert read(from_mxnet / "insightface.rec") == [samples[i] for i in order]
+
+
+@pytest.mark.slow
+def test_our_files_are_those_of_mxnet_byte_for_byte(from_mxnet, tmp_path):
+    write_recordio(str(tmp_path / "ours.rec"), expected(from_mxnet)[0])
+    for suffix in (".rec", ".idx"):
+        theirs = (from_mxnet / f"plain{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == theirs

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from plsc.data.sources import open_source
+from plsc.data.sources.tar import TarSource
+from plsc.data.writers import write_tar
+from plsc.errors import DataError, OptionError
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type = kind
+    entry.linkname = "a.jpg"
+    return entry
+
+
+def write(path: Path, *members: tuple[str | tarfile.TarInfo, bytes], form: str = "pax") -> Path:
+    with tarfile.open(path, "w", format=FORMATS[form]) as archive:
+        for entry, data in members:
+            entry = member(entry) if isinstance(entry, str) else entry
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return path
+
+
+def read(location: Path | str, **options: str) -> list[tuple[bytes, int]]:
+    source = TarSource(location, **options)
+    assert source.labels().tolist() == [source[i][1] for i in range(len(source))]
+    return [source[i] for i in range(len(source))]
+
+
+PLAIN = [
+    ("x/a.jpg", b"image a"),
+    ("x/a.cls", b"3"),
+    ("x/b.cls", b"0\n"),
+    ("x/b.PNG", b"image b" * 999),
+]
+EXPECTED = [(b"image a", 3), (b"image b" * 999, 0)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_of_tar_reads_equal(tmp_path, form):
+    assert read(write(tmp_path / "a.tar", *PLAIN, form=form)) == EXPECTED
+
+
+@pytest.mark.parametrize("form", ["gnu", "pax"])
+def test_long_and_foreign_names_are_read(tmp_path, form):
+    key = "folder/" * 30 + "été" * 40
+    path = write(tmp_path / "a.tar", (f"{key}.jpg", b"image"), (f"{key}.cls", b"1"), form=form)
+    source = TarSource(path)
+    assert source[0] == (b"image", 1)
+    assert source.name(0) == f"a.tar:{key}"
+
+
+def test_a_size_in_gnu_binary_form_is_read(tmp_path):
+    path = write(tmp_path / "a.tar", *PLAIN, form="gnu")
+    data = bytearray(path.read_bytes())
+    data[124:136] = b"\x80" + (7).to_bytes(11, "big")
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    path.write_bytes(data)
+    assert read(path) == EXPECTED
+
+
+def test_folders_hidden_members_and_those_without_suffix_are_left_out(tmp_path):
+    extra = [("x", b""), ("x/.hidden.jpg", b"1"), ("README", b"text")]
+    members = [(member("x/", tarfile.DIRTYPE), b""), *extra[1:], *PLAIN]
+    assert read(write(tmp_path / "a.tar", *members)) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "expected"),
+    [
+        (("a.cls", b"7"), {}, 7),
+        (("a.json", b'{"label": 7, "who": "bo"}'), {}, 7),
+        (("a.json", b'{"label": 7, "who": 2}'), {"label_column": "who"}, 2),
+        (("a.json", b'{"label": 7, "who": "bo"}'), {"label_column": "who"}, 0),
+        (("a.identity.txt", b"12"), {"label_column": "identity.txt"}, 12),
+    ],
+)
+def test_the_label_is_found_by_suffix_or_in_the_json(tmp_path, label, options, expected):
+    path = write(tmp_path / "a.tar", ("a.jpg", b"image"), label)
+    assert read(path, **options) == [(b"image", expected)]
+
+
+def test_one_of_several_images_is_chosen_by_its_suffix(tmp_path):
+    images = [("a.mask.png", b"mask"), ("a.input.png", b"input"), ("a.cls", b"1")]
+    path = write(tmp_path / "a.tar", *images)
+    assert read(path, image_column="input.png") == [(b"input", 1)]
+    with pytest.raises(OptionError, match=r"a\.tar:a has several images \(\.cls, \.input\.png"):
+        TarSource(path)
+
+
+def test_shards_are_read_in_their_order(tmp_path):
+    for number in (2, 0, 1):
+        samples = [(b"image %d" % number, number), (b"other", 9)]
+        write_tar(str(tmp_path / f"train-{number:03d}.tar"), samples)
+    expected = [(b"image 0", 0), (b"other", 9), (b"image 1", 1), (b"other", 9)]
+    assert read(tmp_path)[:4] == expected
+    assert read(tmp_path / "train-*.tar")[:4] == expected
+    assert read(str(tmp_path / "train-{000..001}.tar")) == expected
+    assert read(str(tmp_path / "train-{001..002}.tar"))[0] == expected[2]
+    source = open_source(tmp_path)
+    assert source.name(5) == "train-002.tar:000000001"
+    with pytest.raises(DataError, match="must be a range that rises"):
+        TarSource(str(tmp_path / "train-{5..1}.tar"))
+    with pytest.raises(DataError, match=r"train-003\.tar does not exist"):
+        TarSource(str(tmp_path / "train-{000..003}.tar"))
+
+
+def test_a_remote_archive_reads_like_a_local_one(tmp_path):
+    path = write(tmp_path / "a.tar", *PLAIN)
+    fsspec.filesystem("memory").pipe("/tars/a.tar", path.read_bytes())
+    assert read("memory://tars/a.tar") == EXPECTED
+    assert read("memory://tars/*.tar") == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (member("../b.jpg"), "leads out of the archive"),
+        (member("/b.jpg"), "leads out of the archive"),
+        (member("b.jpg", tarfile.SYMTYPE), "'b.jpg' is a link"),
+        (member("b.jpg", tarfile.LNKTYPE), "'b.jpg' is a link"),
+        (member("b.jpg", tarfile.CHRTYPE), "'b.jpg' is a device"),
+        (member("b.jpg"), r"a\.tar:b has no label: no \.cls, and no 'label'"),
+        (member("b.cls"), r"a\.tar:b has no image"),
+        (member("x/b.png"), r"a\.tar:x/b has two members \.png"),
+    ],
+)
+def test_members_that_lead_out_or_do_not_fit_are_named(tmp_path, entry, message):
+    with pytest.raises(DataError, match=message):
+        TarSource(write(tmp_path / "a.tar", *PLAIN, (entry, b"")))
+
+
+@pytest.mark.parametrize("label", [b"-1", b"1.5", b"nan", b"", b"9" * 40])
+def test_a_label_that_is_no_class_is_named(tmp_path, label):
+    members = [*PLAIN, ("b.jpg", b"image"), ("b.cls", label)]
+    with pytest.raises(DataError, match=r"a\.tar:b: .*label"):
+        TarSource(write(tmp_path / "a.tar", *members))
+
+
+def test_an_empty_image_is_named_when_it_is_read(tmp_path):
+    source = TarSource(write(tmp_path / "a.tar", ("a.jpg", b""), ("a.cls", b"1")))
+    with pytest.raises(DataError, match=r"a\.tar:a: the image is empty"):
+        source[0]
+
+
+def header_of(size: int, kind: bytes) -> bytes:
+    entry = member("huge", kind)
+    entry.size = size
+    return entry.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is truncated: it ends at byte 0"),
+        (b"\x1f\x8b" * 400, "wrong checksum; the archive is damaged, or none"),
+        (header_of(2**50, b"L"), "announces 1125899906842624 bytes of names"),
+        (header_of(2**50, b"x"), "announces 1125899906842624 bytes of names"),
+        (header_of(2**50, b"0"), "truncated"),
+        (bytes(1024), "holds no samples"),
+        (bytes(1024) + b"x" * 512, "goes on behind its end mark"),
+    ],
+)
+def test_hostile_headers_are_refused_without_memory_for_them(tmp_path, data, message):
+    (tmp_path / "a.tar").write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        TarSource(tmp_path / "a.tar")
+
+
+def test_an_archive_cut_anywhere_is_refused(tmp_path):
+    path = write(tmp_path / "a.tar", *PLAIN)
+    data = path.read_bytes()
+    end = data.rindex(b"image b") + 512  # behind it are the zeros of the end
+    for length in range(0, end, 100):
+        path.write_bytes(data[:length])
+        with pytest.raises(DataError, match="truncated"):
+            TarSource(path)
+
+
+FUZZ = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from plsc.data.sources.tar import TarSource
+from plsc.errors import DataError, OptionError
+
+path = Path(sys.argv[1])
+good = path.read_bytes()
+rng = np.random.default_rng(0)
+outcomes = {"read": 0, "refused": 0}
+start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for turn in range(250):
+    bad = bytearray(good)
+    for _ in range(rng.integers(1, 5)):
+        bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
+    if turn % 4 == 0:
+        bad = bad[: rng.integers(len(bad))]
+    if turn % 2 == 0:  # sound checksums, so that what is behind them is met
+        for at in range(0, len(bad) - 511, 512):
+            if bad[at + 257 : at + 262] == b"ustar":
+                bad[at + 148 : at + 156] = b" " * 8
+                bad[at + 148 : at + 156] = b"%06o\\0 " % sum(bad[at : at + 512])
+    path.write_bytes(bad)
+    try:
+        source = TarSource(path)
+        for index in range(len(source)):
+            try:
+                source[index]
+            except DataError:
+                pass
+        outcomes["read"] += 1
+    except (DataError, OptionError):
+        outcomes["refused"] += 1
+assert min(outcomes.values()) > 10, outcomes
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start < 100 * 2**10
+"""
+
+
+@pytest.mark.slow
+def test_damaged_archives_never_crash_nor_take_memory(tmp_path):
+    long = "n" * 150
+    members = [*PLAIN, (f"{long}.jpg", b"image"), (f"{long}.json", b'{"label": 3}')]
+    path = write(tmp_path / "a.tar", *members)
+    command = [sys.executable, "-c", FUZZ, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_webdataset_package_reads_what_we_write(tmp_path):
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    samples = [(b"\xff\xd8\xff jpeg", 3), (b"\x89PNG png", 70_000_000)]
+    write_tar(str(tmp_path / "a.tar"), samples)
+    found = list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False))
+    assert [(s.get("jpg") or s.get("png"), int(s["cls"])) for s in found] == samples
+    assert read(tmp_path / "a.tar") == samples
+
+
+def test_we_read_what_the_webdataset_package_writes(tmp_path):
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    rng = np.random.default_rng(0)
+    images = [rng.bytes(1000) for _ in range(5)]
+    with webdataset.ShardWriter(str(tmp_path / "s-%03d.tar"), maxcount=2, verbose=0) as sink:
+        for number, image in enumerate(images):
+            sink.write({"__key__": f"k{number}", "jpg": image, "json": {"label": number}})
+    assert read(tmp_path) == [(image, number) for number, image in enumerate(images)]
