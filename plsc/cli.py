@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
+import plsc.data_cli as data_cli
 from plsc.config import Options, all_options
 from plsc.errors import OptionError, PlscError, did_you_mean, report
 from plsc.plan import ARGUMENTS as PLAN_ARGUMENTS
@@ -25,6 +26,7 @@ _VERBS = {
     "dominant": "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
     "config": "print the options in effect, with their defaults and meanings, as YAML",
 }
+_DATA = "prepare, convert and look at datasets; see plsc data --help"
 _PLAN = "print the memory, arithmetic and network that a sharded head would need"
 
 
@@ -32,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python script.py` would: people's own modules lie here
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "data":  # has verbs and flags of its own
+        return data_cli.main(arguments[1:])
     try:
         return _run(_parse(arguments))
     except PlscError as error:
@@ -61,6 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
             )
         verbs.add_subcommand(name, verb, help=meaning)
     verbs.add_subcommand("plan", _plan_parser(), help=_PLAN)
+    verbs.add_subcommand("data", ArgumentParser(exit_on_error=False), help=_DATA)
     try:
         return parser.parse_args(arguments, defaults=False)
     except ArgumentError as error:

@@ -87,4 +87,4 @@ def _normalised(data: bytes, image_shape: ImageShape, name: str) -> torch.Tensor
     try:
         return to_input(decode_image(data, image_shape), "cpu")
     except DataError as error:
-        raise DataError(f"{name}: {error}") from error
+        raise error.at(name) from error

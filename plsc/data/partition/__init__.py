@@ -1,0 +1,9 @@
+"""Shuffle a set of base64 lines over all of its files and split it into parts of equal line count."""
+
+from __future__ import annotations
+
+from plsc.data.partition.options import PartitionOptions
+from plsc.data.partition.run import partition
+from plsc.data.partition.verify import verify
+
+__all__ = ["PartitionOptions", "partition", "verify"]

@@ -1,0 +1,34 @@
+"""Reading and writing at a place of an open file: all of it, or an error."""
+
+from __future__ import annotations
+
+import os
+
+from plsc.errors import DataError
+
+
+def read_exactly(handle: int, size: int, offset: int) -> bytes:
+    """Return `size` bytes at `offset` of a file of our own. Raises DataError if they are not there."""
+    data = os.pread(handle, size, offset)
+    while len(data) < size:
+        more = os.pread(handle, size - len(data), offset + len(data))
+        if not more:
+            raise DataError("a temporary file was cut short while it was in use; start again")
+        data += more
+    return data
+
+
+def write_all(handle: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`; a full disk raises OSError."""
+    while len(data):
+        count = os.pwrite(handle, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Wait until what was written to a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,106 @@
+"""The options of a partition, once: name, type, default and meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plsc.data.partition.memory import LEAST_OF_WORKER, Budget, read_size
+from plsc.errors import OptionError
+from plsc.storage.urls import is_url
+
+MOST_RANKS = 65_536
+
+
+def _option(meaning: str, default: Any = dataclasses.MISSING) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """What is partitioned, into what, and with what. Raises OptionError for values that make no sense."""
+
+    data_dir: str = _option("folder or fsspec URL of the data files")
+    nranks: int = _option("number of parts, one for each rank")
+    file_list: str = _option(
+        "list of the data files, in data_dir or a path of its own", "file_list.txt"
+    )
+    output_dir: str | None = _option(
+        "folder or fsspec URL to make; when not set, <data_dir>/partition_<nranks>", None
+    )
+    seed: int = _option("of the shuffle", 0)
+    memory: str = _option(
+        "bound on the memory used beyond the interpreter's, such as 512M or 8G", "512M"
+    )
+    workers: int | None = _option("threads; when not set, one a core, at most 8", None)
+    tmp_dir: str | None = _option(
+        "folder for temporary files; when not set, beside the output (for a URL, the system's)",
+        None,
+    )
+    engine: str = _option(
+        "local, or spark for sets beyond one machine (pip install 'plsc[spark]')", "local"
+    )
+    master: str | None = _option(
+        "of engine spark: URL of the cluster, such as local[2]; when not set, Spark's own configuration",
+        None,
+    )
+    bad_lines: str = _option("what to do about a line that is no sample: stop or skip", "stop")
+    delete_inputs: bool = _option("delete the data files once the output is published", False)
+    dry_run: bool = _option(
+        "read and check the inputs, say what would be written, write nothing", False
+    )
+    verify: bool = _option(
+        "check an output folder that is there against its inputs, write nothing", False
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nranks <= MOST_RANKS:
+            raise OptionError(f"nranks is {self.nranks}; expected 1 to {MOST_RANKS}")
+        if self.workers is not None and not 1 <= self.workers <= 64:
+            raise OptionError(f"workers is {self.workers}; expected 1 to 64")
+        if self.bad_lines not in ("stop", "skip"):
+            raise OptionError(f"bad_lines is {self.bad_lines!r}; expected stop or skip")
+        if self.engine not in ("local", "spark"):
+            raise OptionError(f"engine is {self.engine!r}; expected local or spark")
+        if self.master and self.engine != "spark":
+            raise OptionError("master is set, but the engine is local; pass --engine spark")
+        if not -(2**63) <= self.seed < 2**64:
+            raise OptionError(f"seed is {self.seed}; expected a number of 64 bits")
+        for first, second in (
+            ("verify", "delete_inputs"),
+            ("verify", "dry_run"),
+            ("dry_run", "delete_inputs"),
+        ):
+            if getattr(self, first) and getattr(self, second):
+                raise OptionError(f"{first} and {second} exclude each other; give one of them")
+        if not self.data_dir.strip():
+            raise OptionError("data_dir is empty; expected a folder or URL")
+        read_size(self.memory)
+
+    @property
+    def output(self) -> str:
+        """The folder or URL of the output."""
+        given = self.output_dir or posixpath.join(self.data_dir, f"partition_{self.nranks}")
+        return given if is_url(given) else str(Path(given).expanduser().absolute())
+
+    @property
+    def budget(self) -> Budget:
+        """The memory, shared out over the workers."""
+        cores = len(os.sched_getaffinity(0))
+        memory = read_size(self.memory)
+        return Budget(memory, min(self.workers or min(8, cores), memory // LEAST_OF_WORKER))
+
+    @property
+    def skip_bad(self) -> bool:
+        """Whether bad lines are left out."""
+        return self.bad_lines == "skip"
+
+
+def fields() -> Sequence[dataclasses.Field[Any]]:
+    """Return the options in their order; `metadata["meaning"]` says what each is."""
+    return dataclasses.fields(PartitionOptions)

@@ -1,0 +1,97 @@
+"""Where a line goes: a pure function of the seed, its number and how many there are.
+
+Line i has the key ``plsc.keys.hash_key(seed, i)``. For one seed that is a bijection of 64 bits, so no two
+lines share a key; the lines sorted by key are the shuffle. Rank r of R gets positions [rL, (r + 1)L) of it,
+L = ceil(N / R).
+
+The R L - N positions left at the end are filled from a second shuffle of the same lines, with keys
+``hash_key(seed, PADDING, i)``: its first ones, so that every line is as likely as any other, and none comes
+twice unless there are more places than lines; then the second shuffle is gone through again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from plsc.keys import hash_key
+
+ALGORITHM = "splitmix64-order-1"
+"""Changes whenever the same seed and lines would give other output."""
+
+PADDING = 0x70616464696E67  # "padding"
+
+_CHUNK = 2**18
+_MANY = 2**21
+_BINS = 2**16
+_BIN_SHIFT = np.uint64(48)
+
+
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Return plsc.keys.splitmix64 of each of the uint64 values."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def line_keys(seed: int, numbers: np.ndarray) -> np.ndarray:
+    """Return the keys of the lines with these numbers (from 0), uint64."""
+    return splitmix64(numbers.astype(np.uint64) ^ np.uint64(hash_key(seed)))
+
+
+def lines_per_rank(lines: int, nranks: int) -> int:
+    """Return L: how many lines each rank gets."""
+    return -(-lines // nranks)
+
+
+def rank_bounds(seed: int, lines: int, nranks: int) -> np.ndarray:
+    """Return the lowest key of each rank but the first, uint64; ranks without lines of their own have none.
+
+    Goes through the keys of all numbers twice, in bounded memory: a histogram, then the keys of the bins
+    where ranks begin.
+    """
+    positions = np.arange(1, nranks) * lines_per_rank(lines, nranks)
+    positions = positions[positions < lines]
+    counts = np.zeros(_BINS, dtype=np.int64)
+    for keys in _all_keys(seed, lines):
+        counts += np.bincount((keys >> _BIN_SHIFT).astype(np.int64), minlength=_BINS)
+    ends = np.cumsum(counts)
+    bins = np.searchsorted(ends, positions, side="right")
+    is_wanted = np.zeros(_BINS, dtype=bool)
+    is_wanted[bins] = True
+    found = [keys[is_wanted[keys >> _BIN_SHIFT]] for keys in _all_keys(seed, lines)]
+    wanted = np.sort(np.concatenate(found))
+    # A position in all keys becomes one in those that were kept: without the bins left out before it.
+    left_out = np.cumsum(np.where(is_wanted, 0, counts))
+    return wanted[positions - left_out[bins]]
+
+
+def _all_keys(seed: int, lines: int) -> Iterator[np.ndarray]:
+    for begin in range(0, lines, _MANY):
+        yield line_keys(seed, np.arange(begin, min(lines, begin + _MANY)))
+
+
+def padding_lines(seed: int, lines: int, nranks: int) -> np.ndarray:
+    """Return the numbers of the lines that fill the positions from `lines` on, in order, int64.
+
+    Takes memory for a multiple of nranks numbers, whatever `lines` is.
+    """
+    places = lines_per_rank(lines, nranks) * nranks - lines
+    if places == 0:
+        return np.empty(0, dtype=np.int64)
+    base = np.uint64(hash_key(seed, PADDING))
+    best_keys, best = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
+    for begin in range(0, lines, _CHUNK):
+        numbers = np.arange(begin, min(lines, begin + _CHUNK))
+        keys = np.concatenate([best_keys, splitmix64(numbers.astype(np.uint64) ^ base)])
+        numbers = np.concatenate([best, numbers])
+        if len(keys) > places:
+            chosen = np.argpartition(keys, places - 1)[:places]
+            keys, numbers = keys[chosen], numbers[chosen]
+        best_keys, best = keys, numbers
+    return np.resize(best[np.argsort(best_keys)], places)

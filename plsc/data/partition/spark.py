@@ -1,0 +1,215 @@
+"""The same partition on a Spark cluster: for sets beyond one machine's disk or patience.
+
+Three steps. The inputs are read once, in splits of some megabytes, to count and check their lines, so that
+every line's number is known. From the count alone follow the keys at which each rank begins. Then the splits
+are read again, every line is sent to its rank, sorted there by its key, and written: one shuffle of the data.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.data.line_reader import Buffers, LineReader, LongLine
+from plsc.data.partition.checksum import checksum
+from plsc.data.partition.counts import Counts, InputCount
+from plsc.data.partition.inputs import Input
+from plsc.data.partition.memory import read_size
+from plsc.data.partition.options import PartitionOptions
+from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, rank_bounds
+from plsc.data.partition.parts import part_names
+from plsc.data.partition.split import Split, open_split, split_inputs
+from plsc.errors import DataError, OptionError
+from plsc.storage.urls import is_url, open_filesystem
+
+_BLOCK = 4 * 2**20
+Key = tuple[int, int, int]  # rank, 1 for padding, order within that
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a task needs to know to send lines to their ranks; it travels to every executor."""
+
+    seed: int
+    lines_each: int
+    bounds: np.ndarray
+    padding: dict[int, list[int]]  # number of a line: the positions that it fills at the end
+    skip_bad: bool
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part that a task has written."""
+
+    rank: int
+    lines: int
+    size: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class WrittenParts:
+    """All parts, as the manifest wants them."""
+
+    paths: list[Path]
+    sizes: list[int]
+    checksums: list[int]
+
+
+def write(
+    options: PartitionOptions, inputs: list[Input], target: str
+) -> tuple[Counts, WrittenParts, int]:
+    """Write the parts into `target`, a folder that all executors see, or a URL.
+
+    Returns (what was read, the parts, the number of padding lines). Raises DataError for a bad line, and when
+    Spark fails; OptionError if PySpark is not installed.
+    """
+    try:
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+        from pyspark.sql import SparkSession
+    except ImportError:
+        raise OptionError("engine spark needs PySpark; pip install 'plsc[spark]'") from None
+    builder = SparkSession.builder.appName("plsc data partition")
+    if options.master and options.master.startswith("local"):
+        # The same interpreter, which has plsc; a cluster's is for its configuration to say.
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if options.master:
+        builder = builder.master(options.master)
+    spill = max(64, read_size(options.memory) // 2**20)
+    session = builder.config("spark.python.worker.memory", f"{spill}m").getOrCreate()
+    try:
+        return _write(session.sparkContext, options, inputs, target)
+    except (Py4JError, PySparkException) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"Spark failed: {reason[:300]}; its log tells more") from error
+    finally:
+        session.stop()
+
+
+def _write(
+    context: Any, options: PartitionOptions, inputs: list[Input], target: str
+) -> tuple[Counts, WrittenParts, int]:
+    skip_bad = options.skip_bad
+    splits = split_inputs(inputs)
+    numbered = context.parallelize(list(enumerate(splits)), len(splits))
+    counts = Counts([InputCount(one) for one in inputs])
+    firsts = []  # the number of each split's first line
+    for split, (count, messages, problem) in zip(
+        splits, numbered.map(lambda item: _count(item[1], skip_bad)).collect(), strict=True
+    ):
+        if problem:
+            raise DataError(problem)
+        firsts.append(counts.lines)
+        counts.inputs[split.number].add(count)
+        counts.remember(messages)
+    if counts.lines == 0:
+        raise DataError(f"the files of {options.file_list} hold no samples")
+    plan, places = _plan(options, counts.lines)
+    shared = context.broadcast(plan)
+    names = part_names(options.nranks)
+    written = (
+        numbered.flatMap(lambda item: _send(item[1], firsts[item[0]], shared.value))
+        .repartitionAndSortWithinPartitions(options.nranks, lambda key: key[0])
+        .mapPartitionsWithIndex(lambda rank, rows: _store(rank, rows, target, names[rank]))
+        .collect()
+    )
+    written.sort(key=lambda part: part.rank)
+    if [part.lines for part in written] != [plan.lines_each] * options.nranks:
+        raise DataError("Spark wrote parts of other sizes than planned; did an input change?")
+    paths = [Path(name) for name in names]
+    sizes = [part.size for part in written]
+    parts = WrittenParts(paths, sizes, [part.checksum for part in written])
+    return counts, parts, places
+
+
+def _plan(options: PartitionOptions, lines: int) -> tuple[_Plan, int]:
+    padding = padding_lines(options.seed, lines, options.nranks)
+    places: dict[int, list[int]] = {}
+    for position, number in enumerate(padding.tolist(), start=lines):
+        places.setdefault(number, []).append(position)
+    each = lines_per_rank(lines, options.nranks)
+    bounds = rank_bounds(options.seed, lines, options.nranks)
+    return _Plan(options.seed, each, bounds, places, options.skip_bad), len(padding)
+
+
+def _count(split: Split, skip_bad: bool) -> tuple[InputCount, list[str], str]:
+    """Return (counts of a split, messages about skipped lines, the error if there is one)."""
+    count = InputCount(split.source)
+    start = 0
+
+    def on_bytes(piece: np.ndarray, offset: int) -> None:
+        count.checksum = (count.checksum + checksum(piece, start + offset)) % 2**64
+        count.content_bytes += len(piece)
+
+    buffers = Buffers(1, _BLOCK)
+    try:
+        with open_split(split) as (stream, start):
+            reader = LineReader(stream, split.name, buffers, on_bytes, skip_bad)
+            for lines in reader:
+                if isinstance(lines, LongLine):
+                    count.lines += 1
+                else:
+                    count.lines += len(lines)
+                    buffers.give_back(lines.data)
+    except DataError as error:  # as a value: an exception would arrive as a page of Java
+        return count, [], str(error)
+    count.blanks, count.skipped = reader.blanks, len(reader.skipped)
+    return count, reader.skipped[:20], ""
+
+
+def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
+    """Yield the lines of a split, newline included, with where they go; padding again for its places."""
+    buffers = Buffers(1, _BLOCK)
+    with open_split(split) as (stream, _):
+        for lines in LineReader(stream, split.name, buffers, skip_bad=plan.skip_bad):
+            if isinstance(lines, LongLine):
+                lines.file.seek(0)
+                contents = [lines.file.read(lines.length)]
+            else:
+                pairs = zip(lines.starts.tolist(), lines.ends.tolist(), strict=True)
+                contents = [lines.data[start:end].tobytes() for start, end in pairs]
+                buffers.give_back(lines.data)
+            numbers = np.arange(first, first + len(contents))
+            first += len(contents)
+            keys = line_keys(plan.seed, numbers)
+            ranks = np.searchsorted(plan.bounds, keys, side="right")
+            rows = zip(numbers.tolist(), ranks.tolist(), keys.tolist(), contents, strict=True)
+            for number, rank, key, content in rows:
+                yield (rank, 0, key), content + b"\n"
+                for position in plan.padding.get(number, ()):
+                    yield (position // plan.lines_each, 1, position), content + b"\n"
+
+
+def _store(
+    rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str
+) -> Iterator[Written]:
+    """Write a part; a task that is run twice, or by two executors at once, does no harm."""
+    folder = None if is_url(target) else target
+    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+    try:
+        lines = size = total = 0
+        with os.fdopen(handle, "wb", buffering=2**20) as file:
+            for _, line in rows:
+                file.write(line)
+                total += checksum(line, size)
+                size, lines = size + len(line), lines + 1
+            file.flush()
+            os.fsync(file.fileno())
+        if folder is None:
+            filesystem, path = open_filesystem(f"{target}/{name}")
+            filesystem.put_file(temporary, path)
+        else:
+            Path(temporary).chmod(0o644)
+            shutil.move(temporary, Path(folder) / name)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    yield Written(rank, lines, size, total % 2**64)

@@ -1,0 +1,253 @@
+"""The verbs of ``plsc data``: each is one entry in VERBS, with its arguments and what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+import threading
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from plsc.errors import OptionError, PlscError, report
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A flag ``--name``. default: dataclasses.MISSING if it must be given. kind: bool makes a switch.
+
+    positional: it is given by its place, without ``--name``.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    meaning: str
+    positional: bool = False
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb. arguments: asked for when the verb is used, so that the others need not be imported."""
+
+    meaning: str
+    arguments: Callable[[], Sequence[Argument]]
+    run: Callable[..., None]
+
+
+def partition_arguments() -> list[Argument]:
+    """Return the flags of `plsc data partition`, from the fields of PartitionOptions."""
+    from plsc.data.partition.options import PartitionOptions, fields
+
+    kinds = typing.get_type_hints(PartitionOptions)
+    return [
+        Argument(
+            option.name,
+            _without_none(kinds[option.name]),
+            option.default,
+            option.metadata["meaning"],
+        )
+        for option in fields()
+    ]
+
+
+def run_partition(**given: Any) -> None:
+    """Partition, verify, or only look, and say in a line what came of it."""
+    from plsc.data.partition import PartitionOptions, partition, verify
+    from plsc.storage.urls import shown
+
+    options = PartitionOptions(**given)
+    manifest = verify(options) if options.verify else partition(options)
+    counts = (
+        f"{manifest['lines']} lines, {manifest['nranks']} parts of {manifest['lines_per_rank']} lines, "
+        f"{manifest['padding_lines']} of them padding"
+    )
+    output = shown(options.output)
+    if options.verify:
+        print(f"{output} is whole: {counts}")
+    elif options.dry_run:
+        left_out = (
+            f"{manifest['blank_lines']} blank and {manifest['skipped_lines']} bad lines left out"
+        )
+        print(f"would write {output}: {counts}; {left_out}; {manifest['content_bytes']} bytes")
+    else:
+        print(f"wrote {output}: {counts}")
+
+
+_LOCATION = Argument(
+    "location",
+    str,
+    dataclasses.MISSING,
+    "the set: a file, a folder, or an fsspec URL of one (docs/formats.md)",
+    positional=True,
+)
+_READING = (
+    Argument(
+        "image_column", str, None, "column or suffix that holds the image, if it is not the usual"
+    ),
+    Argument(
+        "label_column", str, None, "column or suffix that holds the label, if it is not the usual"
+    ),
+    Argument(
+        "label_map", str, None, "file of class names and ids; sorted names count from 0 without it"
+    ),
+)
+
+
+def convert_arguments() -> list[Argument]:
+    """Return the arguments of `plsc data convert`."""
+    meaning = "what to write: .rec, .parquet or .tar, or a folder, without suffix, for base64 lines"
+    destination = Argument("destination", str, dataclasses.MISSING, meaning, positional=True)
+    broken = Argument(
+        "broken", str, "stop", "a sample that cannot be read: stop, or skip (left out)"
+    )
+    return [_LOCATION, destination, *_READING, broken]
+
+
+def run_convert(location: str, destination: str, **options: Any) -> None:
+    """Convert, and say in a line what came of it."""
+    from plsc.data.convert import convert, describe
+
+    print(describe(convert(location, destination, **options), destination))
+
+
+def inspect_arguments() -> list[Argument]:
+    """Return the arguments of `plsc data inspect`."""
+    return [
+        _LOCATION,
+        *_READING,
+        Argument("check", int, 10_000, "samples to decode, drawn at random; 0: all"),
+        Argument("sheet", str, None, "PNG file to write: pictures of samples and their labels"),
+        Argument("sheet_images", int, 64, "pictures on that sheet"),
+        Argument("seed", int, 0, "of what is drawn"),
+    ]
+
+
+def run_inspect(
+    location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
+) -> None:
+    """Print what a set holds, and write its sheet."""
+    from plsc.data.contact_sheet import write_contact_sheet
+    from plsc.data.overview import look_at
+    from plsc.data.sources import open_source
+
+    source = open_source(location, **reading)
+    print(look_at(source, checked=check, seed=seed).render())
+    if sheet is not None:
+        count = write_contact_sheet(source, sheet, images=sheet_images, seed=seed)
+        print(f"wrote {count} pictures to {sheet}")
+
+
+def pack_arguments() -> list[Argument]:
+    """Return the arguments of `plsc data pack`."""
+    folder = Argument("folder", str, dataclasses.MISSING, "the local folder", positional=True)
+    meaning = "the archive, a path or fsspec URL that ends in .tar.zst"
+    return [folder, Argument("archive", str, dataclasses.MISSING, meaning, positional=True)]
+
+
+def run_pack(folder: str, archive: str) -> None:
+    """Pack a folder, and say in a line what came of it."""
+    from plsc.data.pack import pack
+    from plsc.storage.urls import shown
+
+    done = pack(folder, archive)
+    print(f"packed {done.files} files, {done.content_bytes} bytes, into {shown(archive)}")
+
+
+def run_unpack(archive: str, folder: str) -> None:
+    """Unpack an archive, and say in a line what came of it."""
+    from plsc.data.pack import unpack
+
+    done = unpack(archive, folder)
+    print(
+        f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums right"
+    )
+
+
+VERBS = {
+    "partition": Verb(
+        "shuffle base64 lines over all files and split them into one part a rank",
+        partition_arguments,
+        run_partition,
+    ),
+    "convert": Verb(
+        "write a set in another format, with the same order and labels",
+        convert_arguments,
+        run_convert,
+    ),
+    "inspect": Verb(
+        "count samples and classes, find broken images, write a sheet of pictures",
+        inspect_arguments,
+        run_inspect,
+    ),
+    "pack": Verb("put a folder into one archive with checksums", pack_arguments, run_pack),
+    "unpack": Verb(
+        "extract such an archive into a new folder, and check it",
+        lambda: pack_arguments()[::-1],
+        run_unpack,
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``plsc data <verb> --flag ...``; return the exit code."""
+    try:
+        given = vars(_parser().parse_args(arguments))
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _leave)
+        VERBS[given.pop("verb")].run(**given)
+    except PlscError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("plsc: stopped; nothing was published", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="plsc data", description="Prepare, convert and look at datasets.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
+    for name, verb in VERBS.items():
+        one = verbs.add_parser(
+            name, help=verb.meaning, description=f"{verb.meaning[0].upper()}{verb.meaning[1:]}."
+        )
+        for argument in verb.arguments():
+            _add(one, argument)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, argument: Argument) -> None:
+    meaning = argument.meaning.replace("%", "%%")
+    if argument.positional:
+        parser.add_argument(argument.name, type=argument.kind, help=meaning)
+    elif argument.kind is bool:
+        parser.add_argument(f"--{argument.name}", action="store_true", help=meaning)
+    elif argument.default is dataclasses.MISSING:
+        parser.add_argument(f"--{argument.name}", type=argument.kind, required=True, help=meaning)
+    else:
+        if argument.default is not None:
+            meaning += f" (default: {argument.default})"
+        parser.add_argument(
+            f"--{argument.name}", type=argument.kind, default=argument.default, help=meaning
+        )
+
+
+def _without_none(kind: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        return next(part for part in typing.get_args(kind) if part is not type(None))
+    return kind
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Turn SIGTERM into an exit that lets what was begun be cleaned up."""
+    sys.exit(128 + number)

@@ -1,0 +1,127 @@
+"""The original's reader of base64 lines, under its old import path; thin over ``plsc.data``.
+
+In the list of files, those of rank r of R are the r-th of R equal runs. Rank and R come from the arguments,
+else from what the launcher set: RANK and WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from plsc.data.batch import to_input
+from plsc.data.decode import ImageShape, decode_image
+from plsc.data.sources.base64_lines import Base64Source
+from plsc.errors import DataError, OptionError
+from plsc.utils.jpeg_reader import Reader, load_bin, test
+
+__all__ = ["arc_iterator", "load_bin", "test", "train"]
+
+
+def train(
+    data_dir: str | Path,
+    file_list: str,
+    num_classes: int,
+    image_shape: ImageShape = (3, 112, 112),
+    rank: int | None = None,
+    ranks: int | None = None,
+) -> Reader:
+    """Return a reader of this rank's parts: each call yields (image, label), in the order of the lines.
+
+    An image is float32 [C, H, W], (x - 127.5) / 128, mirrored at random (from ``random``). Raises DataError
+    for a label outside 0..num_classes - 1, and for a list that cannot be shared out equally.
+    """
+    source = Base64Source(data_dir, file_list)
+    options = {"rand_mirror": True, "normalize": True}
+    return _reader(source, num_classes, image_shape, rank, ranks, **options)
+
+
+def arc_iterator(
+    file_list: str | Path,
+    class_dim: int,
+    color_jitter: bool = False,
+    rotate: bool = False,
+    rand_mirror: bool = False,
+    normalize: bool = False,
+    image_shape: ImageShape = (3, 112, 112),
+) -> Reader:
+    """Return a reader as `train` does, of the list at a path of its own.
+
+    Names in the list are relative to its folder. Without `normalize` an image is float32 of 0..255. Raises
+    OptionError for color_jitter and rotate: the augmentations of plsc are options of its loader.
+    """
+    if color_jitter or rotate:
+        raise OptionError(
+            "color_jitter and rotate are not part of this reader; set the augmentations of the loader "
+            "(plsc config prints them, data.*) or transform what the reader yields"
+        )
+    path = Path(file_list)
+    source = Base64Source(path.parent, path.name)
+    return _reader(source, class_dim, image_shape, None, None, rand_mirror, normalize)
+
+
+def _reader(
+    source: Base64Source,
+    num_classes: int,
+    image_shape: ImageShape,
+    rank: int | None,
+    ranks: int | None,
+    rand_mirror: bool,
+    normalize: bool,
+) -> Reader:
+    begin, end = _share(source, *_who_am_i(rank, ranks))
+    labels = source.labels()[begin:end]
+    bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(bad):
+        first = begin + int(bad[0])
+        raise DataError(
+            f"label {labels[bad[0]]} at {source.name(first)} is outside 0..{num_classes - 1}; "
+            "pass more classes or fix the line"
+        )
+
+    def reader() -> Iterator[tuple[np.ndarray, int]]:
+        for index in range(begin, end):
+            data, label = source[index]
+            try:
+                image = decode_image(data, image_shape)
+            except DataError as error:
+                raise DataError(f"{source.name(index)}: {error}") from error
+            if rand_mirror and random.random() < 0.5:
+                image = image.flip(-1)
+            pixels = to_input(image, "cpu") if normalize else image.float()
+            yield pixels.numpy(), label
+
+    return reader
+
+
+def _share(source: Base64Source, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the samples [begin, end) of a rank's files."""
+    counts = source.lines_per_file
+    if len(counts) % ranks:
+        raise DataError(
+            f"{len(counts)} files cannot be shared out equally over {ranks} ranks; run "
+            f"tools/process_base64_files.py --nranks {ranks} first"
+        )
+    each = len(counts) // ranks
+    of_ranks = counts.reshape(ranks, each).sum(axis=1)
+    if (of_ranks != of_ranks[0]).any():
+        raise DataError(
+            f"the files of the ranks hold {', '.join(map(str, of_ranks[:20]))} lines; they must hold as many "
+            f"each: run tools/process_base64_files.py --nranks {ranks} first"
+        )
+    return int(of_ranks[:rank].sum()), int(of_ranks[: rank + 1].sum())
+
+
+def _who_am_i(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    if (rank is None) != (ranks is None):
+        raise OptionError("rank and ranks belong together; give both or neither")
+    if rank is None or ranks is None:
+        rank = int(os.environ.get("RANK", os.environ.get("PADDLE_TRAINER_ID", "0")))
+        ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("PADDLE_TRAINERS_NUM", "1")))
+    if not 0 <= rank < ranks:
+        raise OptionError(f"rank {rank} is outside 0..{ranks - 1}")
+    return rank, ranks

@@ -1,0 +1,121 @@
+"""`plsc data convert | inspect | pack | unpack`, as they are typed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from plsc import cli
+from plsc.data.sources import open_source
+from tests.images import write_dataset
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    return write_dataset(tmp_path / "set", classes=3, per_class=2)
+
+
+def samples(location: Path) -> list[tuple[bytes, int]]:
+    source = open_source(location)
+    return [source[i] for i in range(len(source))]
+
+
+def test_a_set_is_converted_to_lines_and_back(dataset, tmp_path, capsys):
+    steps = [dataset, tmp_path / "a.parquet", tmp_path / "lines", tmp_path / "b.rec"]
+    for source, destination in itertools.pairwise(steps):
+        assert cli.main(["data", "convert", str(source), str(destination)]) == 0
+        assert f"wrote 6 samples to {destination}" in capsys.readouterr().out
+    assert samples(tmp_path / "b.rec") == samples(tmp_path / "lines") == samples(dataset)
+
+
+def test_a_set_is_looked_at(dataset, tmp_path, capsys):
+    (dataset / "images/1_0.png").write_bytes(b"no image")
+    sheet = tmp_path / "sheet.png"
+    arguments = ["data", "inspect", str(dataset), "--check", "0", "--sheet", str(sheet)]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "samples          6" in out
+    assert "images/1_0.png (label.txt:3): is no image" in out
+    with Image.open(sheet) as picture:
+        assert picture.size[0] > 600
+
+
+def test_a_folder_is_packed_and_unpacked(dataset, tmp_path, capsys):
+    archive, back = str(tmp_path / "set.tar.zst"), str(tmp_path / "back")
+    assert cli.main(["data", "pack", str(dataset), archive]) == 0
+    assert cli.main(["data", "unpack", archive, back]) == 0
+    assert "unpacked 7 files" in capsys.readouterr().out
+    assert samples(tmp_path / "back") == samples(dataset)
+    assert cli.main(["data", "unpack", archive, back]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
+    wrong = {
+        "no format is known": ["convert", str(dataset), str(tmp_path / "a.zip")],
+        "does not exist": ["inspect", str(tmp_path / "gone")],
+        "ends in .tar.zst": ["pack", str(dataset), str(tmp_path / "a.zip")],
+        "label_map is set": ["convert", str(dataset), str(tmp_path / "a.rec"), "--label_map", "x"],
+        "invalid int value": ["inspect", str(dataset), "--check", "some"],
+    }
+    for message, arguments in wrong.items():
+        assert cli.main(["data", *arguments]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+SLOW = """
+import sys, time
+import plsc.data.convert as convert
+original = convert._samples
+def slowly(*arguments):
+    for number, sample in enumerate(original(*arguments)):
+        if number == 3:
+            print("half way", flush=True)
+            time.sleep(600)
+        yield sample
+convert._samples = slowly
+from plsc.cli import main
+sys.exit(main(["data", "convert", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "signal_name"),
+    [("a.rec", "SIGTERM"), ("a.parquet", "SIGINT"), ("a.tar", "SIGKILL"), ("lines", "SIGKILL")],
+)
+def test_a_conversion_that_is_ended_publishes_nothing(dataset, tmp_path, name, signal_name):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(dataset), str(tmp_path / name)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PLSC_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half way\n"
+    process.send_signal(getattr(signal, signal_name))
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    visible = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert set(visible) <= {"set", "cache"}
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert bool(left) == (signal_name == "SIGKILL")
+    # The next run removes what a killed one left.
+    assert cli.main(["data", "convert", str(dataset), str(tmp_path / name)]) == 0
+    assert samples(tmp_path / name) == samples(dataset)
+    assert not [path for path in left if path.exists()]

@@ -1,0 +1,350 @@
+"""The tool as people run it: its memory, kills, full disks, other runs beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.s3_server import s3_server, use_s3
+
+REPO = Path(__file__).parents[2]
+TOOL = REPO / "tools/process_base64_files.py"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+
+
+def start(*arguments: object, **options) -> subprocess.Popen:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def run(*arguments: object, code: int = 0, **options) -> str:
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == code, out + err
+    return out + err
+
+
+def write_set(folder: Path, count: int, lengths: tuple[int, int], files: int = 4) -> Path:
+    """Write `count` lines of random text, `lengths` bytes long, in files of their own."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 64, 2**20, dtype=np.uint8)
+    alphabet = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    text = np.frombuffer(alphabet, dtype=np.uint8)[noise].tobytes()
+    folder.mkdir()
+    cuts = [count * index // files for index in range(files + 1)]
+    for index in range(files):
+        with (folder / f"{index}.txt").open("wb") as file:
+            for number in range(cuts[index], cuts[index + 1]):
+                length = int(rng.integers(*lengths))
+                begin = int(rng.integers(0, len(text) - length))
+                file.write(b"%d+%s\t%d\n" % (number, text[begin : begin + length], number % 1000))
+    (folder / "file_list.txt").write_text("".join(f"{index}.txt\n" for index in range(files)))
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def hidden_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def resident_kb(root: int) -> int:
+    """Resident memory of the process and all below it."""
+    total, waiting = 0, [root]
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+    return total
+
+
+def peak_mb(*arguments: object) -> float:
+    process = start(*arguments)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, resident_kb(process.pid))
+        time.sleep(0.005)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    return peak / 1024
+
+
+@pytest.fixture(scope="module")
+def interpreter_mb(tmp_path_factory) -> float:
+    """What the tool takes for a set of nothing to speak of."""
+    folder = write_set(tmp_path_factory.mktemp("small") / "set", 10, (10, 20))
+    return peak_mb("--data_dir", folder, "--nranks", 2)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_and_the_bytes_do_not_depend_on_it_or_on_the_workers(
+    tmp_path, interpreter_mb
+):
+    folder = write_set(tmp_path / "set", 200_000, (1500, 1900))
+    inputs = sum(path.stat().st_size for path in folder.iterdir())
+    assert inputs > 5 * 64 * 2**20
+    results = {}
+    for memory, workers in ((64, 1), (64, 2), (2048, 1), (2048, 2)):
+        output = tmp_path / f"out-{memory}-{workers}"
+        peak = peak_mb(
+            "--data_dir", folder, "--nranks", 7, "--output_dir", output,
+            "--memory", f"{memory}M", "--workers", workers,
+        )  # fmt: skip
+        assert peak - interpreter_mb < memory
+        results[output.name] = files_of(output)
+        if memory > 64:
+            assert peak - interpreter_mb > inputs / 2**20 / 2  # it did take the other way
+    first, *others = results.values()
+    assert len(first) == 9
+    assert all(other == first for other in others)
+    run("--data_dir", folder, "--nranks", 7, "--output_dir", output, "--verify", "--memory", "64M")
+
+
+def short_lines() -> Iterator[bytes]:
+    yield b"A\t0\nB\t1\n" * 500_000  # their numbers weigh more than they do
+
+
+def long_lines() -> Iterator[bytes]:
+    for number in range(12):
+        yield b"%d" % number + b"A" * (2_000_000 + 2_500_000 * number) + b"\t1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [short_lines, long_lines])
+def test_memory_is_bounded_for_lines_of_any_length(tmp_path, interpreter_mb, lines):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    with (folder / "0.txt").open("wb") as file:
+        file.writelines(lines())
+    (folder / "file_list.txt").write_text("0.txt")
+    arguments = ["--data_dir", folder, "--nranks", 3, "--output_dir", tmp_path / "out"]
+    arguments += ["--memory", "64M", "--workers", 2]
+    assert peak_mb(*arguments) - interpreter_mb < 64
+    assert peak_mb(*arguments, "--verify") - interpreter_mb < 64
+
+
+@pytest.mark.slow
+def test_a_line_of_a_gigabyte_is_an_error_in_bounded_memory(tmp_path, interpreter_mb):
+    folder = write_set(tmp_path / "set", 10, (10, 20), files=1)
+    with (folder / "0.txt").open("ab") as file:
+        file.truncate(2**30)  # zeros, without taking the disk's room
+    for memory in ("64M", "4G"):
+        process = start("--data_dir", folder, "--nranks", 2, "--memory", memory)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, resident_kb(process.pid))
+            time.sleep(0.005)
+        assert "0.txt:11: the line is over" in process.communicate()[1]
+        assert process.returncode == 1
+        if memory == "64M":
+            assert peak / 1024 - interpreter_mb < 64
+    assert hidden_in(folder) == []
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_the_inputs_and_no_output_and_the_next_one_cleans_up(tmp_path):
+    folder = write_set(tmp_path / "set", 40_000, (1500, 1900))
+    inputs = files_of(folder)
+    arguments = ["--data_dir", folder, "--nranks", 4, "--memory", "32M", "--workers", 2]
+    began = time.monotonic()
+    run(*arguments, "--output_dir", tmp_path / "whole")
+    length = time.monotonic() - began
+    whole = files_of(tmp_path / "whole")
+    output = folder / "partition_4"
+    chance = random.Random(1)
+    seen_partial = 0
+    for _ in range(20):
+        process = start(*arguments)
+        time.sleep(chance.uniform(0.1, 0.95) * length)
+        process.kill()
+        process.communicate()
+        assert files_of(folder) == inputs
+        seen_partial += bool(hidden_in(folder))
+        if output.exists():  # it had been quick: then it is whole
+            assert files_of(output) == whole
+            for path in output.iterdir():
+                path.unlink()
+            output.rmdir()
+    assert seen_partial >= 5
+    said = run(*arguments)
+    assert files_of(output) == whole
+    assert hidden_in(folder) == []
+    assert "wrote" in said
+
+
+def test_a_run_that_is_told_to_stop_cleans_up_itself(tmp_path):
+    folder = write_set(tmp_path / "set", 100_000, (1500, 1900))
+    process = start("--data_dir", folder, "--nranks", 4, "--memory", "32M")
+    while not hidden_in(folder):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert hidden_in(folder) == []
+    assert not (folder / "partition_4").exists()
+
+
+def test_two_runs_do_not_write_the_same_output_at_once(tmp_path):
+    folder = write_set(tmp_path / "set", 10, (10, 20))
+    claimed = folder / ".partition_2.plsc-partial"
+    claimed.mkdir()
+    (claimed / "part_0.txt").write_text("of the other run")
+    handle = os.open(claimed, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        said = run("--data_dir", folder, "--nranks", 2, code=1)
+        assert "another run is at work" in said
+        assert (claimed / "part_0.txt").read_text() == "of the other run"
+    finally:
+        os.close(handle)
+    assert "removed what a run that was stopped had left" in run(
+        "--data_dir", folder, "--nranks", 2
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 40 MB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)]
+    made = subprocess.run(mount, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("full", ["output", "buckets"])
+def test_a_disk_that_fills_up_half_way_is_told_and_left_clean(tmp_path, small_disk, full):
+    folder = write_set(tmp_path / "set", 20_000, (1500, 1900))  # 34 MB
+    inputs = files_of(folder)
+    output = small_disk / "out" if full == "output" else tmp_path / "out"
+    temporary = small_disk if full == "buckets" else tmp_path
+    # What fills it comes from elsewhere, after the free space was looked at.
+    code = (
+        "import sys; from plsc.data.partition import space; space._require = lambda *_: None; "
+        "from plsc.data_cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    (small_disk / "other").write_bytes(bytes(25_000_000))
+    done = subprocess.run(
+        [
+            sys.executable, "-c", code, "partition", "--data_dir", folder, "--nranks", "3", "--memory", "32M",
+            "--output_dir", output, "--tmp_dir", temporary,
+        ],
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "the disk is full" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert files_of(folder) == inputs
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
+    assert not output.exists()
+
+
+def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path, small_disk):
+    folder = write_set(tmp_path / "set", 40_000, (1500, 1900))
+    said = run("--data_dir", folder, "--nranks", 3, "--output_dir", small_disk / "out", code=1)
+    assert "0.07 GB are needed" in said
+
+
+@pytest.fixture(scope="module")
+def s3():
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with s3_server() as address:
+        yield address
+
+
+def test_a_set_on_s3_gives_the_parts_of_the_local_one(tmp_path, s3, monkeypatch):
+    use_s3(monkeypatch, s3)
+    folder = write_set(tmp_path / "set", 3000, (1500, 1900))
+    run("--data_dir", folder, "--nranks", 3, "--output_dir", tmp_path / "local")
+    (folder / "1.txt.gz").write_bytes(gzip.compress((folder / "1.txt").read_bytes(), 1))
+    (folder / "file_list.txt").write_text("0.txt\n1.txt.gz\n2.txt\n3.txt\n")
+    store = s3fs_client()
+    store.mkdir("partition")
+    store.put(str(folder), "partition/set", recursive=True)
+    # What a run that was killed while it uploaded had left:
+    store.pipe("partition/out/part_0.txt", b"half a part")
+    arguments = ["--data_dir", "s3://partition/set", "--nranks", 3]
+    arguments += ["--output_dir", "s3://partition/out", "--tmp_dir", tmp_path / "tmp"]
+    run(*arguments)
+    store.get("partition/out", str(tmp_path / "out"), recursive=True)
+    local, remote = files_of(tmp_path / "local"), files_of(tmp_path / "out")
+    assert local.keys() == remote.keys()
+    assert all(local[name] == remote[name] for name in local if name != "manifest.json")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert "is whole: 3000 lines" in run(*arguments, "--verify")
+    assert "exists already" in run(*arguments, code=1)
+    store.pipe("partition/out/part_2.txt", remote["part_2.txt"][:-1] + b" ")
+    assert "part_2.txt" in run(*arguments, "--verify", code=1)
+
+
+def test_a_bucket_that_is_not_there_is_one_line(tmp_path, s3, monkeypatch):
+    use_s3(monkeypatch, s3)
+    folder = write_set(tmp_path / "set", 30, (10, 20))
+    said = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
+    assert "s3://no-bucket/out" in said
+    assert len(said.splitlines()) == 1
+
+
+def s3fs_client():
+    import s3fs
+
+    return s3fs.S3FileSystem(skip_instance_cache=True)
+
+
+def test_the_command_and_the_tool_do_the_same(tmp_path):
+    folder = write_set(tmp_path / "set", 100, (10, 20))
+    run("--data_dir", folder, "--file_list", "file_list.txt", "--nranks", 8)
+    command = [sys.executable, "-m", "plsc.cli", "data", "partition", "--data_dir", str(folder)]
+    command += ["--nranks", "8", "--output_dir", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert "100 lines, 8 parts of 13 lines, 4 of them padding" in done.stdout
+    assert files_of(tmp_path / "out") == files_of(folder / "partition_8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nranks", "2"], "--data_dir"),
+        (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt cannot be read"),
+        (["--data_dir", "/nope", "--nranks", "none"], "invalid int value: 'none'"),
+        (
+            ["--data_dir", "/nope", "--nranks", "2", "--memory", "lots"],
+            "expected a size such as 512M",
+        ),
+    ],
+)
+def test_mistakes_of_the_user_are_one_line(arguments, said):
+    text = run(*arguments, code=1)
+    assert said in text
+    assert len(text.splitlines()) == 1

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import encode, smooth_picture
+
+from plsc.data import line_reader
+from plsc.data.partition import PartitionOptions, partition
+from plsc.data.sources import Base64Source, base64_lines, open_source
+from plsc.errors import DataError, OptionError
+from plsc.utils import base64_reader
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def line_of(data: bytes, label: int) -> bytes:
+    return base64.b64encode(data) + b"\t%d" % label
+
+
+def write_set(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / "file_list.txt").write_text("\n".join(files))
+    return folder
+
+
+def write_images(folder: Path, counts: dict[str, int], classes: int = 3) -> Path:
+    files, number = {}, 0
+    for name, count in counts.items():
+        lines = []
+        for _ in range(count):
+            picture = encode(smooth_picture(number), "PNG")
+            lines.append(line_of(picture, number % classes) + b"\n")
+            number += 1
+        files[name] = b"".join(lines)
+    return write_set(folder, files)
+
+
+def test_names_are_those_of_file_and_line_whatever_is_between(tmp_path):
+    a, b, c, d = (line_of(bytes([n]), n) for n in range(4))
+    files = {
+        "one": b"\xef\xbb\xbf\n" + a + b"\r\n\r\n\n" + b + b"\n\n",
+        "two": b"\n\n",
+        "three": b"\n" + c + b"\n" + d,
+    }
+    source = Base64Source(write_set(tmp_path / "set", files))
+    names = [source.name(index) for index in range(4)]
+    assert names == ["one:2", "one:5", "three:2", "three:3"]
+    assert [source[index] for index in range(4)] == [(bytes([n]), n) for n in range(4)]
+    assert source.blank_lines == 7
+    assert source.lines_per_file.tolist() == [2, 0, 2]
+
+
+def test_lines_longer_than_a_block_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(base64_lines, "_BLOCK", 64)
+    rng = np.random.default_rng(0)
+    contents = [rng.bytes(int(rng.integers(1, 300))) for _ in range(60)]
+    lines = [line_of(data, n) + (b"\n" if n % 7 else b"\r\n\n") for n, data in enumerate(contents)]
+    source = Base64Source(write_set(tmp_path / "set", {"a": b"".join(lines)}))
+    assert [source[n] for n in range(60)] == [(data, n) for n, data in enumerate(contents)]
+    assert source.labels().tolist() == list(range(60))
+
+
+@pytest.mark.parametrize("text", [b"QUJ", b"QU JD", b"QUJD!", b"QUJDQ===", b"\xff\xfe"])
+def test_what_is_not_base64_is_named_by_file_and_line(tmp_path, text):
+    folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n\n" + text + b"\t2\nQUJD\t3\n"})
+    source = Base64Source(folder)
+    with pytest.raises(DataError, match="a:3: the text before the tab is not base64"):
+        source[1]
+    assert source[2] == (b"ABC", 3)
+
+
+@pytest.mark.parametrize("line", [b"QUJD", b"QUJD 1", b"QUJD\tx", b"QUJD\t-1", b"\t1"])
+def test_a_line_without_a_good_label_is_named_when_the_index_is_built(tmp_path, line):
+    with pytest.raises(DataError, match="b:2: "):
+        Base64Source(write_set(tmp_path / "set", {"a": b"QUJD\t1\n", "b": b"QUJD\t1\n" + line}))
+
+
+def test_a_set_of_blank_lines_is_refused(tmp_path):
+    with pytest.raises(DataError, match="hold no samples"):
+        Base64Source(write_set(tmp_path / "set", {"a": b"\n\n"}))
+
+
+def test_compressed_files_are_refused_with_advice(tmp_path):
+    with pytest.raises(DataError, match="plsc data partition"):
+        Base64Source(write_set(tmp_path / "set", {"a.gz": b"QUJD\t1\n"}))
+
+
+def test_the_index_is_built_once_and_again_when_a_file_has_changed(tmp_path, monkeypatch):
+    folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n"})
+    built = []
+    read = line_reader.LineReader.__iter__
+    monkeypatch.setattr(
+        line_reader.LineReader, "__iter__", lambda self: built.append(1) or read(self)
+    )
+    for _ in range(3):
+        assert len(Base64Source(folder)) == 1
+    assert len(built) == 1
+    (folder / "a").write_bytes(b"QUJD\t1\nQUJD\t2\n")
+    assert Base64Source(folder).labels().tolist() == [1, 2]
+    assert len(built) == 2
+
+
+def test_a_partition_is_a_source(tmp_path):
+    folder = write_images(tmp_path / "set", {"a": 5, "b": 6})
+    partition(PartitionOptions(str(folder), 3))
+    before, after = open_source(folder), open_source(folder / "partition_3")
+    assert len(after) == 12
+    assert {before[n] for n in range(11)} == {after[n] for n in range(12)}
+    assert after.lines_per_file.tolist() == [4, 4, 4]
+
+
+class TestReader:
+    def test_each_rank_reads_its_parts_in_the_order_of_the_lines(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 1, "d": 2}, classes=6)
+        read = [
+            [
+                label
+                for _, label in base64_reader.train(folder, "file_list.txt", 6, (3, 24, 20), r, 2)()
+            ]
+            for r in range(2)
+        ]
+        assert read == [[0, 1, 2], [3, 4, 5]]
+
+    def test_images_are_normalised_and_mirrored_at_random(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 20}, classes=20)
+        mirrored = 0
+        reader = base64_reader.train(str(folder), "file_list.txt", 20, image_shape=(3, 24, 20))
+        for image, label in reader():
+            plain = np.array(smooth_picture(label)).transpose(2, 0, 1).astype(np.float32)
+            plain = (plain - 127.5) / 128
+            assert image.dtype == np.float32
+            is_mirrored = np.array_equal(image, plain[..., ::-1])
+            assert is_mirrored != np.array_equal(image, plain)
+            mirrored += is_mirrored
+        assert 0 < mirrored < 20
+
+    def test_the_iterator_gives_plain_pixels(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 2})
+        reader = base64_reader.arc_iterator(folder / "file_list.txt", 3, image_shape=(3, 24, 20))
+        (first, label), _ = reader()
+        assert np.array_equal(first, np.array(smooth_picture(0)).transpose(2, 0, 1))
+        assert label == 0
+
+    @pytest.mark.parametrize(
+        "names", [("RANK", "WORLD_SIZE"), ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")]
+    )
+    def test_the_launcher_says_which_rank_it_is(self, tmp_path, monkeypatch, names):
+        for name, value in zip(names, ("1", "2"), strict=True):
+            monkeypatch.setenv(name, value)
+        folder = write_images(tmp_path / "set", {"a": 2, "b": 2}, classes=4)
+        reader = base64_reader.train(folder, "file_list.txt", 4, (3, 24, 20))
+        assert [label for _, label in reader()] == [2, 3]
+
+    def test_files_that_cannot_be_shared_out_equally_are_refused(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 3})
+        with pytest.raises(DataError, match=r"3 files .* 2 ranks; run .*--nranks 2"):
+            base64_reader.train(folder, "file_list.txt", 3, rank=0, ranks=2)
+        with pytest.raises(DataError, match="2, 1, 3 lines"):
+            base64_reader.train(folder, "file_list.txt", 3, rank=0, ranks=3)
+
+    def test_labels_outside_and_unknown_augmentations_are_refused(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 3})
+        with pytest.raises(DataError, match=r"label 2 at a:3 is outside 0\.\.1"):
+            base64_reader.train(folder, "file_list.txt", 2)
+        with pytest.raises(OptionError, match="rotate"):
+            base64_reader.arc_iterator(folder / "file_list.txt", 3, rotate=True)
+
+    def test_an_image_that_cannot_be_decoded_is_named(self, tmp_path):
+        folder = write_set(tmp_path / "set", {"a": line_of(b"no image", 0)})
+        with pytest.raises(DataError, match="a:1: "):
+            next(base64_reader.train(folder, "file_list.txt", 1)())

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data import lines as lines_module
+from plsc.data.decode import MAX_FILE_BYTES
+from plsc.data.line_reader import Buffers, LineReader, LongLine
+from plsc.data.lines import BOM, MAX_LINE_BYTES, find_newlines, parse_line
+from plsc.errors import DataError
+
+
+def read_naively(data: bytes) -> list[tuple[int, bytes, int]]:
+    """(line number, content, label) of each sample; ValueError for a bad line."""
+    found = []
+    data = data.removeprefix(BOM)
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        parsed = parse_line(line.removesuffix(b"\r"))
+        if parsed is not None:
+            found.append((number, line.removesuffix(b"\r"), parsed[1]))
+    return found
+
+
+def read(data: bytes, block: int, **options) -> list[tuple[int, bytes, int]]:
+    buffers = Buffers(1, block)
+    found = []
+    reader = LineReader(io.BytesIO(data), "a.txt", buffers, **options)
+    for lines in reader:
+        if isinstance(lines, LongLine):
+            lines.file.seek(0)
+            content = lines.file.read(lines.length)
+            assert data[lines.start : lines.start + lines.length] == content
+            assert content[lines.tab :].strip() == b"%d" % lines.label
+            found.append((lines.number, content, lines.label))
+            continue
+        joined = b"".join(lines.slices())
+        contents = [
+            lines.data[a:b].tobytes() for a, b in zip(lines.starts, lines.ends, strict=True)
+        ]
+        assert joined == b"".join(content + b"\n" for content in contents)
+        places = zip((lines.starts + reader.base).tolist(), contents, strict=True)
+        assert all(data[place : place + len(content)] == content for place, content in places)
+        for content, tab in zip(contents, lines.tabs - lines.starts, strict=True):
+            assert b"\t" not in content[tab + 1 :].rstrip(b" \t\r")
+            assert content[tab : tab + 1] == b"\t"
+        found += zip(lines.numbers.tolist(), contents, lines.labels.tolist(), strict=True)
+        buffers.give_back(lines.data)
+    return found
+
+
+good_line = st.builds(
+    lambda data, label, blanks: data + b"\t" + label + blanks,
+    st.text("ABab+/=9", min_size=1, max_size=90).map(str.encode),
+    st.integers(0, 10**18 - 1).map(lambda label: str(label).encode()),
+    st.sampled_from([b"", b"", b"", b" ", b" \t"]),
+)
+any_line = st.one_of(
+    good_line, good_line, st.just(b""), st.sampled_from([b" ", b"A 5", b"A\t-1", b"\t5", b"A\tx", b"A\t"]),
+    st.binary(max_size=30).map(lambda data: data.replace(b"\n", b"")),
+)  # fmt: skip
+ends = st.sampled_from([b"\n", b"\n", b"\r\n"])
+
+
+@given(
+    st.lists(st.tuples(any_line, ends), max_size=12), st.booleans(), st.booleans(),
+    st.sampled_from([100, 128, 1000]),
+)  # fmt: skip
+def test_any_lines_are_read_as_the_naive_reader_does(pairs, has_bom, is_cut, block):
+    data = b"".join(line + end for line, end in pairs)
+    data = BOM * has_bom + (data.removesuffix(b"\n") if is_cut else data)
+    expected = problem = None
+    try:
+        expected = read_naively(data)
+    except ValueError as error:
+        problem = str(error)
+    if problem is None:
+        assert read(data, block) == expected
+    else:
+        with pytest.raises(DataError) as caught:
+            read(data, block)
+        assert problem in str(caught.value)
+
+
+@given(st.lists(st.tuples(good_line, ends), max_size=12), st.integers(1, 64))
+def test_blocks_shorter_than_lines_give_the_same_samples(pairs, block):
+    data = b"".join(line + end for line, end in pairs)
+    assert read(data, block) == read_naively(data)
+
+
+@given(st.lists(st.tuples(any_line, ends), max_size=12), st.sampled_from([100, 128, 1000]))
+def test_skipping_leaves_out_the_bad_lines_alone(pairs, block):
+    expected = []
+    for number, (line, _) in enumerate(pairs, start=1):
+        line = line.removesuffix(b"\r")
+        try:
+            parsed = parse_line(line)
+        except ValueError:
+            continue
+        if parsed is not None and number == 1 and line.startswith(BOM):
+            return
+        if parsed is not None:
+            expected.append((number, line, parsed[1]))
+    data = b"".join(line.removesuffix(b"\r") + end for line, end in pairs)
+    assert read(data, block, skip_bad=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"QUJD 5", r"there is no tab in 'QUJD 5'"),
+        (b"QUJD\tx", "a label must be a whole number, got 'x'"),
+        (b"QUJD\tnan", "a label must be a whole number, got 'nan'"),
+        (b"QUJD\t1.0", "a label must be a whole number, got '1.0'"),
+        (b"QUJD\t-1", "a label must be 0 or more, got '-1'"),
+        (b"QUJD\t1234567890123456789", "the label is too large"),
+        (b"\t5", "nothing before the tab"),
+        (b"QUJD\t", "there is no tab"),
+        (b"\x00\x01\x02", r"there is no tab in '\\x00\\x01\\x02'"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(line, problem):
+    with pytest.raises(DataError, match=rf"a\.txt:3: .*{problem}"):
+        read(b"QUJD\t1\n\n" + line + b"\nQUJD\t2\n", 1000)
+
+
+def test_a_line_longer_than_that_of_the_largest_image_is_refused_in_bounded_memory():
+    class Endless(io.RawIOBase):
+        given = 0
+
+        def readinto(self, buffer) -> int:
+            self.given += len(buffer)
+            buffer[:] = b"A" * len(buffer)
+            return len(buffer)
+
+    stream = Endless()
+    with pytest.raises(DataError, match=r"a\.txt:1: the line is over \d+ bytes long"):
+        for _ in LineReader(stream, "a.txt", Buffers(1, 2**20)):
+            pass
+    assert stream.given < MAX_LINE_BYTES + 2**22
+
+
+def test_a_line_too_long_can_be_skipped(monkeypatch):
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 5000)
+    data = b"QUJD\t1\n" + b"A" * 9000 + b"\t7\nQUJD\t2\n"
+    for block in (64, 20_000):
+        assert [label for *_, label in read(data, block, skip_bad=True)] == [1, 2]
+
+
+def test_the_longest_line_holds_the_largest_image_that_is_decoded():
+    assert -(-MAX_FILE_BYTES // 3) * 4 + len("\t") + 18 <= MAX_LINE_BYTES
+
+
+def test_newlines_are_found_across_pieces_of_the_search():
+    data = np.full(700_001, 65, dtype=np.uint8)
+    places = [0, 1, 2**18 - 1, 2**18, 2**19, 700_000]
+    data[places] = 10
+    assert find_newlines(data).tolist() == places

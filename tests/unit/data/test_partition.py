@@ -1,0 +1,496 @@
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plsc.data.partition import PartitionOptions, partition, run, verify
+from plsc.data.partition.checksum import checksum
+from plsc.data.partition.memory import LEAST, Budget, read_size
+from plsc.data.partition.options import fields
+from plsc.data.partition.order import (
+    PADDING,
+    line_keys,
+    lines_per_rank,
+    padding_lines,
+    rank_bounds,
+)
+from plsc.errors import DataError, OptionError
+from plsc.keys import hash_key
+
+
+def expected_parts(lines: list[bytes], nranks: int, seed: int) -> list[list[bytes]]:
+    """The definition, line by line."""
+    each = -(-len(lines) // nranks)
+    order = sorted(range(len(lines)), key=lambda i: hash_key(seed, i))
+    padding = sorted(range(len(lines)), key=lambda i: hash_key(seed, PADDING, i))
+    while len(order) < each * nranks:
+        order += padding[: each * nranks - len(order)]
+    return [[lines[i] for i in order[r * each : (r + 1) * each]] for r in range(nranks)]
+
+
+def some_lines(count: int, longest: int = 80, seed: int = 0) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+    return [
+        b"%s%d\t%d" % (b"A" * int(rng.integers(1, longest)), i, rng.integers(0, 1000))
+        for i in range(count)
+    ]
+
+
+def write_set(folder: Path, lines: list[bytes], files: int = 3) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"data{index}.txt" for index in range(files)]
+    cuts = [len(lines) * index // files for index in range(files + 1)]
+    for name, begin, end in zip(names, cuts, cuts[1:], strict=False):
+        (folder / name).write_bytes(b"".join(line + b"\n" for line in lines[begin:end]))
+    (folder / "file_list.txt").write_text("\n".join(names))
+    return folder
+
+
+def read_parts(folder: Path) -> list[list[bytes]]:
+    names = (folder / "file_list.txt").read_text().split()
+    texts = [(folder / name).read_bytes() for name in names]
+    assert all(text.endswith(b"\n") for text in texts)
+    return [text.split(b"\n")[:-1] for text in texts]
+
+
+@dataclass(frozen=True)
+class TinyBudget(Budget):
+    """So small that a few lines make many buckets, buckets are split, and lines are longer than a block."""
+
+    block = 64
+    bucket = 700
+
+
+WAYS = ["within memory", "one bucket", "many buckets"]
+
+
+def choose(monkeypatch, way: str, workers: int = 2) -> None:
+    if way != "within memory":
+        monkeypatch.setattr(run, "fits", lambda *_: False)
+    if way == "many buckets":
+        monkeypatch.setattr(PartitionOptions, "budget", TinyBudget(LEAST, workers))
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch) -> str:
+    choose(monkeypatch, request.param)
+    return request.param
+
+
+def test_the_parts_are_those_of_the_definition(tmp_path, way):
+    lines = some_lines(211)
+    folder = write_set(tmp_path, lines)
+    manifest = partition(PartitionOptions(str(folder), 4, seed=5))
+    assert read_parts(folder / "partition_4") == expected_parts(lines, 4, 5)
+    assert (manifest["lines"], manifest["lines_per_rank"], manifest["padding_lines"]) == (
+        211,
+        53,
+        1,
+    )
+    assert verify(PartitionOptions(str(folder), 4)) == manifest
+
+
+@pytest.mark.parametrize("way", ["within memory", "many buckets"])
+def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
+    choose(monkeypatch, way)
+    for count in range(1, 41):
+        folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
+        for nranks in range(1, 10):
+            partition(PartitionOptions(str(folder), nranks))
+            parts = read_parts(folder / f"partition_{nranks}")
+            assert parts == expected_parts(lines, nranks, 0)
+            assert {len(part) for part in parts} == {-(-count // nranks)}
+            assert set(chain(*parts)) == set(lines)
+
+
+content = st.text("ABC+/=", min_size=1, max_size=150).map(str.encode)
+sample = st.builds(
+    lambda data, label: b"%s\t%d" % (data, label), content, st.integers(0, 10**18 - 1)
+)
+blank = st.sampled_from([b"", b"", b" ", b"\t"])
+
+
+@given(
+    files=st.lists(st.lists(st.one_of(sample, sample, sample, blank), max_size=8), min_size=1, max_size=4),
+    end=st.sampled_from([b"\n", b"\r\n"]),
+    has_bom=st.booleans(),
+    is_cut=st.booleans(),
+    nranks=st.integers(1, 5),
+    way=st.sampled_from(["within memory", "many buckets"]),
+)  # fmt: skip
+@settings(max_examples=150)
+def test_any_content_keeps_its_bytes(tmp_path_factory, files, end, has_bom, is_cut, nranks, way):
+    folder = tmp_path_factory.mktemp("set")
+    names = []
+    for index, lines in enumerate(files):
+        data = b"".join(line + end for line in lines)
+        data = b"\xef\xbb\xbf" * has_bom + (data[: -len(end)] if is_cut else data)
+        (folder / f"{index}.txt").write_bytes(data)
+        names.append(f"{index}.txt")
+    (folder / "file_list.txt").write_text("\n".join(names))
+    samples = [line for line in chain(*files) if line.strip()]
+    options = PartitionOptions(str(folder), nranks)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        choose(monkeypatch, way)
+        if not samples:
+            with pytest.raises(DataError, match="hold no samples"):
+                partition(options)
+            assert not (folder / f"partition_{nranks}").exists()
+            return
+        partition(options)
+        assert read_parts(folder / f"partition_{nranks}") == expected_parts(samples, nranks, 0)
+        verify(options)
+
+
+def test_where_the_inputs_are_cut_into_files_does_not_matter(tmp_path):
+    lines = some_lines(50)
+    for files in (1, 7):
+        partition(PartitionOptions(str(write_set(tmp_path / str(files), lines, files)), 3))
+    one, seven = (read_parts(tmp_path / name / "partition_3") for name in ("1", "7"))
+    assert one == seven
+
+
+def test_another_seed_gives_another_order(tmp_path):
+    folder = write_set(tmp_path, some_lines(50))
+    for seed in (1, 2, -1):
+        partition(
+            PartitionOptions(str(folder), 2, seed=seed, output_dir=str(tmp_path / f"s{seed}"))
+        )
+    assert len({repr(read_parts(tmp_path / f"s{seed}")) for seed in (1, 2, -1)}) == 3
+
+
+def test_any_line_is_as_likely_at_any_position():
+    lines, seeds = 16, 20_000
+    counts = np.zeros((lines, lines))
+    for seed in range(seeds):
+        counts[np.argsort(line_keys(seed, np.arange(lines))), np.arange(lines)] += 1
+    assert chi_square(counts, seeds / lines) < 312  # 0.9999 quantile of 225 degrees of freedom
+
+
+def test_a_long_shuffle_spreads_each_stretch_of_lines_evenly():
+    lines, cells = 200_000, 40
+    order = np.argsort(line_keys(3, np.arange(lines)))
+    counts = np.histogram2d(order, np.arange(lines), bins=cells)[0]
+    assert chi_square(counts, lines / cells**2) < 1734  # of 1521
+    neighbours = np.abs(np.diff(order)) == 1  # 2 are expected
+    assert neighbours.sum() < 12
+
+
+def test_padding_favours_no_line_and_takes_none_twice():
+    lines, nranks, seeds = 30, 14, 6_000  # 12 places
+    counts = np.zeros(lines)
+    for seed in range(seeds):
+        chosen = padding_lines(seed, lines, nranks)
+        assert len(set(chosen.tolist())) == len(chosen) == 12
+        counts[chosen] += 1
+    assert (
+        chi_square(counts, seeds * 12 / lines) < 66
+    )  # of 29 degrees, an upper bound without replacement
+
+
+def test_padding_is_not_tied_to_where_a_line_lies():
+    lines, nranks, seeds = 30, 14, 6_000
+    counts = np.zeros(lines)
+    for seed in range(seeds):
+        order = np.argsort(line_keys(seed, np.arange(lines)))
+        position = np.argsort(order)
+        counts[position[padding_lines(seed, lines, nranks)]] += 1
+    assert chi_square(counts, seeds * 12 / lines) < 66
+
+
+def test_with_more_places_than_lines_each_line_pads_as_often_as_any_other():
+    for lines in range(1, 8):
+        for nranks in range(lines, 40):
+            chosen = padding_lines(1, lines, nranks)
+            assert len(chosen) == lines_per_rank(lines, nranks) * nranks - lines
+            times = np.bincount(chosen, minlength=lines)
+            assert times.max() - times.min() <= 1
+
+
+def test_ranks_begin_where_the_sorted_keys_say():
+    for lines, nranks in ((1, 1), (1, 5), (5, 3), (40, 9), (100_003, 8), (3_000_001, 1000)):
+        each = lines_per_rank(lines, nranks)
+        keys = np.sort(line_keys(2, np.arange(lines)))
+        assert rank_bounds(2, lines, nranks).tolist() == keys[each::each].tolist()
+
+
+def chi_square(counts: np.ndarray, expected: float) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_keys_are_those_of_plsc_keys():
+    numbers = [0, 1, 7, 10**10, 2**63 - 1]
+    for seed in (0, 5, -3, 2**64 - 1):
+        assert line_keys(seed, np.array(numbers)).tolist() == [hash_key(seed, i) for i in numbers]
+
+
+def test_the_checksum_is_the_sum_of_those_of_pieces_and_sees_any_changed_byte():
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 600_003, dtype=np.uint8).tobytes()
+    whole = checksum(data)
+    for cuts in ([0, 1, 600_003], [0, 8, 262_144, 262_145, 300_007, 600_003]):
+        pieces = [checksum(data[a:b], a) for a, b in pairwise(cuts)]
+        assert sum(pieces) % 2**64 == whole
+    for place in rng.integers(0, len(data), 50).tolist():
+        changed = bytearray(data)
+        changed[place] ^= 1
+        assert checksum(changed) != whole
+    words = np.frombuffer(data, dtype="<u8", count=60_000)
+    assert checksum(words[::-1].tobytes()) != checksum(words.tobytes())
+
+
+def compress(path: Path, kind: str) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "gz":
+        half = len(data) // 2  # two members, as `cat a.gz b.gz` makes
+        content = gzip.compress(data[:half]) + gzip.compress(data[half:])
+    else:
+        content = pyarrow.Codec("zstd").compress(data, asbytes=True)
+    path.with_name(f"{path.name}.{kind}").write_bytes(content)
+
+
+def write_compressed_set(folder: Path, lines: list[bytes]) -> Path:
+    write_set(folder, lines)
+    compress(folder / "data0.txt", "gz")
+    compress(folder / "data1.txt", "zst")
+    (folder / "file_list.txt").write_text("data0.txt.gz\ndata1.txt.zst\ndata2.txt\n")
+    return folder
+
+
+def test_compressed_inputs_give_the_same_parts(tmp_path):
+    lines = some_lines(300)
+    folder = write_compressed_set(tmp_path, lines)
+    partition(PartitionOptions(str(folder), 3))
+    assert read_parts(folder / "partition_3") == expected_parts(lines, 3, 0)
+    verify(PartitionOptions(str(folder), 3))
+
+
+@pytest.mark.parametrize("name", ["data0.txt.gz", "data1.txt.zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_compressed_input_is_named(tmp_path, name, damage):
+    folder = write_compressed_set(tmp_path, some_lines(300))
+    data = bytearray((folder / name).read_bytes())
+    if damage == "cut":
+        del data[-20:]
+    else:
+        data[len(data) // 2] ^= 0xFF
+    (folder / name).write_bytes(data)
+    with pytest.raises(DataError, match=name):
+        partition(PartitionOptions(str(folder), 3))
+    assert not (folder / "partition_3").exists()
+
+
+def test_a_bomb_of_one_endless_line_is_stopped_by_the_length_of_a_line(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"A" * 120_000_000))
+    (tmp_path / "file_list.txt").write_text("a.gz")
+    with pytest.raises(DataError, match=r"a\.gz:1: the line is over"):
+        partition(PartitionOptions(str(tmp_path), 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gz", "file_list.txt"]
+
+
+def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, way):
+    folder = write_set(tmp_path, [*some_lines(20), b"no label", *some_lines(20)], files=1)
+    with pytest.raises(DataError, match=r"data0\.txt:21: expected '<base64>TAB<label>'"):
+        partition(PartitionOptions(str(folder), 2))
+    assert sorted(path.name for path in folder.iterdir()) == ["data0.txt", "file_list.txt"]
+
+
+def test_bad_and_blank_lines_are_left_out_counted_and_told(tmp_path, way, capsys):
+    good = some_lines(20)
+    folder = write_set(tmp_path, [*good[:7], b"", b"A\tnan", *good[7:], b"  "], files=1)
+    manifest = partition(PartitionOptions(str(folder), 2, bad_lines="skip"))
+    assert read_parts(folder / "partition_2") == expected_parts(good, 2, 0)
+    assert (manifest["blank_lines"], manifest["skipped_lines"]) == (2, 1)
+    said = capsys.readouterr().err
+    assert "2 blank lines" in said
+    assert "data0.txt:9: a label must be a whole number, got 'nan'" in said
+    verify(PartitionOptions(str(folder), 2))
+
+
+def test_an_output_that_exists_is_refused(tmp_path):
+    folder = write_set(tmp_path, some_lines(5))
+    (folder / "partition_2").mkdir()
+    with pytest.raises(DataError, match="partition_2 exists already"):
+        partition(PartitionOptions(str(folder), 2))
+
+
+def test_inputs_are_deleted_only_when_asked_and_only_after_publishing(tmp_path):
+    folder = write_set(tmp_path, some_lines(5))
+    with pytest.raises(DataError):
+        partition(PartitionOptions(str(folder), 2, output_dir=str(folder), delete_inputs=True))
+    assert (folder / "data0.txt").exists()
+    partition(PartitionOptions(str(folder), 2, delete_inputs=True))
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["file_list.txt", "partition_2"]
+
+
+def test_a_dry_run_counts_and_writes_nothing(tmp_path):
+    folder = write_set(tmp_path, [*some_lines(10), b""])
+    before = sorted(tmp_path.rglob("*"))
+    found = partition(PartitionOptions(str(folder), 4, dry_run=True))
+    assert (found["lines"], found["padding_lines"], found["blank_lines"]) == (10, 2, 1)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_listed_twice_is_refused(tmp_path):
+    folder = write_set(tmp_path, some_lines(9))
+    (folder / "link.txt").symlink_to("data1.txt")
+    (folder / "file_list.txt").write_text("data0.txt\ndata1.txt\nlink.txt\n")
+    with pytest.raises(DataError, match=r"link\.txt is the same file as .*data1\.txt"):
+        partition(PartitionOptions(str(folder), 2))
+
+
+def test_an_input_that_changes_meanwhile_stops_the_run(tmp_path, monkeypatch):
+    folder = write_set(tmp_path, some_lines(9))
+    write = run._write
+
+    def write_and_change(*arguments):
+        manifest = write(*arguments)
+        (folder / "data0.txt").write_bytes(b"B\t1\n")
+        return manifest
+
+    monkeypatch.setattr(run, "_write", write_and_change)
+    with pytest.raises(DataError, match=r"data0\.txt changed while it was read"):
+        partition(PartitionOptions(str(folder), 2))
+    assert not (folder / "partition_2").exists()
+
+
+def test_more_lines_than_the_index_may_hold_go_through_buckets(tmp_path, monkeypatch):
+    lines = some_lines(300, longest=2)
+    folder = write_set(tmp_path, lines)
+    monkeypatch.setattr("plsc.data.partition.within_memory.BYTES_A_LINE", 10**7)
+    monkeypatch.setattr(run, "gather", None)
+    partition(PartitionOptions(str(folder), 2))
+    assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    folder = write_set(tmp_path, some_lines(9))
+    usage = type("Usage", (), {"free": 100})
+    monkeypatch.setattr("plsc.data.partition.space.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(DataError, match=r"0\.00 GB free"):
+        partition(PartitionOptions(str(folder), 2))
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == []
+
+
+class TestVerify:
+    @pytest.fixture
+    def folder(self, tmp_path) -> Path:
+        folder = write_set(tmp_path, some_lines(41))
+        partition(PartitionOptions(str(folder), 3))
+        return folder
+
+    def refuses(self, folder: Path, problem: str) -> None:
+        with pytest.raises(DataError, match=problem):
+            verify(PartitionOptions(str(folder), 3))
+
+    def test_a_changed_byte_names_the_part(self, folder):
+        part = folder / "partition_3/part_1.txt"
+        data = bytearray(part.read_bytes())
+        data[0] = ord("B") if data[0] != ord("B") else ord("C")
+        part.write_bytes(data)
+        self.refuses(folder, r"part_1\.txt is damaged")
+
+    def test_a_missing_line_names_the_part(self, folder):
+        part = folder / "partition_3/part_2.txt"
+        part.write_bytes(part.read_bytes().split(b"\n", 1)[1])
+        self.refuses(folder, r"part_2\.txt has 13 lines, expected 14")
+
+    def test_a_missing_part_is_named(self, folder):
+        (folder / "partition_3/part_0.txt").unlink()
+        self.refuses(folder, r"part_0\.txt: No such file")
+
+    def test_an_input_that_changed_is_named(self, folder):
+        (folder / "data1.txt").write_bytes(b"QUJD\t1\n")
+        self.refuses(folder, r"data1\.txt is not what was partitioned")
+
+    def test_parts_of_other_lines_are_noticed_though_the_manifest_fits_them(self, folder):
+        part = folder / "partition_3/part_1.txt"
+        data = part.read_bytes()
+        first, _, rest = data.split(b"\n", 2)
+        data = b"\n".join([first, first, rest])
+        part.write_bytes(data)
+        manifest = json.loads((folder / "partition_3/manifest.json").read_text())
+        manifest["parts"][1].update(size=len(data), checksum=f"{checksum(data):016x}")
+        (folder / "partition_3/manifest.json").write_text(json.dumps(manifest))
+        self.refuses(folder, "are not those of its inputs and their padding")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"format": "other"}, {"lines": 0}, {"lines": "41"}, {"parts": []}, {"lines_per_rank": 10**12},
+            {"parts": [{"name": "../x", "size": 1, "checksum": "0"}] * 3}, {"inputs": None}, {"nranks": True},
+        ],
+    )  # fmt: skip
+    def test_a_manifest_that_makes_no_sense_is_refused(self, folder, change):
+        path = folder / "partition_3/manifest.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+        self.refuses(folder, r"manifest\.json is not the manifest of a partition|has 1 parts")
+
+    def test_another_number_of_ranks_is_refused(self, folder):
+        with pytest.raises(DataError, match="pass --nranks 3"):
+            verify(PartitionOptions(str(folder), 4, output_dir=str(folder / "partition_3")))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512M", 2**29), ("4G", 2**32), ("1.5GiB", 3 * 2**29), ("100000KB", 102400000)],
+)
+def test_sizes_are_read(text, size):
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"memory": "much"}, {"engine": "ray"}, {"nranks": 10**6}, {"master": "local[2]"},
+        {"memory": "1M"}, {"memory": "-1G"}, {"nranks": 0}, {"workers": 0},
+        {"bad_lines": "keep"}, {"verify": True, "delete_inputs": True}, {"seed": 2**64},
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        PartitionOptions(**{"data_dir": "x", "nranks": 2, **wrong})
+
+
+def test_the_page_lists_every_option_with_its_default():
+    page = (Path(__file__).parents[3] / "docs/partition.md").read_text()
+    rows = dict(re.findall(r"^\| `--(\w+)` \| (.+?) \|", page, re.MULTILINE))
+    assert set(rows) == {option.name for option in fields()}
+    for option in fields():
+        if isinstance(option.default, (str, int)) and not isinstance(option.default, bool):
+            assert rows[option.name] == f"`{option.default}`"
+
+
+def test_a_set_in_memory_of_fsspec_goes_in_and_out(tmp_path):
+    import fsspec
+
+    lines = some_lines(100)
+    store = fsspec.filesystem("memory")
+    store.put(str(write_set(tmp_path, lines)), "/partition-in", recursive=True)
+    options = PartitionOptions(
+        "memory://partition-in",
+        3,
+        output_dir="memory://partition-out",
+        tmp_dir=str(tmp_path / "tmp"),
+    )
+    partition(options)
+    store.get("/partition-out", str(tmp_path / "out"), recursive=True)
+    assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
+    verify(options)
+    with pytest.raises(DataError, match="exists already"):
+        partition(options)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    store.rm("/partition-in", recursive=True)
+    store.rm("/partition-out", recursive=True)
