@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from plsc.config import Options
+from plsc.data.transform import Transform
 from plsc.errors import OptionError, UnknownNameError, did_you_mean, report, suggest
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
@@ -26,7 +27,7 @@ from plsc.train.job import Prediction, run_prediction, run_test, run_training
 from plsc.train.result import TrainResult
 
 T = TypeVar("T")
-_ATTRIBUTES = ("options", "train_reader", "test_reader", "predict_reader")
+_ATTRIBUTES = ("options", "train_reader", "train_transform", "test_reader", "predict_reader")
 
 
 class Entry(Setters):
@@ -44,6 +45,9 @@ class Entry(Setters):
     Attributes:
         train_reader: a function that returns a generator of (CHW float32 image, label), or a map-style
             torch Dataset of (image, label), instead of the dataset folder.
+        train_transform: a transform of the training images, after resizing and the built-in augmentation:
+            of torchvision.transforms.v2 (it gets a uint8 tensor [C, H, W]), or one that is called as
+            ``f(image=array)["image"]``, as those of albumentations.
         test_reader: ``reader(dataset_dir, val_targets)``, as plsc.utils.jpeg_reader.test.
         predict_reader: as train_reader; a generator may yield images without labels.
 
@@ -54,6 +58,7 @@ class Entry(Setters):
     def __init__(self) -> None:
         self.options = Options()
         self.train_reader: Any = None
+        self.train_transform: Transform | None = None
         self.test_reader: Any = None
         self.predict_reader: Any = None
         self._model: BaseModel | None = None
@@ -128,7 +133,13 @@ class Entry(Setters):
                 torch.set_num_threads(runtime.cpu_threads)
             self._world = World.from_environment(runtime.device, runtime.backend, runtime.timeout)
             atexit.register(self._world.close)
-        user = UserParts(self._model, self.train_reader, self.test_reader, self.predict_reader)
+        user = UserParts(
+            self._model,
+            self.train_reader,
+            self.test_reader,
+            self.predict_reader,
+            self.train_transform,
+        )
         world = self._world
         try:
             with FailureWatch(world):

@@ -28,7 +28,19 @@ class UnknownNameError(PlscError, AttributeError):
 
 
 class DataError(PlscError):
-    """A dataset, an image, a label or a pair file is missing or broken."""
+    """A dataset, an image, a label or a pair file is missing or broken.
+
+    kind: what a count of bad samples files it under: unreadable, missing, empty, too large, undecodable,
+    not finite, label, or what a source calls it.
+    """
+
+    def __init__(self, message: str = "", *, kind: str = "unreadable") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def at(self, where: str) -> DataError:
+        """Return the same error with the name of what it is about before its text."""
+        return DataError(f"{where}: {self}", kind=self.kind)
 
 
 class CheckpointError(PlscError):

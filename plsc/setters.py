@@ -185,8 +185,9 @@ class Setters:
         self.options.set("head.tile", rows)
 
     def set_dataset_dir(self, directory: str) -> None:
-        """Set ``data.dataset_dir``: folder with label.txt and images/, or with one folder of
-        images per class. Default: './train_data'.
+        """Set ``data.dataset_dir``: the training data: a folder (label.txt and images/, one
+        folder of images per class, or base64 parts), a file or shards of .rec, .parquet,
+        .tar, .csv, .jsonl or .lmdb, or an fsspec URL of one. Default: './train_data'.
         """
         self.options.set("data.dataset_dir", directory)
 
@@ -203,10 +204,65 @@ class Setters:
         self.options.set("data.val_targets", targets)
 
     def set_num_workers(self, num: int) -> None:
-        """Set ``data.num_workers``: processes per rank that read images; 0 reads in the rank
-        itself. Default: 2.
+        """Set ``data.num_workers``: threads or processes per rank that read images ahead; 0
+        reads between the steps. Default: 2.
         """
         self.options.set("data.num_workers", num)
+
+    def set_loader(self, kind: str) -> None:
+        """Set ``data.loader``: what reads images: threads, processes (for Python code of your
+        own), or auto, which chooses. Default: 'auto'.
+        """
+        self.options.set("data.loader", kind)
+
+    def set_order(self, order: str) -> None:
+        """Set ``data.order``: order of an epoch: global (all shuffled), block (neighbours stay
+        near: disks, remote stores), sequential, or rank_files (rank r reads part r of
+        file_list.txt alone, shuffled). Default: 'global'.
+        """
+        self.options.set("data.order", order)
+
+    def set_block_samples(self, num: int) -> None:
+        """Set ``data.block_samples``: order block: neighbouring samples that are read
+        together. Default: 1024.
+        """
+        self.options.set("data.block_samples", num)
+
+    def set_pool_samples(self, num: int) -> None:
+        """Set ``data.pool_samples``: order block: samples that are shuffled among each other.
+        Default: 65536.
+        """
+        self.options.set("data.pool_samples", num)
+
+    def set_reader_shards_itself(self, flag: bool) -> None:
+        """Set ``data.reader_shards_itself``: call a generator reader as reader(rank, ranks):
+        it yields this rank's samples only. Default: False.
+        """
+        self.options.set("data.reader_shards_itself", flag)
+
+    def set_cache(self, where: str) -> None:
+        """Set ``data.cache``: keep what the first epoch reads: none, memory or disk. Default:
+        'none'.
+        """
+        self.options.set("data.cache", where)
+
+    def set_cache_bytes(self, num: int) -> None:
+        """Set ``data.cache_bytes``: the most bytes that the cache of a rank takes. Default:
+        2147483648.
+        """
+        self.options.set("data.cache_bytes", num)
+
+    def set_cache_decoded(self, flag: bool) -> None:
+        """Set ``data.cache_decoded``: keep pixels of the network's size, not encoded images:
+        no decoding again, about 8 times the bytes. Default: False.
+        """
+        self.options.set("data.cache_decoded", flag)
+
+    def set_cache_dir(self, directory: str | None) -> None:
+        """Set ``data.cache_dir``: local folder of the disk cache; when not set, the system's
+        for temporary files. Default: None.
+        """
+        self.options.set("data.cache_dir", directory)
 
     def set_last_batch(self, policy: str) -> None:
         """Set ``data.last_batch``: the last batch of an epoch: pad (repeats the epoch's first
@@ -215,16 +271,59 @@ class Setters:
         self.options.set("data.last_batch", policy)
 
     def set_bad_images(self, policy: str) -> None:
-        """Set ``data.bad_images``: an image that cannot be read: stop the run, or skip (left
-        out and counted). Default: 'stop'.
+        """Set ``data.bad_images``: a sample that cannot be used: stop the run, skip (left
+        out), or replace (another, drawn by the seed); what is passed over is counted and
+        listed in bad_samples.txt. Default: 'stop'.
         """
         self.options.set("data.bad_images", policy)
+
+    def set_crop_padding(self, pixels: int) -> None:
+        """Set ``data.crop_padding``: augmentation: pad by so many black pixels and cut out at
+        random. Default: 0.
+        """
+        self.options.set("data.crop_padding", pixels)
+
+    def set_colour_jitter(self, strengths: Sequence[float]) -> None:
+        """Set ``data.colour_jitter``: augmentation: vary brightness, contrast and saturation
+        by factors in [1 - x, 1 + x]. Default: (0.0, 0.0, 0.0).
+        """
+        self.options.set("data.colour_jitter", strengths)
+
+    def set_low_resolution(self, share: float) -> None:
+        """Set ``data.low_resolution``: augmentation: share of images shrunk to 25-100 % of
+        their size and enlarged again. Default: 0.0.
+        """
+        self.options.set("data.low_resolution", share)
+
+    def set_random_erasing(self, share: float) -> None:
+        """Set ``data.random_erasing``: augmentation: share of images of which a rectangle,
+        2-20 % of the area, turns grey. Default: 0.0.
+        """
+        self.options.set("data.random_erasing", share)
 
     def set_flip(self, flip: bool) -> None:
         """Set ``data.flip``: mirror half of the training images, and add the mirrored image's
         embedding in evaluation. Default: True.
         """
         self.options.set("data.flip", flip)
+
+    def set_image_column(self, name: str | None) -> None:
+        """Set ``data.image_column``: column (CSV, JSON lines, Parquet) or suffix (tar) of the
+        image; when not set, the usual names. Default: None.
+        """
+        self.options.set("data.image_column", name)
+
+    def set_label_column(self, name: str | None) -> None:
+        """Set ``data.label_column``: column (CSV, JSON lines, Parquet) or suffix (tar) of the
+        label; when not set, the usual names. Default: None.
+        """
+        self.options.set("data.label_column", name)
+
+    def set_label_map(self, path: str | None) -> None:
+        """Set ``data.label_map``: file of class names and their ids, .json or lines of
+        name<TAB>id; when not set, the ids are the ranks of the sorted names. Default: None.
+        """
+        self.options.set("data.label_map", path)
 
     def set_lr(self, lr: float) -> None:
         """Set ``optim.lr``: learning rate for a global batch of 1024; scaled in proportion.

@@ -1,22 +1,28 @@
 """Augmentation: each operation draws from (seed, epoch, sample, operation), never from shared state.
 
-To add one: give it a number in ``Operation`` that is never reused, write a function of the image and a
-uniform draw, and call it from ``augment``.
+To add one: give it a number in ``Operation`` that is never reused, an option in ``Augmentation``, write a
+function that changes pixels in place, and call it from ``augment``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from functools import lru_cache
 
-import torch
+import numpy as np
+from PIL import Image as PillowImage
+from PIL import ImageEnhance
 
-from plsc.data.isolated import IsolatedRandom
 from plsc.errors import DataError
-from plsc.keys import hash_key, uniform
+from plsc.keys import hash_key, splitmix64
 
-Transform = Callable[[torch.Tensor], Any]
+_ERASED_AREA = (0.02, 0.2)
+_ERASED_ASPECT = 3.3
+_LOWEST_RESOLUTION = 0.25
+_GREY = 127  # about 0 once normalised
+_MASK = 2**64 - 1
 
 
 class Operation(IntEnum):
@@ -24,41 +30,130 @@ class Operation(IntEnum):
 
     TRANSFORM = 0
     FLIP = 1
+    READ = 2
+    CROP = 3
+    LOW_RESOLUTION = 4
+    COLOUR = 5
+    ERASE = 6
+    REPLACE = 7
 
 
-def flip_horizontally(image: torch.Tensor, draw: float) -> torch.Tensor:
-    """Mirror half of the images: those whose ``draw`` from [0, 1) is below 0.5."""
-    return image.flip(-1) if draw < 0.5 else image
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to training images, in the order crop, resolution, colour, erasing, flip.
 
-
-def augment(image: torch.Tensor, *, seed: int, epoch: int, sample: int, flip: bool) -> torch.Tensor:
-    """Return the augmented image [C, H, W], same dtype and shape."""
-    if flip:
-        image = flip_horizontally(image, uniform(seed, epoch, sample, Operation.FLIP))
-    return image
-
-
-def apply_transform(
-    transform: Transform, image: torch.Tensor, *, seed: int, epoch: int, sample: int
-) -> torch.Tensor:
-    """Run a user's transform with torch, ``random`` and numpy seeded for this sample.
-
-    It gets the image [C, H, W] and must return one of the same shape, uint8 or float (float is taken
-    as already normalised). Raises DataError otherwise.
+    flip: mirror half of them. crop_padding: pad by so many black pixels and cut out at random.
+    low_resolution: the share that is shrunk to 25-100 % of its size and enlarged again. colour: how much
+    brightness, contrast and saturation vary: by factors in [1 - x, 1 + x]. erase: the share of which a
+    rectangle, 2-20 % of the area, turns grey.
     """
-    key = hash_key(seed, epoch, sample, Operation.TRANSFORM)
-    with IsolatedRandom(key).active():
-        result = transform(image)
-    if not isinstance(result, torch.Tensor):
-        raise DataError(f"the transform must return a tensor, it gave {type(result).__name__}")
-    if result.shape != image.shape:
+
+    flip: bool = True
+    crop_padding: int = 0
+    low_resolution: float = 0.0
+    colour: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    erase: float = 0.0
+
+    @property
+    def needs_bytes(self) -> bool:
+        """Whether an operation works on uint8 pixels only."""
+        return self.low_resolution > 0 or any(self.colour)
+
+
+@lru_cache(maxsize=16)
+def _epoch_key(seed: int, epoch: int) -> int:
+    return hash_key(seed, epoch)
+
+
+class Draws:
+    """The random numbers of one sample in one epoch."""
+
+    def __init__(self, seed: int, epoch: int, sample: int) -> None:
+        self._key = splitmix64(_epoch_key(seed, epoch) ^ (sample & _MASK))  # hash_key of all three
+
+    def uniform(self, operation: Operation, number: int | None = None) -> float:
+        """Return a number in [0, 1); an operation that needs several numbers them."""
+        key = splitmix64(self._key ^ operation)
+        if number is not None:
+            key = splitmix64(key ^ number)
+        return (key >> 11) / 2**53
+
+
+def is_mirrored(draws: Draws) -> bool:
+    """Whether the flip mirrors this image: half of them."""
+    return draws.uniform(Operation.FLIP) < 0.5
+
+
+def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:
+    """Augment one image [H, W, C] in place, but for the flip: uint8, or floats that are normalised.
+
+    The flip is the caller's, after this: where the image is copied anyway, mirroring costs nothing.
+    Raises DataError for floats if an operation needs uint8.
+    """
+    if pixels.dtype != np.uint8 and augmentation.needs_bytes:
         raise DataError(
-            f"the transform must keep the shape {tuple(image.shape)}, it gave {tuple(result.shape)}"
+            "is of floats, which are taken as normalised; colour and low-resolution augmentation need "
+            "uint8 images"
         )
-    if result.dtype == torch.uint8:
-        return result.as_subclass(torch.Tensor)
-    if not result.is_floating_point():
-        raise DataError(f"the transform must return uint8 or floats, it gave {result.dtype}")
-    if not bool(torch.isfinite(result).all()):
-        raise DataError("the transform returned NaN or infinite values")
-    return result.as_subclass(torch.Tensor).float()
+    if augmentation.crop_padding:
+        shift_randomly(pixels, augmentation.crop_padding, draws)
+    if augmentation.needs_bytes:
+        _change_picture(pixels, augmentation, draws)
+    if augmentation.erase and draws.uniform(Operation.ERASE) < augmentation.erase:
+        erase_rectangle(pixels, draws)
+
+
+def shift_randomly(pixels: np.ndarray, padding: int, draws: Draws) -> None:
+    """Cut an image out of itself with a black border of `padding` pixels, at a random place; in place."""
+    height, width = pixels.shape[:2]
+    span = 2 * padding + 1
+    down = min(int(draws.uniform(Operation.CROP, 0) * span), span - 1) - padding
+    right = min(int(draws.uniform(Operation.CROP, 1) * span), span - 1) - padding
+    source = pixels.copy()
+    pixels[...] = 0 if pixels.dtype == np.uint8 else -127.5 / 128
+    if abs(down) >= height or abs(right) >= width:
+        return
+    rows, columns = height - abs(down), width - abs(right)
+    to_row, to_column = max(0, -down), max(0, -right)
+    row, column = max(0, down), max(0, right)
+    pixels[to_row : to_row + rows, to_column : to_column + columns] = source[
+        row : row + rows, column : column + columns
+    ]
+
+
+def erase_rectangle(pixels: np.ndarray, draws: Draws) -> None:
+    """Turn a random rectangle grey, in place (random erasing: Zhong et al. 2017, arXiv:1708.04896)."""
+    height, width = pixels.shape[:2]
+    low, high = _ERASED_AREA
+    area = (low + (high - low) * draws.uniform(Operation.ERASE, 0)) * height * width
+    aspect = math.exp((2 * draws.uniform(Operation.ERASE, 1) - 1) * math.log(_ERASED_ASPECT))
+    rows = min(height, max(1, round(math.sqrt(area * aspect))))
+    columns = min(width, max(1, round(math.sqrt(area / aspect))))
+    top = int(draws.uniform(Operation.ERASE, 2) * (height - rows + 1))
+    left = int(draws.uniform(Operation.ERASE, 3) * (width - columns + 1))
+    pixels[top : top + rows, left : left + columns] = _GREY if pixels.dtype == np.uint8 else 0
+
+
+def _change_picture(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:
+    """What Pillow does, on one conversion there and back: resolution, then colours."""
+    is_lowered = draws.uniform(Operation.LOW_RESOLUTION) < augmentation.low_resolution
+    if not is_lowered and not any(augmentation.colour):
+        return
+    is_gray = pixels.shape[2] == 1
+    picture = PillowImage.fromarray(pixels[:, :, 0] if is_gray else pixels)
+    if is_lowered:
+        picture = _lower_resolution(picture, draws.uniform(Operation.LOW_RESOLUTION, 0))
+    enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+    for number, (enhancer, strength) in enumerate(zip(enhancers, augmentation.colour, strict=True)):
+        if strength:
+            factor = 1 + strength * (2 * draws.uniform(Operation.COLOUR, number) - 1)
+            picture = enhancer(picture).enhance(max(0.0, factor))
+    changed = np.asarray(picture)
+    np.copyto(pixels, changed[:, :, None] if is_gray else changed)
+
+
+def _lower_resolution(picture: PillowImage.Image, draw: float) -> PillowImage.Image:
+    share = _LOWEST_RESOLUTION + (1 - _LOWEST_RESOLUTION) * draw
+    size = max(1, round(picture.width * share)), max(1, round(picture.height * share))
+    bilinear = PillowImage.Resampling.BILINEAR
+    return picture.resize(size, bilinear).resize(picture.size, bilinear)

@@ -1,8 +1,9 @@
-"""Decode: whatever a source hands out becomes one tensor [C, H, W] of the network's input size.
+"""Decode: whatever a source hands out becomes one image of the network's input size.
 
-JPEG goes through torchvision, about twice as fast as Pillow. PNG does not: torchvision's decode_png
-ends the whole process with a segmentation fault when the compressed stream inside a PNG is damaged
-(seen with 0.29), and an image must never be able to do that. Everything but JPEG goes to Pillow.
+JPEG goes through simplejpeg (libjpeg-turbo), twice as fast as Pillow, and straight into the batch where
+the size fits; without simplejpeg, and for all other formats, Pillow decodes. torchvision's decoders are
+not used: its decode_png ends the whole process with a segmentation fault when the compressed stream inside
+a PNG is damaged (seen with 0.29), and an image must never be able to do that.
 
 EXIF orientation is ignored: the pixels are taken as they are stored.
 """
@@ -10,7 +11,6 @@ EXIF orientation is ignored: the pixels are taken as they are stored.
 from __future__ import annotations
 
 import io
-import re
 from typing import TypeAlias
 
 import numpy as np
@@ -21,8 +21,8 @@ from PIL import Image as PillowImage
 from plsc.errors import DataError
 
 try:
-    from torchvision.io import ImageReadMode, decode_jpeg
-except ImportError:  # torchvision 0.29 announces that a later one drops its decoders
+    from simplejpeg import decode_jpeg, decode_jpeg_header
+except ImportError:  # a platform without a wheel
     decode_jpeg = None
 
 Image: TypeAlias = bytes | np.ndarray | torch.Tensor | PillowImage.Image
@@ -32,6 +32,32 @@ MAX_FILE_BYTES = 64 * 2**20
 MAX_PIXELS = 64 * 10**6
 # Named one by one: Pillow knows formats, such as EPS, that start other programs.
 PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+# Each scan of a progressive JPEG passes over the whole image: a small file could take hours.
+MAX_SCANS = 200
+_SMALL = 2**14  # a file so small cannot hold enough of them to matter
+# What libjpeg warns of though every pixel is there; all other warnings mean that data is missing or wrong.
+_HARMLESS = ("unknown JFIF revision", "Unknown Adobe color transform", "Invalid SOS parameters")
+
+
+def decode_into(data: Image, out: np.ndarray) -> torch.Tensor | None:
+    """Decode into ``out``, uint8 [H, W, C], contiguous; as `decode_image` otherwise.
+
+    Returns None when the pixels are in ``out``, else the image, which is float32 [C, H, W] already.
+    After an error ``out`` may hold anything.
+    """
+    height, width, channels = out.shape
+    if isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.shape == out.shape:
+        np.copyto(out, data)
+        return None
+    if isinstance(data, bytes) and data.startswith(b"\xff\xd8") and decode_jpeg is not None:
+        _check_file(data)
+        if _decode_jpeg_of_this_size(data, out):
+            return None
+    image = decode_image(data, (channels, height, width))
+    if image.is_floating_point():
+        return image
+    np.copyto(out, image.numpy().transpose(1, 2, 0))
+    return None
 
 
 def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
@@ -66,17 +92,14 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
             "convert it or change set_image_shape"
         )
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
-        raise DataError("holds NaN or infinite values; fix the dataset")
+        raise DataError("holds NaN or infinite values; fix the dataset", kind="not finite")
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
 
 
 def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
-    if not data:
-        raise DataError("is empty (0 bytes); replace the file or take it out")
-    if len(data) > MAX_FILE_BYTES:
-        raise DataError(f"is {len(data)} bytes, over the limit of {MAX_FILE_BYTES}; shrink it")
+    _check_file(data)
     if channels not in (1, 3):
         raise DataError(f"an encoded image gives 1 or 3 channels, set_image_shape asks {channels}")
     if data.startswith(b"\xff\xd8") and decode_jpeg is not None:
@@ -88,22 +111,60 @@ def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
     except Exception as error:  # a parser fed with foreign bytes raises anything
         raise DataError(
             f"is not a readable image: expected {', '.join(PILLOW_FORMATS)}, "
-            f"got {len(data)} bytes that start with {data[:12]!r}"
+            f"got {len(data)} bytes that start with {data[:12]!r}",
+            kind="undecodable",
         ) from error
     return _decode_pillow(picture, channels)
+
+
+def _check_file(data: bytes) -> None:
+    if not data:
+        raise DataError("is empty (0 bytes); replace the file or take it out", kind="empty")
+    if len(data) > MAX_FILE_BYTES:
+        raise DataError(
+            f"is {len(data)} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large"
+        )
+    if len(data) > _SMALL and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > MAX_SCANS:
+        raise DataError(f"is a JPEG of over {MAX_SCANS} scans; store it anew", kind="undecodable")
+
+
+def _decode_jpeg_of_this_size(data: bytes, out: np.ndarray) -> bool:
+    """Decode into the buffer if the image is of its size and whole; libjpeg cannot write beyond it."""
+    try:
+        if decode_jpeg_header(data)[:2] != out.shape[:2]:
+            return False
+        pixels = decode_jpeg(data, _colour_space(out.shape[2]), buffer=out)
+    except ValueError:  # damaged: looked at closely then
+        return False
+    return bool(pixels.shape == out.shape)
 
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
     size = jpeg_size(data)
     if size is None:
-        raise DataError("is a damaged or truncated JPEG (no frame header); replace the file")
+        raise DataError(
+            "is a damaged or truncated JPEG (no frame header); replace the file", kind="undecodable"
+        )
     _check_size(*size)
-    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
+    # A buffer of the size that was checked: a second header in the file cannot ask for more.
+    pixels = np.empty((size[1], size[0], channels), dtype=np.uint8)
     try:
-        return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode)
-    except RuntimeError as error:
-        reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).split("\n", 1)[0])
-        raise DataError(f"is a damaged JPEG ({reason}); replace the file") from error
+        found = decode_jpeg(data, _colour_space(channels), buffer=pixels)
+        if found.shape != pixels.shape:
+            raise ValueError("it holds two frame headers")
+    except ValueError as error:
+        if any(warning in str(error) for warning in _HARMLESS):
+            # Pillow passes over warnings, but never over a file that ends too early.
+            return _decode_pillow(PillowImage.open(io.BytesIO(data), formats=("JPEG",)), channels)
+        reason = " ".join(str(error).split()).removeprefix("tjDecompressHeader3(): ")
+        raise DataError(
+            f"is a damaged or truncated JPEG ({reason}); replace the file", kind="undecodable"
+        ) from error
+    return _channels_first(pixels)
+
+
+def _colour_space(channels: int) -> str:
+    return "RGB" if channels == 3 else "GRAY"
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -142,7 +203,9 @@ def _decode_pillow(picture: PillowImage.Image, channels: int) -> torch.Tensor:
     except Exception as error:  # a parser fed with foreign bytes raises anything
         kind = picture.format or "image"
         reason = " ".join(str(error).split())
-        raise DataError(f"is a damaged or truncated {kind} ({reason}); replace the file") from error
+        raise DataError(
+            f"is a damaged or truncated {kind} ({reason}); replace the file", kind="undecodable"
+        ) from error
     return _channels_first(pixels)
 
 
@@ -194,12 +257,13 @@ def _from_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
-        raise DataError(f"has no pixels ({width}x{height}); replace it")
+        raise DataError(f"has no pixels ({width}x{height}); replace it", kind="undecodable")
     if width * height > MAX_PIXELS:
         raise _too_many_pixels(f"{width}x{height}")
 
 
 def _too_many_pixels(size: str) -> DataError:
     return DataError(
-        f"declares {size} pixels, over the limit of {MAX_PIXELS // 10**6} megapixels; shrink it"
+        f"declares {size} pixels, over the limit of {MAX_PIXELS // 10**6} megapixels; shrink it",
+        kind="too large",
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from plsc.data.block_order import BlockOrder, check_blocks
+from plsc.data.permutation import permutation
 from plsc.errors import DataError, OptionError, suggest
 
 LAST_BATCH_CHOICES = ("pad", "keep", "drop")
+ORDER_CHOICES = ("global", "block", "sequential")
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class BatchPlan:
     smaller (some ranks may then get none), ``drop`` leaves it out. Every rank has the same number of
     steps.
 
+    ``order``: ``global`` shuffles all samples, ``block`` as BlockOrder does, with ``block_samples`` and
+    ``pool_samples``, ``sequential`` leaves them as they are.
+
     Raises DataError if there is no sample, or if ``drop`` leaves no step.
     """
 
@@ -29,10 +36,9 @@ class BatchPlan:
     ranks: int
     seed: int
     last_batch: str = "pad"
-    shuffle: bool = True
-    _orders: dict[int, np.ndarray] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    order: str = "global"
+    block_samples: int = 1024
+    pool_samples: int = 65536
 
     def __post_init__(self) -> None:
         if self.global_batch < 1 or self.ranks < 1:
@@ -40,9 +46,14 @@ class BatchPlan:
                 "the global batch and the number of ranks must be at least 1, "
                 f"got {self.global_batch} and {self.ranks}"
             )
-        if self.last_batch not in LAST_BATCH_CHOICES:
-            known = suggest(self.last_batch, LAST_BATCH_CHOICES)
-            raise OptionError(f"unknown last_batch {self.last_batch!r}; {known}")
+        for what, value, choices in (
+            ("last_batch", self.last_batch, LAST_BATCH_CHOICES),
+            ("order", self.order, ORDER_CHOICES),
+        ):
+            if value not in choices:
+                raise OptionError(f"unknown {what} {value!r}; {suggest(value, choices)}")
+        if self.order == "block":
+            check_blocks(self.block_samples, self.pool_samples)
         if self.num_samples < 1:
             raise DataError("the dataset holds no samples; check the dataset folder")
         if self.steps_per_epoch == 0:
@@ -64,31 +75,35 @@ class BatchPlan:
         stop = start + self.global_batch
         if self.last_batch == "keep":
             stop = min(stop, self.num_samples)
-        return self._order(epoch)[np.arange(start, stop) % self.num_samples]
+        return self._samples_at(epoch, np.arange(start, stop) % self.num_samples)
 
     def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:
         """Return this rank's contiguous part of the global batch; sizes differ by at most one."""
         batch = self.global_indices(epoch, step)
         return batch[len(batch) * rank // self.ranks : len(batch) * (rank + 1) // self.ranks]
 
-    def _order(self, epoch: int) -> np.ndarray:
+    @property
+    def largest_batch(self) -> int:
+        """The most samples that a rank has in a step."""
+        return -(-self.global_batch // self.ranks)
+
+    def _samples_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        if self.order == "sequential":
+            return positions
+        if self.order == "block":
+            return self._blocks.samples_at(epoch, positions)
         if epoch not in self._orders:
             self._orders.clear()
-            self._orders[epoch] = self._new_order(epoch)
-        return self._orders[epoch]
+            self._orders[epoch] = permutation(self.num_samples, self.seed, epoch)
+        return self._orders[epoch][positions]
 
-    def _new_order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_samples, dtype=np.int64)
-        # Raw Philox output never changes between numpy versions; Generator.permutation may, and
-        # then a resumed run would see other batches.
-        key = np.array([self.seed % 2**64, epoch % 2**64], dtype=np.uint64)
-        draws = np.random.Philox(key=key).random_raw(self.num_samples)
-        # Each draw carries its index in its lowest bits: no ties, and a plain sort beats argsort.
-        index_bits = np.uint64(2 ** (self.num_samples - 1).bit_length() - 1)
-        draws = (draws & ~index_bits) | np.arange(self.num_samples, dtype=np.uint64)
-        draws.sort()
-        return (draws & index_bits).astype(np.int64)
+    @cached_property
+    def _orders(self) -> dict[int, np.ndarray]:
+        return {}
+
+    @cached_property
+    def _blocks(self) -> BlockOrder:
+        return BlockOrder(self.num_samples, self.seed, self.block_samples, self.pool_samples)
 
 
 def count_steps(num_samples: int, global_batch: int, last_batch: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from plsc.data.batch import Batch
 from plsc.data.decode import ImageShape
 from plsc.data.isolated import IsolatedRandom
 from plsc.data.order import LAST_BATCH_CHOICES, count_steps
+from plsc.data.processes import run_in_process
 from plsc.errors import DataError, OptionError, suggest
 from plsc.keys import hash_key
 
@@ -29,6 +30,13 @@ class ReaderLoader:
     (seed, epoch), alike on all ranks, whenever the generator runs, and put back afterwards. A resumed
     epoch is positioned by replaying it.
 
+    With ``shards_itself`` the reader is called as ``reader(rank, ranks)`` and yields this rank's samples
+    only, of which a step takes the rank's share of ``global_batch``. It is seeded alike on all ranks all
+    the same: so it may shuffle a list and take every ranks-th of it.
+
+    With ``ahead`` the generator runs in a forked process, a few batches ahead: a thread would share
+    the global generators with the training. What it changes in the script's variables stays there.
+
     float images are used as they are (normalised by the reader), uint8 images are normalised later.
     The last batch is padded with the first samples of the epoch (the first global batch is kept for
     that), kept smaller (b may be 0 on some ranks) or dropped, as in BatchPlan.
@@ -39,7 +47,7 @@ class ReaderLoader:
 
     def __init__(
         self,
-        reader: Callable[[], Iterator[Any]],
+        reader: Callable[..., Iterator[Any]],
         rank: int,
         ranks: int,
         image_shape: ImageShape,
@@ -50,6 +58,9 @@ class ReaderLoader:
         num_samples: int | None = None,
         last_batch: str = "pad",
         title: str = "train reader",
+        shards_itself: bool = False,
+        ahead: bool = False,
+        pin_memory: bool = False,
     ) -> None:
         if not callable(reader):
             raise DataError(
@@ -59,11 +70,19 @@ class ReaderLoader:
         if last_batch not in LAST_BATCH_CHOICES:
             known = suggest(last_batch, LAST_BATCH_CHOICES)
             raise OptionError(f"unknown last_batch {last_batch!r}; {known}")
+        if shards_itself and global_batch < ranks:
+            raise OptionError(
+                f"a reader that shards itself needs a sample a rank and step, but the global batch is "
+                f"{global_batch} on {ranks} ranks"
+            )
         if global_batch < 1 or not 0 <= rank < ranks:
             raise OptionError(f"bad global batch {global_batch}, or rank {rank} of {ranks}")
         self.reader = reader
         self.rank = rank
         self.ranks = ranks
+        self.shards_itself = shards_itself
+        self.ahead = ahead
+        self.pin_memory = pin_memory
         self.image_shape = tuple(image_shape)
         self.global_batch = global_batch
         self.seed = seed
@@ -79,8 +98,26 @@ class ReaderLoader:
         """From ``num_samples`` if it was given; else None until an epoch has run to its end."""
         return self._steps
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of the steps ``start_step``.. of an epoch."""
+        batches = self._run(epoch, start_step)
+        if self.ahead:
+            batches = run_in_process(lambda: self._run(epoch, start_step), self.pin_memory)
+        steps = start_step
+        for batch in batches:
+            steps += 1
+            yield batch
+        # One that shards itself may end on another rank first: how long an epoch is, only all together know.
+        if self._steps is None and not self.shards_itself:
+            self._steps = steps
+
+    def describe(self) -> str:
+        """Return a line for the user: where the reader runs."""
+        if self.ahead:
+            return "data: the reader runs ahead in a process of its own (set_num_workers(0): in this one)"
+        return "data: the reader runs between the steps (num_workers 0)"
+
+    def _run(self, epoch: int, start_step: int) -> Iterator[Batch]:
         randomness = IsolatedRandom(hash_key(self.seed, epoch))
         with randomness.active():
             samples = self._open()
@@ -91,7 +128,7 @@ class ReaderLoader:
                 samples.close()
 
     def _open(self) -> Iterator[Any]:
-        samples = self.reader()
+        samples = self.reader(self.rank, self.ranks) if self.shards_itself else self.reader()
         if not hasattr(samples, "__iter__"):
             raise DataError(
                 f"the {self.title} must return a generator of (image, label), it returned "
@@ -103,22 +140,21 @@ class ReaderLoader:
         self, samples: Iterator[Any], randomness: IsolatedRandom, epoch: int, start_step: int
     ) -> Iterator[Batch]:
         first: dict[int, Sample] = {}  # the first global batch whole: padding comes from it
-        step, size = 0, self.global_batch
-        while size == self.global_batch:
+        step, whole = 0, self._samples_a_step
+        size = whole
+        while size == whole:
             keep_all = step == 0 and self.last_batch == "pad"
-            slots = (
-                range(0) if step < start_step else range(self.rank, self.global_batch, self.ranks)
-            )
+            slots = range(0) if step < start_step else self._slots()
             kept: dict[int, Sample] = {}
             with randomness.active():
-                for size in range(self.global_batch + 1):
-                    if size == self.global_batch:
+                for size in range(whole + 1):
+                    if size == whole:
                         break
                     item = next(samples, _END)
                     if item is _END:
                         break
                     if keep_all or size in slots:
-                        kept[size] = self._check(item, step * self.global_batch + size, epoch)
+                        kept[size] = self._check(item, step * whole + size, epoch)
             if step == 0 and size == 0:
                 raise DataError(
                     f"the {self.title} yielded no sample in epoch {epoch}; it must return a fresh "
@@ -126,11 +162,11 @@ class ReaderLoader:
                 )
             if keep_all:
                 first = kept
-            if size == 0 or (size < self.global_batch and self.last_batch == "drop"):
+            if size == 0 or (size < whole and self.last_batch == "drop"):
                 break
             if self.last_batch == "pad":
                 # the same samples as in BatchPlan: the order starts again
-                kept |= {s: first[(s - size) % len(first)] for s in range(size, self.global_batch)}
+                kept |= {s: first[(s - size) % len(first)] for s in range(size, whole)}
             if step >= start_step:
                 yield self._collate([kept[slot] for slot in slots if slot in kept], epoch, step)
             step += 1
@@ -147,8 +183,20 @@ class ReaderLoader:
                 f"epoch {epoch} of the {self.title} ended after {steps} steps, before step "
                 f"{start_step} where the run goes on; the reader must give what it gave before"
             )
-        if self._steps is None:
-            self._steps = steps
+
+    @property
+    def _samples_a_step(self) -> int:
+        """How many samples of the generator a step takes."""
+        if not self.shards_itself:
+            return self.global_batch
+        first, stop = (self.global_batch * (self.rank + more) // self.ranks for more in (0, 1))
+        return stop - first
+
+    def _slots(self) -> range:
+        """Which of these samples are this rank's."""
+        if self.shards_itself:
+            return range(self._samples_a_step)
+        return range(self.rank, self.global_batch, self.ranks)
 
     def _check(self, item: Any, ordinal: int, epoch: int) -> Sample:
         name = f"sample {ordinal} of epoch {epoch} of the {self.title}"
@@ -170,7 +218,7 @@ class ReaderLoader:
             raise DataError(f"{name}: expected float32 or uint8 pixels, got {image.dtype}")
         tensor = tensor.float()
         if not bool(torch.isfinite(tensor).all()):
-            raise DataError(f"{name}: the image holds NaN or infinite values")
+            raise DataError(f"{name}: the image holds NaN or infinite values", kind="not finite")
         return tensor
 
     def _label(self, label: Any, name: str) -> int:
@@ -183,7 +231,8 @@ class ReaderLoader:
         if number < 0 or (self.class_num is not None and number >= self.class_num):
             upper = "" if self.class_num is None else self.class_num - 1
             raise DataError(
-                f"{name}: label {number} is outside 0..{upper}; fix it or set_class_num"
+                f"{name}: label {number} is outside 0..{upper}; fix it or set_class_num",
+                kind="label",
             )
         return number
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from plsc.data.batch import to_input
-from plsc.data.decode import decode_image
+from plsc.data.decode import decode_into
+from plsc.data.ring import BufferRing
+from plsc.data.threads import Stopped, in_order
 from plsc.errors import DataError, DistributedError, OptionError
 from plsc.parallel.shard import class_range
 
@@ -29,6 +32,7 @@ def embed_images(
     flip: bool = True,
     world: World | None = None,
     name: str = "the images",
+    num_threads: int = 0,
 ) -> np.ndarray:
     """Return the embedding of each image, float32 [N, D], not normalised.
 
@@ -45,6 +49,7 @@ def embed_images(
         flip: add the embedding of the mirror image.
         world: the ranks that share the work; None for this process alone.
         name: what the errors call the images, ``image 17 of <name>``; they count from 0.
+        num_threads: threads that read and decode images ahead; 0 does it between the batches.
 
     Raises:
         DataError: an image cannot be decoded, or its embedding is not finite; on every rank.
@@ -60,16 +65,18 @@ def embed_images(
 
     def embed_range() -> np.ndarray:
         parts = []
-        for first in range(start, stop, batch_size):
-            batch = range(first, min(first + batch_size, stop))
-            input = to_input(_decode(images, batch, image_shape, name), device)
-            parts.append(_embed(model, input, flip))
-            finite = np.isfinite(parts[-1]).all(axis=1)
-            if not finite.all():
-                raise DataError(
-                    f"the embedding of image {batch[int(np.argmin(finite))]} of {name} is not "
-                    "finite; the network has diverged or its weights are damaged"
-                )
+        batches = [
+            range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)
+        ]
+        with closing(_decode_ahead(images, batches, image_shape, name, num_threads)) as decoded:
+            for batch, pixels in zip(batches, decoded, strict=True):
+                parts.append(_embed(model, to_input(pixels, device), flip))
+                finite = np.isfinite(parts[-1]).all(axis=1)
+                if not finite.all():
+                    raise DataError(
+                        f"the embedding of image {batch[int(np.argmin(finite))]} of {name} is not "
+                        "finite; the network has diverged or its weights are damaged"
+                    )
         return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
 
     with _evaluation_mode(model), torch.inference_mode():
@@ -78,16 +85,33 @@ def embed_images(
         return _share(world, embed_range)
 
 
-def _decode(
-    images: Sequence[bytes], batch: range, image_shape: tuple[int, int, int], name: str
-) -> torch.Tensor:
-    decoded = []
-    for index in batch:
-        try:
-            decoded.append(decode_image(images[index], image_shape))
-        except DataError as error:
-            raise DataError(f"image {index} of {name}: {error}") from error
-    return torch.stack(decoded)
+def _decode_ahead(
+    images: Sequence[bytes],
+    batches: Sequence[range],
+    image_shape: tuple[int, int, int],
+    name: str,
+    num_threads: int,
+) -> Generator[torch.Tensor, None, None]:
+    """Yield the images of each batch, [b, C, H, W], uint8 or float32."""
+    ring = BufferRing(max(map(len, batches), default=0), image_shape)
+
+    def decode(batch: range, stopped: Callable[[], bool]) -> torch.Tensor:
+        slots, pixels = ring.take(len(batch))
+        floats = []
+        for index, out in zip(batch, slots, strict=True):
+            if stopped():
+                raise Stopped
+            try:
+                image = decode_into(images[index], out)
+            except DataError as error:
+                raise error.at(f"image {index} of {name}") from error
+            if image is not None:
+                floats.append(image)
+        if floats and len(floats) < len(batch):
+            raise DataError(f"{name}: some images are of floats, others are not; make them one")
+        return torch.stack(floats) if floats else pixels
+
+    return in_order(decode, batches, num_threads)
 
 
 def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:

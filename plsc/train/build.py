@@ -7,17 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.data.loader import SourceLoader
-from plsc.data.order import BatchPlan
-from plsc.data.reader import ReaderLoader
-from plsc.data.sources import ImageFolderSource, check_labels, open_source
-from plsc.data.sources.base import Source
-from plsc.data.sources.torch_dataset import TorchDatasetSource
+from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer, ShardedHead
 from plsc.models import BaseModel, build_model, check_model
@@ -27,9 +21,8 @@ from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
 from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
+from plsc.train.feed import Loader, build_feed
 from plsc.train.state import Best, Position
-
-Loader = SourceLoader | ReaderLoader
 
 
 @dataclass
@@ -40,6 +33,7 @@ class UserParts:
     train_reader: Any = None
     test_reader: TestReader | None = None
     predict_reader: Any = None
+    train_transform: Transform | None = None
 
 
 @dataclass
@@ -84,7 +78,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     network = build_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
-    feed = _build_feed(options, world, user.train_reader, global_batch)
+    feed = build_feed(options, world, user.train_reader, user.train_transform, global_batch)
     head = build_head_of(options, feed.class_num, world)
     rows = build_row_optimizer(options, head) if isinstance(head, ShardedHead) else None
     groups = [{"params": [p for p in network.parameters() if p.requires_grad]}]
@@ -153,97 +147,6 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     if options.model.sync_batch_norm:
         synchronise_batch_norm(model, world.backbone_group)
     return model
-
-
-def is_generator_reader(reader: Any) -> bool:
-    """Whether this is a function that returns a generator, and not an indexed dataset."""
-    return callable(reader) and not hasattr(reader, "__getitem__")
-
-
-def open_training_source(options: Options, reader: Any) -> Source:
-    """Return the source of a dataset object, or of the dataset folder when there is none."""
-    if reader is not None:
-        if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
-            raise OptionError(
-                f"the reader is a {type(reader).__name__}; expected a function that returns a "
-                "generator, or a map-style torch Dataset"
-            )
-        return TorchDatasetSource(reader)
-    return open_source(Path(options.data.dataset_dir))
-
-
-@dataclass
-class _Feed:
-    """The loader, the number of samples if it is known, of classes, and what is odd about them."""
-
-    loader: Loader
-    num_samples: int | None
-    class_num: int
-    notes: str = ""
-
-
-def _build_feed(options: Options, world: World, reader: Any, global_batch: int) -> _Feed:
-    data, seed = options.data, options.train.seed
-    if reader is not None and is_generator_reader(reader):
-        if options.head.class_num is None:
-            raise OptionError("a generator reader cannot tell its classes; call set_class_num")
-        loader = ReaderLoader(
-            reader,
-            global_batch=global_batch,
-            rank=world.rank,
-            ranks=world.size,
-            image_shape=options.model.image_shape,
-            class_num=options.head.class_num,
-            seed=seed,
-            last_batch=data.last_batch,
-            num_samples=data.train_image_num,
-        )
-        return _Feed(loader, data.train_image_num, options.head.class_num)
-    source = open_training_source(options, reader)
-    save_dir = Path(options.checkpoint.save_dir).resolve()
-    if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
-        raise OptionError(
-            f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {data.dataset_dir}, where "
-            "every folder is a class; choose another"
-        )
-    if data.train_image_num not in (None, len(source)):
-        raise OptionError(
-            f"data.train_image_num is {data.train_image_num}, but the dataset has {len(source)} "
-            "images; leave it out, or mend the dataset"
-        )
-    class_num = options.head.class_num or int(source.labels().max()) + 1
-    if class_num < 2:
-        raise OptionError(
-            f"all {len(source)} images are of one class; a classifier needs two or more: is "
-            f"{options.data.dataset_dir} the right folder, not one above it?"
-        )
-    check_labels(source, class_num)
-    plan = BatchPlan(len(source), global_batch, world.size, seed, data.last_batch)
-    source_loader = SourceLoader(
-        source,
-        plan,
-        world.rank,
-        options.model.image_shape,
-        seed=seed,
-        flip=data.flip,
-        num_workers=data.num_workers,
-        on_bad_image=data.bad_images,
-        pin_memory=world.device.type == "cuda",
-    )
-    return _Feed(source_loader, len(source), class_num, _note_empty_classes(source, class_num))
-
-
-def _note_empty_classes(source: Source, class_num: int) -> str:
-    """Return a line about classes without an image, or nothing: labels that count from 1, perhaps."""
-    has_image = np.zeros(class_num, dtype=bool)
-    has_image[source.labels()] = True
-    empty = np.flatnonzero(~has_image)
-    if not len(empty):
-        return ""
-    return (
-        f"note: {len(empty)} of {class_num} classes have no image, the first is {empty[0]}; labels "
-        "count from 0"
-    )
 
 
 def _build_schedule(

@@ -51,6 +51,7 @@ def load_targets(options: Options, test_reader: TestReader | None = None) -> lis
             for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
         ]
     else:
+        folder = folder.parent if folder.is_file() else folder  # beside a train.rec, say
         if names is None:
             names = _DEFAULT_TARGET if (folder / f"{_DEFAULT_TARGET}.bin").exists() else ""
         targets = []
@@ -83,6 +84,7 @@ def evaluate_targets(
             flip=options.data.flip,
             world=world,
             name=target.name,
+            num_threads=options.data.num_workers,
         )
         # Every rank has all embeddings; one judges them, so that all report the same bits.
         result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None

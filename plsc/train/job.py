@@ -13,21 +13,16 @@ import numpy as np
 from plsc.checkpoint import Manifest, load_weights
 from plsc.config import Options
 from plsc.data.sources.base import FileSource, Source
+from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.build import (
-    Run,
-    UserParts,
-    build_network,
-    build_run,
-    is_generator_reader,
-    open_training_source,
-)
+from plsc.train.build import Run, UserParts, build_network, build_run
 from plsc.train.checkpointing import adopt_options, open_checkpoint, prepare_save_dir, restore
 from plsc.train.evaluation import evaluate_targets, load_targets
+from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.result import TrainResult
@@ -95,7 +90,9 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     if reader is not None and is_generator_reader(reader):
         return _predict_stream(network, reader, options, world)
     source = open_training_source(options, reader)
-    embeddings = _embed(network, _Images(source), options, world, options.data.dataset_dir)
+    # A Dataset of the user's own may not be made for several threads.
+    threads = 0 if isinstance(source, TorchDatasetSource) else options.data.num_workers
+    embeddings = _embed(network, _Images(source), options, world, options.data.dataset_dir, threads)
     where = source.path if isinstance(source, FileSource) else source.name
     names = [str(where(index)) for index in range(len(source))]
     return Prediction(embeddings, names, source.labels())
@@ -146,7 +143,7 @@ class _Images:
 
 
 def _embed(
-    network: BaseModel, images: Any, options: Options, world: World, name: str
+    network: BaseModel, images: Any, options: Options, world: World, name: str, threads: int
 ) -> np.ndarray:
     channels, height, width = options.model.image_shape
     return embed_images(
@@ -158,6 +155,7 @@ def _embed(
         flip=False,
         world=world,
         name=name,
+        num_threads=threads,
     )
 
 
@@ -168,7 +166,7 @@ def _predict_stream(network: BaseModel, reader: Any, options: Options, world: Wo
     samples = _images_and_labels(reader())
     while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
         images = [image for image, _ in chunk]
-        parts.append(_embed(network, images, options, world, "the predict reader"))
+        parts.append(_embed(network, images, options, world, "the predict reader", 0))
         labels.extend(label for _, label in chunk)
     if not parts:
         raise DataError("the predict reader yielded no image")

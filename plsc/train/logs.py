@@ -55,7 +55,7 @@ class RunLog:
 
     def problem(self, text: str) -> None:
         """Print what this rank, whichever it is, met and passed over."""
-        tqdm.write(f"plsc: skipped: {text}", file=sys.stderr)
+        tqdm.write(f"plsc: {text}", file=sys.stderr)
 
     def advance(self) -> None:
         """One step is made."""

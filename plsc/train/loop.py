@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from plsc.data.batch import Batch, to_input
+from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.keys import hash_key
 from plsc.models.sync_batch_norm import equalise_buffers
 from plsc.parallel.gradients import without_sum
 from plsc.parallel.signals import StopSignal
+from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.checkpointing import save
 from plsc.train.clipping import clip_gradients
@@ -34,6 +35,9 @@ class Trainer:
         self._log = log
         self._options = run.options.train
         self._position = run.position
+        self._bad_samples = BadSampleReport(
+            run.world, run.save_dir, log, run.options.data.bad_images
+        )
         load_dir = run.options.checkpoint.load_dir
         self._result = TrainResult(
             run.position.step,
@@ -63,33 +67,33 @@ class Trainer:
         run.network.train()
         first_step = position.step
         window, epoch = Meter(), Meter()
-        batches = iter(run.loader.epoch(position.epoch, position.step_in_epoch))
-        while not self._made_all_steps():
-            window.start_step()
-            batch = next(batches, None)
-            window.batch_arrived()
-            # One small collective a step: was anybody told to stop, has anybody's reader ended?
-            signal_number, ended = run.world.agree_max(stop.number, int(batch is None))
-            if signal_number:
-                if position.step_in_epoch:  # else the end of the epoch before was saved already
-                    self._result.checkpoint = self._save()
-                raise interrupted(signal_number, position.step, self._result.checkpoint)
-            if ended or batch is None:
-                position.next_epoch()
-                break
-            is_logged = self._is_logged()
-            output, loss = self._train_step(batch, is_logged)
-            for problem in batch.problems:
-                self._log.problem(problem)
-            position.advance()
-            window.end_step(output.batch, batch.skipped, loss)
-            epoch.end_step(output.batch, batch.skipped, loss)
-            self._log.advance()
-            if is_logged:
-                self._write_metrics(output, loss, window)
-            if self._is_tested():
-                self._evaluate()
-                run.network.train()
+        with closing(run.loader.epoch(position.epoch, position.step_in_epoch)) as batches:
+            while not self._made_all_steps():
+                window.start_step()
+                batch = next(batches, None)
+                window.batch_arrived()
+                # One small collective a step: was anybody told to stop, has anybody's reader ended?
+                signal_number, ended = run.world.agree_max(stop.number, int(batch is None))
+                if signal_number:
+                    if position.step_in_epoch:  # else the end of the epoch before was saved already
+                        self._result.checkpoint = self._save()
+                    raise interrupted(signal_number, position.step, self._result.checkpoint)
+                if ended or batch is None:
+                    position.next_epoch()
+                    break
+                is_logged = self._is_logged()
+                output, loss = self._train_step(batch, is_logged)
+                self._bad_samples.note(batch.problems)
+                position.advance()
+                window.end_step(output.batch, batch.skipped, loss)
+                epoch.end_step(output.batch, batch.skipped, loss)
+                del batch  # its memory is used again for the next one
+                self._log.advance()
+                if is_logged:
+                    self._write_metrics(output, loss, window)
+                if self._is_tested():
+                    self._evaluate()
+                    run.network.train()
         if position.step_in_epoch == run.loader.steps_per_epoch:
             position.next_epoch()  # the run's last step was the epoch's last, too
         return float(epoch.report()["mean_loss"]) if position.step > first_step else None
@@ -117,7 +121,7 @@ class Trainer:
     def _forward_backward(self, batch: Batch, rate: float, is_logged: bool) -> HeadOutput:
         """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another."""
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
-        images = to_input(batch.images, device).tensor_split(parts)
+        images = batch.input(device).tensor_split(parts)
         labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
         outputs: list[HeadOutput] = []
@@ -135,7 +139,7 @@ class Trainer:
                 loss = float(output.mean_loss)
                 if not math.isfinite(loss):
                     stop_at_bad_loss(
-                        run.world, run.save_dir, self._position, loss, rate, batch.names
+                        run.world, run.save_dir, self._position, loss, rate, list(batch.names)
                     )
                 share = output.batch / total if total else 1.0
                 (output.loss if parts == 1 else output.loss * share).backward()
@@ -148,6 +152,7 @@ class Trainer:
         checkpoint = self._save(loss)
         self._log.plot()
         self._log.say(f"saved {checkpoint}")
+        self._bad_samples.say()
 
     def _write_metrics(self, output: HeadOutput, loss: float, window: Meter) -> None:
         report = window.report()
@@ -160,6 +165,7 @@ class Trainer:
             "mean_cosine": None if output.mean_cosine is None else float(output.mean_cosine),
             **report,
             "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
+            "bad_samples": self._bad_samples.gather(),
         }
         self._result.metrics = metrics
         self._log.step(metrics, self._run.total_steps)
@@ -182,6 +188,7 @@ class Trainer:
     def _save(self, loss: float | None = None) -> Path:
         """Save at a step boundary; `loss` is that of the epoch, None when it was cut short."""
         position, best = self._position, self._run.best
+        self._bad_samples.gather()
         name = str(
             position.epoch - 1
         )  # of the epoch that ended, counted from 0, as in the original

@@ -5,13 +5,25 @@ import random
 import numpy as np
 import pytest
 import torch
+from conftest import smooth_picture
 
-from plsc.data.augment import apply_transform, augment
+from plsc.data.augment import Augmentation, Draws, Operation, augment, is_mirrored
 from plsc.data.isolated import IsolatedRandom
+from plsc.data.transform import apply_transform, takes_image_by_name
 from plsc.errors import DataError
 from plsc.keys import splitmix64, uniform
 
-IMAGE = torch.arange(2 * 3 * 4, dtype=torch.uint8).reshape(2, 3, 4)
+IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
+PICTURE = np.array(smooth_picture(3, 40, 36))
+EVERYTHING = Augmentation(
+    flip=True, crop_padding=3, low_resolution=0.5, colour=(0.4, 0.3, 0.5), erase=0.5
+)
+
+
+def augmented(image: np.ndarray, augmentation: Augmentation, sample: int, epoch: int = 0):
+    pixels = image.copy()
+    augment(pixels, augmentation, Draws(0, epoch, sample))
+    return pixels
 
 
 def draws() -> tuple[float, float, float]:
@@ -25,29 +37,110 @@ def test_splitmix64_gives_the_published_sequence():
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
+def test_the_draws_of_a_seed_are_fixed_for_ever():
+    assert Draws(7, 2, 9).uniform(Operation.FLIP) == uniform(7, 2, 9, Operation.FLIP)
+    assert Draws(7, 2, 9).uniform(Operation.CROP, 1) == uniform(7, 2, 9, Operation.CROP, 1)
+
+
 def test_about_half_of_the_images_are_flipped_and_each_epoch_others():
-    flips = np.array([[uniform(1, epoch, i, 1) < 0.5 for i in range(4000)] for epoch in (0, 1)])
+    flips = np.array([[is_mirrored(Draws(1, e, i)) for i in range(4000)] for e in (0, 1)])
     assert abs(flips.mean() - 0.5) < 0.03
     assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.05
 
 
-def test_a_flip_mirrors_the_columns_and_depends_on_its_arguments_alone():
-    results = [augment(IMAGE, seed=0, epoch=0, sample=i, flip=True) for i in range(40)]
-    random.random()
-    again = [augment(IMAGE, seed=0, epoch=0, sample=i, flip=True) for i in range(40)]
-    mirrored = [torch.equal(result, IMAGE.flip(-1)) for result in results]
-    assert 0 < sum(mirrored) < 40
+def test_with_everything_off_the_image_is_untouched():
     assert all(
-        torch.equal(result, IMAGE) != is_mirrored
-        for result, is_mirrored in zip(results, mirrored, strict=True)
+        np.array_equal(augmented(IMAGE, Augmentation(flip=False), i), IMAGE) for i in range(9)
     )
-    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
 
 
-def test_without_flip_the_image_is_untouched():
-    assert all(
-        torch.equal(augment(IMAGE, seed=0, epoch=0, sample=i, flip=False), IMAGE) for i in range(9)
-    )
+def test_everything_together_is_a_function_of_sample_and_epoch():
+    first = [augmented(PICTURE, EVERYTHING, i) for i in range(12)]
+    random.random(), np.random.rand()
+    again = [augmented(PICTURE, EVERYTHING, i) for i in range(12)]
+    later = [augmented(PICTURE, EVERYTHING, i, epoch=1) for i in range(12)]
+    assert np.array_equal(first, again)
+    assert sum(np.array_equal(a, b) for a, b in zip(first, later, strict=True)) <= 1
+    assert first[0].shape == PICTURE.shape
+    assert first[0].dtype == np.uint8
+
+
+def test_a_crop_shifts_by_at_most_the_padding_and_fills_with_black():
+    shifts = set()
+    for sample in range(200):
+        result = augmented(IMAGE + 1, Augmentation(flip=False, crop_padding=2), sample)
+        padded = np.pad(IMAGE + 1, ((2, 2), (2, 2), (0, 0)))
+        found = [
+            (row, column)
+            for row in range(5)
+            for column in range(5)
+            if np.array_equal(padded[row : row + 4, column : column + 5], result)
+        ]
+        assert len(found) == 1
+        shifts.update(found)
+    assert len(shifts) == 25
+
+
+def test_a_crop_beyond_the_image_is_black():
+    results = [augmented(IMAGE + 1, Augmentation(False, crop_padding=50), i) for i in range(20)]
+    assert any(not result.any() for result in results)
+
+
+def test_erasing_turns_one_rectangle_grey_in_the_asked_share():
+    augmentation = Augmentation(flip=False, erase=0.3)
+    changed = 0
+    for sample in range(400):
+        result = augmented(PICTURE * 0 + 9, augmentation, sample)
+        grey = (result == 127).all(axis=2)
+        if not grey.any():
+            continue
+        changed += 1
+        rows, columns = np.flatnonzero(grey.any(axis=1)), np.flatnonzero(grey.any(axis=0))
+        assert grey[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].all()
+        assert grey.sum() == (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
+        assert 0.01 < grey.mean() < 0.25
+    assert abs(changed / 400 - 0.3) < 0.1
+
+
+def test_low_resolution_takes_away_detail_and_keeps_the_mean():
+    checks = ((np.indices((40, 36)).sum(axis=0) % 2) * 200).astype(np.uint8)
+    checks = np.repeat(checks[:, :, None], 3, axis=2)
+    results = [augmented(checks, Augmentation(False, low_resolution=1.0), i) for i in range(9)]
+    assert all(result.std() < 0.9 * checks.std() for result in results)
+    assert all(abs(result.mean() - checks.mean()) < 5 for result in results)
+
+
+def test_colours_change_within_their_strengths():
+    flat = np.full((8, 8, 3), 100, dtype=np.uint8)
+    values = [
+        augmented(flat, Augmentation(False, colour=(0.2, 0, 0)), i)[0, 0, 0] for i in range(99)
+    ]
+    assert 80 <= min(values) < 90
+    assert 110 < max(values) <= 120
+    grey = [augmented(PICTURE, Augmentation(False, colour=(0, 0, 1.0)), i) for i in range(50)]
+    spread = [float(np.ptp(image.astype(int), axis=2).mean()) for image in grey]
+    assert min(spread) < 0.3 * max(spread)
+
+
+def test_gray_images_are_augmented_too():
+    gray = PICTURE[:, :, :1].copy()
+    result = augmented(gray, EVERYTHING, 3)
+    assert result.shape == gray.shape
+    assert not np.array_equal(result, gray)
+
+
+def test_floats_are_cropped_and_erased_but_not_coloured():
+    floats = ((PICTURE - 127.5) / 128).astype(np.float32)
+    cut = Augmentation(True, crop_padding=3, erase=1.0)
+    result = augmented(floats, cut, 1)
+    expected = (augmented(PICTURE, cut, 1) - 127.5) / 128
+    assert np.abs(result - expected).max() < 0.01
+    with pytest.raises(DataError, match="need uint8"):
+        augmented(floats, EVERYTHING, 1)
+
+
+def transformed(transform, sample: int = 3) -> torch.Tensor:
+    return apply_transform(transform, IMAGE, seed=1, epoch=2, sample=sample)
 
 
 def test_a_transform_draws_by_sample_and_leaves_the_global_generators_alone():
@@ -57,12 +150,66 @@ def test_a_transform_draws_by_sample_and_leaves_the_global_generators_alone():
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = draws()
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    first = apply_transform(noise, IMAGE, seed=1, epoch=2, sample=3)
+    first = transformed(noise)
     assert draws() == expected
-    again = apply_transform(noise, IMAGE, seed=1, epoch=2, sample=3)
-    other = apply_transform(noise, IMAGE, seed=1, epoch=2, sample=4)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert torch.equal(first, transformed(noise))
+    assert not torch.equal(first, transformed(noise, sample=4))
+
+
+def test_a_transform_gets_the_image_and_cannot_change_the_original():
+    def blacken(image: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(image, torch.from_numpy(IMAGE).permute(2, 0, 1))
+        return image.zero_()
+
+    before = IMAGE.copy()
+    assert not transformed(blacken).any()
+    assert np.array_equal(IMAGE, before)
+
+
+class Compose:
+    """As albumentations 2 has it: called by name, with a generator of its own."""
+
+    def __call__(self, *, image: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
+        noise = self.generator.integers(0, 2, image.shape, dtype=np.uint8)
+        return {"image": image[:, ::-1] + noise}
+
+    def set_random_seed(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+
+
+def test_a_transform_as_albumentations_is_called_by_name_with_arrays_and_seeded():
+    first = transformed(Compose())
+    assert torch.equal(first, transformed(Compose()))
+    assert not torch.equal(first, transformed(Compose(), sample=4))
+    mirrored = torch.from_numpy(IMAGE[:, ::-1].copy()).permute(2, 0, 1)
+    assert (first - mirrored).max() == 1
+
+
+def test_who_is_called_by_name():
+    from torchvision.transforms import v2
+
+    pretended = type("Blur", (), {"__module__": "albumentations.core", "__call__": lambda s, *a: 0})
+    assert takes_image_by_name(pretended())
+    assert takes_image_by_name(Compose())
+    assert takes_image_by_name(lambda **data: data)
+    assert not takes_image_by_name(lambda image: image)
+    assert not takes_image_by_name(v2.Compose([v2.RandomHorizontalFlip()]))
+
+
+def test_torchvision_s_transforms_work_and_are_seeded():
+    from torchvision.transforms import v2
+
+    transform = v2.Compose(
+        [v2.RandomHorizontalFlip(), v2.ColorJitter(0.4), v2.ToDtype(torch.float32, scale=True)]
+    )
+    first = transformed(transform)
+    assert first.dtype == torch.float32
+    assert type(first) is torch.Tensor
+    assert torch.equal(first, transformed(transform))
+
+
+def fail(image: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such\ncolour")
 
 
 @pytest.mark.parametrize(
@@ -72,11 +219,14 @@ def test_a_transform_draws_by_sample_and_leaves_the_global_generators_alone():
         (lambda image: image[:, 1:], "keep the shape"),
         (lambda image: image.int(), "int32"),
         (lambda image: image.float() / 0, "NaN or infinite"),
+        (lambda *, image: image, "must return a dict"),
+        (fail, r"raised ValueError: no such colour \(.*test_augment.py:\d+\)"),
     ],
 )
 def test_a_transform_that_gives_something_else_is_refused(transform, message):
-    with pytest.raises(DataError, match=message):
-        apply_transform(transform, IMAGE, seed=0, epoch=0, sample=0)
+    with pytest.raises(DataError, match=message) as caught:
+        transformed(transform)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_isolated_stream_continues_where_it_stopped_also_after_an_error():

@@ -8,7 +8,7 @@ import torch
 from conftest import encode, smooth_picture
 from PIL import Image
 
-from plsc.data.decode import decode_image, jpeg_size
+from plsc.data.decode import decode_image, decode_into, jpeg_size
 from plsc.errors import DataError
 
 SHAPE = (3, 24, 20)
@@ -179,3 +179,89 @@ def test_a_damaged_jpeg_never_crashes(seed):
 def test_an_image_of_another_form_is_refused_with_what_came(data, message):
     with pytest.raises(DataError, match=message):
         decode_image(data, SHAPE)
+
+
+def decoded_into(data, shape=SHAPE) -> torch.Tensor:
+    """What decode_into leaves in a slot of a batch, beyond which it must not write."""
+    channels, height, width = shape
+    batch = np.full((3, height, width, channels), 7, dtype=np.uint8)
+    floats = decode_into(data, batch[1])
+    assert (batch[0] == 7).all()
+    assert (batch[2] == 7).all()
+    return torch.from_numpy(batch[1].transpose(2, 0, 1).copy()) if floats is None else floats
+
+
+@pytest.mark.parametrize("size", [(24, 20), (48, 40), (9, 11), (24, 21)])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_decoding_into_a_batch_gives_the_same_pixels(size, mode, channels):
+    data = encode(smooth_picture(3, *size).convert(mode), "JPEG", quality=90)
+    shape = (channels, 24, 20)
+    assert torch.equal(decoded_into(data, shape), decode_image(data, shape))
+
+
+def test_all_kinds_of_images_can_be_decoded_into_a_batch():
+    picture = smooth_picture(4)
+    expected = channels_first(picture)
+    for data in (picture, np.array(picture), expected, encode(picture, "PNG")):
+        assert torch.equal(decoded_into(data), expected)
+    floats = torch.randn(SHAPE)
+    assert torch.equal(decoded_into(floats), floats)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_bad_file_is_refused_alike_when_decoded_into_a_batch(kind, hostile_images):
+    with pytest.raises(DataError) as whole:
+        decode_image(hostile_images[kind], SHAPE)
+    with pytest.raises(DataError) as into:
+        decoded_into(hostile_images[kind])
+    assert str(into.value) == str(whole.value)
+    assert into.value.kind == whole.value.kind
+    assert whole.value.kind in ("undecodable", "empty", "too large")
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_damaged_jpeg_never_writes_outside_its_place(progressive):
+    generator = np.random.default_rng(5)
+    good = encode(smooth_picture(5), "JPEG", progressive=progressive)
+    for turn in range(600):
+        data = bytearray(good)
+        for position in generator.integers(2, len(data), 1 + turn % 5):
+            data[position] = generator.integers(256)
+        if turn % 3 == 0:
+            del data[generator.integers(2, len(data)) :]
+        try:
+            assert decoded_into(bytes(data)).shape == SHAPE
+        except DataError:
+            continue
+
+
+def test_a_jpeg_cut_anywhere_is_refused():
+    good = encode(smooth_picture(6), "JPEG")
+    for length in range(2, len(good)):
+        with pytest.raises(DataError):
+            decoded_into(good[:length])
+
+
+def test_a_jpeg_with_damaged_data_is_refused_and_not_passed_with_wrong_pixels():
+    data = bytearray(encode(smooth_picture(6, 240, 200), "JPEG"))
+    middle = len(data) // 2
+    data[middle : middle + 2] = b"\xff\xd9"  # an end where there is none
+    with pytest.raises(DataError, match="damaged"):
+        decoded_into(bytes(data))
+
+
+def test_what_libjpeg_only_wonders_about_is_decoded():
+    good = encode(smooth_picture(6), "JPEG")
+    odd = bytearray(good)
+    odd[11] = 9  # JFIF 9.1
+    for decode in (decoded_into, lambda data: decode_image(data, SHAPE)):
+        assert torch.equal(decode(bytes(odd)), decode_image(good, SHAPE))
+
+
+def test_a_jpeg_of_thousands_of_scans_is_refused():
+    good = encode(smooth_picture(6), "JPEG", progressive=True)
+    scan = good[good.rindex(b"\xff\xda") : -2]
+    bomb = good[:-2] + scan * (3000 + 20_000 // len(scan)) + b"\xff\xd9"
+    with pytest.raises(DataError, match="over 200 scans"):
+        decoded_into(bomb)

@@ -1,19 +1,25 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from plsc.data.augment import Augmentation
 from plsc.data.decode import decode_image
 from plsc.data.loader import Batch, SourceLoader, to_input
 from plsc.data.order import BatchPlan
+from plsc.data.samples import Recipe
 from plsc.data.sources import TorchDatasetSource, open_source
+from plsc.data.threads import THREAD_NAME
 from plsc.errors import DataError, OptionError
 
 SHAPE = (3, 24, 20)
@@ -21,19 +27,26 @@ SHAPE = (3, 24, 20)
 
 def loader(source, batch=4, rank=0, ranks=1, last_batch="keep", **options) -> SourceLoader:
     plan = BatchPlan(len(source), batch, ranks, 11, last_batch)
-    return SourceLoader(source, plan, rank, SHAPE, **{"seed": 11, **options})
+    running = {name: options.pop(name) for name in ("kind", "num_workers") if name in options}
+    return SourceLoader(source, plan, rank, Recipe(SHAPE, 11, **options), **running)
+
+
+PLAIN = Augmentation(flip=False)
+RUNNING = [("threads", 0), ("threads", 1), ("threads", 3), ("processes", 2)]
 
 
 def same(left: list[Batch], right: list[Batch]) -> bool:
     return len(left) == len(right) and all(
-        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) and a.names == b.names
+        torch.equal(a.final_images(), b.final_images())
+        and torch.equal(a.labels, b.labels)
+        and a.names == b.names
         for a, b in zip(left, right, strict=True)
     )
 
 
 def test_batches_hold_the_images_labels_and_names_of_the_plan(label_folder):
     source = open_source(label_folder(10))
-    batches = loader(source, flip=False)
+    batches = loader(source, augmentation=PLAIN)
     assert batches.steps_per_epoch == 3
     for step, batch in enumerate(batches.epoch(5)):
         indices = batches.plan.global_indices(5, step).tolist()
@@ -50,7 +63,9 @@ def test_ranks_together_read_what_one_rank_reads_with_the_same_flips(label_folde
     parts = [list(loader(source, batch=4, rank=r, ranks=3).epoch(1)) for r in range(3)]
     assert {len(part) for part in parts} == {3}
     for step, batch in enumerate(whole):
-        assert torch.equal(torch.cat([part[step].images for part in parts]), batch.images)
+        assert torch.equal(
+            torch.cat([part[step].final_images() for part in parts]), batch.final_images()
+        )
         assert [name for part in parts for name in part[step].names] == batch.names
 
 
@@ -76,16 +91,16 @@ def add_noise(image: torch.Tensor) -> torch.Tensor:
 def test_worker_processes_change_nothing_in_any_epoch(label_folder, transform):
     source = open_source(label_folder(9))
     alone = loader(source, batch=2, transform=transform)
-    helped = loader(source, batch=2, transform=transform, num_workers=2)
+    helped = loader(source, batch=2, transform=transform, kind="processes", num_workers=2)
     for epoch in (0, 1):
         assert same(list(alone.epoch(epoch)), list(helped.epoch(epoch)))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_left_early_does_not_disturb_the_next(label_folder, num_workers):
+@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
+def test_an_epoch_left_early_does_not_disturb_the_next(label_folder, kind, num_workers):
     source = open_source(label_folder(9))
     expected = list(loader(source, batch=1).epoch(4, start_step=3))
-    used = loader(source, batch=1, num_workers=num_workers)
+    used = loader(source, batch=1, kind=kind, num_workers=num_workers)
     next(used.epoch(2))
     assert same(list(used.epoch(4, start_step=3)), expected)
 
@@ -97,7 +112,7 @@ def test_epochs_have_other_flips(label_folder):
         return {
             name: image
             for batch in loader(source).epoch(epoch)
-            for name, image in zip(batch.names, batch.images, strict=True)
+            for name, image in zip(batch.names, batch.final_images(), strict=True)
         }
 
     first, second = by_name(0), by_name(1)
@@ -128,12 +143,13 @@ def damaged(label_folder, hostile_images) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_skip_leaves_bad_images_out_counts_and_names_them(damaged, num_workers):
+@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
+def test_skip_leaves_bad_images_out_counts_and_names_them(damaged, kind, num_workers):
     source = open_source(damaged)
-    batches = list(loader(source, on_bad_image="skip", num_workers=num_workers).epoch(0))
+    skipping = loader(source, bad_images="skip", kind=kind, num_workers=num_workers)
+    batches = list(skipping.epoch(0))
     good = [name for batch in batches for name in batch.names]
-    problems = [problem for batch in batches for problem in batch.problems]
+    problems = [problem.text for batch in batches for problem in batch.problems]
     assert sorted(good) == sorted(source.name(i) for i in range(len(source) - 2, len(source)))
     assert sum(batch.skipped for batch in batches) == len(problems) == len(source) - 2
     for index in range(len(source) - 2):
@@ -141,11 +157,11 @@ def test_skip_leaves_bad_images_out_counts_and_names_them(damaged, num_workers):
     assert all(len(batch.images) == len(batch.labels) == len(batch.names) for batch in batches)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_stop_names_the_bad_image_and_its_line_in_one_line(label_folder, num_workers):
+@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
+def test_stop_names_the_bad_image_and_its_line_in_one_line(label_folder, kind, num_workers):
     folder = label_folder(5)
     (folder / "images/3.jpg").write_bytes((folder / "images/3.jpg").read_bytes()[:200])
-    batches = loader(open_source(folder), batch=2, num_workers=num_workers)
+    batches = loader(open_source(folder), batch=2, kind=kind, num_workers=num_workers)
     with pytest.raises(DataError, match=r"^images/3\.jpg \(label\.txt:4\): .*JPEG") as caught:
         list(batches.epoch(0))
     assert "\n" not in str(caught.value)
@@ -153,7 +169,7 @@ def test_stop_names_the_bad_image_and_its_line_in_one_line(label_folder, num_wor
 
 def test_a_transform_s_fault_is_never_skipped(label_folder):
     source = open_source(label_folder(3))
-    batches = loader(source, on_bad_image="skip", transform=lambda image: image[:1])
+    batches = loader(source, bad_images="skip", transform=lambda image: image[:1])
     with pytest.raises(DataError, match="must keep the shape"):
         list(batches.epoch(0))
 
@@ -174,7 +190,7 @@ def test_a_mixture_of_floats_and_bytes_is_refused():
 def test_bad_options_are_refused(label_folder):
     source = open_source(label_folder(3))
     with pytest.raises(OptionError, match="did you mean 'skip'"):
-        loader(source, on_bad_image="skp")
+        loader(source, bad_images="skp")
     with pytest.raises(OptionError, match="rank 2"):
         loader(source, rank=2, ranks=2)
 
@@ -191,11 +207,14 @@ INTERRUPTED = """
 import signal, sys
 from plsc.data.loader import SourceLoader
 from plsc.data.order import BatchPlan
+from plsc.data.samples import Recipe
 from plsc.data.sources import open_source
 
 signals = []
 source = open_source(sys.argv[1])
-batches = SourceLoader(source, BatchPlan(len(source), 1, 1, 0), 0, (3, 24, 20), seed=0, num_workers=2)
+batches = SourceLoader(
+    source, BatchPlan(len(source), 1, 1, 0), 0, Recipe((3, 24, 20), 0), kind=sys.argv[2], num_workers=2
+)
 count = 0
 for batch in batches.epoch(0):
     if count == 0:  # the first worker runs by now, the second may be starting
@@ -209,8 +228,9 @@ print(count, len(signals))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_workers_leave_a_signal_to_the_main_process(label_folder, number):
-    command = [sys.executable, "-c", INTERRUPTED, str(label_folder(30))]
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_workers_leave_a_signal_to_the_main_process(label_folder, number, kind):
+    command = [sys.executable, "-c", INTERRUPTED, str(label_folder(30)), kind]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -236,3 +256,202 @@ def test_a_worker_that_dies_ends_in_one_line():
     with pytest.raises(DataError, match="a data worker process died") as caught:
         list(batches.epoch(0))
     assert "\n" not in str(caught.value)
+
+
+EVERYTHING = Augmentation(crop_padding=2, low_resolution=0.5, colour=(0.3, 0.3, 0.3), erase=0.5)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), RUNNING[1:])
+@pytest.mark.parametrize("bad_images", ["skip", "replace"])
+def test_threads_and_processes_of_any_number_give_equal_batches(
+    damaged, kind, num_workers, bad_images
+):
+    source = open_source(damaged)
+    options = {"batch": 3, "augmentation": EVERYTHING, "bad_images": bad_images}
+    if bad_images == "replace":
+        for index in range(9):
+            (damaged / f"images/{index}.jpg").write_bytes((damaged / "images/17.jpg").read_bytes())
+    alone = loader(source, **options)
+    helped = loader(source, kind=kind, num_workers=num_workers, **options)
+    for epoch in (0, 3):
+        expected, found = list(alone.epoch(epoch)), list(helped.epoch(epoch))
+        assert same(expected, found)
+        assert [batch.problems for batch in expected] == [batch.problems for batch in found]
+
+
+def test_images_of_another_size_and_format_are_the_same_in_threads_and_processes(label_folder):
+    folder = label_folder(8)
+    for index in range(0, 8, 2):
+        picture = Image.open(folder / f"images/{index}.jpg").resize((31 + index, 27))
+        picture.save(folder / f"images/{index}.jpg", "PNG" if index % 4 else "JPEG")
+    source = open_source(folder)
+    assert same(
+        list(loader(source, kind="threads", num_workers=2).epoch(0)),
+        list(loader(source, kind="processes", num_workers=2).epoch(0)),
+    )
+
+
+def test_a_batch_that_is_kept_stays_as_it_was(label_folder):
+    source = open_source(label_folder(30))
+    reading = loader(source, batch=2, num_workers=2)
+    kept, copies = [], []
+    for epoch in range(3):
+        for batch in reading.epoch(epoch):
+            kept.append(batch.images[0])  # a view of its memory
+            copies.append(batch.images[0].clone())
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_memory_of_batches_is_used_again(label_folder):
+    source = open_source(label_folder(40))
+    reading = loader(source, batch=2, num_workers=2)
+    addresses = [batch.images.data_ptr() for batch in reading.epoch(0)]
+    assert len(addresses) == 20
+    assert len(set(addresses)) <= 8  # those ahead, those in work, the one in use
+
+
+def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):
+    (batch,) = loader(open_source(label_folder(10)), batch=10).epoch(0)
+    assert batch.mirrored is not None
+    assert 0 < batch.mirrored.sum() < 10
+    expected = (batch.final_images().float() - 127.5) / 128
+    assert torch.equal(batch.input("cpu"), expected)
+    assert batch.input("cpu").is_contiguous()
+    for position, flip in enumerate(batch.mirrored.tolist()):
+        plain = batch.images[position]
+        assert torch.equal(batch.final_images()[position], plain.flip(-1) if flip else plain)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
+def test_replacement_keeps_the_batch_full_and_is_a_function_of_seed_epoch_and_index(
+    label_folder, kind, num_workers
+):
+    folder = label_folder(12)
+    for index in (2, 5, 7):
+        (folder / f"images/{index}.jpg").write_bytes(b"\xff\xd8 no jpeg")
+    source = open_source(folder)
+    options = {"batch": 5, "bad_images": "replace", "kind": kind, "num_workers": num_workers}
+    reading = loader(source, **options)
+    first, later = list(reading.epoch(0)), list(reading.epoch(1))
+    assert [len(batch) for batch in first] == [5, 5, 2]
+    assert same(first, list(loader(source, **options).epoch(0)))
+    bad = {source.name(index) for index in (2, 5, 7)}
+    plan = BatchPlan(12, 5, 1, 11, "keep")
+    standing_in = []
+    for epoch, batches in ((0, first), (1, later)):
+        for step, batch in enumerate(batches):
+            assert batch.skipped == 0
+            assert not bad & set(batch.names)
+            for index, name in zip(plan.global_indices(epoch, step), batch.names, strict=True):
+                if index in (2, 5, 7):
+                    standing_in.append(name)
+                else:
+                    assert name == source.name(index)
+        problems = {problem.text for batch in batches for problem in batch.problems}
+        assert {text.split(": ")[0] for text in problems} == bad
+    assert len(standing_in) == 6
+    assert standing_in[:3] != standing_in[3:]
+
+
+def test_when_all_samples_are_bad_replacing_them_ends_in_one_line(label_folder):
+    folder = label_folder(6)
+    for index in range(6):
+        (folder / f"images/{index}.jpg").unlink()
+    with pytest.raises(DataError, match="is bad, and so are 16 samples drawn") as caught:
+        list(loader(open_source(folder), bad_images="replace").epoch(0))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("policy", "skipped"), [("skip", 4), ("replace", 0)])
+def test_a_label_outside_the_classes_is_a_bad_sample_of_its_own_kind(label_folder, policy, skipped):
+    source = open_source(label_folder(12))  # labels 0, 1, 2 in turn
+    batches = list(loader(source, bad_images=policy, class_num=2).epoch(0))
+    assert sum(batch.skipped for batch in batches) == skipped
+    assert {problem.kind for batch in batches for problem in batch.problems} == {"label"}
+    assert all((batch.labels < 2).all() for batch in batches)
+    with pytest.raises(DataError, match=r"label 2 is outside 0\.\.1"):
+        list(loader(source, class_num=2).epoch(0))
+
+
+def test_bad_samples_are_told_by_kind(damaged):
+    batches = loader(open_source(damaged), bad_images="skip").epoch(0)
+    kinds = {problem.kind for batch in batches for problem in batch.problems}
+    assert kinds == {"undecodable", "missing", "empty", "too large", "unreadable"}
+
+
+class Noisy:
+    """A dataset with random draws of its own, as torchvision's with transforms have."""
+
+    targets = tuple(range(9))
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = torch.rand(SHAPE) + random.random() + float(np.random.rand())
+        return noise, index
+
+
+def test_what_a_dataset_draws_depends_on_sample_and_epoch_alone():
+    source = TorchDatasetSource(Noisy())
+    alone = loader(source, batch=2)
+    helped = loader(source, batch=4, num_workers=2)
+    before = torch.get_rng_state()
+
+    def by_label(reading, epoch):
+        return {
+            int(label): image
+            for batch in reading.epoch(epoch)
+            for label, image in zip(batch.labels, batch.images, strict=True)
+        }
+
+    first, again, later = by_label(alone, 0), by_label(helped, 0), by_label(alone, 1)
+    assert all(torch.equal(first[label], again[label]) for label in range(9))
+    assert not any(torch.equal(first[label], later[label]) for label in range(9))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_kind_of_loader_is_chosen_by_what_the_pipeline_holds(label_folder):
+    files = open_source(label_folder(3))
+    assert loader(files, num_workers=2).kind == "threads"
+    assert loader(files, num_workers=2, transform=add_noise).kind == "processes"
+    own = loader(TorchDatasetSource(Noisy()), num_workers=2)
+    assert own.kind == "processes"
+    assert own.describe() == "data: 2 processes a rank read ahead, for the Dataset of your own"
+    assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process a")
+    with pytest.raises(OptionError, match="which threads share"):
+        loader(files, kind="threads", num_workers=2, transform=add_noise)
+    loader(files, kind="threads", num_workers=0, transform=add_noise)
+    with pytest.raises(OptionError, match="did you mean 'threads'"):
+        loader(files, kind="thread")
+
+
+class Buggy(Noisy):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 4:
+            raise KeyError("a mistake of mine")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
+def test_a_dataset_s_own_exception_keeps_its_type_and_traceback(kind, num_workers):
+    batches = loader(TorchDatasetSource(Buggy()), kind=kind, num_workers=num_workers)
+    with pytest.raises(KeyError, match="a mistake of mine") as caught:
+        list(batches.epoch(0))
+    if kind == "threads" and hasattr(caught.value, "__notes__"):
+        assert caught.value.__notes__ == ["while reading dataset[4]"]
+
+
+def test_no_thread_outlives_its_epoch(label_folder):
+    reading = loader(open_source(label_folder(20)), batch=1, num_workers=3)
+
+    def readers() -> int:
+        return sum(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate())
+
+    list(reading.epoch(0))
+    assert readers() == 0
+    batches = reading.epoch(1)
+    next(batches)
+    assert readers() == 3
+    batches.close()
+    assert readers() == 0

@@ -94,7 +94,7 @@ def test_only_the_current_epoch_s_order_is_held():
 
 
 def test_without_shuffling_the_order_is_that_of_the_source():
-    assert whole_epoch(BatchPlan(5, 2, 2, 1, "keep", shuffle=False), 4) == [0, 1, 2, 3, 4]
+    assert whole_epoch(BatchPlan(5, 2, 2, 1, "keep", "sequential"), 4) == [0, 1, 2, 3, 4]
 
 
 def test_a_plan_of_no_samples_or_of_bad_options_is_refused():
@@ -106,3 +106,85 @@ def test_a_plan_of_no_samples_or_of_bad_options_is_refused():
         BatchPlan(9, 0, 1, 0)
     with pytest.raises(IndexError):
         BatchPlan(9, 4, 1, 0).indices(0, 3, 0)
+
+
+ORDERS = ["global", "block", "sequential"]
+
+
+@given(
+    counts,
+    batches,
+    st.sampled_from(ORDERS),
+    st.integers(1, 9),
+    st.integers(0, 30),
+    st.integers(0, 2),
+)
+def test_every_order_reads_each_sample_once_on_any_ranks(count, batch, order, block, more, epoch):
+    for ranks in (1, 2, 3, 5):
+        plan = BatchPlan(count, batch, ranks, 3, "keep", order, block, block + more)
+        assert sorted(whole_epoch(plan, epoch)) == list(range(count))
+
+
+@given(counts, batches, st.sampled_from(ORDERS), st.integers(1, 9), st.data())
+def test_a_resumed_epoch_on_other_ranks_reads_exactly_what_was_left(
+    count, batch, order, block, data
+):
+    def plan(ranks):
+        return BatchPlan(count, batch, ranks, 3, "pad", order, block, 2 * block)
+
+    first, second = plan(data.draw(st.integers(1, 5))), plan(data.draw(st.integers(1, 5)))
+    step = data.draw(st.integers(0, first.steps_per_epoch))
+    steps = [(first, s) for s in range(step)] + [
+        (second, s) for s in range(step, first.steps_per_epoch)
+    ]
+    read = [p.indices(1, s, rank) for p, s in steps for rank in range(p.ranks)]
+    assert np.concatenate(read).tolist() == whole_epoch(plan(1), 1)
+
+
+def test_the_block_order_mixes_blocks_and_stays_near_within_a_pool():
+    count, block, pool = 10_000, 50, 500
+    plan = BatchPlan(count, count, 1, 9, "pad", "block", block, pool)
+    order = plan.global_indices(2, 0)
+    for first in range(0, count, pool):
+        assert len(np.unique(order[first : first + pool] // block)) == pool // block
+    steps = np.abs(np.diff(order))
+    assert np.median(steps) > 1000  # neighbours in the order lie far apart
+    assert (plan.global_indices(3, 0) != order).mean() > 0.9
+
+
+def test_a_pool_that_cuts_blocks_reads_one_more_at_most():
+    plan = BatchPlan(1003, 1003, 1, 1, "pad", "block", 10, 45)
+    order = plan.global_indices(0, 0)
+    for first in range(0, 1003, 45):
+        assert len(np.unique(order[first : first + 45] // 10)) <= 6
+
+
+def test_the_block_order_does_not_depend_on_the_way_it_is_read():
+    plan = BatchPlan(500, 7, 1, 4, "keep", "block", 8, 40)
+    forward = [plan.global_indices(0, step).tolist() for step in range(plan.steps_per_epoch)]
+    plan.global_indices(1, 0)
+    backward = [
+        plan.global_indices(0, step).tolist() for step in reversed(range(plan.steps_per_epoch))
+    ]
+    assert forward == backward[::-1]
+
+
+def test_the_block_order_of_a_seed_is_fixed_for_ever():
+    plan = BatchPlan(12, 12, 1, 1, "pad", "block", 3, 6)
+    assert plan.global_indices(0, 0).tolist() == [5, 10, 9, 11, 3, 4, 8, 1, 2, 7, 0, 6]
+
+
+def test_the_block_order_holds_one_pool_and_not_the_epoch():
+    plan = BatchPlan(10**9, 1000, 1, 1, "pad", "block", 10**5, 10**5)
+    tracemalloc.start()
+    plan.global_indices(0, 0)
+    plan.global_indices(0, plan.steps_per_epoch // 2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20 * 2**20
+
+
+@pytest.mark.parametrize(("block", "pool"), [(0, 5), (8, 7)])
+def test_a_pool_smaller_than_a_block_is_refused(block, pool):
+    with pytest.raises(OptionError, match=r"data\.pool_samples"):
+        BatchPlan(9, 3, 1, 0, "pad", "block", block, pool)

@@ -54,7 +54,7 @@ def test_ranks_read_the_same_global_batches_by_stride(count, batch, ranks, last_
 def test_the_last_batch_is_that_of_a_batch_plan(count, batch, last_batch):
     if last_batch == "drop" and count < batch:
         return
-    plan = BatchPlan(count, batch, 1, 0, last_batch, shuffle=False)
+    plan = BatchPlan(count, batch, 1, 0, last_batch, "sequential")
     in_order = [(np.zeros(SHAPE, np.float32), value) for value in range(count)]
     batches = loader(lambda: iter(in_order), batch=batch, last_batch=last_batch)
     assert batches.steps_per_epoch is None
@@ -192,3 +192,93 @@ def test_an_error_of_the_reader_itself_passes():
 
     with pytest.raises(KeyError, match="mine"):
         list(loader(reader).epoch(0))
+
+
+def own_shard(count: int):
+    """A reader that shuffles alike on all ranks and takes its own part."""
+
+    def reader(rank, ranks):
+        order = list(range(count))
+        random.shuffle(order)
+        for value in order[rank::ranks]:
+            yield np.full(SHAPE, value, dtype=np.float32), value
+
+    return reader
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5))
+def test_readers_that_shard_themselves_together_read_each_sample_once(count, share, ranks):
+    batch = share * ranks
+    if count < ranks:
+        return
+    parts = [
+        labels(
+            loader(own_shard(count), r, ranks, batch, last_batch="keep", shards_itself=True).epoch(
+                2
+            )
+        )
+        for r in range(ranks)
+    ]
+    assert sorted(value for part in parts for step in part for value in step) == list(range(count))
+    assert all(len(step) == share for part in parts for step in part[:-1])
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_a_reader_that_shards_itself_goes_on_from_any_step(start):
+    rank = loader(own_shard(30), 1, 2, 7, shards_itself=True)
+    whole = labels(rank.epoch(1))
+    assert {len(step) for step in whole} == {4}  # of a global batch of 7, rank 1 takes 4
+    assert labels(rank.epoch(1, start)) == whole[start:]
+    assert rank.steps_per_epoch is None  # another rank may have fewer
+
+
+def test_a_global_batch_smaller_than_the_ranks_is_refused_for_such_readers():
+    with pytest.raises(OptionError, match="needs a sample a rank"):
+        loader(own_shard(9), 0, 4, 3, shards_itself=True)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_reading_ahead_changes_nothing(start):
+    inline, ahead = loader(shuffled(23)), loader(shuffled(23), ahead=True)
+    before = torch.get_rng_state(), random.getstate()
+    for epoch in (0, 1):
+        expected = list(inline.epoch(epoch, start))
+        found = list(ahead.epoch(epoch, start))
+        assert len(found) == 6 - start
+        for left, right in zip(expected, found, strict=True):
+            assert torch.equal(left.images, right.images)
+            assert torch.equal(left.labels, right.labels)
+            assert left.names == right.names
+    assert ahead.steps_per_epoch == inline.steps_per_epoch == 6
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_a_bad_sample_of_a_reader_ahead_is_one_line_and_its_own_error_passes():
+    def bad():
+        yield from [(GOOD, 0)] * 5
+        yield GOOD * np.nan, 0
+
+    def wrong():
+        yield GOOD, 0
+        raise KeyError("mine")
+
+    with pytest.raises(DataError, match=r"^sample 5 of epoch 0 .*NaN") as caught:
+        list(loader(bad, ahead=True).epoch(0))
+    assert caught.value.kind == "not finite"
+    assert "\n" not in str(caught.value)
+    with pytest.raises(KeyError, match="mine"):
+        list(loader(wrong, ahead=True).epoch(0))
+
+
+def test_an_endless_reader_is_read_ahead_by_a_bounded_number_of_batches_and_left(tmp_path):
+    def reader():
+        for value in range(10**9):
+            (tmp_path / "count").write_text(str(value))
+            yield GOOD, 0
+
+    batches = loader(reader, ahead=True).epoch(0)
+    for _ in range(3):
+        next(batches)
+    batches.close()
+    assert int((tmp_path / "count").read_text()) < 4 * (3 + 8)

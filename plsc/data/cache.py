@@ -1,0 +1,182 @@
+"""The first pass over a source, kept in memory or on a local disk, within a bound.
+
+Every epoch reads every sample once, in another order. So what is kept stays, and once the bound is
+reached nothing more is taken: to push out what is older would push out what comes next.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import zlib
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from plsc.data.decode import Image, ImageShape, decode_into
+from plsc.data.sources.base import Source
+from plsc.errors import DataError, OptionError
+
+CACHE_CHOICES = ("none", "memory", "disk")
+_ENTRY_BYTES = 150  # what a dict entry and a bytes object take beside the bytes, at most
+
+
+class SampleCache(Protocol):
+    """Bytes by the index of a sample. Its methods are called by several threads at once."""
+
+    def get(self, index: int) -> bytes | None:
+        """Return what was put, or None; also when it was not taken, or is damaged."""
+        ...
+
+    def put(self, index: int, data: bytes) -> None:
+        """Keep the bytes if the bound allows it."""
+        ...
+
+
+class MemoryCache:
+    """Keeps samples in this process, at most `limit` bytes with what Python needs to find them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._entries: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, index: int) -> bytes | None:
+        """Return the bytes, or None."""
+        return self._entries.get(index)
+
+    def put(self, index: int, data: bytes) -> None:
+        """Keep the bytes if the bound allows it."""
+        needed = len(data) + _ENTRY_BYTES
+        with self._lock:
+            if index not in self._entries and self.used + needed <= self.limit:
+                self._entries[index] = data
+                self.used += needed
+
+
+class DiskCache:
+    """Keeps samples in a file without a name in `folder`, which ends with the process, however that ends.
+
+    At most `limit` bytes; in memory, 20 bytes for each of the `num_samples`. Each entry has a checksum: one
+    that does not match is forgotten and counted in `damaged`. When the disk is full, no more is taken.
+
+    Raises OptionError if the folder cannot be written to, or has less room than `limit`.
+    """
+
+    def __init__(self, folder: Path, limit: int, num_samples: int) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            status = os.statvfs(folder)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
+        except OSError as error:
+            raise OptionError(
+                f"data.cache_dir {folder} cannot be written to ({error.strerror}); choose another"
+            ) from error
+        free = status.f_bavail * status.f_frsize
+        if free < limit:
+            raise OptionError(
+                f"data.cache_dir {folder} has {free} bytes left, less than data.cache_bytes {limit}; "
+                "lower that, or choose another folder"
+            )
+        self.limit = limit
+        self.used = 0
+        self.damaged = 0
+        self.is_full = False
+        # Zeroed pages take no memory until they are written to.
+        self._ends = np.zeros(num_samples, dtype=np.int64)  # 0: not here
+        self._lengths = np.zeros(num_samples, dtype=np.int64)
+        self._checksums = np.zeros(num_samples, dtype=np.uint32)
+        self._lock = threading.Lock()
+
+    def get(self, index: int) -> bytes | None:
+        """Return the bytes, or None if they are not here or not what was written."""
+        end = int(self._ends[index])
+        if not end:
+            return None
+        length = int(self._lengths[index])
+        try:
+            data = os.pread(self._file.fileno(), length, end - length)
+        except OSError:
+            data = b""
+        if len(data) == length and zlib.crc32(data) == self._checksums[index]:
+            return data
+        self._ends[index] = 0
+        self.damaged += 1
+        return None
+
+    def put(self, index: int, data: bytes) -> None:
+        """Keep the bytes if the bound and the disk allow it."""
+        with self._lock:
+            if self.is_full or self._ends[index] or self.used + len(data) > self.limit:
+                return
+            start = self.used
+            self.used += len(data)
+        try:
+            written = os.pwrite(self._file.fileno(), data, start)
+        except OSError:
+            written = -1
+        if written != len(data):
+            self.is_full = True
+            return
+        self._lengths[index] = len(data)
+        self._checksums[index] = zlib.crc32(data)
+        self._ends[index] = start + len(data)  # last: from now on `get` finds it
+
+
+class CachedSource:
+    """A source whose images are asked for once, as far as the cache has room.
+
+    With ``decoded`` the pixels are kept at the network's size, else the encoded bytes; images that are
+    neither encoded nor become uint8 are not kept. Labels are those of ``source.labels()``.
+    """
+
+    def __init__(
+        self, source: Source, cache: SampleCache, image_shape: ImageShape, decoded: bool
+    ) -> None:
+        self.source = source
+        self.cache = cache
+        self._labels = source.labels()
+        self._decoded = decoded
+        channels, height, width = image_shape
+        self._size = (height, width, channels)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Image, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
+        kept = self.cache.get(index)
+        if kept is not None:
+            label = int(self._labels[index])
+            if not self._decoded:
+                return kept, label
+            return np.frombuffer(kept, dtype=np.uint8).reshape(self._size), label
+        image, label = self.source[index]
+        if self._decoded:
+            image = self._decode(image, index)
+        if isinstance(image, bytes):
+            self.cache.put(index, image)
+        return image, label
+
+    def name(self, index: int) -> str:
+        """Return what the source calls it."""
+        return self.source.name(index)
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N]."""
+        return self._labels
+
+    def _decode(self, image: Image, index: int) -> Image:
+        pixels = np.empty(self._size, dtype=np.uint8)
+        try:
+            floats = decode_into(image, pixels)
+        except DataError as error:
+            raise error.at(self.name(index)) from error
+        if floats is not None:
+            return floats
+        self.cache.put(index, pixels.tobytes())
+        return pixels

@@ -1,0 +1,94 @@
+"""A user's own transform of the training images, with its randomness seeded for each sample."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from plsc.data.augment import Operation
+from plsc.data.isolated import IsolatedRandom
+from plsc.errors import DataError
+from plsc.keys import hash_key
+
+Transform = Callable[..., Any]
+"""``f(tensor [C, H, W]) -> tensor``, as torchvision.transforms.v2, or ``f(image=array)["image"]``, as
+albumentations, with arrays [H, W, C]."""
+
+
+def apply_transform(
+    transform: Transform, pixels: np.ndarray, *, seed: int, epoch: int, sample: int
+) -> torch.Tensor:
+    """Run a user's transform with torch, ``random`` and numpy seeded for this sample.
+
+    pixels: [H, W, C], uint8 or float. The result [C, H, W] must have the same size, and be uint8 or float
+    (float is taken as already normalised). Raises DataError otherwise, and for what the transform raises.
+    """
+    key = hash_key(seed, epoch, sample, Operation.TRANSFORM)
+    with IsolatedRandom(key).active():
+        try:
+            result = _call(transform, pixels, key)
+        except DataError:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(str(error).split())
+            raise DataError(
+                f"the transform raised {type(error).__name__}: {text} ({where.filename}:{where.lineno})"
+            ) from error
+    return _checked(result, (pixels.shape[2], *pixels.shape[:2]))
+
+
+def takes_image_by_name(transform: Transform) -> bool:
+    """Whether a callable wants ``image=``: one of albumentations, or whose only parameter that fits is so.
+
+    A function ``f(image)`` that would take it either way gets a tensor.
+    """
+    if any(kind.__module__.split(".")[0] == "albumentations" for kind in type(transform).__mro__):
+        return True
+    try:
+        parameters = inspect.signature(transform).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return False
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    )
+    if any(parameter.kind in positional for parameter in parameters):
+        return False
+    return any(p.name == "image" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _call(transform: Transform, pixels: np.ndarray, key: int) -> Any:
+    if not takes_image_by_name(transform):
+        return transform(torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")))
+    if hasattr(transform, "set_random_seed"):  # albumentations has generators of its own
+        transform.set_random_seed(key % 2**32)
+    answer = transform(image=pixels.copy())
+    if not isinstance(answer, dict) or "image" not in answer:
+        raise DataError("the transform took image=, so it must return a dict that has 'image'")
+    image = answer["image"]
+    if isinstance(image, np.ndarray):
+        image = image[:, :, None] if image.ndim == 2 else image
+        image = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
+    return image
+
+
+def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    if not isinstance(result, torch.Tensor):
+        raise DataError(f"the transform must return a tensor, it gave {type(result).__name__}")
+    if tuple(result.shape) != shape:
+        raise DataError(f"the transform must keep the shape {shape}, it gave {tuple(result.shape)}")
+    result = result.as_subclass(torch.Tensor)  # torchvision's Image is one
+    if result.dtype == torch.uint8:
+        return result
+    if not result.is_floating_point():
+        raise DataError(f"the transform must return uint8 or floats, it gave {result.dtype}")
+    if not bool(torch.isfinite(result).all()):
+        raise DataError("the transform returned NaN or infinite values")
+    return result.float()

@@ -1,0 +1,262 @@
+"""The training data of a run: from the options and the user's reader to a loader."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.config import DataOptions, Options
+from plsc.data.augment import Augmentation
+from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
+from plsc.data.loader import SourceLoader, choose_kind
+from plsc.data.order import BatchPlan
+from plsc.data.reader import ReaderLoader
+from plsc.data.samples import Recipe
+from plsc.data.sources import ImageFolderSource, check_labels, open_source
+from plsc.data.sources.base import Source
+from plsc.data.sources.torch_dataset import TorchDatasetSource
+from plsc.data.transform import Transform
+from plsc.errors import DataError, OptionError
+from plsc.keys import hash_key
+from plsc.parallel.world import World
+from plsc.train.rank_files import open_rank_source
+
+Loader = SourceLoader | ReaderLoader
+
+
+@dataclass
+class Feed:
+    """The loader, the number of samples if it is known, of classes, and what is odd about them."""
+
+    loader: Loader
+    num_samples: int | None
+    class_num: int
+    notes: str = ""
+
+
+def is_generator_reader(reader: Any) -> bool:
+    """Whether this is a function that returns a generator, and not an indexed dataset."""
+    return callable(reader) and not hasattr(reader, "__getitem__")
+
+
+def open_training_source(options: Options, reader: Any) -> Source:
+    """Return the source of a dataset object, or of the dataset folder when there is none."""
+    if reader is not None:
+        if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
+            raise OptionError(
+                f"the reader is a {type(reader).__name__}; expected a function that returns a "
+                "generator, or a map-style torch Dataset"
+            )
+        return TorchDatasetSource(reader)
+    data = options.data
+    return open_source(
+        data.dataset_dir,
+        image_column=data.image_column,
+        label_column=data.label_column,
+        label_map=data.label_map,
+    )
+
+
+def build_feed(
+    options: Options, world: World, reader: Any, transform: Transform | None, global_batch: int
+) -> Feed:
+    """Return the loader of the training data. Raises OptionError or DataError; a collective."""
+    if reader is not None and is_generator_reader(reader):
+        return _feed_from_generator(options, world, reader, transform, global_batch)
+    if options.data.order == "rank_files":
+        return _feed_from_rank_files(options, world, reader, transform, global_batch)
+    source = open_training_source(options, reader)
+    _check_save_dir(source, options)
+    class_num, note = _count_classes(source, options)
+    data = options.data
+    plan = BatchPlan(
+        len(source),
+        global_batch,
+        world.size,
+        options.train.seed,
+        data.last_batch,
+        data.order,
+        data.block_samples,
+        data.pool_samples,
+    )
+    recipe = _recipe(options, transform, class_num)
+    loader = _source_loader(source, plan, world.rank, recipe, options, world)
+    return Feed(loader, len(source), class_num, _join(note, loader.describe()))
+
+
+def _feed_from_generator(
+    options: Options, world: World, reader: Any, transform: Transform | None, global_batch: int
+) -> Feed:
+    data, class_num = options.data, options.head.class_num
+    if class_num is None:
+        raise OptionError("a generator reader cannot tell its classes; call set_class_num")
+    if transform is not None:
+        raise OptionError(
+            "train_transform is for a dataset; a generator reader transforms its images itself"
+        )
+    if data.loader == "threads" and data.num_workers:
+        raise OptionError(
+            "data.loader is 'threads', but a generator reader draws from Python's and torch's global "
+            "generators, which threads share; use 'processes', or set_num_workers(0)"
+        )
+    loader = ReaderLoader(
+        reader,
+        global_batch=global_batch,
+        rank=world.rank,
+        ranks=world.size,
+        image_shape=_image_shape(options),
+        class_num=class_num,
+        seed=options.train.seed,
+        last_batch=data.last_batch,
+        num_samples=data.train_image_num,
+        shards_itself=data.reader_shards_itself,
+        ahead=data.num_workers > 0 and "fork" in multiprocessing.get_all_start_methods(),
+        pin_memory=world.device.type == "cuda",
+    )
+    return Feed(loader, data.train_image_num, class_num, loader.describe())
+
+
+def _feed_from_rank_files(
+    options: Options, world: World, reader: Any, transform: Transform | None, global_batch: int
+) -> Feed:
+    """Each rank has a plan of its own over its own part, of as many samples as every other rank's."""
+    if reader is not None:
+        raise OptionError("data.order 'rank_files' reads the files of file_list.txt, not a reader")
+    if global_batch % world.size:
+        raise OptionError(
+            f"data.order 'rank_files' needs the same batch on every rank, but the global batch is "
+            f"{global_batch} on {world.size} ranks"
+        )
+    source = open_rank_source(options.data.dataset_dir, world)
+    class_num, note = _count_classes(source, options, world)
+    plan = BatchPlan(
+        len(source),
+        global_batch // world.size,
+        1,
+        hash_key(options.train.seed, world.rank),
+        options.data.last_batch,
+    )
+    recipe = _recipe(options, transform, class_num, first_sample=world.rank * len(source))
+    loader = _source_loader(source, plan, 0, recipe, options, world)
+    return Feed(loader, len(source) * world.size, class_num, _join(note, loader.describe()))
+
+
+def _recipe(
+    options: Options, transform: Transform | None, class_num: int, first_sample: int = 0
+) -> Recipe:
+    data = options.data
+    brightness, contrast, saturation = data.colour_jitter
+    augmentation = Augmentation(
+        flip=data.flip,
+        crop_padding=data.crop_padding,
+        low_resolution=data.low_resolution,
+        colour=(brightness, contrast, saturation),
+        erase=data.random_erasing,
+    )
+    return Recipe(
+        _image_shape(options),
+        options.train.seed,
+        augmentation,
+        transform,
+        data.bad_images,
+        class_num,
+        first_sample,
+    )
+
+
+def _source_loader(
+    source: Source, plan: BatchPlan, rank: int, recipe: Recipe, options: Options, world: World
+) -> SourceLoader:
+    data = options.data
+    kind, _ = choose_kind(data.loader, source, recipe, data.num_workers)
+    if data.cache != "none":
+        if kind == "processes" and data.num_workers:
+            raise OptionError(
+                f"data.cache '{data.cache}' is shared by threads, but this run reads by processes; "
+                "set_num_workers(0), or leave the cache out"
+            )
+        source = CachedSource(
+            source, _open_cache(data, len(source)), recipe.image_shape, data.cache_decoded
+        )
+    return SourceLoader(
+        source,
+        plan,
+        rank,
+        recipe,
+        kind=data.loader if data.cache == "none" else kind,
+        num_workers=data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def _open_cache(data: DataOptions, num_samples: int) -> SampleCache:
+    if data.cache == "memory":
+        return MemoryCache(data.cache_bytes)
+    folder = Path(data.cache_dir or tempfile.gettempdir())
+    return DiskCache(folder, data.cache_bytes, num_samples)
+
+
+def _check_save_dir(source: Source, options: Options) -> None:
+    save_dir = Path(options.checkpoint.save_dir).resolve()
+    if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
+        raise OptionError(
+            f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
+            "where every folder is a class; choose another"
+        )
+
+
+def _count_classes(source: Source, options: Options, world: World | None = None) -> tuple[int, str]:
+    """Return the number of classes, and notes about labels; `world` if each rank has labels of its own."""
+    world = world or World.single()
+    count = len(source) * world.size
+    if not count:
+        raise DataError("the dataset holds no samples; check the dataset folder")
+    if options.data.train_image_num not in (None, count):
+        raise OptionError(
+            f"data.train_image_num is {options.data.train_image_num}, but the dataset has {count} "
+            "images; leave it out, or mend the dataset"
+        )
+    labels = source.labels()
+    (largest,) = world.agree_max(int(labels.max()))
+    class_num = options.head.class_num or largest + 1
+    if class_num < 2:
+        raise OptionError(
+            f"all {count} images are of one class; a classifier needs two or more: is "
+            f"{options.data.dataset_dir} the right folder, not one above it?"
+        )
+    is_bad = (labels < 0) | (labels >= class_num)
+    if options.data.bad_images == "stop" or is_bad.all():
+        check_labels(source, class_num)
+    note = ""
+    if is_bad.any():
+        note = f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}"
+    if world.size > 1:  # a class without images here may have some on another rank
+        return class_num, note
+    return class_num, _join(note, _note_empty_classes(labels[~is_bad], class_num))
+
+
+def _note_empty_classes(labels: np.ndarray, class_num: int) -> str:
+    """Return a line about classes without an image, or nothing: labels that count from 1, perhaps."""
+    has_image = np.zeros(class_num, dtype=bool)
+    has_image[labels] = True
+    empty = np.flatnonzero(~has_image)
+    if not len(empty):
+        return ""
+    return (
+        f"note: {len(empty)} of {class_num} classes have no image, the first is {empty[0]}; labels "
+        "count from 0"
+    )
+
+
+def _image_shape(options: Options) -> tuple[int, int, int]:
+    channels, height, width = options.model.image_shape
+    return channels, height, width
+
+
+def _join(*notes: str) -> str:
+    return "\n".join(note for note in notes if note)

@@ -1,0 +1,207 @@
+"""What the data options do to a whole run: bad samples on several ranks, transforms, orders, caches."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from plsc import Entry
+from plsc.checkpoint import read_manifest
+from tests.distributed.launch import run_ranks
+from tests.images import write_dataset
+
+JOB = Path(__file__).resolve().parents[1] / "distributed" / "job.py"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    folder = write_dataset(tmp_path / "set", classes=13, per_class=7)
+    (folder / "images/4_2.png").unlink()
+    (folder / "images/9_1.png").write_bytes(b"no image")
+    return folder
+
+
+def metrics_of(save_dir):
+    entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+    return [entry for entry in entries if "loss" in entry]
+
+
+def test_bad_samples_of_all_ranks_are_listed_once_and_the_steps_stay_equal(damaged, tmp_path):
+    save_dir = tmp_path / "run"
+    done = run_ranks(
+        JOB, 3, str(damaged), str(save_dir), "set_train_epochs=2", "set_bad_images='skip'"
+    )
+    lines = sorted((save_dir / "bad_samples.txt").read_text().splitlines())
+    assert [line.split(":")[0] for line in lines] == [
+        "missing\timages/4_2.png (label.txt",
+        "undecodable\timages/9_1.png (label.txt",
+    ]
+    assert re.search(r"bad samples: 1 \w+, 1 \w+; listed in .*bad_samples\.txt", done.stdout)
+    last = metrics_of(save_dir)[-1]
+    assert last["bad_samples"] == 2
+    assert sum(metrics["skipped_images"] for metrics in metrics_of(save_dir)) >= 4
+    assert read_manifest(save_dir / "1").step == last["step"]
+
+
+def entry(dataset, save_dir, **settings):
+    ins = Entry()
+    ins.set_seed(3)
+    ins.set_model_name("SmallResNet")
+    ins.set_emb_size(8)
+    ins.set_image_shape((3, 16, 16))
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_train_batch_size(12)
+    ins.set_train_epochs(1)
+    ins.set_log_period(1)
+    ins.set_with_test(False)
+    for name, value in settings.items():
+        getattr(ins, name)(value)
+    return ins
+
+
+def losses(dataset, save_dir, transform=None, **settings):
+    ins = entry(dataset, save_dir, **settings)
+    ins.train_transform = transform
+    ins.train()
+    return [metrics["loss"] for metrics in metrics_of(save_dir)]
+
+
+def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tmp_path, capsys):
+    dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
+    plain = losses(dataset, tmp_path / "0")
+    assert "data: 2 threads a rank read ahead" in capsys.readouterr().out
+    same = [
+        {"set_num_workers": 0},
+        {"set_loader": "processes"},
+        {"set_cache": "memory", "set_cache_decoded": True},
+        {"set_cache": "disk", "set_cache_dir": tmp_path, "set_cache_bytes": 10**6},
+    ]
+    for number, settings in enumerate(same):
+        assert losses(dataset, tmp_path / f"same{number}", **settings) == plain, settings
+    other = [
+        {"set_order": "block", "set_block_samples": 4, "set_pool_samples": 12},
+        {"set_random_erasing": 1.0},
+        {"set_flip": False},
+    ]
+    for number, settings in enumerate(other):
+        assert losses(dataset, tmp_path / f"other{number}", **settings) != plain, settings
+
+
+def test_a_torchvision_transform_gives_the_same_run_with_any_number_of_processes(tmp_path, capsys):
+    dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
+    transform = v2.Compose([v2.RandomRotation(20), v2.ColorJitter(0.3, 0.3)])
+    runs = [
+        losses(dataset, tmp_path / str(workers), transform, set_num_workers=workers)
+        for workers in (0, 1, 2)
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] != losses(dataset, tmp_path / "plain")
+    assert "processes a rank read ahead, for the transform of your own" in capsys.readouterr().out
+
+
+def test_the_mirror_image_of_a_batch_is_what_the_network_sees(tmp_path):
+    # Mirroring is done on the way to the device: a network that asks must meet both kinds.
+    from plsc.models.base_model import BaseModel
+
+    folder = tmp_path / "set"
+    (folder / "images").mkdir(parents=True)
+    from PIL import Image
+
+    lines = []
+    for index in range(24):
+        picture = Image.new("RGB", (16, 16))
+        picture.paste((255, 255, 255), (0, 0, 8, 16))  # the left half is white
+        picture.save(folder / f"images/{index}.png")
+        lines.append(f"images/{index}.png {index % 3}\n")
+    (folder / "label.txt").write_text("".join(lines))
+    seen = []
+
+    class Asking(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(768, 8)
+
+        def build_network(self, input, label, is_train=True):
+            if is_train:
+                seen.extend((input[:, 0, 0, 0] > input[:, 0, 0, -1]).tolist())
+            return self.fc(input.flatten(1))
+
+    ins = entry(folder, tmp_path / "run")
+    ins.set_model(Asking())
+    ins.train()
+    assert 0 < sum(seen) < len(seen)
+
+
+PARTS = """
+import base64, sys
+from pathlib import Path
+import numpy as np
+from plsc import Entry
+from plsc.errors import DataError
+
+folder, save_dir = map(Path, sys.argv[1:])
+
+
+def entry(name):
+    ins = Entry()
+    ins.set_model_name("SmallResNet")
+    ins.set_image_shape((3, 16, 16))
+    ins.set_emb_size(8)
+    ins.set_global_batch_size(8)
+    ins.set_train_epochs(2)
+    ins.set_log_period(1)
+    ins.set_with_test(False)
+    ins.set_dataset_dir(str(folder))
+    ins.set_model_save_dir(str(save_dir / name))
+    return ins
+
+
+ins = entry("files")
+ins.set_order("rank_files")
+print("FILES", ins.train().steps, flush=True)
+
+
+def reader(rank, ranks):  # rank 0 has 20 samples, rank 1 has 12
+    for value in range(20 - 8 * rank):
+        yield np.full((3, 16, 16), value / 20, dtype=np.float32), value % 5
+
+
+ins = entry("reader")
+ins.train_reader = reader
+ins.set_class_num(5)
+ins.set_reader_shards_itself(True)
+ins.set_last_batch("keep")
+print("READER", ins.train().steps, flush=True)
+"""
+
+
+def test_ranks_read_their_own_files_and_their_own_generators(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
+    lines = []
+    for line in (dataset / "label.txt").read_text().splitlines():
+        name, label = line.split("\t")
+        image = base64.b64encode((dataset / name).read_bytes()).decode()
+        lines.append(f"{image}\t{label}\n")
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for rank in range(2):
+        (folder / f"part_{rank}").write_text("".join(lines[rank::2]))
+    (folder / "file_list.txt").write_text("part_0\npart_1\n")
+    script = tmp_path / "job.py"
+    script.write_text(PARTS)
+    done = run_ranks(script, 2, str(folder), str(tmp_path / "runs"))
+    assert done.stdout.count("FILES 6") == 2  # 20 samples in global batches of 8, two epochs
+    assert done.stdout.count("READER 6") == 2  # three steps of 4 until rank 1 ends, two epochs
+    with (folder / "part_1").open("a") as part:
+        part.write(lines[0])
+    done = run_ranks(script, 2, str(folder), str(tmp_path / "again"), check=False)
+    assert done.returncode != 0
+    assert "rank 0 has 10 and rank 1 has 11; partition the data" in done.stdout + done.stderr

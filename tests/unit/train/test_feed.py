@@ -1,0 +1,232 @@
+"""From options to the loader: which one, what it reads, what is refused."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.config import Options
+from plsc.data.cache import CachedSource
+from plsc.data.sources import open_source
+from plsc.errors import DataError, OptionError
+from plsc.parallel.world import World
+from plsc.train.feed import build_feed
+from plsc.train.rank_files import open_rank_source
+from tests.images import write_dataset
+
+ALONE = World.single()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=4, per_class=5)
+
+
+def feed(dataset, reader=None, transform=None, **settings):
+    options = Options()
+    options.set("data.dataset_dir", str(dataset))
+    options.set("model.image_shape", (3, 16, 16))
+    for name, value in settings.items():
+        options.set(name.replace("__", "."), value)
+    return build_feed(options, ALONE, reader, transform, 6)
+
+
+def names(feed, epoch=0):
+    return [name for batch in feed.loader.epoch(epoch) for name in batch.names]
+
+
+def test_threads_are_the_default_and_are_said_once(dataset):
+    made = feed(dataset)
+    assert made.notes == "data: 2 threads a rank read ahead, as nothing of your own is in Python"
+    assert (made.num_samples, made.class_num) == (20, 4)
+
+
+def blur(image: torch.Tensor) -> torch.Tensor:
+    return image // 2
+
+
+def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(dataset):
+    made = feed(dataset, transform=blur, data__flip=False)
+    assert "processes a rank read ahead, for the transform of your own" in made.notes
+    plain = feed(dataset, data__flip=False)
+    for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
+        assert torch.equal(ours.images, theirs.images // 2)
+
+
+def test_the_augmentation_of_the_options_reaches_the_images(dataset):
+    plain = next(feed(dataset, data__flip=False).loader.epoch(0)).images
+    for setting in (
+        {"data__crop_padding": 2},
+        {"data__colour_jitter": (0.5, 0.5, 0.5)},
+        {"data__low_resolution": 1.0},
+        {"data__random_erasing": 1.0},
+    ):
+        assert not torch.equal(
+            next(feed(dataset, data__flip=False, **setting).loader.epoch(0)).images, plain
+        )
+
+
+@pytest.mark.parametrize("order", ["global", "block", "sequential"])
+def test_each_order_reads_everything(dataset, order):
+    made = feed(
+        dataset,
+        data__order=order,
+        data__last_batch="keep",
+        data__block_samples=3,
+        data__pool_samples=7,
+    )
+    source = open_source(dataset)
+    expected = [source.name(index) for index in range(20)]
+    assert sorted(names(made)) == sorted(expected)
+    assert (names(made) == expected) == (order == "sequential")
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
+    made = feed(
+        dataset,
+        data__cache=where,
+        data__cache_bytes=10**6,
+        data__cache_dir=str(tmp_path),
+        data__cache_decoded=True,
+    )
+    list(made.loader.epoch(0))
+    source = made.loader.source
+    assert isinstance(source, CachedSource)
+    assert source.cache.used >= 20 * 16 * 16 * 3
+    plain = feed(dataset)
+    for ours, theirs in zip(made.loader.epoch(1), plain.loader.epoch(1), strict=True):
+        assert torch.equal(ours.final_images(), theirs.final_images())
+
+
+def test_a_cache_for_processes_is_refused(dataset):
+    with pytest.raises(OptionError, match="shared by threads"):
+        feed(dataset, transform=blur, data__cache="memory")
+    feed(dataset, transform=blur, data__cache="memory", data__num_workers=0)
+
+
+def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):
+    with pytest.raises(DataError, match=r"label 3 .*label\.txt:16.*outside 0\.\.2"):
+        feed(dataset, head__class_num=3)
+    made = feed(dataset, head__class_num=3, data__bad_images="skip")
+    assert "5 samples have labels outside 0..2" in made.notes
+    batches = list(made.loader.epoch(0))
+    assert {problem.kind for batch in batches for problem in batch.problems} == {"label"}
+
+
+def reader(*shard):
+    for value in range(12)[slice(*shard, None) if not shard else slice(shard[0], None, shard[1])]:
+        yield np.full((3, 16, 16), value, dtype=np.float32), value % 4
+
+
+def test_a_generator_reader_runs_ahead_in_a_process(dataset):
+    made = feed(dataset, reader=reader, head__class_num=4)
+    assert "the reader runs ahead in a process" in made.notes
+    inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
+    for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
+        assert torch.equal(ours.images, theirs.images)
+    sharded = feed(dataset, reader=reader, head__class_num=4, data__reader_shards_itself=True)
+    assert len(list(sharded.loader.epoch(0))) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data__loader": "threads"}, "which threads share"),
+        ({"transform": blur}, "transforms its images itself"),
+    ],
+)
+def test_what_a_generator_reader_cannot_have_is_refused(dataset, settings, message):
+    with pytest.raises(OptionError, match=message):
+        feed(dataset, reader=reader, head__class_num=4, **settings)
+
+
+class OneOf:
+    """The world of one rank of several, which the others answer with what is in `answers`."""
+
+    def __init__(self, rank, size, answers):
+        self.rank, self.size, self.answers = rank, size, answers
+
+    def all_gather_object(self, value):
+        return [value if rank == self.rank else other for rank, other in enumerate(self.answers)]
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Three parts of unlike counts; the last one is on another machine."""
+    for part, per_class in enumerate((2, 3)):
+        write_dataset(tmp_path / f"part-{part}", classes=2, per_class=per_class)
+    (tmp_path / "file_list.txt").write_text("part-0\npart-1\npart-2\n")
+    return tmp_path
+
+
+def test_a_rank_opens_its_own_part_and_needs_no_other(parts):
+    for rank, count in ((0, 4), (1, 6)):
+        world = OneOf(rank, 3, [(count, "")] * 3)
+        assert len(open_rank_source(str(parts), world)) == count
+
+
+def test_parts_of_unlike_counts_are_refused_with_the_counts(parts):
+    with pytest.raises(DataError, match=r"rank 0 has 4 and rank 1 has 6; partition the data for 3"):
+        open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (6, ""), (5, "")]))
+
+
+def test_what_one_rank_cannot_open_all_ranks_tell(parts):
+    with pytest.raises(DataError, match=r"^rank 2: .*part-2 does not exist"):
+        open_rank_source(str(parts), OneOf(2, 3, [(4, "")] * 3))
+    with pytest.raises(DataError, match=r"^rank 1: it is gone"):
+        open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (0, "it is gone"), (4, "")]))
+
+
+def test_parts_of_base64_lines_are_opened_one_a_rank(tmp_path):
+    image = base64.b64encode(b"some image").decode()
+    for part in range(2):
+        lines = [f"{image}\t{10 * part + line}\n" for line in range(3)]
+        (tmp_path / f"part_{part}").write_text("".join(lines))
+    (tmp_path / "file_list.txt").write_text("part_0\npart_1\n")
+    source = open_rank_source(str(tmp_path), OneOf(1, 2, [(3, "")] * 2))
+    assert source.labels().tolist() == [10, 11, 12]
+    assert source[2] == (b"some image", 12)
+    assert source.name(2) == "part_1:3"
+
+
+def test_another_number_of_parts_than_ranks_is_refused(parts):
+    with pytest.raises(DataError, match=r"names 3 for 2 ranks; start 3 ranks"):
+        open_rank_source(str(parts), OneOf(0, 2, [(4, "")] * 2))
+
+
+def test_rank_files_need_an_even_batch_and_no_reader(dataset):
+    with pytest.raises(OptionError, match="not a reader"):
+        feed(dataset, reader=[(blur, 1)], data__order="rank_files")
+    options = Options()
+    options.set("data.order", "rank_files")
+    with pytest.raises(OptionError, match="global batch is 7 on 2 ranks"):
+        build_feed(options, replace(ALONE, size=2), None, None, 7)
+
+
+def test_ranks_with_files_of_their_own_read_each_sample_once(parts):
+    (parts / "file_list.txt").write_text("part-1\n")
+    made = feed(parts, data__order="rank_files", data__last_batch="keep")
+    assert made.num_samples == 6
+    assert len(set(names(made))) == 6
+
+
+def test_a_dataset_without_samples_is_refused_in_one_line():
+    options = Options()
+    options.set("head.class_num", 4)
+    with pytest.raises(DataError, match="holds no samples"):
+        build_feed(options, ALONE, Nothing(), None, 6)
+
+
+class Nothing:
+    """A dataset of nothing."""
+
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError(index)

@@ -1,0 +1,55 @@
+"""From the options to the source of the training data."""
+
+from __future__ import annotations
+
+import pytest
+
+from plsc.config import Options
+from plsc.data.convert import convert
+from plsc.data.sources.recordio import RecordIOSource
+from plsc.errors import OptionError
+from plsc.train.evaluation import load_targets
+from plsc.train.feed import open_training_source
+from tests.images import write_dataset, write_pair_file
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def options_of(location: object, **more: str) -> Options:
+    options = Options()
+    options.set("data.dataset_dir", str(location))
+    for name, value in more.items():
+        options.set(f"data.{name}", value)
+    return options
+
+
+def test_columns_and_the_label_map_reach_the_source(tmp_path):
+    (tmp_path / "train.csv").write_text("photo,label,who\na.jpg,3,bo\nb.jpg,4,al\n")
+    (tmp_path / "map.json").write_text('{"al": 8, "bo": 9}')
+    source = open_training_source(options_of(tmp_path / "train.csv", image_column="photo"), None)
+    assert source.labels().tolist() == [3, 4]
+    more = {"label_column": "who", "label_map": str(tmp_path / "map.json")}
+    options = options_of(tmp_path / "train.csv", image_column="photo", **more)
+    assert open_training_source(options, None).labels().tolist() == [9, 8]
+    with pytest.raises(OptionError, match="no column is named like one of images"):
+        open_training_source(options_of(tmp_path / "train.csv"), None)
+
+
+def test_the_training_data_may_be_a_url(tmp_path):
+    folder = write_dataset(tmp_path / "set", classes=2, per_class=2)
+    convert(str(folder), "memory://training-source/train.rec")
+    source = open_training_source(options_of("memory://training-source/train.rec"), None)
+    assert type(source) is RecordIOSource
+    assert source.labels().tolist() == [0, 0, 1, 1]
+
+
+def test_pair_files_lie_beside_a_data_file(tmp_path):
+    folder = write_dataset(tmp_path / "set", classes=3, per_class=2)
+    write_pair_file(folder / "lfw.bin", folder)
+    convert(str(folder), str(folder / "train.rec"))
+    assert [target.name for target in load_targets(options_of(folder / "train.rec"), None)] == [
+        "lfw"
+    ]
