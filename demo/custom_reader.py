@@ -3,7 +3,8 @@
     python demo/custom_reader.py demo/output/glyphs demo/output/custom_reader
 
 Each call of the function is one epoch. `random` and `numpy.random` are seeded for it, from the run's seed
-and the epoch, the same on every rank: so the ranks agree which samples they share out.
+and the epoch, the same on every rank: so the ranks agree which samples they share out. The reader runs a few
+batches ahead, in a process of its own.
 """
 
 from __future__ import annotations
