@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from plsc.config import Options
-from plsc.data.batch import to_input
 from plsc.errors import OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
@@ -63,7 +62,7 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     counts = new_counts(head)
     run.network.eval()
     for batch in run.loader.epoch(0):
-        images = to_input(batch.images, run.world.device)
+        images = batch.input(run.world.device)
         labels = batch.labels.to(run.world.device)
         with torch.no_grad():
             embeddings = run.network(images)
