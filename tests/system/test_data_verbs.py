@@ -78,7 +78,8 @@ def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background
 import plsc.data.convert as convert
 original = convert._samples
 def slowly(*arguments):
