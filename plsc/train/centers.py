@@ -16,7 +16,8 @@ from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.build_head import build_head_of, build_row_optimizer
-from plsc.train.checkpointing import adopt_options, open_checkpoint, publish, restore
+from plsc.train.checkpointing import adopt_options, open_load_dir, publish, restore
+from plsc.train.feed import switch_off_augmentation
 
 
 def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:
@@ -26,18 +27,13 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     at the same step, with one row a class; training goes on from it. Raises OptionError if there are no
     sub-centres, or something stands where the new checkpoint is to be.
     """
-    if options.checkpoint.load_dir is None:
-        raise OptionError(
-            "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
-        )
+    path, manifest = open_load_dir(options)
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} is there already; give a path that is not")
-    path = Path(options.checkpoint.load_dir)
-    manifest = open_checkpoint(path)
     adopt_options(options, manifest)
     plain = copy.deepcopy(options)  # what goes into the new checkpoint
-    options.data.flip = False  # each image as it is
-    run = build_run(options, world, user)
+    switch_off_augmentation(options.data)  # each image as `predict` would see it
+    run = build_run(options, world, dataclasses.replace(user, train_transform=None))
     head = run.head
     if not isinstance(head, ShardedHead) or head.centers == 1:
         raise OptionError(

@@ -17,7 +17,7 @@ from plsc.checkpoint import (
     save_checkpoint,
 )
 from plsc.config import Options
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.models.sync_batch_norm import equalise_buffers
 from plsc.parallel.shard import class_ranges
@@ -49,6 +49,16 @@ def open_checkpoint(path: Path) -> Manifest:
             f"{path} is not a checkpoint but holds some: {', '.join(inside)}; "
             f"give one of them, such as {path / inside[-1]}"
         ) from error
+
+
+def open_load_dir(options: Options) -> tuple[Path, Manifest]:
+    """Return `checkpoint.load_dir` and its manifest; OptionError if it is not set."""
+    if options.checkpoint.load_dir is None:
+        raise OptionError(
+            "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
+        )
+    path = Path(options.checkpoint.load_dir)
+    return path, open_checkpoint(path)
 
 
 def adopt_options(options: Options, manifest: Manifest) -> list[str]:

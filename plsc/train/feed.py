@@ -146,6 +146,15 @@ def _feed_from_rank_files(
     return Feed(loader, len(source) * world.size, class_num, _join(note, loader.describe()))
 
 
+def switch_off_augmentation(data: DataOptions) -> None:
+    """Set the options of all augmentations that `_recipe` reads to what leaves images alone."""
+    data.flip = False
+    data.crop_padding = 0
+    data.colour_jitter = (0.0, 0.0, 0.0)
+    data.low_resolution = 0.0
+    data.random_erasing = 0.0
+
+
 def _recipe(
     options: Options, transform: Transform | None, class_num: int, first_sample: int = 0
 ) -> Recipe:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from plsc.checkpoint import Manifest, load_weights
+from plsc.checkpoint import load_weights
 from plsc.config import Options
 from plsc.data.sources.base import FileSource, Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
-from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_network, build_run
-from plsc.train.checkpointing import adopt_options, open_checkpoint, prepare_save_dir, restore
+from plsc.train.checkpointing import adopt_options, open_load_dir, prepare_save_dir, restore
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.logs import RunLog
@@ -43,7 +42,7 @@ class Prediction:
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train, from the start or from `checkpoint.load_dir`."""
-    checkpoint = _open(options)
+    checkpoint = open_load_dir(options) if options.checkpoint.load_dir is not None else None
     differences = adopt_options(options, checkpoint[1]) if checkpoint else []
     run = build_run(options, world, user)
     prepare_save_dir(run)
@@ -98,21 +97,9 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     return Prediction(embeddings, names, source.labels())
 
 
-def _open(options: Options) -> tuple[Path, Manifest] | None:
-    if options.checkpoint.load_dir is None:
-        return None
-    path = Path(options.checkpoint.load_dir)
-    return path, open_checkpoint(path)
-
-
 def _load_network(options: Options, world: World, user: UserParts) -> BaseModel:
     """Return the checkpoint's network, with the options it was trained with where none are set."""
-    checkpoint = _open(options)
-    if checkpoint is None:
-        raise OptionError(
-            "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
-        )
-    path, manifest = checkpoint
+    path, manifest = open_load_dir(options)
     for difference in adopt_options(options, manifest):
         if world.is_main and difference.startswith("model."):
             print(f"differs from the checkpoint: {difference}")

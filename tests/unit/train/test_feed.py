@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from plsc.config import Options
+from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
-from plsc.train.feed import build_feed
+from plsc.train.feed import _recipe, build_feed, switch_off_augmentation
 from plsc.train.rank_files import open_rank_source
 from tests.images import write_dataset
 
@@ -230,3 +231,18 @@ class Nothing:
 
     def __getitem__(self, index):
         raise IndexError(index)
+
+
+def test_augmentation_switched_off_leaves_images_alone():
+    options = Options()
+    for name, value in {
+        "crop_padding": 4,
+        "colour_jitter": (0.1, 0.2, 0.3),
+        "low_resolution": 0.5,
+        "random_erasing": 0.5,
+    }.items():
+        options.set(f"data.{name}", value)
+    switched = _recipe(options, None, 10).augmentation
+    assert all(vars(switched).values())  # every kind is on, a new one must be added above
+    switch_off_augmentation(options.data)
+    assert _recipe(options, None, 10).augmentation == Augmentation(flip=False)
