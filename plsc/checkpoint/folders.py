@@ -14,6 +14,7 @@ from pathlib import Path
 
 from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.errors import CheckpointError
+from plsc.storage.sync import sync
 
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 _HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)(.+)-[0-9a-f]{8}")
@@ -22,15 +23,6 @@ _HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)(.+)-[0-9a-f]{8}")
 def hidden(folder: Path, prefix: str) -> Path:
     """Return a fresh hidden path beside ``folder``, such as ``.saving-5-0f3a9b1c``."""
     return folder.with_name(f"{prefix}{folder.name}-{secrets.token_hex(4)}")
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in ``folder`` on the disk, so that they outlive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def publish(temporary: Path, folder: Path) -> None:
@@ -52,7 +44,7 @@ def publish(temporary: Path, folder: Path) -> None:
         if is_replacing:
             old.rename(folder)
         raise
-    sync_folder(folder.parent)
+    sync(folder.parent)
     if is_replacing:
         delete(old)
 

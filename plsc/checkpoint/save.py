@@ -14,11 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from plsc.checkpoint.agree import on_every_rank, together
-from plsc.checkpoint.folders import SAVING, check_replaceable, hidden, publish, sync_folder
+from plsc.checkpoint.folders import SAVING, check_replaceable, hidden, publish
 from plsc.checkpoint.layout import SUFFIX, ShardedTensor, checksum, info_of, state_dict_of
 from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
+from plsc.storage.sync import sync
 
 ADVICE = "nothing was published and earlier checkpoints are whole"
 
@@ -140,5 +141,5 @@ def _finish(temporary: Path, folder: Path, manifest: Manifest) -> None:
         file.write(manifest.to_json())
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(temporary)
+    sync(temporary)
     publish(temporary, folder)

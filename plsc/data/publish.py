@@ -17,6 +17,7 @@ from plsc.data.atomic import replacing
 from plsc.errors import DataError, PlscError
 from plsc.storage.names import base_name, parent_of
 from plsc.storage.retry import reason_of, with_retries
+from plsc.storage.sync import sync
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 _BUFFER = 4 * 2**20
@@ -60,7 +61,7 @@ def publishing_folder(path: str | Path) -> Iterator[Path]:
         yield temporary
         for folder, _, files in os.walk(temporary):
             for name in (*files, "."):
-                _synchronise(Path(folder, name))
+                sync(Path(folder, name))
         temporary.rename(path)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
@@ -155,11 +156,3 @@ def _remove(filesystem: Any, name: str) -> None:
     with contextlib.suppress(Exception):
         if filesystem.exists(name):
             filesystem.rm(name)
-
-
-def _synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

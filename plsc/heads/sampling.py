@@ -54,8 +54,8 @@ def nearest_classes(
     """Return the positions of the `count` classes closest to any sample, of a random half of the classes.
 
     rows: all of this rank's; the classes of labels are left out, they take part anyway. The half changes
-    with `key`; looking at it costs B n D operations and reads half of the rows: about an eighth of a step
-    over all classes.
+    with `key`; looking at it costs B n D operations in float32 and reads half of the rows, which may
+    well be more than the rest of a sampled step (docs/benchmarks.md).
     """
     k = rows.centers
     classes = len(rows.weight) // k

@@ -23,12 +23,3 @@ def write_all(handle: int, data: memoryview, offset: int) -> None:
     while len(data):
         count = os.pwrite(handle, data, offset)
         data, offset = data[count:], offset + count
-
-
-def sync(path: str | os.PathLike[str]) -> None:
-    """Wait until what was written to a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

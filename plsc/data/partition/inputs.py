@@ -15,6 +15,7 @@ from typing import Any
 from plsc.data.file_list import read_file_list
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 _FAILURES = (OSError, EOFError, zlib.error)
@@ -85,10 +86,8 @@ class Input:
             raise self._error(error) from error
 
     def _error(self, error: BaseException) -> DataError:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        return DataError(
-            f"{self.name} cannot be read: {reason or type(error).__name__}; check the file"
-        )
+        reason = getattr(error, "strerror", None) or reason_of(error)  # without passwords
+        return DataError(f"{self.name} cannot be read: {reason}; check the file")
 
 
 @dataclass(frozen=True)

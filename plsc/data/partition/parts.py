@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.partition.checksum import checksum_of_words
-from plsc.data.partition.files import read_exactly, sync, write_all
+from plsc.data.partition.files import read_exactly, write_all
+from plsc.storage.sync import sync
 
 _CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
 _CHUNK_LINES = 1024

@@ -13,6 +13,7 @@ from plsc.data.partition.progress import Progress
 from plsc.data.partition.workspace import SUFFIX
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 # Their "rename" copies every byte and is seen half done: there the manifest, written last, publishes.
@@ -113,5 +114,5 @@ def _telling(location: str) -> Iterator[None]:
     except (DataError, AssertionError, TypeError, NameError):
         raise
     except Exception as error:  # each client has exceptions of its own
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise DataError(f"{shown(location)}: {reason or type(error).__name__}") from error
+        reason = getattr(error, "strerror", None) or reason_of(error)  # without passwords
+        raise DataError(f"{shown(location)}: {reason}") from error

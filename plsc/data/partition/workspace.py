@@ -9,8 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
-from plsc.data.partition.files import sync
 from plsc.errors import DataError
+from plsc.storage.sync import sync
 
 SUFFIX = ".plsc-partial"
 

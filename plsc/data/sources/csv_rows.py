@@ -48,7 +48,7 @@ class CsvSource(RowSource):
             raise type(error)(f"{shown(str(location))}: {error}") from error
         self._image, self._label = self.columns.index(image), self.columns.index(label)
         self.kind = f"csv-1-{self._label}"
-        super().__init__(location, label_map)
+        super().__init__(data, label_map)
 
     def _split(self, row: bytes) -> list[str]:
         """Return the fields of a row; DataError if it is no UTF-8, or its quotes do not close."""

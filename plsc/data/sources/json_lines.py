@@ -39,7 +39,8 @@ class JsonLinesSource(RowSource):
         label_map: str | Path | None = None,
     ) -> None:
         name = shown(str(location))
-        first = first_line(open_bytes(location)) or b"{}"
+        data = open_bytes(location)
+        first = first_line(data) or b"{}"
         try:
             columns = list(_object(first))
             self._image = choose_column(image_column, columns, IMAGE_COLUMNS, "image")
@@ -48,7 +49,7 @@ class JsonLinesSource(RowSource):
             raise type(error)(f"{name}: {error}") from error
         # A hash of the name, which may hold what a file's name may not.
         self.kind = f"json-1-{self._label.encode().hex()[:40]}"
-        super().__init__(location, label_map)
+        super().__init__(data, label_map)
 
     def _image_text(self, row: bytes) -> str:
         image = _object(row).get(self._image)

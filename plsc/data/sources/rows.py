@@ -50,11 +50,11 @@ class RowSource:
 
     kind = ""
 
-    def __init__(self, location: str | Path, label_map: str | Path | None) -> None:
-        self.location = str(location)
+    def __init__(self, data: Bytes, label_map: str | Path | None) -> None:
+        self.location = data.location
         self._title = base_name(self.location)
         self._folder = parent_of(self.location)
-        self._data = open_bytes(self.location)
+        self._data = data
         kind = f"{self.kind}{'-names' if label_map is not None else ''}"
         index = load_or_build(
             [self.location], kind, lambda: self._build(names_wanted=label_map is not None)
