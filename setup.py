@@ -1,4 +1,4 @@
-"""Compiles the head's kernels (plsc/heads/kernels/*.c); everything else is in pyproject.toml.
+"""Compiles the C parts (plsc/heads/kernels, plsc/data/native); everything else is in pyproject.toml.
 
 In a checkout: ``python setup.py build_ext --inplace``. A failure is a warning: plsc works without them.
 """
@@ -16,7 +16,6 @@ from setuptools.command.build_ext import build_ext
 sys.path.insert(0, str(Path(__file__).with_name("tools")))
 import build_backend
 
-KERNELS = Path("plsc/heads/kernels")
 COMMON = ["-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden"]
 COMMON += ["-Wall", "-Wextra"]
 VECTORS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
@@ -33,17 +32,17 @@ FLAGS = {
 OPTIONAL = ("bf16.c", "tiles.c")
 
 
-class BuildKernels(build_ext):
-    """Builds a plain shared library, which Python loads with ctypes."""
+class BuildLibraries(build_ext):
+    """Builds plain shared libraries, which Python loads with ctypes."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the path of the library: it does not depend on Python's version."""
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile and link; raises nothing, since plsc works without its kernels."""
+        """Compile and link; raises nothing, since plsc works without."""
         target = Path(self.get_ext_fullpath(ext.name))
-        objects = Path(self.build_temp)
+        objects = Path(self.build_temp) / ext.name
         objects.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         compiler = build_backend.compiler()
@@ -54,7 +53,7 @@ class BuildKernels(build_ext):
         except (OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
             reason = getattr(error, "stderr", None) or error
-            self.warn(f"the head's kernels are not built, it will run slower: {reason}")
+            self.warn(f"{ext.name} is not built, plsc will run slower: {reason}")
 
 
 def _build(compiler: list[str], sources: list[str], objects: Path, target: Path) -> None:
@@ -89,13 +88,19 @@ class PlatformWheel(bdist_wheel):
         )
 
 
-kernels = Extension(
-    "plsc.heads.kernels.libnative",
-    sources=sorted(str(path) for path in KERNELS.glob("*.c")),
-    depends=sorted(str(path) for path in KERNELS.glob("*.h")),
-    optional=True,
-)
+def _library(name: str) -> Extension:
+    """Return the library of all C files that lie beside it."""
+    folder = Path(*name.split(".")[:-1])
+    return Extension(
+        name,
+        sources=sorted(str(path) for path in folder.glob("*.c")),
+        depends=sorted(str(path) for path in folder.glob("*.h")),
+        optional=True,
+    )
+
+
+LIBRARIES = ["plsc.heads.kernels.libnative", "plsc.data.native.libdata"]
 setup(
-    ext_modules=[kernels] if build_backend.is_supported() else [],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    ext_modules=[_library(name) for name in LIBRARIES] if build_backend.is_supported() else [],
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
 )

@@ -2,7 +2,7 @@
 #
 #   ensure_environment [EXTRA]    installs the project (with that extra) into .venv and puts it first on PATH
 #
-# It is kept, and made again only when pyproject.toml, the Python version, or what the head's kernels are
+# It is kept, and made again only when pyproject.toml, the Python version, or what the C parts are
 # built from has changed.
 
 ensure_environment() {
@@ -16,7 +16,7 @@ ensure_environment() {
   stamp="$({
     "$python" --version
     cat "$root/pyproject.toml" "$root/setup.py" "$root/tools/build_backend.py" \
-      "$root"/plsc/heads/kernels/*.[ch]
+      "$root"/plsc/heads/kernels/*.[ch] "$root"/plsc/data/native/*.[ch]
   } | cksum | cut -d' ' -f1)"
   if [ ! -f "$root/.venv/plsc-$extra-$stamp" ] && [ ! -f "$root/.venv/plsc-dev-$stamp" ]; then
     echo "making the environment in .venv (once; torch is large, this takes some minutes)"

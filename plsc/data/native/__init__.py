@@ -1,0 +1,26 @@
+"""The C parts of the data tools (the .c files beside this one), built with the package.
+
+Each has a plain counterpart in Python that says what it must return, and that is used where the library
+is not: on other platforms, or where no C compiler was found. In a checkout
+``python setup.py build_ext --inplace`` builds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+_ABI = 1  # PLSC_DATA_ABI of native.h
+_LIBRARY = Path(__file__).with_name("libdata.so")
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library, or None where there is none of this version."""
+    try:
+        loaded = ctypes.CDLL(str(_LIBRARY))
+        abi = loaded.plsc_data_abi()
+    except (OSError, AttributeError):
+        return None
+    return loaded if abi == _ABI else None

@@ -1,0 +1,6 @@
+/* Which version of the functions this library holds. */
+#include "native.h"
+
+PLSC_API int plsc_data_abi(void);
+
+int plsc_data_abi(void) { return PLSC_DATA_ABI; }
