@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
+import plsc.checkpoint_cli as checkpoint_cli
 import plsc.data_cli as data_cli
 from plsc.config import Options, all_options
 from plsc.errors import OptionError, PlscError, did_you_mean, report
@@ -26,7 +27,14 @@ _VERBS = {
     "dominant": "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
     "config": "print the options in effect, with their defaults and meanings, as YAML",
 }
-_DATA = "prepare, convert and look at datasets; see plsc data --help"
+# Have verbs and flags of their own.
+_FAMILIES = {
+    "data": ("prepare, convert and look at datasets; see plsc data --help", data_cli.main),
+    "checkpoint": (
+        "look at, check and change checkpoints; see plsc checkpoint --help",
+        checkpoint_cli.main,
+    ),
+}
 _PLAN = "print the memory, arithmetic and network that a sharded head would need"
 
 
@@ -35,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python script.py` would: people's own modules lie here
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "data":  # has verbs and flags of its own
-        return data_cli.main(arguments[1:])
+    if arguments and arguments[0] in _FAMILIES:
+        return _FAMILIES[arguments[0]][1](arguments[1:])
     try:
         return _run(_parse(arguments))
     except PlscError as error:
@@ -66,7 +74,8 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
             )
         verbs.add_subcommand(name, verb, help=meaning)
     verbs.add_subcommand("plan", _plan_parser(), help=_PLAN)
-    verbs.add_subcommand("data", ArgumentParser(exit_on_error=False), help=_DATA)
+    for name, (meaning, _) in _FAMILIES.items():
+        verbs.add_subcommand(name, ArgumentParser(exit_on_error=False), help=meaning)
     try:
         return parser.parse_args(arguments, defaults=False)
     except ArgumentError as error:

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import signal
-import sys
-import threading
 import types
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
-from plsc.errors import OptionError, PlscError, report
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A flag ``--name``. default: dataclasses.MISSING if it must be given. kind: bool makes a switch.
-
-    positional: it is given by its place, without ``--name``.
-    """
-
-    name: str
-    kind: Any
-    default: Any
-    meaning: str
-    positional: bool = False
-
-
-@dataclass(frozen=True)
-class Verb:
-    """One verb. arguments: asked for when the verb is used, so that the others need not be imported."""
-
-    meaning: str
-    arguments: Callable[[], Sequence[Argument]]
-    run: Callable[..., None]
+from plsc.verbs import Argument, Verb, run_verb
 
 
 def partition_arguments() -> list[Argument]:
@@ -194,60 +165,12 @@ VERBS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message}; see {self.prog} --help")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``plsc data <verb> --flag ...``; return the exit code."""
-    try:
-        given = vars(_parser().parse_args(arguments))
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _leave)
-        VERBS[given.pop("verb")].run(**given)
-    except PlscError as error:
-        return report(error)
-    except KeyboardInterrupt:
-        print("plsc: stopped; nothing was published", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="plsc data", description="Prepare, convert and look at datasets.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
-    for name, verb in VERBS.items():
-        one = verbs.add_parser(
-            name, help=verb.meaning, description=f"{verb.meaning[0].upper()}{verb.meaning[1:]}."
-        )
-        for argument in verb.arguments():
-            _add(one, argument)
-    return parser
-
-
-def _add(parser: argparse.ArgumentParser, argument: Argument) -> None:
-    meaning = argument.meaning.replace("%", "%%")
-    if argument.positional:
-        parser.add_argument(argument.name, type=argument.kind, help=meaning)
-    elif argument.kind is bool:
-        parser.add_argument(f"--{argument.name}", action="store_true", help=meaning)
-    elif argument.default is dataclasses.MISSING:
-        parser.add_argument(f"--{argument.name}", type=argument.kind, required=True, help=meaning)
-    else:
-        if argument.default is not None:
-            meaning += f" (default: {argument.default})"
-        parser.add_argument(
-            f"--{argument.name}", type=argument.kind, default=argument.default, help=meaning
-        )
+    return run_verb("plsc data", "Prepare, convert and look at datasets.", VERBS, arguments)
 
 
 def _without_none(kind: Any) -> Any:
     if isinstance(kind, types.UnionType):
         return next(part for part in typing.get_args(kind) if part is not type(None))
     return kind
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Turn SIGTERM into an exit that lets what was begun be cleaned up."""
-    sys.exit(128 + number)

@@ -1,0 +1,96 @@
+"""Verbs of a second level, ``plsc data partition`` say: from a table of them to a command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from plsc.errors import OptionError, PlscError, report
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A flag ``--name``. default: dataclasses.MISSING if it must be given. kind: bool makes a switch.
+
+    positional: it is given by its place, without ``--name``.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    meaning: str
+    positional: bool = False
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb. arguments: asked for when the verb is used, so that the others need not be imported."""
+
+    meaning: str
+    arguments: Callable[[], Sequence[Argument]]
+    run: Callable[..., None]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+
+def run_verb(
+    program: str, meaning: str, verbs: Mapping[str, Verb], arguments: Sequence[str] | None
+) -> int:
+    """Run ``<program> <verb> --flag ...``; return the exit code.
+
+    arguments: those after the program's name; None takes them from sys.argv.
+    """
+    try:
+        given = vars(_parser(program, meaning, verbs).parse_args(arguments))
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _leave)
+        verbs[given.pop("verb")].run(**given)
+    except PlscError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("plsc: stopped; nothing was published", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser(program: str, meaning: str, verbs: Mapping[str, Verb]) -> argparse.ArgumentParser:
+    parser = _Parser(prog=program, description=meaning)
+    choices = parser.add_subparsers(dest="verb", required=True, metavar="verb")
+    for name, verb in verbs.items():
+        one = choices.add_parser(
+            name, help=verb.meaning, description=f"{verb.meaning[0].upper()}{verb.meaning[1:]}."
+        )
+        for argument in verb.arguments():
+            _add(one, argument)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, argument: Argument) -> None:
+    meaning = argument.meaning.replace("%", "%%")
+    if argument.positional:
+        parser.add_argument(argument.name, type=argument.kind, help=meaning)
+    elif argument.kind is bool:
+        parser.add_argument(f"--{argument.name}", action="store_true", help=meaning)
+    elif argument.default is dataclasses.MISSING:
+        parser.add_argument(f"--{argument.name}", type=argument.kind, required=True, help=meaning)
+    else:
+        if argument.default is not None:
+            meaning += f" (default: {argument.default})"
+        parser.add_argument(
+            f"--{argument.name}", type=argument.kind, default=argument.default, help=meaning
+        )
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Turn SIGTERM into an exit that lets what was begun be cleaned up."""
+    sys.exit(128 + number)
