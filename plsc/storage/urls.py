@@ -9,6 +9,24 @@ from typing import Any
 from plsc.errors import DataError
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+# Their "rename" copies every byte and is seen half done. Memory is one of them for its renames of folders.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
+# Clients that wait for minutes for a server that is down; what is tried again is `retry`'s to decide.
+_CLIENT_OPTIONS: dict[str, dict[str, Any]] = {
+    "hdfs": {
+        "dfs.client.failover.max.attempts": "4",
+        "dfs.client.failover.sleep.base.millis": "100",
+        "dfs.client.failover.sleep.max.millis": "500",
+    },
+    "s3": {
+        "config_kwargs": {
+            "retries": {"max_attempts": 2},
+            "connect_timeout": 5,
+            "read_timeout": 60,
+        }
+    },
+}
+_CLIENT_OPTIONS["s3a"] = _CLIENT_OPTIONS["s3"]
 _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 
 
@@ -22,6 +40,11 @@ def shown(url: str) -> str:
     return re.sub(r"(?<=://)[^/@]*@", "", url)
 
 
+def is_object_store(url: str) -> bool:
+    """Whether there are no renames behind this URL: what is written last publishes."""
+    return _protocol(url) in _OBJECT_STORES
+
+
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return (fsspec filesystem, path in it).
 
@@ -29,9 +52,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
-    protocol = url.split("://", 1)[0].lower()
+    protocol = _protocol(url)
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **_CLIENT_OPTIONS.get(protocol, {}))
     except ImportError as error:
         extra = _EXTRAS.get(protocol, protocol)
         install = f"plsc[{extra}]" if extra in ("hdfs", "s3") else extra
@@ -44,3 +67,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         ) from error
     except Exception as error:  # each client has exceptions of its own
         raise DataError(f"{shown(url)} cannot be opened ({type(error).__name__})") from error
+
+
+def _protocol(url: str) -> str:
+    return url.split("://", 1)[0].lower()

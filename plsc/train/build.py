@@ -22,7 +22,7 @@ from plsc.parallel.world import World
 from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
-from plsc.train.state import Best, Position
+from plsc.train.state import Position
 
 
 @dataclass
@@ -58,7 +58,6 @@ class Run:
     num_samples: int | None
     notes: str = ""  # what the user should know before training begins
     position: Position = field(default_factory=Position)
-    best: Best = field(default_factory=Best)
 
     @property
     def total_steps(self) -> int | None:

@@ -27,7 +27,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     at the same step, with one row a class; training goes on from it. Raises OptionError if there are no
     sub-centres, or something stands where the new checkpoint is to be.
     """
-    path, manifest = open_load_dir(options)
+    path, manifest = open_load_dir(options, world)
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} is there already; give a path that is not")
     adopt_options(options, manifest)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from plsc.checkpoint import (
     Manifest,
+    Snapshot,
     check_replaceable,
-    clean_leftovers,
     list_checkpoints,
     load_tensors,
-    prune,
     read_manifest,
     save_checkpoint,
 )
+from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.fetch import fetch
+from plsc.checkpoint.remote import list_remote
+from plsc.checkpoint.retention import METRICS_KEY
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.models.sync_batch_norm import equalise_buffers
 from plsc.parallel.shard import class_ranges
+from plsc.parallel.world import World
+from plsc.storage.names import join, parent_of
+from plsc.storage.store import Store
+from plsc.storage.urls import is_url, shown
 from plsc.train.build import Run, global_batch_size
-from plsc.train.state import Best, Position, collect_tensors, make_momentum
+from plsc.train.state import Position, collect_tensors, make_momentum
 from plsc.version import __version__
 
 # A checkpoint does not decide where the next run reads it from, nor on which device that run is.
@@ -33,6 +39,8 @@ _NEVER_ADOPTED = frozenset(
         "runtime.backend",
         "runtime.timeout",
         "runtime.cpu_threads",
+        "checkpoint.download_dir",
+        "checkpoint.local_dir",
     }
 )
 
@@ -51,14 +59,30 @@ def open_checkpoint(path: Path) -> Manifest:
         ) from error
 
 
-def open_load_dir(options: Options) -> tuple[Path, Manifest]:
-    """Return `checkpoint.load_dir` and its manifest; OptionError if it is not set."""
-    if options.checkpoint.load_dir is None:
+def wants_checkpoint(options: Options) -> bool:
+    """Whether a checkpoint is named that is to be loaded."""
+    return options.checkpoint.load_dir is not None or options.checkpoint.download_dir is not None
+
+
+def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
+    """Return the local folder of the checkpoint to load, fetched if need be, and its manifest. Collective.
+
+    Raises OptionError if none is named, CheckpointError if there is none.
+    """
+    if not wants_checkpoint(options):
         raise OptionError(
             "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
         )
-    path = Path(options.checkpoint.load_dir)
-    return path, open_checkpoint(path)
+    path, url = options.checkpoint.load_dir, options.checkpoint.download_dir
+    if path is not None and is_url(path):
+        if url is not None:
+            raise OptionError(f"both {shown(path)} and {shown(url)} are to be loaded; name one")
+        path, url = None, path
+    folder = None if path is None else Path(path)
+    if url is not None:
+        folder = fetch(url, world, folder, print if world.is_main else None)
+    assert folder is not None
+    return folder, open_checkpoint(folder)
 
 
 def adopt_options(options: Options, manifest: Manifest) -> list[str]:
@@ -66,23 +90,39 @@ def adopt_options(options: Options, manifest: Manifest) -> list[str]:
     return options.adopt(manifest.options, keep=_NEVER_ADOPTED)
 
 
-def prepare_save_dir(run: Run) -> None:
-    """Clear what a killed run left half done; refuse to mix a run with anything else in the folder."""
-    found = None
-    if run.world.is_main:
-        clean_leftovers(run.save_dir)
-        found = [folder.name for folder, _ in list_checkpoints(run.save_dir)]
-    found = run.world.broadcast_object(found)
-    load_dir = run.options.checkpoint.load_dir
-    resumes_here = load_dir and Path(load_dir).resolve().parent == run.save_dir.resolve()
-    if found and not resumes_here:
+def check_save_dir(run: Run, store: Store | None) -> None:
+    """Refuse to mix a run with anything else in its folder or store; a collective."""
+
+    def look() -> list[tuple[str, list[str]]]:
+        if not run.world.is_main:
+            return []
+        found = [(str(run.save_dir), [folder.name for folder, _ in list_checkpoints(run.save_dir)])]
+        if store is not None:
+            found.append((store.url, [name for name, _ in list_remote(store)]))
+        return [(place, names) for place, names in found if names]
+
+    occupied = on_every_rank(run.world, f"look into {run.save_dir}", look)[0]
+    options = run.options.checkpoint
+    sources = {_parent(place) for place in (options.load_dir, options.download_dir) if place}
+    here = {_home(str(run.save_dir)), *([_home(store.url)] if store else [])}
+    if occupied and not sources & here:
+        place, names = occupied[0]
         raise CheckpointError(
-            f"{run.save_dir} holds checkpoints of an earlier run: {', '.join(found)}; to go on with that "
-            f"one, load {run.save_dir / found[-1]} (checkpoint.load_dir, set_checkpoint_dir); for this "
-            "one, save elsewhere (checkpoint.save_dir, set_model_save_dir)"
+            f"{shown(place)} holds checkpoints of an earlier run: {', '.join(names)}; to go on with that "
+            f"one, load {shown(join(place, names[-1]))} (checkpoint.load_dir, set_checkpoint_dir); for "
+            "this one, save elsewhere (checkpoint.save_dir, set_model_save_dir), or to a new version folder "
+            "(checkpoint.new_version, set_new_version)"
         )
     for epoch in range(run.options.train.epochs):  # now, and not after an epoch of training
         check_replaceable(run.save_dir / str(epoch))
+
+
+def _home(place: str) -> str:
+    return place.rstrip("/") if is_url(place) else str(Path(place).resolve())
+
+
+def _parent(place: str) -> str:
+    return _home(parent_of(place if is_url(place) else str(Path(place).resolve())))
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> None:
@@ -118,34 +158,19 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
         before = scalars.get("head_computed_by")
         run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
     run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
-    run.best = _read_best(path, scalars.get("best"))
-
-
-def _read_best(path: Path, saved: Any) -> Best:
-    """Return the best checkpoint so far; one that retention has removed is forgotten."""
-    if not isinstance(saved, dict) or set(saved) != {"name", "metric", "value"}:
-        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
-    name, metric, value = saved["name"], saved["metric"], saved["value"]
-    is_plain = name is None or (isinstance(name, str) and Path(name).name == name)
-    if not (is_plain and isinstance(metric, str) and isinstance(value, (int, float))):
-        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
-    return Best(name, metric, float(value))
-
-
-def save(run: Run, name: str) -> Path:
-    """Publish the run's state as `save_dir/name`, then remove the oldest beyond the limit; a collective."""
-    path = publish(run, run.save_dir, name)
-    if run.world.is_main:
-        best = [run.save_dir / run.best.name] if run.best.name else []
-        prune(run.save_dir, run.options.checkpoint.keep_last, protect=[path, *best])
-    run.world.barrier()
-    return path
 
 
 def publish(run: Run, folder: Path, name: str) -> Path:
-    """Publish the run's state as `folder/name`; a collective.
+    """Publish the run's state as `folder/name`; a collective."""
+    state = take_state(run, {})
+    return save_checkpoint(folder, name, state.tensors, state.sharded, state.manifest, run.world)
 
-    Buffers that differ between ranks (batch norm) are made equal first.
+
+def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
+    """Return the run's state, without a copy of it; a collective.
+
+    metrics: what the checkpoint is judged by. Buffers that differ between ranks (batch norm) are made
+    equal first.
     """
     equalise_buffers(run.network, run.world.backbone_group)
     replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
@@ -161,11 +186,11 @@ def publish(run: Run, folder: Path, name: str) -> Path:
         class_ranges=[list(pair) for pair in class_ranges(run.head.class_num, ranks)],
         options=run.options.as_dict(),
         scalars={
-            "best": asdict(run.best),
+            METRICS_KEY: metrics,
             "loss_type": run.options.head.loss_type,
             "global_batch": global_batch_size(run.options, run.world.size),
             "num_samples": run.num_samples,
             "head_computed_by": getattr(run.head, "computed_by", None),
         },
     )
-    return save_checkpoint(folder, name, replicated, sharded, manifest, run.world)
+    return Snapshot(replicated, sharded, manifest)

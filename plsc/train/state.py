@@ -31,24 +31,6 @@ class Position:
         self.step_in_epoch = 0
 
 
-@dataclass
-class Best:
-    """The best checkpoint so far: its folder's name and the metric that chose it."""
-
-    name: str | None = None
-    metric: str = ""
-    value: float = 0.0
-
-    def note(self, name: str, metric: str, value: float) -> None:
-        """Take this checkpoint if it is better, or if it is judged by another metric than before.
-
-        An accuracy wants to be high, a loss low.
-        """
-        is_better = value < self.value if metric == "loss" else value > self.value
-        if self.name is None or metric != self.metric or is_better:
-            self.name, self.metric, self.value = name, metric, value
-
-
 def collect_tensors(
     network: nn.Module,
     head: Head,
