@@ -31,6 +31,14 @@ def _last_checkpoints(number: int) -> str | None:
     return None if number == -1 or number >= 1 else "at least 1, or -1 to keep all"
 
 
+def _user_name(text: str) -> str | None:
+    if not text.strip() or "," in text:  # what follows a comma may be a password: it is not shown
+        raise OptionError(
+            "checkpoint.hdfs_user is not a plain name; expected the name alone, without a password"
+        )
+    return None
+
+
 def _url(text: str) -> str | None:
     return None if "://" in text else "an fsspec URL such as hdfs://server/folder"
 
@@ -471,6 +479,12 @@ class CheckpointOptions:
         "set_local_save_dir(directory)",
         not_empty,
     )
+    hdfs_user: str | None = declare(
+        None,
+        "user name for HDFS, if not that of the environment (HADOOP_USER_NAME) or the system",
+        "set_hdfs_user(name)",
+        _user_name,
+    )
     new_version: bool = declare(
         False, "save to a new folder save_dir/version_<n>, beside those of earlier runs",
         "set_new_version(flag)",
@@ -572,6 +586,29 @@ class Options:
         setattr(getattr(self, spec.group), spec.name, spec.checked(value))
         self.explicit.add(path)
 
+    def set_hdfs(
+        self,
+        name: str,
+        ugi: str | None = None,
+        dir_for_save: str | None = None,
+        checkpoint_dir: str | None = None,
+    ) -> None:
+        """Set the options of a remote file system at once; see `Entry.set_hdfs_info`."""
+        if not isinstance(name, str) or "://" not in name:
+            raise OptionError(
+                f"fs_name is {name!r}; expected the URL of a file system, such as hdfs://namenode:9000"
+            )
+        if ugi is not None:
+            # Whatever follows the comma is a password, which goes nowhere, messages included.
+            user = str(ugi).split(",", 1)[0].strip()
+            if not user:
+                raise OptionError("fs_ugi has no user name; expected 'name,password'")
+            self.set("checkpoint.hdfs_user", user)
+        if dir_for_save is not None:
+            self.set("checkpoint.upload_dir", _below(name, dir_for_save))
+        if checkpoint_dir is not None:
+            self.set("checkpoint.download_dir", _below(name, checkpoint_dir))
+
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the options as plain nested values for JSON or YAML."""
         nested: dict[str, dict[str, Any]] = {}
@@ -600,6 +637,10 @@ class Options:
             elif mine != value:
                 differences.append(f"{spec.path}: {mine} here, {value} in the checkpoint")
         return differences
+
+
+def _below(name: str, folder: str) -> str:
+    return folder if "://" in folder else f"{name.rstrip('/')}/{folder.lstrip('/')}"
 
 
 def all_options() -> Iterator[OptionSpec]:

@@ -467,6 +467,12 @@ class Setters:
         """
         self.options.set("checkpoint.local_dir", directory)
 
+    def set_hdfs_user(self, name: str | None) -> None:
+        """Set ``checkpoint.hdfs_user``: user name for HDFS, if not that of the environment
+        (HADOOP_USER_NAME) or the system. Default: None.
+        """
+        self.options.set("checkpoint.hdfs_user", name)
+
     def set_new_version(self, flag: bool) -> None:
         """Set ``checkpoint.new_version``: save to a new folder save_dir/version_<n>, beside
         those of earlier runs. Default: False.

@@ -110,7 +110,7 @@ class Store:
         self._check_size(name, len(data))
 
     def put(self, local: Path, name: str, on_bytes: OnBytes | None = None) -> None:
-        """Send a local file. on_bytes is told how many more bytes went; a second try tells of them again."""
+        """Send a local file. on_bytes is told how many more bytes went; less than 0 if a try failed."""
         pulse = Pulse(on_bytes)
         size = local.stat().st_size
 
@@ -119,6 +119,7 @@ class Store:
 
         self._watched(call, f"{name} cannot be written", pulse)
         self._check_size(name, size)
+        pulse.end(size)
 
     def get(self, name: str, local: Path, on_bytes: OnBytes | None = None) -> None:
         """Fetch a file to a local path."""
@@ -128,6 +129,7 @@ class Store:
             self._filesystem.get_file(self._at(name), str(local), callback=_Telling(pulse))
 
         self._watched(call, f"{name} cannot be read", pulse)
+        pulse.end(local.stat().st_size)
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder, and those above it, where the store knows folders."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError
@@ -30,7 +31,7 @@ _CLIENT_OPTIONS["s3a"] = _CLIENT_OPTIONS["s3"]
 _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 
 
-def is_url(location: str | Path) -> bool:
+def is_url(location: object) -> bool:
     """Whether this is an fsspec URL such as ``s3://bucket/data``, and not a local path."""
     return isinstance(location, str) and _SCHEME.match(location) is not None
 
@@ -43,6 +44,24 @@ def shown(url: str) -> str:
 def is_object_store(url: str) -> bool:
     """Whether there are no renames behind this URL: what is written last publishes."""
     return _protocol(url) in _OBJECT_STORES
+
+
+def set_hdfs_user(name: str) -> None:
+    """Be this user for connections to HDFS that are made from now on, by this process and its children."""
+    import fsspec
+
+    if os.environ.get("HADOOP_USER_NAME") == name:
+        return
+    os.environ["HADOOP_USER_NAME"] = name
+    with contextlib.suppress(ImportError, ValueError):
+        fsspec.get_filesystem_class("hdfs").clear_instance_cache()
+
+
+def without_secrets(values: Any) -> Any:
+    """Return nested options with the user and password of every URL left out."""
+    if isinstance(values, dict):
+        return {key: without_secrets(value) for key, value in values.items()}
+    return shown(values) if is_url(values) else values
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:

@@ -12,17 +12,27 @@ _LOOK_SECONDS = 0.5
 
 
 class Pulse:
-    """Told of each piece that arrives; remembers when the last one did."""
+    """Told of each piece that arrives; remembers when the last one did, and passes on how large it was."""
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
         self.last = time.monotonic()
         self._on_bytes = on_bytes
+        self._count = 0
 
-    def beat(self, count: int = 0) -> None:
+    def begin(self) -> None:
+        """A try begins: what moved in an earlier one is taken back."""
+        self.beat(-self._count)
+
+    def beat(self, count: int) -> None:
         """`count` more bytes have moved."""
         self.last = time.monotonic()
-        if self._on_bytes is not None:
+        self._count += count
+        if self._on_bytes is not None and count:
             self._on_bytes(count)
+
+    def end(self, total: int) -> None:
+        """All `total` bytes have moved, whether the client told of them or not."""
+        self.beat(total - self._count)
 
 
 def watched(call: Callable[[], Answer], silence: float, pulse: Pulse | None = None) -> Answer:
@@ -31,7 +41,7 @@ def watched(call: Callable[[], Answer], silence: float, pulse: Pulse | None = No
     The thread of a call that was given up stays behind, as nothing can end it; it keeps no process alive.
     """
     pulse = pulse or Pulse()
-    pulse.beat()
+    pulse.begin()
     outcome: list[Any] = []
 
     def run() -> None:

@@ -26,7 +26,7 @@ from plsc.parallel.shard import class_ranges
 from plsc.parallel.world import World
 from plsc.storage.names import join, parent_of
 from plsc.storage.store import Store
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import is_url, shown, without_secrets
 from plsc.train.build import Run, global_batch_size
 from plsc.train.state import Position, collect_tensors, make_momentum
 from plsc.version import __version__
@@ -184,7 +184,7 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
         class_num=run.head.class_num,
         emb_size=run.options.model.emb_size,
         class_ranges=[list(pair) for pair in class_ranges(run.head.class_num, ranks)],
-        options=run.options.as_dict(),
+        options=without_secrets(run.options.as_dict()),
         scalars={
             METRICS_KEY: metrics,
             "loss_type": run.options.head.loss_type,
