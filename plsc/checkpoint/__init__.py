@@ -6,7 +6,7 @@ from plsc.checkpoint.load import load_tensors, load_weights
 from plsc.checkpoint.manifest import Manifest, read_manifest
 from plsc.checkpoint.retention import Retention, list_checkpoints, prune
 from plsc.checkpoint.save import save_checkpoint
-from plsc.checkpoint.snapshot import Snapshot, copy_to_host
+from plsc.checkpoint.snapshot import Snapshot, copy_to_host, size_of
 
 __all__ = [
     "Manifest",
@@ -22,4 +22,5 @@ __all__ = [
     "prune",
     "read_manifest",
     "save_checkpoint",
+    "size_of",
 ]

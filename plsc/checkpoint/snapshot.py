@@ -21,6 +21,12 @@ class Snapshot:
     manifest: Manifest
 
 
+def size_of(state: Snapshot) -> int:
+    """Return the bytes of the tensors that this rank holds."""
+    tensors = [*state.tensors.values(), *(part.local for part in state.sharded.values())]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def copy_to_host(state: Snapshot) -> Snapshot:
     """Return a copy in this machine's memory, which training does not change.
 

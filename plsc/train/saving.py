@@ -16,11 +16,13 @@ from plsc.checkpoint import (
     prune,
     read_manifest,
     save_checkpoint,
+    size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
 from plsc.data.atomic import replacing
 from plsc.errors import CheckpointError
 from plsc.parallel.background import Background
+from plsc.parallel.memory import available_memory
 from plsc.storage.transfer import in_words
 from plsc.train.build import Run
 from plsc.train.checkpointing import take_state
@@ -28,6 +30,7 @@ from plsc.train.logs import RunLog
 from plsc.train.places import Places
 from plsc.train.sending import Sender
 
+_SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
 BEST_NAME = "best.json"
 
 
@@ -76,12 +79,7 @@ class Saver:
         self._sender: Sender | None = None
         if places.store is not None:
             self._sender = Sender(run.world, log, places, places.store, self._retention)
-        self._copies = self._options.asynchronous and not run.options.head.offload
-        if self._options.asynchronous and run.options.head.offload:
-            log.say(
-                "the rows are in this machine's memory and a second copy may not fit: training waits while "
-                "a checkpoint is written"
-            )
+        self._has_told = False
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
         """Begin to publish the run's state under a name; `wait` until it is there.
@@ -92,14 +90,31 @@ class Saver:
         began = time.monotonic()
         self.settle()  # at most one copy at a time is in memory
         state = take_state(self._run, metrics)
-        if self._copies and not wait:
+        wait = wait or not self._can_copy(state)
+        if not wait:
             state = copy_to_host(state)
         path = self._places.local / name
         future = self._background.submit(lambda: self._publish(path, state))
         stall = time.monotonic() - began
         self._pending = _Pending(future, path, stall)
-        if wait or not self._copies:
+        if wait:
             self.settle()
+
+    def _can_copy(self, state: Snapshot) -> bool:
+        """Whether there is memory for a copy; if not, it is said once."""
+        if not self._options.asynchronous:
+            return False
+        # Offloaded rows are in this machine's memory because there are very many of them.
+        free = 0 if self._run.options.head.offload else available_memory()
+        if free is None or size_of(state) < _SHARE_OF_MEMORY * free:
+            return True
+        if not self._has_told:
+            self._has_told = True
+            self._log.say(
+                f"a copy of {in_words(size_of(state))} does not fit into this machine's memory beside the "
+                "rows: training waits while a checkpoint is written"
+            )
+        return False
 
     def is_done(self) -> bool:
         """Whether nothing is under way on this rank, or it has ended."""
