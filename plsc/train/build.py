@@ -59,6 +59,7 @@ class Run:
     notes: str = ""  # what the user should know before training begins
     position: Position = field(default_factory=Position)
     best: Best = field(default_factory=Best)
+    lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
 
     @property
     def total_steps(self) -> int | None:

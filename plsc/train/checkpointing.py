@@ -119,6 +119,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
         run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
     run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
     run.best = _read_best(path, scalars.get("best"))
+    run.lineage = manifest.lineage
 
 
 def _read_best(path: Path, saved: Any) -> Best:
@@ -167,5 +168,6 @@ def publish(run: Run, folder: Path, name: str) -> Path:
             "num_samples": run.num_samples,
             "head_computed_by": getattr(run.head, "computed_by", None),
         },
+        lineage=run.lineage,
     )
     return save_checkpoint(folder, name, replicated, sharded, manifest, run.world)
