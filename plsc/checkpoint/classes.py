@@ -33,6 +33,7 @@ from plsc.checkpoint.shard_file import Entry, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError
 from plsc.keys import hash_key
 from plsc.parallel.shard import class_range, class_ranges
+from plsc.storage.urls import is_url, shown
 from plsc.version import __version__
 
 _WEIGHT = "head.weight"
@@ -80,6 +81,9 @@ def change_classes(
         raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
     if directions is not None and grow is None:
         raise OptionError("directions are for new classes; give grow, too")
+    for location in (source, destination):
+        if is_url(os.fspath(location)):
+            raise OptionError(f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint")
     old, new = Path(source), Path(destination)
     check_destination(old, new)
     manifest = read_manifest(old)

@@ -90,11 +90,10 @@ def _read(path: Path, columns: int, classes: int) -> tuple[array[int], str]:
 def _open(path: Path) -> BinaryIO:
     # Opening a named pipe without a writer would wait for ever; O_NONBLOCK does not.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise DataError(f"the list {path} is no plain file")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def _parse(path: Path, file: BinaryIO, columns: int, classes: int) -> tuple[array[int], str]:

@@ -15,8 +15,6 @@ from plsc.storage.sync import sync
 
 def check_destination(source: Path, destination: Path) -> None:
     """Raise OptionError unless a new folder can be made there, outside of the source."""
-    if "://" in str(destination):
-        raise OptionError(f"{destination} is a URL; expected a local path for the new checkpoint")
     if destination.exists() or destination.is_symlink():
         raise OptionError(f"{destination} is there already; give a path that is not")
     if destination.name.startswith(".") or not destination.name:

@@ -93,7 +93,9 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
 
 def entry_of(key, tensor, start):
     offsets = (start,) + (0,) * (tensor.ndim - 1) if tensor.ndim else ()
-    return Entry(key, tensor.dtype, tuple(tensor.shape), offsets, tensor_chunks(tensor.contiguous()))
+    return Entry(
+        key, tensor.dtype, tuple(tensor.shape), offsets, tensor_chunks(tensor.contiguous())
+    )
 
 
 def grown(tensors, count, seed=SEED):

@@ -128,7 +128,9 @@ def test_every_change_equals_the_naive_one(tmp_path, case, seed):
     assert {path.name: path.read_bytes() for path in source.iterdir()} == bytes_before
     for rank in range(files):  # what belongs to a rank stays in its file
         with safe_open(tmp_path / "grown" / sorted(before.files)[rank], framework="pt") as file:
-            assert torch.equal(file.get_tensor(f"rank{rank}.backbone.mean"), torch.arange(4.0) + rank)
+            assert torch.equal(
+                file.get_tensor(f"rank{rank}.backbone.mean"), torch.arange(4.0) + rank
+            )
     assert load_weights(tmp_path / "grown", "backbone.").keys() == {
         "backbone.head.weight",
         "backbone.count",
