@@ -83,7 +83,9 @@ def change_classes(
         raise OptionError("directions are for new classes; give grow, too")
     for location in (source, destination):
         if is_url(os.fspath(location)):
-            raise OptionError(f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint")
+            raise OptionError(
+                f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint"
+            )
     old, new = Path(source), Path(destination)
     check_destination(old, new)
     manifest = read_manifest(old)
