@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import math
@@ -50,7 +51,7 @@ class StoredTensor:
         self._parts = sorted(
             (part for part in parts if part.last > part.first), key=lambda p: p.first
         )
-        self._lasts = np.array([part.last for part in self._parts], dtype=np.int64)
+        self._lasts = [part.last for part in self._parts]
         self._where = where
 
     @property
@@ -86,7 +87,7 @@ class StoredTensor:
 
     def _read_run(self, first: int, out: np.ndarray) -> None:
         last = first + len(out)
-        index = int(np.searchsorted(self._lasts, first, side="right"))
+        index = bisect.bisect_right(self._lasts, first)
         while first < last:
             part = self._parts[index]
             stop = min(last, part.last)
