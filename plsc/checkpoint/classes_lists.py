@@ -50,7 +50,7 @@ def read_class_list(given: Given, what: str, columns: int, classes: int) -> Clas
     if isinstance(given, (str, os.PathLike)):
         name = os.fspath(given)
         flat, sha256 = _read(Path(name), columns, classes)
-        numbers = np.frombuffer(flat, dtype=np.int64).reshape(-1, columns)
+        numbers = np.asarray(flat).reshape(-1, columns)
     else:
         name = what
         numbers = _from_python(given, what, columns)

@@ -43,6 +43,7 @@ def make_tensors(rng, classes, centers, dtype, kind, is_sharded):
     others = {
         "backbone.head.weight": torch.from_numpy(rng.standard_normal((classes, 3))),
         "backbone.count": torch.tensor(7),
+        "backbone.empty": torch.zeros(0, 4),
         "momentum.backbone.head.weight": torch.from_numpy(rng.standard_normal((classes, 3))),
         "head.margin.t": torch.tensor(0.25),
     }

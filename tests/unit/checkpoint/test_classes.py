@@ -134,6 +134,7 @@ def test_every_change_equals_the_naive_one(tmp_path, case, seed):
     assert load_weights(tmp_path / "grown", "backbone.").keys() == {
         "backbone.head.weight",
         "backbone.count",
+        "backbone.empty",
     }
 
 
