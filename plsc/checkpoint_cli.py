@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+from plsc.errors import OptionError
 from plsc.verbs import Argument, Verb, run_verb
 
 _CHECKPOINT = Argument(
@@ -109,6 +111,39 @@ def run_pull(checkpoint: str, folder: str) -> None:
     print(f"fetched to {fetch(checkpoint, World.single(), Path(folder), print)}")
 
 
+_CLASSES = (
+    Argument("source", str, dataclasses.MISSING, "the checkpoint, which stays as it is", True),
+    Argument("destination", str, dataclasses.MISSING, "the checkpoint to write", True),
+    Argument("grow", int, None, "so many new classes behind the others"),
+    Argument("images", str, None, "of grow: a set whose labels are the new classes, to begin them"),
+    Argument("drop", str, None, "file of the classes that leave, one a line"),
+    Argument("merge", str, None, "file of lines 'from to': classes that join others"),
+    Argument("rows", str, "mean", "of merge: the mean of the rows, or the target's"),
+    Argument("reorder", str, None, "file of all classes in their new order, one a line"),
+)
+
+
+def run_classes(source: str, destination: str, images: str | None, **given: Any) -> None:
+    """Write a checkpoint with other classes, and say what came of it."""
+    from plsc.checkpoint.classes import change_classes
+    from plsc.checkpoint.classes_map import MAP_NAME
+
+    if images is None:
+        manifest = change_classes(source, destination, **given)
+    else:
+        from plsc.train.class_images import grow_from_images
+
+        others = [name for name in ("drop", "merge", "reorder") if given[name] is not None]
+        if given["grow"] is None or others:
+            raise OptionError("--images is for --grow alone")
+        manifest = grow_from_images(source, destination, given["grow"], images)
+    change = manifest.lineage[-1]
+    where = f"; labels: {destination}/{MAP_NAME}" if "map" in change else ""
+    print(
+        f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}"
+    )
+
+
 VERBS = {
     "list": Verb("print a line for each checkpoint of a run", lambda: [_RUN], run_list),
     "show": Verb(
@@ -159,6 +194,11 @@ VERBS = {
             Argument("folder", str, dataclasses.MISSING, "the folder that it becomes", True),
         ],
         run_pull,
+    ),
+    "classes": Verb(
+        "write a checkpoint with more, fewer, joined or reordered classes",
+        lambda: _CLASSES,
+        run_classes,
     ),
 }
 

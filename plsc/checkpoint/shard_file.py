@@ -24,7 +24,7 @@ from plsc.checkpoint.layout import DTYPES, OFFSETS_KEY, PLACES_KEY, SUFFIX
 from plsc.checkpoint.manifest import FileInfo
 
 PIECE_BYTES = 4 << 20
-_LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one
+LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one
 _VERSION_KEY, _VERSION = "DCP_VERSION", "1.0"  # of torch's notes in the metadata
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -136,7 +136,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     }
     text = json.dumps({"__metadata__": metadata, **parts}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _LARGEST_HEADER:
+    if len(text) > LARGEST_HEADER:
         raise ValueError(f"{len(entries)} tensors need a header of {len(text)} bytes")
     return len(text).to_bytes(8, "little") + text
 

@@ -58,6 +58,7 @@ class Run:
     num_samples: int | None
     notes: str = ""  # what the user should know before training begins
     position: Position = field(default_factory=Position)
+    lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
 
     @property
     def total_steps(self) -> int | None:

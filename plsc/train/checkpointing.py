@@ -158,6 +158,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
         before = scalars.get("head_computed_by")
         run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
     run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
+    run.lineage = manifest.lineage
 
 
 def publish(run: Run, folder: Path, name: str) -> Path:
@@ -192,5 +193,6 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
             "num_samples": run.num_samples,
             "head_computed_by": getattr(run.head, "computed_by", None),
         },
+        lineage=run.lineage,
     )
     return Snapshot(replicated, sharded, manifest)

@@ -83,7 +83,7 @@ def _train(run: Run, places: Places, differences: list[str]) -> TrainResult:
 
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
     """Return the verification of the checkpoint's network on every pair file, by name."""
-    network = _load_network(options, world, user)
+    network = load_network(options, world, user)
     targets = load_targets(options, user.test_reader)
     if not targets:
         raise DataError(
@@ -102,7 +102,7 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
     """Return the embeddings of the dataset's images, or of the predict reader's."""
-    network = _load_network(options, world, user)
+    network = load_network(options, world, user)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader):
         return _predict_stream(network, reader, options, world)
@@ -115,7 +115,7 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     return Prediction(embeddings, names, source.labels())
 
 
-def _load_network(options: Options, world: World, user: UserParts) -> BaseModel:
+def load_network(options: Options, world: World, user: UserParts) -> BaseModel:
     """Return the checkpoint's network, with the options it was trained with where none are set."""
     path, manifest = open_load_dir(options, world)
     for difference in adopt_options(options, manifest):
