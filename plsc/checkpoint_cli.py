@@ -126,7 +126,7 @@ _CLASSES = (
 def run_classes(source: str, destination: str, images: str | None, **given: Any) -> None:
     """Write a checkpoint with other classes, and say what came of it."""
     from plsc.checkpoint.classes import change_classes
-    from plsc.checkpoint.classes_map import MAP_NAME
+    from plsc.checkpoint.classes.map import MAP_NAME
 
     if images is None:
         manifest = change_classes(source, destination, **given)

@@ -11,12 +11,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from plsc.checkpoint.verify import verify
 from safetensors import safe_open
 
 from plsc.checkpoint import ShardedTensor, classes_source, load_tensors, load_weights
 from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint.classes_map import read_class_map
+from plsc.checkpoint.classes.map import read_class_map
+from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.shard import class_ranges
@@ -79,7 +79,7 @@ def check(folder, before, expected, others, exact=True):
     assert manifest.class_num == classes
     assert manifest.class_ranges == [list(pair) for pair in class_ranges(classes, ranks)]
     assert manifest.options["head"]["class_num"] == classes
-    assert manifest.scalars == {**before.scalars, "best": {**before.scalars["best"], "name": None}}
+    assert manifest.scalars == {**before.scalars, "metrics": {}}
     assert set(manifest.files) == set(before.files)
     same = ("step", "epoch", "step_in_epoch", "world_size", "emb_size")
     assert all(getattr(manifest, name) == getattr(before, name) for name in same)
