@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from plsc.checkpoint import ShardedTensor, classes_source, load_tensors, load_weights
-from plsc.checkpoint.classes import change_classes
+from plsc.checkpoint import ShardedTensor, load_tensors, load_weights
+from plsc.checkpoint.classes import change_classes, source
 from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
@@ -46,7 +46,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces of a few rows, so that their ends are among what is tried."""
-    monkeypatch.setattr(classes_source, "PIECE_BYTES", 100)
+    monkeypatch.setattr(source, "PIECE_BYTES", 100)
 
 
 def load_all(folder):
