@@ -118,7 +118,7 @@ class Journal:
         if event in _FILE_EVENTS and self._phases:
             phase = self._phases.get(threading.get_ident())
             if phase is not None:
-                self.point(phase, f"{event} {os.path.basename(str(arguments[0]))}")
+                self.point(phase, f"{event} {Path(str(arguments[0])).name}")
 
     def phase_here(self) -> str | None:
         """Return the phase of this thread."""
