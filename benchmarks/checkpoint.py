@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help="to the samples that are there")
     given = parser.parse_args()
     if given.quick:
-        given.classes, given.rounds = 8_000, 2
+        given.classes, given.rounds = 8_000, min(given.rounds, 2)
     given.results.mkdir(parents=True, exist_ok=True)
     path = given.results / "samples.jsonl"
     if not given.add:

@@ -18,6 +18,7 @@ the summary. Stops at the first thing that is not as it should be, and leaves al
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -100,21 +101,25 @@ def main() -> int:
     parser.add_argument("--classes", type=int, default=200_000)
     parser.add_argument("--steps", type=int, default=40, help="of a run, in all")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="2,000 classes, 16 steps")
+    parser.add_argument("--quick", action="store_true", help="2,000 classes, 30 steps")
     parser.add_argument(
         "--phases", nargs="+", choices=WEIGHTS, default=[], help="die in these, in turn"
     )
+    parser.add_argument(
+        "--store", help="URL of an empty folder to send to, instead of an HDFS of its own"
+    )
     given = parser.parse_args()
     if given.quick:
-        given.classes, given.steps = 2000, 16
+        given.classes, given.steps = 2000, 30
     if given.phases:
         given.kills = len(given.phases)
     work = given.results.resolve() / "work"
     work.mkdir(parents=True, exist_ok=True)
     os.environ["PLSC_CACHE_DIR"] = str(work / "cache")
     log = Log(given.results / "kill.jsonl")
-    with hdfs_server() as hdfs:
-        Killer(given, work, hdfs.url, log).kill_all()
+    with contextlib.ExitStack() as stack:
+        url = given.store or stack.enter_context(hdfs_server()).url
+        Killer(given, work, url, log).kill_all()
     summary = summarise(log)
     (given.results / "kill.md").write_text(summary)
     print(summary)
