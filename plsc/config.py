@@ -444,7 +444,11 @@ class CheckpointOptions:
         not_empty,
     )
     load_dir: str | None = declare(
-        None, "checkpoint to resume, test or predict with", "set_checkpoint_dir(directory)"
+        None,
+        "checkpoint to resume, test or predict with: its path, or 'last' or 'best' of save_dir; training "
+        "with 'last' begins anew where there is none",
+        "set_checkpoint_dir(directory)",
+        not_empty,
     )
     keep_last: int = declare(
         5, "number of newest checkpoints to keep; -1 keeps all", "set_max_last_checkpoint_num(num)",

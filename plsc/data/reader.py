@@ -198,6 +198,12 @@ class ReaderLoader:
             return range(self._samples_a_step)
         return range(self.rank, self.global_batch, self.ranks)
 
+    def places(self, count: int) -> torch.Tensor:
+        """Return the places of this rank's first ``count`` samples in the global batch, int64."""
+        if self.shards_itself:
+            return torch.arange(count) + self.global_batch * self.rank // self.ranks
+        return torch.arange(count) * self.ranks + self.rank
+
     def _check(self, item: Any, ordinal: int, epoch: int) -> Sample:
         name = f"sample {ordinal} of epoch {epoch} of the {self.title}"
         if not isinstance(item, (tuple, list)) or len(item) != 2:

@@ -7,13 +7,10 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
-from plsc.keys import hash_key
-from plsc.models.sync_batch_norm import equalise_buffers
+from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.gradients import without_sum
 from plsc.parallel.signals import StopSignal
 from plsc.train.bad_samples import BadSampleReport
@@ -24,6 +21,7 @@ from plsc.train.evaluation import evaluate_targets
 from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
 from plsc.train.meter import Meter
+from plsc.train.randomness import number_samples, seed_step
 from plsc.train.result import TrainResult
 
 
@@ -38,12 +36,8 @@ class Trainer:
         self._bad_samples = BadSampleReport(
             run.world, run.save_dir, log, run.options.data.bad_images
         )
-        load_dir = run.options.checkpoint.load_dir
         self._result = TrainResult(
-            run.position.step,
-            run.position.epoch,
-            metrics={},
-            checkpoint=None if load_dir is None else Path(load_dir),
+            run.position.step, run.position.epoch, metrics={}, checkpoint=run.resumed_from
         )
 
     def train(self) -> TrainResult:
@@ -59,14 +53,13 @@ class Trainer:
         return self._result
 
     def _train_epoch(self, stop: StopSignal) -> float | None:
-        """Train to the end of the epoch, or to the run's last step; return the mean loss.
+        """Train to the end of the epoch, or to the run's last step; return the mean loss of its steps.
 
-        None if no step was left: a run may resume where an epoch has just ended.
+        The steps before a resume count. None if there was none: an epoch without a batch.
         """
         run, position = self._run, self._position
         run.network.train()
-        first_step = position.step
-        window, epoch = Meter(), Meter()
+        window, is_over = Meter(), False
         with closing(run.loader.epoch(position.epoch, position.step_in_epoch)) as batches:
             while not self._made_all_steps():
                 window.start_step()
@@ -79,14 +72,13 @@ class Trainer:
                         self._result.checkpoint = self._save()
                     raise interrupted(signal_number, position.step, self._result.checkpoint)
                 if ended or batch is None:
-                    position.next_epoch()
+                    is_over = True
                     break
                 is_logged = self._is_logged()
                 output, loss = self._train_step(batch, is_logged)
                 self._bad_samples.note(batch.problems)
-                position.advance()
+                position.advance(loss)
                 window.end_step(output.batch, batch.skipped, loss)
-                epoch.end_step(output.batch, batch.skipped, loss)
                 del batch  # its memory is used again for the next one
                 self._log.advance()
                 if is_logged:
@@ -94,15 +86,14 @@ class Trainer:
                 if self._is_tested():
                     self._evaluate()
                     run.network.train()
-        if position.step_in_epoch == run.loader.steps_per_epoch:
-            position.next_epoch()  # the run's last step was the epoch's last, too
-        return float(epoch.report()["mean_loss"]) if position.step > first_step else None
+        mean_loss = position.mean_loss()
+        if is_over or position.step_in_epoch == run.loader.steps_per_epoch:
+            position.next_epoch()  # the run's last step may be the epoch's last, too
+        return mean_loss
 
     def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
         """Make one update; return what the head said, and the loss of the global batch."""
         run, step = self._run, self._position.step
-        # Dropout is a function of seed, step and rank, so that no generator state has to be saved.
-        torch.manual_seed(hash_key(self._options.seed, step, run.world.rank))
         rate = run.rate(step)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
@@ -123,10 +114,14 @@ class Trainer:
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         images = batch.input(device).tensor_split(parts)
         labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
+        numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
+        split = None if numbers is None else numbers.tensor_split(parts)
         total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
         outputs: list[HeadOutput] = []
         for part in range(parts):
             is_last = part == parts - 1
+            seed_step(self._options.seed, self._position.step, part, run.world)
+            run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
                 embeddings = run.forward(images[part], labels[part], True)
@@ -178,8 +173,9 @@ class Trainer:
         run = self._run
         if not run.targets:
             return
-        equalise_buffers(run.network, run.world.backbone_group)
-        self._result.evaluation = evaluate_targets(run.network, run.targets, run.options, run.world)
+        with equal_buffers(run.network, run.world.backbone_group):
+            results = evaluate_targets(run.network, run.targets, run.options, run.world)
+        self._result.evaluation = results
         plain = {name: result.as_dict() for name, result in self._result.evaluation.items()}
         # At the end of an epoch the position is that of the next one already.
         epoch = self._position.epoch - (self._position.step_in_epoch == 0)
