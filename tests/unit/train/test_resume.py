@@ -1,0 +1,260 @@
+"""Resuming in one process: any step, every kind of data, and what is refused."""
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
+from plsc.config import Options
+from plsc.errors import CheckpointError, OptionError
+from plsc.parallel.world import World
+from plsc.train.build import UserParts
+from plsc.train.find import open_load_dir, open_to_resume
+from plsc.train.randomness import pack_generators, unpack_generators
+from plsc.train.resume import keep_global_batch
+from tests.images import write_dataset, write_pair_file
+from tests.resuming import different, losses_of, options_of, train
+
+WORLD = World.single()
+STEPS_PER_EPOCH = 5  # 18 images, 4 a step, the last batch padded
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = write_dataset(tmp_path_factory.mktemp("data") / "set", classes=6, per_class=3)
+    write_pair_file(folder / "lfw.bin", folder, pairs=20)
+    return folder
+
+
+def arrays_of(dataset):
+    for line in (dataset / "label.txt").read_text().splitlines():
+        name, label = line.split("\t")
+        array = np.asarray(Image.open(dataset / name), dtype=np.float32).transpose(2, 0, 1)
+        yield (array - 127.5) / 128, int(label)
+
+
+def shuffling_reader(dataset):
+    samples = list(arrays_of(dataset))
+
+    def reader():
+        order = list(range(len(samples)))
+        random.shuffle(order)
+        for index in order:
+            image, label = samples[index]
+            yield image + np.random.rand(), label
+
+    return reader
+
+
+class NoisyDataset(torch.utils.data.Dataset):
+    def __init__(self, dataset):
+        self.samples = list(arrays_of(dataset))
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        image, label = self.samples[index]
+        return torch.from_numpy(image) + torch.rand(3, 1, 1), label
+
+
+def kinds_of_data(dataset):
+    reader, samples = shuffling_reader(dataset), NoisyDataset(dataset)
+    return {
+        "global": ({"train__test_period": 2, "data__colour_jitter": (0.3, 0.3, 0.3)}, None),
+        "block": ({"data__order": "block", "data__block_samples": 2, "data__pool_samples": 6}, None),
+        "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
+        "dataset": ({"data__crop_padding": 2}, samples),
+        "generator": ({"head__class_num": 6}, reader),
+        "generator that shards itself": (
+            {"head__class_num": 6, "data__reader_shards_itself": True},
+            lambda rank, ranks: reader(),
+        ),
+        "micro-batches": ({"train__micro_batches": 2}, None),
+    }  # fmt: skip
+
+
+def test_a_run_goes_on_from_any_step_with_any_data_to_the_same_bits(dataset, tmp_path):
+    for kind, (settings, reader) in kinds_of_data(dataset).items():
+        folder = tmp_path / kind
+        settings = {"train__batch_size": 4, "head__loss_type": "dist_adaface", **settings}
+
+        def start(name, publish_at=(), folder=folder, settings=settings, reader=reader, **more):
+            options = options_of(dataset, folder / name, **settings, **more)
+            user = UserParts(train_reader=reader)
+            return train(options, WORLD, user=user, publish_at=publish_at, into=folder / "saved")
+
+        whole = start("whole")
+        steps = range(1, whole.steps)
+        start("publishing", publish_at=steps)
+        assert different(folder / "publishing/1", folder / "whole/1") == [], kind
+        chosen = steps if kind == "global" else (3, whole.steps // 2, whole.steps - 1)
+        for step in chosen:
+            start(f"from {step}", checkpoint__load_dir=str(folder / "saved" / str(step)))
+            assert different(folder / f"from {step}/1", folder / "whole/1") == [], (kind, step)
+            later = {s: x for s, x in losses_of(folder / "whole").items() if s > step}
+            assert losses_of(folder / f"from {step}") == later, (kind, step)
+            ours, theirs = (read_manifest(folder / n / "1") for n in (f"from {step}", "whole"))
+            assert ours.scalars == theirs.scalars, (kind, step)  # best: losses of whole epochs
+
+
+def test_generators_come_back_from_text_and_nothing_else_does():
+    packed = pack_generators(WORLD.device)
+    np.random.standard_normal(), random.gauss(0, 1)
+    in_between = pack_generators(WORLD.device)
+
+    def draws():
+        return random.gauss(0, 1), np.random.standard_normal(), torch.rand(1).item()
+
+    after = draws()
+    unpack_generators(in_between, WORLD.device)
+    assert draws() == after
+    unpack_generators(packed, WORLD.device)
+    assert pack_generators(WORLD.device).equal(packed)
+    sound = json.loads(bytes(packed.tolist()))
+    broken = [
+        b"\x80\x04.", b"[]", b"{}", b"[" * 100_000,
+        *(json.dumps({**sound, key: value}).encode() for key, value in [
+            ("python", [3, [1, 2], None]), ("numpy", ["PCG", [1], 0, 0, 0.0]), ("torch", "zz"),
+            ("torch", "00"), ("python", [3, [2**70] * 625, None]), ("numpy", [0]),
+        ]),
+    ]  # fmt: skip
+    for text in broken:
+        with pytest.raises(CheckpointError, match="random generators in the checkpoint is damaged"):
+            unpack_generators(torch.tensor(list(text), dtype=torch.uint8), WORLD.device)
+        assert pack_generators(WORLD.device).equal(packed), text[:50]
+
+
+@pytest.fixture(scope="module")
+def trained(dataset, tmp_path_factory):
+    """Two epochs, each a checkpoint."""
+    save_dir = tmp_path_factory.mktemp("trained") / "run"
+    train(options_of(dataset, save_dir, train__batch_size=4, data__val_targets=""), WORLD)
+    return save_dir
+
+
+def manifest_of(trained, **changes):
+    return dataclasses.replace(read_manifest(trained / "1"), **changes)
+
+
+def kept(trained, ranks, saved_on=4, **settings):
+    """Resume, on so many ranks, a run of 4 ranks with 8 images each."""
+    options = Options()
+    for path, value in settings.items():
+        options.set(path.replace("__", "."), value)
+    scalars = {**manifest_of(trained).scalars, "global_batch": 32}
+    manifest = manifest_of(
+        trained, world_size=saved_on, scalars=scalars, options={"train": {"batch_size": 8}}
+    )
+    options.adopt(manifest.options)
+    lines = keep_global_batch(options, trained / "1", manifest, ranks)
+    return options.train.global_batch_size or options.train.batch_size * ranks, lines
+
+
+def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
+    assert kept(trained, 4) == (32, [])
+    total, lines = kept(trained, 3)
+    assert total == 32
+    assert lines == ["saved by 4 ranks; a step keeps its 32 images, 10 or 11 on each of 3"]
+    # The script that set the batch of a rank is started again, on fewer ranks.
+    assert kept(trained, 2, train__batch_size=8)[0] == 32
+    assert kept(trained, 2, train__batch_size=16) == (32, [])
+    assert kept(trained, 2, train__global_batch_size=32)[0] == 32
+
+
+def test_options_that_would_change_the_global_batch_are_refused(trained):
+    with pytest.raises(OptionError, match="batch_size 5 on 4 ranks makes 20, but .* with 32"):
+        kept(trained, 4, train__batch_size=5)
+    with pytest.raises(OptionError, match="global_batch_size is 24, but .* with 32"):
+        kept(trained, 4, train__global_batch_size=24)
+    with pytest.raises(OptionError, match="too few for 33 ranks"):
+        kept(trained, 33)
+    damaged = manifest_of(trained, scalars={"global_batch": "many"})
+    with pytest.raises(CheckpointError, match="global batch"):
+        keep_global_batch(Options(), trained / "1", damaged, 2)
+
+
+def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(trained):
+    options = options_of("unused", trained, checkpoint__load_dir="last")
+    assert open_to_resume(options, WORLD)[0] == trained / "1"
+    assert open_load_dir(options, WORLD)[0] == trained / "1"
+    options.set("checkpoint.load_dir", "best")
+    best = read_manifest(trained / "1").scalars["best"]["name"]
+    assert open_load_dir(options, WORLD)[0] == trained / best
+    file = trained / "best.json"
+    # As a folder that was moved: only the name counts.
+    file.write_text('{"path": "/somewhere/else/0", "metric": "loss", "value": 1.5}')
+    assert open_to_resume(options, WORLD)[0] == trained / "0"
+    for text in ('{"path": ".."}', '{"path": "7"}', '{"path": ""}'):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match="does not say which checkpoint is its best"):
+            open_load_dir(options, WORLD)
+    for text in ("[]", '{"path": 3}', "{", " " * 2**17, "[" * 60_000):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"best\.json is damaged"):
+            open_load_dir(options, WORLD)
+    file.unlink()
+
+
+def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(dataset, tmp_path):
+    save_dir = tmp_path / "run"
+    options = options_of(
+        dataset, save_dir, checkpoint__load_dir="last", train__batch_size=6, train__epochs=1,
+        data__val_targets="",
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="holds no checkpoint; train first"):
+        open_load_dir(options, WORLD)
+    assert train(options, WORLD).steps == 3
+    # A kill while epoch 0 was replaced: the old one is hidden, the new one not there yet.
+    (save_dir / "0").rename(save_dir / ".replaced-0-0123abcd")
+    (save_dir / ".saving-0-89abcdef").mkdir()
+    again = options_of(dataset, save_dir, checkpoint__load_dir="last", train__epochs=2)
+    assert train(again, WORLD).steps == 6
+    assert [path.name for path, _ in list_checkpoints(save_dir)] == ["0", "1"]
+    assert sorted(losses_of(save_dir)) == [1, 2, 3, 4, 5, 6]
+    assert not list(save_dir.glob(".*"))
+    assert again.checkpoint.load_dir == "last"  # a later test() means the newest then
+
+
+def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
+    def refused(match, damage=None, **settings):
+        options = options_of(
+            dataset, tmp_path / "new", checkpoint__load_dir=str(trained / "1"), train__epochs=3,
+            data__val_targets="", **settings,
+        )  # fmt: skip
+        file = trained / "1" / "manifest.json"
+        sound = file.read_text()
+        try:
+            if damage:
+                manifest = json.loads(sound)
+                damage(manifest)
+                file.write_text(json.dumps(manifest))
+            with pytest.raises(CheckpointError, match=match) as caught:
+                train(options, WORLD)
+        finally:
+            file.write_text(sound)
+        assert "\n" not in str(caught.value)
+
+    refused("classes 6, this run has 9", head__class_num=9)
+    refused("loss type dist_arcface, this run has dist_cosface", head__loss_type="dist_cosface")
+    refused("optimizer Adam, this run", lambda m: m["scalars"].update(optimizer="Adam"))
+    refused("epoch_loss_sum", lambda m: m["scalars"].update(epoch_loss_sum="a"))
+    refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
+    huge = {"shape": [2**40], "dtype": "uint8", "sharded": False}
+    refused("rank0.random", lambda m: m["tensors"].update({"rank0.random": huge}))
+    momentum = {"shape": [2**40], "dtype": "float32", "sharded": False}
+    refused("its parameter", lambda m: m["tensors"].update({"momentum.backbone.fc.bias": momentum}))
+
+
+def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):
+    options = options_of(dataset, tmp_path / "a", train__batch_size=4)
+    train(options, WORLD, publish_at=[2], into=tmp_path / "saved")
+    other = write_dataset(tmp_path / "other", classes=6, per_class=4)
+    resumed = options_of(other, tmp_path / "b", checkpoint__load_dir=str(tmp_path / "saved/2"))
+    with pytest.raises(CheckpointError, match="over 18 images, the dataset has 24 now"):
+        train(resumed, WORLD)
