@@ -80,6 +80,7 @@ def train(options: Options, world: World, network=Drawing, user=None, publish_at
     user = user or UserParts()
     torch.manual_seed(5)
     user.model = network()
+
     class Unplotted(RunLog):
         def plot(self):
             """Takes longer than everything else."""

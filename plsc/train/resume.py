@@ -53,7 +53,8 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
         f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
     )
     return [
-        f"saved by {manifest.world_size} ranks; a step keeps its {saved} images, {share} on each of {ranks}"
+        f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
+        f"{share} a rank"
     ]
 
 

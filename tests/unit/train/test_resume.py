@@ -160,7 +160,7 @@ def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
     assert kept(trained, 4) == (32, [])
     total, lines = kept(trained, 3)
     assert total == 32
-    assert lines == ["saved by 4 ranks; a step keeps its 32 images, 10 or 11 on each of 3"]
+    assert lines == ["ranks: 3 here, 4 in the checkpoint; a step keeps its 32 images, 10 or 11 a rank"]
     # The script that set the batch of a rank is started again, on fewer ranks.
     assert kept(trained, 2, train__batch_size=8)[0] == 32
     assert kept(trained, 2, train__batch_size=16) == (32, [])
