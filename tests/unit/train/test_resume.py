@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
+from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
@@ -160,7 +160,9 @@ def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
     assert kept(trained, 4) == (32, [])
     total, lines = kept(trained, 3)
     assert total == 32
-    assert lines == ["ranks: 3 here, 4 in the checkpoint; a step keeps its 32 images, 10 or 11 a rank"]
+    assert lines == [
+        "ranks: 3 here, 4 in the checkpoint; a step keeps its 32 images, 10 or 11 a rank"
+    ]
     # The script that set the batch of a rank is started again, on fewer ranks.
     assert kept(trained, 2, train__batch_size=8)[0] == 32
     assert kept(trained, 2, train__batch_size=16) == (32, [])
@@ -168,9 +170,9 @@ def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
 
 
 def test_options_that_would_change_the_global_batch_are_refused(trained):
-    with pytest.raises(OptionError, match="batch_size 5 on 4 ranks makes 20, but .* with 32"):
+    with pytest.raises(OptionError, match=r"batch_size 5 on 4 ranks makes 20, but .* with 32"):
         kept(trained, 4, train__batch_size=5)
-    with pytest.raises(OptionError, match="global_batch_size is 24, but .* with 32"):
+    with pytest.raises(OptionError, match=r"global_batch_size is 24, but .* with 32"):
         kept(trained, 4, train__global_batch_size=24)
     with pytest.raises(OptionError, match="too few for 33 ranks"):
         kept(trained, 33)
