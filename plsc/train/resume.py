@@ -110,8 +110,8 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
     if run.is_data_of_ranks and manifest.world_size != run.world.size:
         raise CheckpointError(
             f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks that each read data "
-            f"of their own (order 'rank_files', or a reader that shards itself); {run.world.size} cannot go on "
-            f"there; start {manifest.world_size} ranks, or resume from the end of an epoch"
+            f"of their own (order 'rank_files', or a reader that shards itself); {run.world.size} cannot "
+            f"go on there; start {manifest.world_size} ranks, or resume from the end of an epoch"
         )
 
 
