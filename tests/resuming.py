@@ -1,4 +1,4 @@
-"""Runs that publish their state at chosen steps, and what tests compare of them."""
+"""Small runs, and what tests compare of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
 
+from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train import job
 from plsc.train.build import UserParts
-from plsc.train.checkpointing import publish
 from plsc.train.logs import RunLog
-from plsc.train.loop import Trainer
 
 
 class Drawing(BaseModel):
@@ -67,29 +67,24 @@ def options_of(dataset: Path, save_dir: Path, **changes) -> Options:
     return options
 
 
-def train(options: Options, world: World, network=Drawing, user=None, publish_at=(), into=None):
-    """Train as the facade does, and publish the state after the given steps as ``into/<step>``."""
+def train(options: Options, world: World, network=Drawing, user=None):
+    """Train as the facade does, without the plot, which takes longer than everything else."""
 
-    class Publishing(Trainer):
-        def _is_tested(self):
-            step = self._run.position.step
-            if step in publish_at:
-                publish(self._run, into, str(step))
-            return super()._is_tested()
+    class Unplotted(RunLog):
+        def plot(self):
+            pass
 
     user = user or UserParts()
     torch.manual_seed(5)
     user.model = network()
-
-    class Unplotted(RunLog):
-        def plot(self):
-            """Takes longer than everything else."""
-
-    job.Trainer, job.RunLog = Publishing, Unplotted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "RunLog", Unplotted)
         return job.run_training(options, world, user)
-    finally:
-        job.Trainer, job.RunLog = Trainer, RunLog
+
+
+def saved_at(save_dir: Path, step: int) -> Path:
+    """Return the checkpoint of a step."""
+    return next(path for path, manifest in list_checkpoints(save_dir) if manifest.step == step)
 
 
 def tensors_of(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:

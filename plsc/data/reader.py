@@ -98,6 +98,11 @@ class ReaderLoader:
         """From ``num_samples`` if it was given; else None until an epoch has run to its end."""
         return self._steps
 
+    def expect_steps(self, steps: int) -> None:
+        """Take the length of an epoch from an earlier run; what was said or seen here counts more."""
+        if self._steps is None:
+            self._steps = steps
+
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of the steps ``start_step``.. of an epoch."""
         batches = self._run(epoch, start_step)

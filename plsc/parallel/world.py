@@ -6,6 +6,7 @@ Nothing else in the package reads the launcher's environment variables.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import secrets
@@ -27,7 +28,8 @@ class World:
     """This process among its peers.
 
     The groups are separate so that head traffic does not queue behind gradient buckets, and so that
-    control messages travel over gloo on the CPU whatever the device is. All are None in one process.
+    control messages travel over gloo on the CPU whatever the device is; a checkpoint is saved and another
+    one sent to a store beside training, in threads with a gloo group each. All are None in one process.
     """
 
     rank: int
@@ -37,6 +39,8 @@ class World:
     backbone_group: dist.ProcessGroup | None = None
     head_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
+    save_group: dist.ProcessGroup | None = None
+    send_group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
     owns_process_group: bool = False
 
@@ -82,7 +86,7 @@ class World:
                     timeout=timeout,
                 )
             head_group = _new_group(backend, timeout)
-            control_group = _new_group("gloo", timeout)
+            control_group, save_group, send_group = (_new_group("gloo", timeout) for _ in range(3))
             own_store = _own_store(control_group)
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise DistributedError(
@@ -98,6 +102,8 @@ class World:
             backbone_group=dist.group.WORLD,
             head_group=head_group,
             control_group=control_group,
+            save_group=save_group,
+            send_group=send_group,
             store=own_store,
             owns_process_group=not already_made,
         )
@@ -106,6 +112,17 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
+
+    def beside(self, group: dist.ProcessGroup | None) -> World:
+        """Return the same ranks as seen by a thread beside the main one, with a gloo group of its own."""
+        return dataclasses.replace(
+            self,
+            device=torch.device("cpu"),
+            backbone_group=group,
+            head_group=group,
+            control_group=group,
+            owns_process_group=False,
+        )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -23,7 +23,7 @@ from plsc.parallel.world import World
 from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
-from plsc.train.state import Best, Position
+from plsc.train.state import Position
 
 
 @dataclass
@@ -62,7 +62,6 @@ class Run:
     is_data_of_ranks: bool = False  # whether the samples of a step depend on the number of ranks
     samples: SampleNumbers = field(default_factory=SampleNumbers)
     position: Position = field(default_factory=Position)
-    best: Best = field(default_factory=Best)
     resumed_from: Path | None = None
 
     @property

@@ -6,16 +6,21 @@ from pathlib import Path
 
 from plsc.checkpoint import (
     Manifest,
+    Snapshot,
     check_replaceable,
-    clean_leftovers,
     list_checkpoints,
-    prune,
     read_manifest,
     save_checkpoint,
 )
+from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.remote import list_remote
+from plsc.checkpoint.retention import METRICS_KEY
 from plsc.config import Options
 from plsc.errors import CheckpointError
 from plsc.parallel.shard import class_ranges
+from plsc.storage.names import join, parent_of
+from plsc.storage.store import Store
+from plsc.storage.urls import is_url, shown, without_secrets
 from plsc.train.build import Run
 from plsc.train.snapshot import scalars_to_save, tensors_to_save
 from plsc.version import __version__
@@ -28,8 +33,11 @@ _NEVER_ADOPTED = frozenset(
         "runtime.backend",
         "runtime.timeout",
         "runtime.cpu_threads",
+        "checkpoint.download_dir",
+        "checkpoint.local_dir",
     }
 )
+LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -48,40 +56,58 @@ def open_checkpoint(path: Path) -> Manifest:
 
 def adopt_options(options: Options, manifest: Manifest) -> list[str]:
     """Take the checkpoint's options where the script set none; return the differences, a line each."""
-    return options.adopt(manifest.options, keep=_NEVER_ADOPTED)
+    is_of_save_dir = options.checkpoint.load_dir in (LAST, BEST)  # which may have been moved
+    keep = _NEVER_ADOPTED | ({"checkpoint.save_dir"} if is_of_save_dir else set())
+    return options.adopt(manifest.options, keep=keep)
 
 
-def prepare_save_dir(run: Run) -> None:
-    """Clear what a killed run left half done; refuse to mix a run with anything else in the folder."""
-    found = None
-    if run.world.is_main:
-        clean_leftovers(run.save_dir)
-        found = [folder.name for folder, _ in list_checkpoints(run.save_dir)]
-    found = run.world.broadcast_object(found)
-    load_dir = run.resumed_from
-    resumes_here = load_dir and load_dir.resolve().parent == run.save_dir.resolve()
-    if found and not resumes_here:
+def check_save_dir(run: Run, store: Store | None) -> None:
+    """Refuse to mix a run with anything else in its folder or store; a collective."""
+
+    def look() -> list[tuple[str, list[str]]]:
+        if not run.world.is_main:
+            return []
+        found = [(str(run.save_dir), [folder.name for folder, _ in list_checkpoints(run.save_dir)])]
+        if store is not None:
+            found.append((store.url, [name for name, _ in list_remote(store)]))
+        return [(place, names) for place, names in found if names]
+
+    occupied = on_every_rank(run.world, f"look into {run.save_dir}", look)[0]
+    options = run.options.checkpoint
+    is_of_save_dir = options.load_dir in (LAST, BEST) and run.resumed_from is not None
+    sources = {_parent(place) for place in (options.load_dir, options.download_dir) if place}
+    here = {_home(str(run.save_dir)), *([_home(store.url)] if store else [])}
+    if occupied and not is_of_save_dir and not sources & here:
+        place, names = occupied[0]
         raise CheckpointError(
-            f"{run.save_dir} holds checkpoints of an earlier run: {', '.join(found)}; to go on with that "
-            f"one, load {run.save_dir / found[-1]} (checkpoint.load_dir, set_checkpoint_dir); for this "
-            "one, save elsewhere (checkpoint.save_dir, set_model_save_dir)"
+            f"{shown(place)} holds checkpoints of an earlier run: {', '.join(names)}; to go on with that "
+            f"one, load {shown(join(place, names[-1]))} (checkpoint.load_dir, set_checkpoint_dir); for "
+            "this one, save elsewhere (checkpoint.save_dir, set_model_save_dir), or to a new version folder "
+            "(checkpoint.new_version, set_new_version)"
         )
     for epoch in range(run.options.train.epochs):  # now, and not after an epoch of training
         check_replaceable(run.save_dir / str(epoch))
 
 
-def save(run: Run, name: str) -> Path:
-    """Publish the run's state as `save_dir/name`, then remove the oldest beyond the limit; a collective."""
-    path = publish(run, run.save_dir, name)
-    if run.world.is_main:
-        best = [run.save_dir / run.best.name] if run.best.name else []
-        prune(run.save_dir, run.options.checkpoint.keep_last, protect=[path, *best])
-    run.world.barrier()
-    return path
+def _home(place: str) -> str:
+    return place.rstrip("/") if is_url(place) else str(Path(place).resolve())
+
+
+def _parent(place: str) -> str:
+    return _home(parent_of(place if is_url(place) else str(Path(place).resolve())))
 
 
 def publish(run: Run, folder: Path, name: str) -> Path:
-    """Publish the run's state as `folder/name`, and change nothing of it; a collective."""
+    """Publish the run's state as `folder/name`; a collective."""
+    state = take_state(run, {})
+    return save_checkpoint(folder, name, state.tensors, state.sharded, state.manifest, run.world)
+
+
+def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
+    """Return the run's state, without a copy of it; a collective.
+
+    metrics: what the checkpoint is judged by. Nothing of the run is changed.
+    """
     replicated, sharded = tensors_to_save(run)
     ranks = run.world.size if run.head.is_sharded else 1
     manifest = Manifest(
@@ -93,7 +119,7 @@ def publish(run: Run, folder: Path, name: str) -> Path:
         class_num=run.head.class_num,
         emb_size=run.options.model.emb_size,
         class_ranges=[list(pair) for pair in class_ranges(run.head.class_num, ranks)],
-        options=run.options.as_dict(),
-        scalars=scalars_to_save(run),
+        options=without_secrets(run.options.as_dict()),
+        scalars={METRICS_KEY: metrics, **scalars_to_save(run)},
     )
-    return save_checkpoint(folder, name, replicated, sharded, manifest, run.world)
+    return Snapshot(replicated, sharded, manifest)

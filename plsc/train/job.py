@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,15 +19,17 @@ from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_network, build_run
-from plsc.train.checkpointing import adopt_options, prepare_save_dir
+from plsc.train.checkpointing import adopt_options, check_save_dir
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
+from plsc.train.places import Places, open_places
 from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
 from plsc.train.resume import keep_global_batch, restore
+from plsc.train.saving import Saver
 
 
 @dataclass
@@ -52,11 +54,21 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         differences += keep_global_batch(options, *checkpoint, world.size)
     run = build_run(options, world, user)
     run.resumed_from = checkpoint[0] if checkpoint else None
-    prepare_save_dir(run)
-    if checkpoint:
-        restore(run, *checkpoint)
-    else:
-        seed_generators(world, options.train.seed)
+    places = open_places(options, world, _print_if(world))
+    try:
+        run.save_dir = places.local
+        check_save_dir(run, places.store)
+        if checkpoint:
+            restore(run, *checkpoint)
+        else:
+            seed_generators(world, options.train.seed)
+        return _train(run, places, differences)
+    finally:
+        places.release()
+
+
+def _train(run: Run, places: Places, differences: list[str]) -> TrainResult:
+    options, world = run.options, run.world
     log = RunLog(run.save_dir, world.is_main, run.position.step, run.total_steps)
     try:
         log.say(_summary(run))
@@ -67,7 +79,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
                 f"{run.resumed_from} is the end of a run of {options.train.epochs} epochs: "
                 "there is nothing left to train; set_train_epochs to more"
             )
-        return Trainer(run, log).train()
+        return Trainer(run, log, Saver(run, log, places)).train()
     finally:
         log.close()
 
@@ -188,3 +200,7 @@ def _summary(run: Run) -> str:
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{resumed}"
     )
     return f"{text}\n{run.notes}" if run.notes else text
+
+
+def _print_if(world: World) -> Callable[[str], None]:
+    return print if world.is_main else lambda line: None

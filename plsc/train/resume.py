@@ -9,12 +9,13 @@ from typing import Any
 from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.check import Checker
 from plsc.config import Options
+from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.train.build import Run, global_batch_size
 from plsc.train.randomness import seed_generators
 from plsc.train.snapshot import own_tensors, take_own
-from plsc.train.state import Best, Position, collect_tensors, make_state
+from plsc.train.state import Position, collect_tensors, make_state
 
 
 def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: int) -> list[str]:
@@ -71,11 +72,11 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
         run.head.step = manifest.step  # keys the sampling and the rounding
         before = scalars.get("head_computed_by")
         run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
-    run.position = Position(
-        manifest.step, manifest.epoch, manifest.step_in_epoch, _loss_sum(path, scalars)
-    )
-    run.best = _read_best(path, scalars.get("best"))
+    run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
     run.resumed_from = path
+    length = scalars.get("steps_per_epoch")
+    if isinstance(run.loader, ReaderLoader) and manifest.epoch and length is not None:
+        run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
 
@@ -122,21 +123,3 @@ def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
     if not is_sound:
         raise CheckpointError(f"the manifest of {path} is damaged: the optimizer's numbers are not")
     return saved
-
-
-def _loss_sum(path: Path, scalars: dict[str, Any]) -> float:
-    value = scalars.get("epoch_loss_sum", 0.0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise CheckpointError(f"the manifest of {path} is damaged: 'epoch_loss_sum' is {value!r}")
-    return float(value)
-
-
-def _read_best(path: Path, saved: Any) -> Best:
-    """Return the best checkpoint so far; one that retention has removed is forgotten."""
-    if not isinstance(saved, dict) or set(saved) != {"name", "metric", "value"}:
-        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
-    name, metric, value = saved["name"], saved["metric"], saved["value"]
-    is_plain = name is None or (isinstance(name, str) and Path(name).name == name)
-    if not (is_plain and isinstance(metric, str) and isinstance(value, (int, float))):
-        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
-    return Best(name, metric, float(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -42,11 +41,10 @@ def tensors_to_save(run: Run) -> tuple[dict[str, Tensor], dict[str, ShardedTenso
 def scalars_to_save(run: Run) -> dict[str, Any]:
     """Return the numbers and names of a checkpoint, as plain JSON."""
     return {
-        "best": asdict(run.best),
         "loss_type": run.options.head.loss_type,
         "global_batch": global_batch_size(run.options, run.world.size),
         "num_samples": run.num_samples,
-        "epoch_loss_sum": run.position.loss_sum,
+        "steps_per_epoch": run.loader.steps_per_epoch,
         "head_computed_by": getattr(run.head, "computed_by", None),
         "optimizer": type(run.optimizer).__name__,
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),

@@ -21,46 +21,21 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 @dataclass
 class Position:
-    """How far the run is: counts of steps made and of epochs finished; the losses of the epoch's steps."""
+    """How far the run is: counts of steps made and of epochs finished."""
 
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
-    loss_sum: float = 0.0
 
-    def advance(self, loss: float = 0.0) -> None:
+    def advance(self) -> None:
         """One more step is made."""
         self.step += 1
         self.step_in_epoch += 1
-        self.loss_sum += loss
-
-    def mean_loss(self) -> float | None:
-        """Return the mean loss of the epoch's steps so far; None before the first."""
-        return self.loss_sum / self.step_in_epoch if self.step_in_epoch else None
 
     def next_epoch(self) -> None:
         """The epoch is finished."""
         self.epoch += 1
         self.step_in_epoch = 0
-        self.loss_sum = 0.0
-
-
-@dataclass
-class Best:
-    """The best checkpoint so far: its folder's name and the metric that chose it."""
-
-    name: str | None = None
-    metric: str = ""
-    value: float = 0.0
-
-    def note(self, name: str, metric: str, value: float) -> None:
-        """Take this checkpoint if it is better, or if it is judged by another metric than before.
-
-        An accuracy wants to be high, a loss low.
-        """
-        is_better = value < self.value if metric == "loss" else value > self.value
-        if self.name is None or metric != self.metric or is_better:
-            self.name, self.metric, self.value = name, metric, value
 
 
 def collect_tensors(

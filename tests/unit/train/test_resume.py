@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.randomness import pack_generators, unpack_generators
 from plsc.train.resume import keep_global_batch
 from tests.images import write_dataset, write_pair_file
-from tests.resuming import different, losses_of, options_of, train
+from tests.resuming import different, losses_of, options_of, saved_at, train
 
 WORLD = World.single()
 STEPS_PER_EPOCH = 5  # 18 images, 4 a step, the last batch padded
@@ -67,10 +68,18 @@ def kinds_of_data(dataset):
     reader, samples = shuffling_reader(dataset), NoisyDataset(dataset)
     return {
         "global": ({"train__test_period": 2, "data__colour_jitter": (0.3, 0.3, 0.3)}, None),
-        "block": ({"data__order": "block", "data__block_samples": 2, "data__pool_samples": 6}, None),
+        "block, threads": (
+            {
+                "data__order": "block", "data__block_samples": 2, "data__pool_samples": 6,
+                "data__num_workers": 2,
+            },
+            None,
+        ),
         "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
         "dataset": ({"data__crop_padding": 2}, samples),
-        "generator": ({"head__class_num": 6}, reader),
+        # Its steps end with an epoch, whose length only an epoch seen to its end has told.
+        "generator": ({"head__class_num": 6, "train__steps": 10, "train__epochs": 9}, reader),
+        "generator ahead": ({"head__class_num": 6, "data__num_workers": 1}, reader),
         "generator that shards itself": (
             {"head__class_num": 6, "data__reader_shards_itself": True},
             lambda rank, ranks: reader(),
@@ -84,23 +93,19 @@ def test_a_run_goes_on_from_any_step_with_any_data_to_the_same_bits(dataset, tmp
         folder = tmp_path / kind
         settings = {"train__batch_size": 4, "head__loss_type": "dist_adaface", **settings}
 
-        def start(name, publish_at=(), folder=folder, settings=settings, reader=reader, **more):
+        def start(name, folder=folder, settings=settings, reader=reader, **more):
             options = options_of(dataset, folder / name, **settings, **more)
-            user = UserParts(train_reader=reader)
-            return train(options, WORLD, user=user, publish_at=publish_at, into=folder / "saved")
+            return train(options, WORLD, user=UserParts(train_reader=reader))
 
         whole = start("whole")
+        start("saving", checkpoint__every_n_steps=1, checkpoint__keep_last=-1)
+        assert different(folder / "saving/1", folder / "whole/1") == [], kind
         steps = range(1, whole.steps)
-        start("publishing", publish_at=steps)
-        assert different(folder / "publishing/1", folder / "whole/1") == [], kind
-        chosen = steps if kind == "global" else (3, whole.steps // 2, whole.steps - 1)
-        for step in chosen:
-            start(f"from {step}", checkpoint__load_dir=str(folder / "saved" / str(step)))
-            assert different(folder / f"from {step}/1", folder / "whole/1") == [], (kind, step)
+        for step in steps if kind == "global" else (3, whole.steps // 2, whole.steps - 1):
+            start(f"{step}", checkpoint__load_dir=str(saved_at(folder / "saving", step)))
+            assert different(folder / f"{step}/1", folder / "whole/1") == [], (kind, step)
             later = {s: x for s, x in losses_of(folder / "whole").items() if s > step}
-            assert losses_of(folder / f"from {step}") == later, (kind, step)
-            ours, theirs = (read_manifest(folder / n / "1") for n in (f"from {step}", "whole"))
-            assert ours.scalars == theirs.scalars, (kind, step)  # best: losses of whole epochs
+            assert losses_of(folder / f"{step}") == later, (kind, step)
 
 
 def test_generators_come_back_from_text_and_nothing_else_does():
@@ -186,21 +191,62 @@ def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(tra
     assert open_to_resume(options, WORLD)[0] == trained / "1"
     assert open_load_dir(options, WORLD)[0] == trained / "1"
     options.set("checkpoint.load_dir", "best")
-    best = read_manifest(trained / "1").scalars["best"]["name"]
-    assert open_load_dir(options, WORLD)[0] == trained / best
     file = trained / "best.json"
+    best = json.loads(file.read_text())["path"]
+    assert open_load_dir(options, WORLD)[0] == trained / best
     # As a folder that was moved: only the name counts.
     file.write_text('{"path": "/somewhere/else/0", "metric": "loss", "value": 1.5}')
     assert open_to_resume(options, WORLD)[0] == trained / "0"
-    for text in ('{"path": ".."}', '{"path": "7"}', '{"path": ""}'):
-        file.write_text(text)
-        with pytest.raises(CheckpointError, match="does not say which checkpoint is its best"):
-            open_load_dir(options, WORLD)
-    for text in ("[]", '{"path": 3}', "{", " " * 2**17, "[" * 60_000):
+    file.write_text('{"path": "7"}')
+    with pytest.raises(CheckpointError, match="names '7', which is not there"):
+        open_load_dir(options, WORLD)
+    for text in (
+        '{"path": ".."}',
+        '{"path": ""}',
+        "[]",
+        '{"path": 3}',
+        "{",
+        " " * 2**17,
+        "[" * 60_000,
+    ):
         file.write_text(text)
         with pytest.raises(CheckpointError, match=r"best\.json is damaged"):
             open_load_dir(options, WORLD)
     file.unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is known as the best"):
+        open_load_dir(options, WORLD)
+    file.write_text(json.dumps({"path": best}))
+
+
+def test_last_is_in_the_newest_version_folder_or_in_a_store_if_it_is_newer_there(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    for name, checkpoints in {
+        "version_2": ["0"],
+        "version_10": ["0", "1"],
+        "version_11": [],
+    }.items():
+        for checkpoint in checkpoints:
+            shutil.copytree(trained / checkpoint, tmp_path / name / checkpoint)
+        (tmp_path / name).mkdir(exist_ok=True)
+    options = options_of("unused", tmp_path, checkpoint__load_dir="last")
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "version_10/1"
+    shutil.copytree(trained / "0", tmp_path / "0")
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "0"
+    options.set("checkpoint.new_version", True)
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "version_10/1"
+    sent = tmp_path / "store"
+    for name in ("0", "1"):
+        shutil.copytree(trained / name, sent / name)
+    options = options_of(
+        "unused", tmp_path, checkpoint__load_dir="last", checkpoint__upload_dir=f"file://{sent}"
+    )
+    fetched, manifest = open_load_dir(options, WORLD)
+    assert manifest == read_manifest(trained / "1")
+    assert tmp_path / "cache" in fetched.parents
+    shutil.copytree(trained / "1", tmp_path / "1")
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "1"
 
 
 def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(dataset, tmp_path):
@@ -212,14 +258,12 @@ def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(datase
     with pytest.raises(CheckpointError, match="holds no checkpoint; train first"):
         open_load_dir(options, WORLD)
     assert train(options, WORLD).steps == 3
-    # A kill while epoch 0 was replaced: the old one is hidden, the new one not there yet.
-    (save_dir / "0").rename(save_dir / ".replaced-0-0123abcd")
-    (save_dir / ".saving-0-89abcdef").mkdir()
+    (save_dir / ".saving-1-89abcdef").mkdir()
     again = options_of(dataset, save_dir, checkpoint__load_dir="last", train__epochs=2)
     assert train(again, WORLD).steps == 6
     assert [path.name for path, _ in list_checkpoints(save_dir)] == ["0", "1"]
     assert sorted(losses_of(save_dir)) == [1, 2, 3, 4, 5, 6]
-    assert not list(save_dir.glob(".*"))
+    assert not list(save_dir.glob(".saving*"))
     assert again.checkpoint.load_dir == "last"  # a later test() means the newest then
 
 
@@ -245,7 +289,6 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     refused("classes 6, this run has 9", head__class_num=9)
     refused("loss type dist_arcface, this run has dist_cosface", head__loss_type="dist_cosface")
     refused("optimizer Adam, this run", lambda m: m["scalars"].update(optimizer="Adam"))
-    refused("epoch_loss_sum", lambda m: m["scalars"].update(epoch_loss_sum="a"))
     refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
     huge = {"shape": [2**40], "dtype": "uint8", "sharded": False}
     refused("rank0.random", lambda m: m["tensors"].update({"rank0.random": huge}))
@@ -254,9 +297,8 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
 
 
 def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):
-    options = options_of(dataset, tmp_path / "a", train__batch_size=4)
-    train(options, WORLD, publish_at=[2], into=tmp_path / "saved")
+    train(options_of(dataset, tmp_path / "a", train__batch_size=4, train__steps=2), WORLD)
     other = write_dataset(tmp_path / "other", classes=6, per_class=4)
-    resumed = options_of(other, tmp_path / "b", checkpoint__load_dir=str(tmp_path / "saved/2"))
+    resumed = options_of(other, tmp_path / "b", checkpoint__load_dir=str(tmp_path / "a/0-step2"))
     with pytest.raises(CheckpointError, match="over 18 images, the dataset has 24 now"):
         train(resumed, WORLD)
