@@ -457,7 +457,8 @@ class CheckpointOptions:
     )
     load_dir: str | None = declare(
         None,
-        "checkpoint to resume, test or predict with: a folder or a URL",
+        "checkpoint to resume, test or predict with: a folder, a URL, or 'last' or 'best' of save_dir; "
+        "training with 'last' begins anew where there is none",
         "set_checkpoint_dir(directory)",
         not_empty,
     )

@@ -444,8 +444,9 @@ class Setters:
         self.options.set("checkpoint.save_dir", directory)
 
     def set_checkpoint_dir(self, directory: str | None) -> None:
-        """Set ``checkpoint.load_dir``: checkpoint to resume, test or predict with: a folder or
-        a URL. Default: None.
+        """Set ``checkpoint.load_dir``: checkpoint to resume, test or predict with: a folder, a
+        URL, or 'last' or 'best' of save_dir; training with 'last' begins anew where there
+        is none. Default: None.
         """
         self.options.set("checkpoint.load_dir", directory)
 
