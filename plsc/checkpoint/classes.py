@@ -21,7 +21,8 @@ from plsc.checkpoint.classes_plan import Plan, plan_drop, plan_grow, plan_merge,
 from plsc.checkpoint.classes_rows import (
     Change,
     Directions,
-    average_joined,
+    average_biases,
+    average_rows,
     draw_new,
     point_new,
     rows_of,
@@ -79,6 +80,8 @@ def change_classes(
         )
     if rows not in ("mean", "target"):
         raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
+    if rows != "mean" and merge is None:
+        raise OptionError(f"rows is {rows!r}, but nothing is merged; give merge, too")
     if directions is not None and grow is None:
         raise OptionError("directions are for new classes; give grow, too")
     for location in (source, destination):
@@ -184,10 +187,10 @@ def _changes(
         if directions is not None:
             changes[_WEIGHT] += (point_new(weight, plan, directions),)
     if plan.what == "merge" and rows == "mean":
-        changes[_WEIGHT] = (average_joined(weight, plan, is_rows=True),)
+        changes[_WEIGHT] = (average_rows(weight, plan),)
         bias = opened.tensors.get("head.bias")
         if bias is not None:
-            changes["head.bias"] = (average_joined(bias, plan, is_rows=False),)
+            changes["head.bias"] = (average_biases(bias, plan),)
     return changes
 
 

@@ -185,6 +185,26 @@ def test_new_rows_point_along_given_directions(small):
     assert not (folder.parent / "c").exists()
 
 
+def test_of_sub_centres_the_first_points_along_the_direction_and_the_others_are_random(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors, others = make_tensors(rng, 7, 3, torch.float32, "int8", True)
+    write_checkpoint(tmp_path / "5", tensors, others, [4, 7])
+    wanted = np.ones((2, 6), np.float32)
+    change_classes(tmp_path / "5", tmp_path / "b", grow=2, directions=wanted)
+    new = load_all(tmp_path / "b")[1]["head.weight"][7:]
+    length = float(tensors["head.weight"].norm(dim=2).mean())
+    assert torch.allclose(new[:, 0], torch.full((2, 6), length / 6**0.5))
+    assert torch.equal(new[:, 1:], grown(tensors, 2)["head.weight"][7:, 1:])
+
+
+def test_rows_that_cancel_leave_a_merged_class_its_own(tmp_path):
+    rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    rows[4] = -3 * rows[1]
+    write_checkpoint(tmp_path / "5", {"head.weight": rows}, {}, [5])
+    change_classes(tmp_path / "5", tmp_path / "b", merge={4: 1})
+    assert torch.equal(load_all(tmp_path / "b")[1]["head.weight"], rows[:4])
+
+
 REFUSED = {
     "drop": {
         "3\n10\n": "{list}:2: class 10 is outside 0..9",
@@ -247,6 +267,7 @@ def test_strange_arguments_are_refused(small, tmp_path):
     for count in (0, -1, True, 1.5, 2**60):
         assert "grow is" in refusal(folder, new, grow=count)
     assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
+    assert "give merge" in refusal(folder, new, drop=[1], rows="target")
     assert "give grow" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
     for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], 3, [[1], [2, 3]], np.array([2**63], np.uint64)):
         assert "drop" in refusal(folder, new, drop=wrong)
