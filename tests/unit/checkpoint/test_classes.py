@@ -19,6 +19,7 @@ from plsc.checkpoint.classes_map import read_class_map
 from plsc.checkpoint.verify import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.heads.initial import initial_rows
 from plsc.parallel.shard import class_ranges
 from plsc.parallel.world import World
 from tests.unit.checkpoint.classes_reference import (
@@ -148,7 +149,7 @@ def small(tmp_path):
 
 
 def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
-    folder, tensors = small
+    folder, _ = small
     ids = folder.parent / "ids.txt"
     ids.write_bytes(b"\xef\xbb\xbf9\r\n 3\t\n7\n\n\n")
     change_classes(folder, folder.parent / "b", drop=ids)
@@ -162,7 +163,7 @@ def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
     new = found["head.weight"][7:]
     assert 0.002 < float(new.std()) < 0.03
     # A head of 10 classes began with other rows for classes 7, 8 and 9, which have moved since.
-    assert not torch.isclose(new, grown(tensors, 0, SEED)["head.weight"][7:]).any()
+    assert not torch.isclose(new, initial_rows(SEED, 7, 10, 6)).any()
     with pytest.raises(CheckpointError, match="moved no class"):
         read_class_map(folder.parent / "c")
 
