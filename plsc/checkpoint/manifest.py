@@ -101,15 +101,28 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             data = stream.read(LARGEST_MANIFEST + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {folder}: {error.strerror}") from error
+    return parse_manifest(data, str(file))
+
+
+def parse_manifest(data: bytes, source: str) -> Manifest:
+    """Return the manifest that a file's bytes are, with every field's type checked.
+
+    source: its path or URL, for the messages.
+
+    Raises:
+        CheckpointError: as `read_manifest`.
+    """
     if len(data) > LARGEST_MANIFEST:
         raise CheckpointError(
-            f"{file} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
+            f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
         )
     try:
         content = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}; choose another checkpoint") from error
-    return _build(Checker(str(file)), content)
+        raise CheckpointError(
+            f"{source} is not JSON: {error}; choose another checkpoint"
+        ) from error
+    return _build(Checker(source), content)
 
 
 def _refuse_constant(name: str) -> NoReturn:

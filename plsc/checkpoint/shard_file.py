@@ -52,9 +52,18 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def shard_name(rank: int) -> str:
-    """Return the file name of a rank's part, as torch's writer names it."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001{SUFFIX}"
+def shard_name(rank: int, mark: str = "0") -> str:
+    """Return the file name of a rank's part.
+
+    mark: tells saves of different steps apart, so that in a store without renames the files of a new
+    checkpoint do not overwrite those of an older one of the same name.
+    """
+    return f"shard-{rank + 1:05d}-{mark}{SUFFIX}"
+
+
+def is_shard_of(name: str, rank: int) -> bool:
+    """Whether a data file has the name of a part of this rank."""
+    return name.startswith(f"shard-{rank + 1:05d}-")
 
 
 def tensor_chunks(tensor: Tensor) -> Chunks:

@@ -15,6 +15,7 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer, ShardedHead
 from plsc.models import BaseModel, build_model, check_model
+from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.schedule import step_schedule
 from plsc.parallel.gradients import sum_gradients
@@ -22,7 +23,7 @@ from plsc.parallel.world import World
 from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
-from plsc.train.state import Best, Position
+from plsc.train.state import Position
 
 
 @dataclass
@@ -57,9 +58,12 @@ class Run:
     save_dir: Path
     num_samples: int | None
     notes: str = ""  # what the user should know before training begins
+    first_sample: int = 0  # of this rank's part of the dataset, where it reads no other
+    is_data_of_ranks: bool = False  # whether the samples of a step depend on the number of ranks
+    samples: SampleNumbers = field(default_factory=SampleNumbers)
     position: Position = field(default_factory=Position)
-    best: Best = field(default_factory=Best)
     lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
+    resumed_from: Path | None = None
 
     @property
     def total_steps(self) -> int | None:
@@ -77,6 +81,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
     network = build_network(options, world, user.model)
+    samples = draw_by_sample(network)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     feed = build_feed(options, world, user.train_reader, user.train_transform, global_batch)
@@ -106,6 +111,9 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
         notes=feed.notes,
+        first_sample=feed.first_sample,
+        is_data_of_ranks=feed.is_of_ranks,
+        samples=samples,
     )
 
 
@@ -116,7 +124,8 @@ def check_combinations(options: Options, ranks: int) -> None:
     if total is None:
         return
     product = options.train.batch_size * ranks
-    if "train.batch_size" in options.explicit and total != product:
+    is_kept = "train.global_batch_size" in options.adopted  # from a run on other ranks, perhaps
+    if "train.batch_size" in options.explicit and total != product and not is_kept:
         raise OptionError(
             f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
             f"{ranks} ranks makes {product}; set one of the two"

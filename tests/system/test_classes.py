@@ -16,11 +16,11 @@ from torch import nn
 
 from plsc import Entry
 from plsc.checkpoint import clean_leftovers, read_manifest
-from plsc.checkpoint.classes_map import read_class_map
+from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.manifest import Manifest, TensorInfo
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
-from plsc.checkpoint.verify import verify
+from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.models.base_model import BaseModel
 from tests.distributed.launch import clean_environment, run_ranks

@@ -83,7 +83,7 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
         if is_sharded
         else [[0, classes]],
         options={"train": {"seed": SEED}, "head": {"class_num": None}},
-        scalars={"best": {"name": "0", "metric": "loss", "value": 1.5}, "num_samples": 40},
+        scalars={"metrics": {"loss": 1.5}, "num_samples": 40},
         tensors=infos,
         files=files,
         lineage=list(lineage),

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from plsc.checkpoint import ShardedTensor, classes_source, load_tensors, load_weights
-from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint.classes_map import read_class_map
-from plsc.checkpoint.verify import verify
+from plsc.checkpoint import ShardedTensor, load_tensors, load_weights
+from plsc.checkpoint.classes import change_classes, source
+from plsc.checkpoint.classes.map import read_class_map
+from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.initial import initial_rows
@@ -47,7 +47,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces of a few rows, so that their ends are among what is tried."""
-    monkeypatch.setattr(classes_source, "PIECE_BYTES", 100)
+    monkeypatch.setattr(source, "PIECE_BYTES", 100)
 
 
 def load_all(folder):
@@ -80,7 +80,7 @@ def check(folder, before, expected, others, exact=True):
     assert manifest.class_num == classes
     assert manifest.class_ranges == [list(pair) for pair in class_ranges(classes, ranks)]
     assert manifest.options["head"]["class_num"] == classes
-    assert manifest.scalars == {**before.scalars, "best": {**before.scalars["best"], "name": None}}
+    assert manifest.scalars == {**before.scalars, "metrics": {}}
     assert set(manifest.files) == set(before.files)
     same = ("step", "epoch", "step_in_epoch", "world_size", "emb_size")
     assert all(getattr(manifest, name) == getattr(before, name) for name in same)

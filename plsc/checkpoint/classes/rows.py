@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.classes_plan import Plan
-from plsc.checkpoint.classes_source import StoredTensor
+from plsc.checkpoint.classes.plan import Plan
+from plsc.checkpoint.classes.source import StoredTensor
 from plsc.checkpoint.shard_file import Chunks, tensor_chunks
 from plsc.errors import CheckpointError, DataError
 from plsc.heads.initial import initial_rows

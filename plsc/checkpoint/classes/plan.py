@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from plsc.checkpoint.classes_lists import ClassList, check_distinct
+from plsc.checkpoint.classes.lists import ClassList, check_distinct
 from plsc.errors import DataError, OptionError
 
 _MOST_CLASSES = 2**40

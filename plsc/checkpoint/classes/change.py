@@ -14,11 +14,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from plsc.checkpoint.classes_lists import ClassList, Given, read_class_list
-from plsc.checkpoint.classes_map import MAP_NAME, write_map
-from plsc.checkpoint.classes_output import check_destination, check_space, publishing
-from plsc.checkpoint.classes_plan import Plan, plan_drop, plan_grow, plan_merge, plan_reorder
-from plsc.checkpoint.classes_rows import (
+from plsc.checkpoint.classes.lists import ClassList, Given, read_class_list
+from plsc.checkpoint.classes.map import MAP_NAME, write_map
+from plsc.checkpoint.classes.output import check_destination, check_space, publishing
+from plsc.checkpoint.classes.plan import Plan, plan_drop, plan_grow, plan_merge, plan_reorder
+from plsc.checkpoint.classes.rows import (
     Change,
     Directions,
     average_biases,
@@ -27,9 +27,10 @@ from plsc.checkpoint.classes_rows import (
     point_new,
     rows_of,
 )
-from plsc.checkpoint.classes_source import OpenCheckpoint, StoredTensor
+from plsc.checkpoint.classes.source import OpenCheckpoint, StoredTensor
 from plsc.checkpoint.layout import check_checksums, check_files
 from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo, read_manifest
+from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import Entry, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError
 from plsc.keys import hash_key
@@ -65,7 +66,7 @@ def change_classes(
 
     The position of the run is kept, training goes on from it. Where numbers changed, `classes.tsv` in
     the new checkpoint has a line ``old<TAB>new`` for each class that is still there; see
-    `plsc.checkpoint.classes_map.read_class_map`.
+    `plsc.checkpoint.classes.map.read_class_map`.
 
     Raises:
         OptionError, DataError: about the arguments and lists.
@@ -261,8 +262,7 @@ def _new_manifest(
     options, scalars = copy.deepcopy(manifest.options), copy.deepcopy(manifest.scalars)
     if isinstance(options.setdefault("head", {}), dict):
         options["head"]["class_num"] = plan.after
-    if isinstance(scalars.get("best"), dict):
-        scalars["best"]["name"] = None  # it was judged with other classes
+    scalars[METRICS_KEY] = {}  # it was judged with other classes
     ranks = len(files) if tensors[_WEIGHT].sharded else 1
     return dataclasses.replace(
         manifest,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.checkpoint.classes_plan import Plan
+from plsc.checkpoint.classes.plan import Plan
 from plsc.checkpoint.manifest import read_manifest
 from plsc.errors import CheckpointError
 
