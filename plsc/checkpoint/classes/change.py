@@ -263,6 +263,8 @@ def _new_manifest(
     if isinstance(options.setdefault("head", {}), dict):
         options["head"]["class_num"] = plan.after
     scalars[METRICS_KEY] = {}  # it was judged with other classes
+    if not manifest.step_in_epoch and "steps_per_epoch" in scalars:
+        scalars["steps_per_epoch"] = None  # images may come and go with the classes
     ranks = len(files) if tensors[_WEIGHT].sharded else 1
     return dataclasses.replace(
         manifest,

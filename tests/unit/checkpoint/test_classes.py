@@ -342,6 +342,22 @@ def test_a_map_that_is_damaged_is_refused(small):
         (new / "classes.tsv").write_bytes(damaged)
         with pytest.raises(CheckpointError, match="is damaged"):
             read_class_map(new)
+    (new / "classes.tsv").unlink()
+    with pytest.raises(CheckpointError, match="stays where the classes were changed"):
+        read_class_map(new)
+
+
+def test_what_an_epoch_had_is_forgotten_at_its_end_and_kept_within(tmp_path):
+    for step_in_epoch, left in ((0, None), (3, 7)):
+        folder = tmp_path / str(step_in_epoch)
+        write_checkpoint(folder, {"head.weight": torch.ones(4, 6)}, {}, [4])
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["step_in_epoch"] = step_in_epoch
+        manifest["scalars"]["steps_per_epoch"] = 7
+        path.write_text(json.dumps(manifest))
+        changed = change_classes(folder, tmp_path / f"{step_in_epoch}-b", drop=[1])
+        assert changed.scalars["steps_per_epoch"] == left
 
 
 def test_a_manifest_of_before_lineages_reads_as_one_without(small):
