@@ -1,8 +1,8 @@
 """The residual networks of insightface, layer for layer and name for name.
 
-``iresnet`` 18 to 200 of https://github.com/deepinsight/insightface, recognition/arcface_torch/backbones: a state
-dict of theirs loads here, and one of ours there. They differ from `plsc.models.resnet` in a slope of PReLU for
-each channel, in batch norm's epsilon, and in the frozen scale of the embedding.
+iresnet 18 to 200 of https://github.com/deepinsight/insightface, recognition/arcface_torch/backbones: a
+state dict of theirs loads here, and one of ours there. They differ from `plsc.models.resnet` in a slope of
+PReLU for each channel, in batch norm's epsilon, and in the frozen scale of the embedding.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ BLOCKS = {
 
 
 class Block(nn.Module):
-    """BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN, and the shortcut, a 1x1 convolution where the
-    shape changes."""
+    """BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN; the shortcut is a 1x1 convolution where the
+    shape changes.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -80,12 +81,14 @@ class IResNet(BaseModel):
         self.bn1 = nn.BatchNorm2d(WIDTHS[0], eps=EPS)
         self.prelu = nn.PReLU(WIDTHS[0])
         inputs = WIDTHS[0]
-        for number, (width, repeats) in enumerate(zip(WIDTHS, BLOCKS[depth], strict=True), start=1):
+        stages = []
+        for width, repeats in zip(WIDTHS, BLOCKS[depth], strict=True):
             stage = nn.Sequential()
             for index in range(repeats):
                 stage.append(Block(inputs, width, 2 if index == 0 else 1))
                 inputs = width
-            setattr(self, f"layer{number}", stage)
+            stages.append(stage)
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.bn2 = nn.BatchNorm2d(inputs, eps=EPS)
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(inputs * cells, emb_size)

@@ -52,14 +52,19 @@ def _settings(short: str, image_shape: Sequence[int]) -> dict[str, Any]:
         return {"image_size": image_shape[-1]}
     if short == "maxvit_t":
         return {"input_size": tuple(image_shape[1:])}
-    if short in ("googlenet", "inception_v3"):  # without further classifiers, whose losses nobody computes
+    if short in (
+        "googlenet",
+        "inception_v3",
+    ):  # without further classifiers, whose losses nobody computes
         return {"aux_logits": False, "init_weights": True}
     return {}
 
 
 def _replace_last(network: nn.Module, name: str, emb_size: int, dropout: float) -> None:
     """Give the embedding layer its dropout: in a Dropout that is there already, or within the layer."""
-    layers = [(path, layer) for path, layer in network.named_modules() if not list(layer.children())]
+    layers = [
+        (path, layer) for path, layer in network.named_modules() if not list(layer.children())
+    ]
     path, last = layers[-1]
     if not isinstance(last, nn.Linear) or last.out_features != emb_size:
         linear = [item for item in layers if isinstance(item[1], nn.Linear)]

@@ -111,6 +111,11 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    if "model.pretrained" in options.explicit and options.checkpoint.load_dir not in (None, "last"):
+        raise OptionError(
+            f"model.pretrained is {options.model.pretrained}, but checkpoint.load_dir is "
+            f"{options.checkpoint.load_dir}: a resumed run has its weights from there; set one of the two"
+        )
     total = options.train.global_batch_size
     if total is None:
         return

@@ -25,6 +25,7 @@ from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.result import TrainResult
+from plsc.train.warm_start import start_from_pretrained
 
 
 @dataclass
@@ -41,13 +42,14 @@ class Prediction:
 
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
-    """Train, from the start or from `checkpoint.load_dir`."""
+    """Train, from the start (perhaps with the weights of `model.pretrained`) or from `checkpoint.load_dir`."""
     checkpoint = open_load_dir(options) if options.checkpoint.load_dir is not None else None
     differences = adopt_options(options, checkpoint[1]) if checkpoint else []
     run = build_run(options, world, user)
     prepare_save_dir(run)
     if checkpoint:
         restore(run, *checkpoint)
+    warm_start = None if checkpoint else start_from_pretrained(run)
     log = RunLog(run.save_dir, world.is_main, run.position.step, run.total_steps)
     try:
         log.say(_summary(run))
@@ -58,7 +60,11 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
                 f"{options.checkpoint.load_dir} is the end of a run of {options.train.epochs} epochs: "
                 "there is nothing left to train; set_train_epochs to more"
             )
-        return Trainer(run, log).train()
+        if warm_start:
+            log.say("\n".join(warm_start.lines()))
+        result = Trainer(run, log).train()
+        result.warm_start = warm_start
+        return result
     finally:
         log.close()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.evaluate.verification import VerificationResult
+from plsc.train.warm_start import WarmStart
 
 
 @dataclass
@@ -16,7 +17,8 @@ class TrainResult:
     steps: steps made in all; epochs: epochs finished; metrics: the last logged step, as in
     metrics.jsonl; evaluation: the last result for each pair file; checkpoint: the last one saved;
     best_checkpoint, best_metric, best_value: the one with the best verification accuracy on the first
-    pair file, or with the lowest loss where nothing was evaluated.
+    pair file, or with the lowest loss where nothing was evaluated; warm_start: what of `model.pretrained`
+    the run began with.
     """
 
     steps: int
@@ -27,3 +29,4 @@ class TrainResult:
     best_checkpoint: Path | None = None
     best_metric: str = ""
     best_value: float = float("nan")
+    warm_start: WarmStart | None = None

@@ -162,7 +162,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _short(shape: tuple[int, ...]) -> str:

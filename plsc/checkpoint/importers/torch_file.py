@@ -87,7 +87,7 @@ def read_torch_file(path: str | os.PathLike[str], follow_links: bool = False) ->
             return _read_zip(file)
         if file.read(0, min(len(_LEGACY_START), file.size)) == _LEGACY_START:
             return _read_legacy(file)
-    except _MISFITS + (zipfile.BadZipFile, NotImplementedError, OSError) as error:
+    except (*_MISFITS, zipfile.BadZipFile, NotImplementedError, OSError) as error:
         raise CheckpointError(
             f"{path} is damaged or not a file of torch.save; fetch it again"
         ) from error
@@ -230,6 +230,9 @@ _BUILDERS: dict[tuple[str, str], Any] = {
 
 class _Reader(pickle._Unpickler):
     # The unpickler in Python, not the one in C, for its table of operations, here cut down.
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
         for name in _ALLOWED.split()

@@ -1,0 +1,136 @@
+"""Start from given weights: what matches by name and shape is taken, all else begins afresh."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.importers.matching import (
+    Match,
+    check_finite,
+    match_into,
+    printable,
+    shorten,
+)
+from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
+from plsc.checkpoint.importers.row_parts import RowParts, join_rows
+from plsc.checkpoint.importers.state_dict import read_state_dict
+from plsc.errors import CheckpointError
+from plsc.heads import Head
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.train.build import Run
+
+
+@dataclass
+class WarmStart:
+    """What a run started from.
+
+    source: path or URL; backbone: what of the network was there; head: names of the head's tensors that
+    were taken; head_left: name: why it was not.
+    """
+
+    source: str
+    backbone: Match
+    head: list[str] = field(default_factory=list)
+    head_left: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return the summary for the log, a few lines of bounded length."""
+        lines = [f"starting from the weights of {self.source}:", *self.backbone.lines()]
+        if self.head:
+            lines.append(f"taken for the head: {shorten(self.head)}")
+        left = [f"{printable(name)} {why}" for name, why in self.head_left.items()]
+        if left:
+            lines.append(f"not taken for the head: {shorten(left, longest=240)}")
+        return lines
+
+
+def start_from_pretrained(run: Run) -> WarmStart | None:
+    """Load `model.pretrained`, if it is set, into network and head; a collective.
+
+    Optimizer, schedule and position are left as they are, and the head's margin statistics too where the
+    file has none.
+
+    Raises:
+        CheckpointError: on all ranks alike: no such file, a damaged or malicious one, or nothing in it
+            matches.
+    """
+    location = run.options.model.pretrained
+    if location is None:
+        return None
+
+    def load() -> WarmStart:
+        with torch.no_grad(), _local(location) as path:
+            return _load(run, path, shown(location))
+
+    return on_every_rank(run.world, f"start from {shown(location)}", load)[run.world.rank]
+
+
+def _load(run: Run, path: Path, source: str) -> WarmStart:
+    if path.is_dir():
+        backbone, head = read_checkpoint_weights(path)
+    else:
+        backbone, tensors = read_state_dict(path, follow_links=True)
+        head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
+    started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
+    _take_head(run.head, head, started)
+    return started
+
+
+def _take_head(head: Head, found: dict[str, RowParts], started: WarmStart) -> None:
+    """Take the class rows if the number of classes is the same, and the margin's statistics with them."""
+    rows = {f"head.{name}": tensor.detach() for name, tensor in head.named_parameters()}
+    whole = {f"head.{name}": tensor for name, tensor in head.named_buffers()}
+    first, last = head.class_range
+    for name, parts in found.items():
+        here = rows.get(name, whole.get(name))
+        if here is None:
+            started.head_left[name] = "is not in this head"
+            continue
+        wanted = (head.class_num, *here.shape[1:]) if name in rows else tuple(here.shape)
+        if parts.shape != wanted:
+            started.head_left[name] = f"is {str(list(parts.shape))[:80]}, here {list(wanted)}"
+        elif name in rows:
+            _copy_rows(parts, first, last, here, started.source, name)
+            started.head.append(name)
+        else:
+            value = check_finite(parts.parts[0].read(), f"{started.source}: {name}")
+            here.copy_(value)
+            started.head.append(name)
+
+
+def _copy_rows(
+    parts: RowParts, first: int, last: int, here: Tensor, source: str, name: str
+) -> None:
+    for row, piece in parts.pieces(first, last):
+        check_finite(piece, f"{source}: {name}")
+        here[row - first : row - first + len(piece)].copy_(piece)
+
+
+@contextlib.contextmanager
+def _local(location: str) -> Iterator[Path]:
+    """Give the path of a local file or folder, fetched into a temporary folder if it is at a URL."""
+    if not is_url(location):
+        yield Path(location)
+        return
+    with tempfile.TemporaryDirectory(prefix="plsc-pretrained-") as folder:
+        filesystem, path = open_filesystem(location)
+        if filesystem.isdir(path):
+            raise CheckpointError(
+                f"{shown(location)} is a folder; a URL to start from names one file, .safetensors or of "
+                "torch.save; fetch the checkpoint and give its local path"
+            )
+        name = "weights.safetensors" if path.endswith(".safetensors") else "weights.pt"
+        target = Path(folder) / name
+        with_retries(
+            lambda: filesystem.get_file(path, str(target)), f"{shown(location)} cannot be fetched"
+        )
+        yield target
