@@ -42,7 +42,7 @@ class Prediction:
 
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
-    """Train, from the start (perhaps with the weights of `model.pretrained`) or from `checkpoint.load_dir`."""
+    """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
     checkpoint = open_load_dir(options) if options.checkpoint.load_dir is not None else None
     differences = adopt_options(options, checkpoint[1]) if checkpoint else []
     run = build_run(options, world, user)

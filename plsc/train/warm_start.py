@@ -17,6 +17,7 @@ from plsc.checkpoint.importers.matching import (
     check_finite,
     match_into,
     printable,
+    refuse_nothing,
     shorten,
 )
 from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
@@ -82,6 +83,11 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
         head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
     started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
     _take_head(run.head, head, started)
+    if not started.head:
+        advice = (
+            "choose the network and embedding size that were saved (set_model_name, set_emb_size)"
+        )
+        refuse_nothing(started.backbone, source, advice)
     return started
 
 

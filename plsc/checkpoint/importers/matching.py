@@ -57,7 +57,7 @@ def match_into(
     the target's type. All is read and checked before the first tensor changes.
 
     Raises:
-        CheckpointError: nothing that is learnt matches, or a number is not finite.
+        CheckpointError: a number is not finite.
     """
     match = Match()
     taken: dict[str, Tensor] = {}
@@ -75,16 +75,21 @@ def match_into(
         taken[name] = check_finite(value, f"{source}: {printable(key)}").to(here.dtype)
         match.matched.append(name)
     match.unused = list(left)
-    if not any(value.is_floating_point() for value in taken.values()):
-        raise CheckpointError(
-            f"nothing in {source} matches this network: {'; '.join(match.lines()[1:])}; choose the network "
-            "(set_model_name) and embedding size that the file was saved with"
-        )
     for name, value in taken.items():
         target[name].copy_(value)
-    numbers = sum(tensor.numel() for tensor in target.values())
-    match.share = sum(value.numel() for value in taken.values()) / max(1, numbers)
+    # Not counted: how many batches a batch norm has seen, which every network has alike.
+    total = sum(tensor.numel() for tensor in target.values() if tensor.is_floating_point())
+    learnt = sum(value.numel() for value in taken.values() if value.is_floating_point())
+    match.share = learnt / max(1, total)
     return match
+
+
+def refuse_nothing(match: Match, source: str, advice: str) -> None:
+    """Raise CheckpointError if nothing that is learnt came from the file."""
+    if not match.share:
+        raise CheckpointError(
+            f"nothing in {source} matches the network: {'; '.join(match.lines()[1:])}; {advice}"
+        )
 
 
 def check_finite(value: Tensor, what: str) -> Tensor:

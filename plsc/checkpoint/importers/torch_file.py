@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from plsc.checkpoint.importers.file_tensor import FileTensor, RawFile, file_tensor
+from plsc.checkpoint.importers.file_tensor import RawFile, file_tensor
 from plsc.errors import CheckpointError
 
 # The description of thousands of tensors takes some hundred KiB. An operation of a pickle may take 100
