@@ -141,7 +141,7 @@ def _recognise(path: Path) -> str:
     recognised = [name for name, is_one in layouts if is_one]
     if len(recognised) != 1:
         raise CheckpointError(
-            f"{path} holds {'files of ' + ' and '.join(recognised) if recognised else 'no layout known here'}; "
+            f"{path} holds {' and '.join(recognised) if recognised else 'no layout known here'}; "
             f"name one with --layout ({', '.join(LAYOUTS[1:])}), or give one file"
         )
     return recognised[0]

@@ -165,7 +165,7 @@ def _add_rows(source: Source, weights: list[FileTensor], momenta: list[FileTenso
         odd = next(rank for rank in range(ranks) if -1 in sizes or sizes[rank] != expected[rank])
         raise CheckpointError(
             f"{weights[odd].file.path}: {str(list(weights[odd].shape))[:80]} are not the class rows of rank "
-            f"{odd} of {ranks}, beside {str(sizes)[:80]}; the files are of different runs, or some are missing"
+            f"{odd} of {ranks}, beside {str(sizes)[:80]}; files are missing, or of different runs"
         )
     source.rows[WEIGHT] = join_rows(weights, "the class rows")
     if len(momenta) == ranks:

@@ -1,9 +1,9 @@
 """What PLSC 0.1 saved with Paddle 1.x: a folder with one file a variable.
 
-``dist@arcface@rank@00000.w_0`` [D, C_local] are the class columns of a rank (softmax: also ``.b_0`` [C_local]),
-``..._velocity_0`` their momentum, ``meta.json`` the counts. The backbone's layers are numbered by kind in the
-order in which they were made: ``conv2d_0.w_0``, ``batch_norm_0.{w_0,b_0,w_1,w_2}``, ``prelu_0.w_0``,
-``fc_0.{w_0,b_0}``. https://github.com/PaddlePaddle/PLSC, plsc/models/dist_algo.py and
+``dist@arcface@rank@00000.w_0`` [D, C_local] are the class columns of a rank (softmax: also ``.b_0``
+[C_local]), ``..._velocity_0`` their momentum, ``meta.json`` the counts. The backbone's layers are numbered by
+kind in the order in which they were made: ``conv2d_0.w_0``, ``batch_norm_0.{w_0,b_0,w_1,w_2}``,
+``prelu_0.w_0``, ``fc_0.{w_0,b_0}``. https://github.com/PaddlePaddle/PLSC, plsc/models/dist_algo.py and
 plsc/utils/parameter_converter.py of version 0.1.
 """
 

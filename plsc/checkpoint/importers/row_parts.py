@@ -52,7 +52,7 @@ def join_rows(parts: Sequence[FileTensor], what: str) -> RowParts:
         if not fits:
             raise CheckpointError(
                 f"{part.file.path}: {what} is {part.dtype} of shape {str(list(part.shape))[:80]}, in "
-                f"{first.file.path} it is {first.dtype} {str(list(first.shape))[:80]}; expected floating rows "
-                "of one size"
+                f"{first.file.path} it is {first.dtype} {str(list(first.shape))[:80]}; expected floating "
+                "rows of one size"
             )
     return RowParts(tuple(parts))

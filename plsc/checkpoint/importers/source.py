@@ -75,7 +75,8 @@ def files_by_rank(folder: Path, pattern: re.Pattern[str], what: str) -> dict[int
     missing = [rank for rank in range(len(found)) if rank not in found]
     if missing:
         raise CheckpointError(
-            f"{folder} has {what} of {len(found)} ranks, but none of rank {missing[0]}; fetch the missing file"
+            f"{folder} has {what} of {len(found)} ranks, but none of rank {missing[0]}; fetch the "
+            "missing file"
         )
     return dict(sorted(found.items()))
 
