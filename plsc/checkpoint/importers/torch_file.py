@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,12 +47,15 @@ _ALLOWED = """
 """
 _MISFITS = (
     pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
     AttributeError,
     EOFError,
     LookupError,
     RecursionError,
     TypeError,
     ValueError,
+    struct.error,
 )
 
 

@@ -323,7 +323,7 @@ print(peak() - before)
 
 
 def test_the_rows_are_streamed(tmp_path):
-    rows = torch.randn(200_000, 256)  # 195 MiB
+    rows = torch.randn(120_000, 256)  # 117 MiB
     source = save_plsc1(tmp_path / "old", rows, 2)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, source, tmp_path / "ck"],
@@ -331,6 +331,6 @@ def test_the_rows_are_streamed(tmp_path):
         text=True,
         check=True,
     )
-    assert int(done.stdout) < 100
+    assert int(done.stdout) < 90
     with safe_open(tmp_path / "ck" / "shard-00003-model-00001-of-00001.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("head.weight"), rows[133_334:])
+        assert torch.equal(file.get_tensor("head.weight"), rows[80_000:])
