@@ -4,22 +4,144 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from plsc.errors import OptionError
 from plsc.verbs import Argument, Verb, run_verb
 
 _CHECKPOINT = Argument(
-    "checkpoint", str, dataclasses.MISSING, "a checkpoint folder, such as saved_model/5", True
+    "checkpoint",
+    str,
+    dataclasses.MISSING,
+    "a checkpoint: a folder such as saved_model/5, or its fsspec URL",
+    True,
 )
+_RUN = Argument(
+    "folder",
+    str,
+    dataclasses.MISSING,
+    "the folder of a run's checkpoints, or its fsspec URL",
+    True,
+)
+
+
+def run_list(folder: str) -> None:
+    """Print a line for each checkpoint, oldest first."""
+    from plsc.checkpoint.retention import METRICS_KEY
+    from plsc.checkpoint.tools import list_at
+    from plsc.errors import CheckpointError
+    from plsc.storage.transfer import in_words
+    from plsc.storage.urls import shown
+
+    found = list_at(folder)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {shown(folder)}")
+    for name, manifest in found:
+        size = in_words(sum(file.bytes for file in manifest.files.values()))
+        metrics = manifest.scalars.get(METRICS_KEY) or {}
+        shown_metrics = "".join(f", {key} {value:.4g}" for key, value in metrics.items())
+        print(
+            f"{name}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes, "
+            f"saved by {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, {size}{shown_metrics}"
+        )
+
+
+def run_show(checkpoint: str, tensors: bool) -> None:
+    """Print what a checkpoint's manifest says, as YAML."""
+    import yaml
+
+    from plsc.checkpoint.tools import manifest_at
+
+    manifest = manifest_at(checkpoint)
+    content = dataclasses.asdict(manifest)
+    sizes = {name: file["bytes"] for name, file in content.pop("files").items()}
+    held = content.pop("tensors")
+    content["files"] = sizes
+    content["tensors"] = len(held)
+    if tensors:
+        content["tensors"] = {
+            key: f"{one['dtype']} {list(one['shape'])}{' sharded' * one['sharded']}"
+            for key, one in held.items()
+        }
+    print(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100), end="")
 
 
 def run_verify(checkpoint: str) -> None:
     """Read a whole checkpoint and compare it with its manifest."""
-    from plsc.checkpoint.verify import verify
+    from plsc.checkpoint.tools import verify
+    from plsc.storage.transfer import in_words
+    from plsc.storage.urls import shown
 
     manifest = verify(checkpoint)
-    size = sum(file.bytes for file in manifest.files.values())
-    print(f"{checkpoint} is whole: {len(manifest.files)} files, {size} bytes, step {manifest.step}")
+    size = in_words(sum(file.bytes for file in manifest.files.values()))
+    print(
+        f"{shown(checkpoint)} is whole: {len(manifest.files)} files, {size}, step {manifest.step}"
+    )
+
+
+def run_prune(
+    folder: str, keep_last: int, save_top_k: int, monitor: str, monitor_mode: str
+) -> None:
+    """Delete old checkpoints."""
+    from plsc.checkpoint import Retention
+    from plsc.checkpoint.tools import prune_at
+
+    mode = monitor_mode
+    if mode == "auto":
+        mode = "min" if monitor == "loss" else "max"
+    deleted = prune_at(folder, Retention(keep_last, save_top_k, monitor, mode))
+    print(f"deleted {len(deleted)} checkpoints{': ' * bool(deleted)}{', '.join(deleted)}")
+
+
+def run_push(source: str, url: str) -> None:
+    """Send checkpoints to a store."""
+    from plsc.checkpoint.tools import push
+
+    sent = push(source, url, print)
+    print(f"sent {len(sent)} checkpoints{': ' * bool(sent)}{', '.join(sent)}")
+
+
+def run_pull(checkpoint: str, folder: str) -> None:
+    """Fetch a checkpoint from a store."""
+    from pathlib import Path
+
+    from plsc.checkpoint.fetch import fetch
+    from plsc.parallel.world import World
+
+    print(f"fetched to {fetch(checkpoint, World.single(), Path(folder), print)}")
+
+
+_CLASSES = (
+    Argument("source", str, dataclasses.MISSING, "the checkpoint, which stays as it is", True),
+    Argument("destination", str, dataclasses.MISSING, "the checkpoint to write", True),
+    Argument("grow", int, None, "so many new classes behind the others"),
+    Argument("images", str, None, "of grow: a set whose labels are the new classes, to begin them"),
+    Argument("drop", str, None, "file of the classes that leave, one a line"),
+    Argument("merge", str, None, "file of lines 'from to': classes that join others"),
+    Argument("rows", str, "mean", "of merge: the mean of the rows, or the target's"),
+    Argument("reorder", str, None, "file of all classes in their new order, one a line"),
+)
+
+
+def run_classes(source: str, destination: str, images: str | None, **given: Any) -> None:
+    """Write a checkpoint with other classes, and say what came of it."""
+    from plsc.checkpoint.classes import change_classes
+    from plsc.checkpoint.classes.map import MAP_NAME
+
+    if images is None:
+        manifest = change_classes(source, destination, **given)
+    else:
+        from plsc.train.class_images import grow_from_images
+
+        others = [name for name in ("drop", "merge", "reorder") if given[name] is not None]
+        if given["grow"] is None or others:
+            raise OptionError("--images is for --grow alone")
+        manifest = grow_from_images(source, destination, given["grow"], images)
+    change = manifest.lineage[-1]
+    where = f"; labels: {destination}/{MAP_NAME}" if "map" in change else ""
+    print(
+        f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}"
+    )
 
 
 def run_import(
@@ -88,10 +210,60 @@ VERBS = {
         _import_arguments,
         run_import,
     ),
+    "list": Verb("print a line for each checkpoint of a run", lambda: [_RUN], run_list),
+    "show": Verb(
+        "print what a checkpoint says of itself",
+        lambda: [_CHECKPOINT, Argument("tensors", bool, False, "list all tensors, too")],
+        run_show,
+    ),
     "verify": Verb(
         "read a checkpoint and compare every byte with its checksums",
         lambda: [_CHECKPOINT],
         run_verify,
+    ),
+    "prune": Verb(
+        "delete all checkpoints of a run but the newest and the best",
+        lambda: [
+            _RUN,
+            Argument("keep_last", int, dataclasses.MISSING, "newest checkpoints to keep"),
+            Argument("save_top_k", int, 0, "best checkpoints to keep besides"),
+            Argument("monitor", str, "loss", "the metric that they are judged by"),
+            Argument("monitor_mode", str, "auto", "max, min, or auto: min for the loss"),
+        ],
+        run_prune,
+    ),
+    "push": Verb(
+        "send a checkpoint, or all of a run that are not there, to a store",
+        lambda: [
+            Argument(
+                "source",
+                str,
+                dataclasses.MISSING,
+                "a checkpoint folder, or a folder of checkpoints",
+                True,
+            ),
+            Argument(
+                "url",
+                str,
+                dataclasses.MISSING,
+                "fsspec URL of the folder that holds the run's checkpoints",
+                True,
+            ),
+        ],
+        run_push,
+    ),
+    "pull": Verb(
+        "fetch a checkpoint from a store, and check it",
+        lambda: [
+            _CHECKPOINT,
+            Argument("folder", str, dataclasses.MISSING, "the folder that it becomes", True),
+        ],
+        run_pull,
+    ),
+    "classes": Verb(
+        "write a checkpoint with more, fewer, joined or reordered classes",
+        lambda: _CLASSES,
+        run_classes,
     ),
 }
 

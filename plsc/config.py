@@ -31,6 +31,18 @@ def _last_checkpoints(number: int) -> str | None:
     return None if number == -1 or number >= 1 else "at least 1, or -1 to keep all"
 
 
+def _user_name(text: str) -> str | None:
+    if not text.strip() or "," in text:  # what follows a comma may be a password: it is not shown
+        raise OptionError(
+            "checkpoint.hdfs_user is not a plain name; expected the name alone, without a password"
+        )
+    return None
+
+
+def _url(text: str) -> str | None:
+    return None if "://" in text else "an fsspec URL such as hdfs://server/folder"
+
+
 _MARGINS = (
     "arcface",
     "softmax",
@@ -447,16 +459,83 @@ class CheckpointOptions:
 
     save_dir: str = declare(
         "output",
-        "folder for checkpoints, metrics and plots",
+        "folder, or fsspec URL such as s3://bucket/run, for checkpoints, metrics and plots",
         "set_model_save_dir(directory)",
         not_empty,
     )
     load_dir: str | None = declare(
-        None, "checkpoint to resume, test or predict with", "set_checkpoint_dir(directory)"
+        None,
+        "checkpoint to resume, test or predict with: a folder, a URL, or 'last' or 'best' of save_dir; "
+        "training with 'last' begins anew where there is none",
+        "set_checkpoint_dir(directory)",
+        not_empty,
     )
+    upload_dir: str | None = declare(
+        None,
+        "fsspec URL of a folder to which each checkpoint is sent, besides save_dir",
+        "set_upload_dir(url)",
+        _url,
+    )
+    download_dir: str | None = declare(
+        None,
+        "fsspec URL of a checkpoint that is fetched to load_dir, or to the cache, and loaded",
+        "set_download_dir(url)",
+        _url,
+    )
+    local_dir: str | None = declare(
+        None,
+        "where checkpoints are on this machine when save_dir is a URL; None: in the cache folder",
+        "set_local_save_dir(directory)",
+        not_empty,
+    )
+    hdfs_user: str | None = declare(
+        None,
+        "user name for HDFS, if not that of the environment (HADOOP_USER_NAME) or the system",
+        "set_hdfs_user(name)",
+        _user_name,
+    )
+    new_version: bool = declare(
+        False, "save to a new folder save_dir/version_<n>, beside those of earlier runs",
+        "set_new_version(flag)",
+    )  # fmt: skip
+    every_n_epochs: int = declare(
+        1, "epochs between two checkpoints; the last epoch has one anyway; 0: that alone",
+        "set_save_every_n_epochs(num)", at_least(0),
+    )  # fmt: skip
+    every_n_steps: int = declare(
+        0, "steps between two checkpoints, besides those of epochs; 0: none",
+        "set_save_every_n_steps(num)", at_least(0),
+    )  # fmt: skip
     keep_last: int = declare(
         5, "number of newest checkpoints to keep; -1 keeps all", "set_max_last_checkpoint_num(num)",
         _last_checkpoints,
+    )  # fmt: skip
+    save_top_k: int = declare(
+        1, "number of best checkpoints to keep besides; -1 keeps all", "set_save_top_k(num)",
+        at_least(-1),
+    )  # fmt: skip
+    monitor: str | None = declare(
+        None,
+        "metric that makes a checkpoint the best: 'loss', or '<pair file> accuracy'; None: accuracy on "
+        "the first pair file, else the loss",
+        "set_monitor(metric)",
+        not_empty,
+    )
+    monitor_mode: str = declare(
+        "auto", "whether that metric should be high or low: max, min, or auto (min for a loss)",
+        "set_monitor_mode(mode)", one_of("auto", "min", "max"),
+    )  # fmt: skip
+    asynchronous: bool = declare(
+        True, "write checkpoints beside training, from a copy in this machine's memory",
+        "set_async_save(flag)",
+    )  # fmt: skip
+    on_error: str = declare(
+        "stop", "when a checkpoint cannot be written: stop, or continue without it",
+        "set_save_error(policy)", one_of("stop", "continue"),
+    )  # fmt: skip
+    store_timeout: float = declare(
+        120.0, "seconds for which a failing transfer to or from a store is tried again",
+        "set_store_timeout(seconds)", more_than(0),
     )  # fmt: skip
 
 
@@ -516,6 +595,29 @@ class Options:
         setattr(getattr(self, spec.group), spec.name, spec.checked(value))
         self.explicit.add(path)
 
+    def set_hdfs(
+        self,
+        name: str,
+        ugi: str | None = None,
+        dir_for_save: str | None = None,
+        checkpoint_dir: str | None = None,
+    ) -> None:
+        """Set the options of a remote file system at once; see `Entry.set_hdfs_info`."""
+        if not isinstance(name, str) or "://" not in name:
+            raise OptionError(
+                f"fs_name is {name!r}; expected the URL of a file system, such as hdfs://namenode:9000"
+            )
+        if ugi is not None:
+            # Whatever follows the comma is a password, which goes nowhere, messages included.
+            user = str(ugi).split(",", 1)[0].strip()
+            if not user:
+                raise OptionError("fs_ugi has no user name; expected 'name,password'")
+            self.set("checkpoint.hdfs_user", user)
+        if dir_for_save is not None:
+            self.set("checkpoint.upload_dir", _below(name, dir_for_save))
+        if checkpoint_dir is not None:
+            self.set("checkpoint.download_dir", _below(name, checkpoint_dir))
+
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the options as plain nested values for JSON or YAML."""
         nested: dict[str, dict[str, Any]] = {}
@@ -544,6 +646,10 @@ class Options:
             elif mine != value:
                 differences.append(f"{spec.path}: {mine} here, {value} in the checkpoint")
         return differences
+
+
+def _below(name: str, folder: str) -> str:
+    return folder if "://" in folder else f"{name.rstrip('/')}/{folder.lstrip('/')}"
 
 
 def all_options() -> Iterator[OptionSpec]:

@@ -21,6 +21,7 @@ from plsc.models import BaseModel
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.setters import Setters
+from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
 from plsc.train.centers import run_dominant
 from plsc.train.job import Prediction, run_prediction, run_test, run_training
@@ -96,6 +97,25 @@ class Entry(Setters):
         super().set_seed(seed)
         torch.manual_seed(seed)
 
+    def set_hdfs_info(
+        self,
+        fs_name: str,
+        fs_ugi: str | None = None,
+        fs_dir_for_save: str | None = None,
+        fs_checkpoint_dir: str | None = None,
+    ) -> None:
+        """Fetch a checkpoint from HDFS before training, and send there each one that is saved.
+
+        fs_name: the file system, such as ``hdfs://namenode:9000``. fs_ugi: "name,password"; the name is the
+        HDFS user. HDFS's simple authentication has no place for the password, and it is kept nowhere.
+        fs_dir_for_save: folder there for the checkpoints of set_model_save_dir. fs_checkpoint_dir: a
+        checkpoint there, which is fetched to the folder of set_checkpoint_dir (else to the cache) and loaded.
+
+        The same as set_upload_dir and set_download_dir with URLs. Raises OptionError for a name that is
+        no URL.
+        """
+        self.options.set_hdfs(fs_name, fs_ugi, fs_dir_for_save, fs_checkpoint_dir)
+
     def train(self) -> TrainResult:
         """Train and return the final metrics, evaluation and checkpoints.
 
@@ -127,6 +147,8 @@ class Entry(Setters):
 
     def _together(self, verb: Callable[[Options, World, UserParts], T]) -> T:
         """Run a verb on all ranks; when one fails, the others stop with its message."""
+        if self.options.checkpoint.hdfs_user is not None:
+            set_hdfs_user(self.options.checkpoint.hdfs_user)
         if self._world is None:
             runtime = self.options.runtime
             if runtime.cpu_threads:

@@ -447,22 +447,102 @@ class Setters:
         self.options.set("train.stop_deadline", seconds)
 
     def set_model_save_dir(self, directory: str) -> None:
-        """Set ``checkpoint.save_dir``: folder for checkpoints, metrics and plots. Default:
-        'output'.
+        """Set ``checkpoint.save_dir``: folder, or fsspec URL such as s3://bucket/run, for
+        checkpoints, metrics and plots. Default: 'output'.
         """
         self.options.set("checkpoint.save_dir", directory)
 
     def set_checkpoint_dir(self, directory: str | None) -> None:
-        """Set ``checkpoint.load_dir``: checkpoint to resume, test or predict with. Default:
-        None.
+        """Set ``checkpoint.load_dir``: checkpoint to resume, test or predict with: a folder, a
+        URL, or 'last' or 'best' of save_dir; training with 'last' begins anew where there
+        is none. Default: None.
         """
         self.options.set("checkpoint.load_dir", directory)
+
+    def set_upload_dir(self, url: str | None) -> None:
+        """Set ``checkpoint.upload_dir``: fsspec URL of a folder to which each checkpoint is
+        sent, besides save_dir. Default: None.
+        """
+        self.options.set("checkpoint.upload_dir", url)
+
+    def set_download_dir(self, url: str | None) -> None:
+        """Set ``checkpoint.download_dir``: fsspec URL of a checkpoint that is fetched to
+        load_dir, or to the cache, and loaded. Default: None.
+        """
+        self.options.set("checkpoint.download_dir", url)
+
+    def set_local_save_dir(self, directory: str | None) -> None:
+        """Set ``checkpoint.local_dir``: where checkpoints are on this machine when save_dir is
+        a URL; None: in the cache folder. Default: None.
+        """
+        self.options.set("checkpoint.local_dir", directory)
+
+    def set_hdfs_user(self, name: str | None) -> None:
+        """Set ``checkpoint.hdfs_user``: user name for HDFS, if not that of the environment
+        (HADOOP_USER_NAME) or the system. Default: None.
+        """
+        self.options.set("checkpoint.hdfs_user", name)
+
+    def set_new_version(self, flag: bool) -> None:
+        """Set ``checkpoint.new_version``: save to a new folder save_dir/version_<n>, beside
+        those of earlier runs. Default: False.
+        """
+        self.options.set("checkpoint.new_version", flag)
+
+    def set_save_every_n_epochs(self, num: int) -> None:
+        """Set ``checkpoint.every_n_epochs``: epochs between two checkpoints; the last epoch
+        has one anyway; 0: that alone. Default: 1.
+        """
+        self.options.set("checkpoint.every_n_epochs", num)
+
+    def set_save_every_n_steps(self, num: int) -> None:
+        """Set ``checkpoint.every_n_steps``: steps between two checkpoints, besides those of
+        epochs; 0: none. Default: 0.
+        """
+        self.options.set("checkpoint.every_n_steps", num)
 
     def set_max_last_checkpoint_num(self, num: int) -> None:
         """Set ``checkpoint.keep_last``: number of newest checkpoints to keep; -1 keeps all.
         Default: 5.
         """
         self.options.set("checkpoint.keep_last", num)
+
+    def set_save_top_k(self, num: int) -> None:
+        """Set ``checkpoint.save_top_k``: number of best checkpoints to keep besides; -1 keeps
+        all. Default: 1.
+        """
+        self.options.set("checkpoint.save_top_k", num)
+
+    def set_monitor(self, metric: str | None) -> None:
+        """Set ``checkpoint.monitor``: metric that makes a checkpoint the best: 'loss', or
+        '<pair file> accuracy'; None: accuracy on the first pair file, else the loss.
+        Default: None.
+        """
+        self.options.set("checkpoint.monitor", metric)
+
+    def set_monitor_mode(self, mode: str) -> None:
+        """Set ``checkpoint.monitor_mode``: whether that metric should be high or low: max,
+        min, or auto (min for a loss). Default: 'auto'.
+        """
+        self.options.set("checkpoint.monitor_mode", mode)
+
+    def set_async_save(self, flag: bool) -> None:
+        """Set ``checkpoint.asynchronous``: write checkpoints beside training, from a copy in
+        this machine's memory. Default: True.
+        """
+        self.options.set("checkpoint.asynchronous", flag)
+
+    def set_save_error(self, policy: str) -> None:
+        """Set ``checkpoint.on_error``: when a checkpoint cannot be written: stop, or continue
+        without it. Default: 'stop'.
+        """
+        self.options.set("checkpoint.on_error", policy)
+
+    def set_store_timeout(self, seconds: float) -> None:
+        """Set ``checkpoint.store_timeout``: seconds for which a failing transfer to or from a
+        store is tried again. Default: 120.0.
+        """
+        self.options.set("checkpoint.store_timeout", seconds)
 
     def set_device(self, device: str) -> None:
         """Set ``runtime.device``: auto, cpu or cuda. Default: 'auto'."""

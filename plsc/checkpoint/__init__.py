@@ -4,18 +4,23 @@ from plsc.checkpoint.folders import check_replaceable, clean_leftovers
 from plsc.checkpoint.layout import ShardedTensor
 from plsc.checkpoint.load import load_tensors, load_weights
 from plsc.checkpoint.manifest import Manifest, read_manifest
-from plsc.checkpoint.retention import list_checkpoints, prune
+from plsc.checkpoint.retention import Retention, list_checkpoints, prune
 from plsc.checkpoint.save import save_checkpoint
+from plsc.checkpoint.snapshot import Snapshot, copy_to_host, size_of
 
 __all__ = [
     "Manifest",
+    "Retention",
     "ShardedTensor",
+    "Snapshot",
     "check_replaceable",
     "clean_leftovers",
+    "copy_to_host",
     "list_checkpoints",
     "load_tensors",
     "load_weights",
     "prune",
     "read_manifest",
     "save_checkpoint",
+    "size_of",
 ]

@@ -17,7 +17,7 @@ from plsc.errors import CheckpointError
 from plsc.storage.sync import sync
 
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
-_HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)(.+)-[0-9a-f]{8}")
+HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)(.+)-[0-9a-f]{8}")
 
 
 def hidden(folder: Path, prefix: str) -> Path:
@@ -89,7 +89,7 @@ def clean_leftovers(save_dir: str | os.PathLike[str]) -> list[Path]:
     try:
         leftovers = sorted(save_dir.iterdir()) if save_dir.is_dir() else []
         for path in leftovers:
-            match = _HIDDEN.fullmatch(path.name)
+            match = HIDDEN.fullmatch(path.name)
             if match is None or path.is_symlink() or not path.is_dir():
                 continue
             home = save_dir / match[2]

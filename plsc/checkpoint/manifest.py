@@ -45,7 +45,8 @@ class Manifest:
 
     class_ranges: [start, stop) of the head's classes on each rank that saved. options: nested and plain,
     as the run was configured. scalars: JSON state of optimizer, schedule and the like. tensors and
-    files are filled in by `save_checkpoint`.
+    files are filled in by `save_checkpoint`. lineage: the changes of its classes that the run went through,
+    the first one first (`plsc.checkpoint.classes`).
     """
 
     plsc_version: str
@@ -61,6 +62,7 @@ class Manifest:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     files: dict[str, FileInfo] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    lineage: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Return the text of the file.
@@ -99,15 +101,28 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             data = stream.read(LARGEST_MANIFEST + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {folder}: {error.strerror}") from error
+    return parse_manifest(data, str(file))
+
+
+def parse_manifest(data: bytes, source: str) -> Manifest:
+    """Return the manifest that a file's bytes are, with every field's type checked.
+
+    source: its path or URL, for the messages.
+
+    Raises:
+        CheckpointError: as `read_manifest`.
+    """
     if len(data) > LARGEST_MANIFEST:
         raise CheckpointError(
-            f"{file} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
+            f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
         )
     try:
         content = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}; choose another checkpoint") from error
-    return _build(Checker(str(file)), content)
+        raise CheckpointError(
+            f"{source} is not JSON: {error}; choose another checkpoint"
+        ) from error
+    return _build(Checker(source), content)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -137,6 +152,10 @@ def _build(check: Checker, content: object) -> Manifest:
         scalars=check.mapping(check.item(top, "scalars"), "scalars"),
         tensors={key: _tensor(check, key, value) for key, value in tensors.items()},
         files={name: _file(check, name, value) for name, value in files.items()},
+        lineage=[
+            check.mapping(change, "a change of the lineage")
+            for change in check.listing(top.get("lineage", []), "lineage")  # older plsc had none
+        ],
     )
 
 

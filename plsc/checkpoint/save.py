@@ -15,8 +15,10 @@ from torch import Tensor
 
 from plsc.checkpoint.agree import on_every_rank, together
 from plsc.checkpoint.folders import SAVING, check_replaceable, hidden, publish
-from plsc.checkpoint.layout import SUFFIX, ShardedTensor, checksum, info_of, state_dict_of
+from plsc.checkpoint.layout import ShardedTensor, info_of, state_dict_of
 from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.shard_file import shard_name
+from plsc.checkpoint.writer import ShardWriter
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 from plsc.storage.sync import sync
@@ -31,12 +33,15 @@ def save_checkpoint(
     sharded: Mapping[str, ShardedTensor],
     manifest: Manifest,
     world: World,
+    *,
+    is_shared: bool = True,
 ) -> Path:
-    """Save to ``save_dir / name`` and return that path. Collective; all ranks see one file system.
+    """Save to ``save_dir / name`` and return that path. Collective.
 
     tensors: whole; where several ranks give a key, the lowest rank's value is saved, so what differs
     between ranks needs a key for each. sharded: this rank's rows, every key on every rank. An older
     checkpoint of the same name is replaced. The manifest's tensors and files are filled in here.
+    is_shared: all ranks see one file system; without, every machine keeps the files of its own ranks.
 
     Raises:
         CheckpointError: on all ranks alike; nothing was published, earlier checkpoints are whole.
@@ -56,18 +61,27 @@ def save_checkpoint(
         return {key: info_of(value) for part in (tensors, sharded) for key, value in part.items()}
 
     temporary = on_every_rank(world, doing, lambda: _begin(folder, world), ADVICE)[0]
+    is_owner = world.is_main
     try:
+        is_owner = on_every_rank(
+            world, doing, lambda: _find(temporary, folder, world, is_shared), ADVICE
+        )[world.rank]
         infos = on_every_rank(world, doing, prepare, ADVICE)
-        together(world, doing, lambda: _write(state, temporary, world), ADVICE)
-        files = on_every_rank(world, doing, lambda: _checksums(temporary, world), ADVICE)
+        writer = ShardWriter(temporary, shard_name(world.rank, f"step{manifest.step}"))
+        together(world, doing, lambda: _write(state, writer, world), ADVICE)
+
+        def measure() -> dict[str, FileInfo]:
+            return writer.written
+
+        files = on_every_rank(world, doing, measure, ADVICE)
 
         def finish() -> None:
-            if world.is_main:
+            if is_owner:
                 _finish(temporary, folder, _complete(manifest, infos, files))
 
         on_every_rank(world, doing, finish, ADVICE)
     finally:
-        if world.is_main:
+        if is_owner:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
@@ -76,10 +90,29 @@ def _begin(folder: Path, world: World) -> Path:
     """Make the hidden folder to write to, on rank 0; the others take its name from there."""
     temporary = hidden(folder, SAVING)
     if world.is_main:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        check_replaceable(folder)
-        temporary.mkdir()
+        _make(temporary, folder)
     return temporary
+
+
+def _make(temporary: Path, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    check_replaceable(folder)
+    temporary.mkdir()
+
+
+def _find(temporary: Path, folder: Path, world: World, is_shared: bool) -> bool:
+    """Return whether this rank is the one of its machine that publishes what lies there."""
+    if world.is_main or temporary.is_dir():
+        return world.is_main
+    if is_shared:
+        raise CheckpointError(
+            f"{folder.parent} is not the folder that rank 0 sees; save to a file system that all machines "
+            "share, or to a store (set_model_save_dir with a URL)"
+        )
+    if world.local_rank == 0:
+        _make(temporary, folder)
+        return True
+    return False
 
 
 def _separate(
@@ -101,12 +134,12 @@ def _separate(
     return whole, parts
 
 
-def _write(state: dict[str, Any], temporary: Path, world: World) -> None:
+def _write(state: dict[str, Any], writer: ShardWriter, world: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process is one process
         dcp.save(
             state,
-            storage_writer=dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True),
+            storage_writer=writer,
             # To the lowest rank: by default equal keys of several ranks are spread over them, and what
             # differs by accident (buffers) would come back as a mixture.
             planner=dcp.DefaultSavePlanner(
@@ -117,11 +150,6 @@ def _write(state: dict[str, Any], temporary: Path, world: World) -> None:
             process_group=world.control_group,
             no_dist=world.size == 1,
         )
-
-
-def _checksums(temporary: Path, world: World) -> dict[str, FileInfo]:
-    names = sorted(path.name for path in temporary.iterdir() if path.name.endswith(SUFFIX))
-    return {name: checksum(temporary / name) for name in names[world.rank :: world.size]}
 
 
 def _complete(

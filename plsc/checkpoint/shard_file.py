@@ -24,7 +24,7 @@ from plsc.checkpoint.layout import DTYPES, OFFSETS_KEY, PLACES_KEY, SUFFIX
 from plsc.checkpoint.manifest import FileInfo
 
 PIECE_BYTES = 4 << 20
-_LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one
+LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one
 _VERSION_KEY, _VERSION = "DCP_VERSION", "1.0"  # of torch's notes in the metadata
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -52,9 +52,18 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def shard_name(rank: int) -> str:
-    """Return the file name of a rank's part, as torch's writer names it."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001{SUFFIX}"
+def shard_name(rank: int, mark: str = "0") -> str:
+    """Return the file name of a rank's part.
+
+    mark: tells saves of different steps apart, so that in a store without renames the files of a new
+    checkpoint do not overwrite those of an older one of the same name.
+    """
+    return f"shard-{rank + 1:05d}-{mark}{SUFFIX}"
+
+
+def is_shard_of(name: str, rank: int) -> bool:
+    """Whether a data file has the name of a part of this rank."""
+    return name.startswith(f"shard-{rank + 1:05d}-")
 
 
 def tensor_chunks(tensor: Tensor) -> Chunks:
@@ -127,7 +136,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     }
     text = json.dumps({"__metadata__": metadata, **parts}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _LARGEST_HEADER:
+    if len(text) > LARGEST_HEADER:
         raise ValueError(f"{len(entries)} tensors need a header of {len(text)} bytes")
     return len(text).to_bytes(8, "little") + text
 

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+# Their "rename" copies every byte and is seen half done. Memory is one of them for its renames of folders.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
+# Clients that wait for minutes for a server that is down; what is tried again is `retry`'s to decide.
+_CLIENT_OPTIONS: dict[str, dict[str, Any]] = {
+    "hdfs": {
+        "dfs.client.failover.max.attempts": "4",
+        "dfs.client.failover.sleep.base.millis": "100",
+        "dfs.client.failover.sleep.max.millis": "500",
+    },
+    "s3": {
+        "config_kwargs": {
+            "retries": {"max_attempts": 2},
+            "connect_timeout": 5,
+            "read_timeout": 60,
+        }
+    },
+}
+_CLIENT_OPTIONS["s3a"] = _CLIENT_OPTIONS["s3"]
 _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 
 
-def is_url(location: str | Path) -> bool:
+def is_url(location: object) -> bool:
     """Whether this is an fsspec URL such as ``s3://bucket/data``, and not a local path."""
     return isinstance(location, str) and _SCHEME.match(location) is not None
 
@@ -22,6 +41,29 @@ def shown(url: str) -> str:
     return re.sub(r"(?<=://)[^/@]*@", "", url)
 
 
+def is_object_store(url: str) -> bool:
+    """Whether there are no renames behind this URL: what is written last publishes."""
+    return _protocol(url) in _OBJECT_STORES
+
+
+def set_hdfs_user(name: str) -> None:
+    """Be this user for connections to HDFS that are made from now on, by this process and its children."""
+    import fsspec
+
+    if os.environ.get("HADOOP_USER_NAME") == name:
+        return
+    os.environ["HADOOP_USER_NAME"] = name
+    with contextlib.suppress(ImportError, ValueError):
+        fsspec.get_filesystem_class("hdfs").clear_instance_cache()
+
+
+def without_secrets(values: Any) -> Any:
+    """Return nested options with the user and password of every URL left out."""
+    if isinstance(values, dict):
+        return {key: without_secrets(value) for key, value in values.items()}
+    return shown(values) if is_url(values) else values
+
+
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return (fsspec filesystem, path in it).
 
@@ -29,9 +71,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
-    protocol = url.split("://", 1)[0].lower()
+    protocol = _protocol(url)
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **_CLIENT_OPTIONS.get(protocol, {}))
     except ImportError as error:
         extra = _EXTRAS.get(protocol, protocol)
         install = f"plsc[{extra}]" if extra in ("hdfs", "s3") else extra
@@ -44,3 +86,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         ) from error
     except Exception as error:  # each client has exceptions of its own
         raise DataError(f"{shown(url)} cannot be opened ({type(error).__name__})") from error
+
+
+def _protocol(url: str) -> str:
+    return url.split("://", 1)[0].lower()

@@ -15,14 +15,16 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer, ShardedHead
 from plsc.models import BaseModel, build_model, check_model
+from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.schedule import step_schedule
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
+from plsc.storage.urls import shown
 from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
-from plsc.train.state import Best, Position
+from plsc.train.state import Position
 
 
 @dataclass
@@ -57,8 +59,12 @@ class Run:
     save_dir: Path
     num_samples: int | None
     notes: str = ""  # what the user should know before training begins
+    first_sample: int = 0  # of this rank's part of the dataset, where it reads no other
+    is_data_of_ranks: bool = False  # whether the samples of a step depend on the number of ranks
+    samples: SampleNumbers = field(default_factory=SampleNumbers)
     position: Position = field(default_factory=Position)
-    best: Best = field(default_factory=Best)
+    lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
+    resumed_from: Path | None = None
 
     @property
     def total_steps(self) -> int | None:
@@ -76,6 +82,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
     network = build_network(options, world, user.model)
+    samples = draw_by_sample(network)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     feed = build_feed(options, world, user.train_reader, user.train_transform, global_batch)
@@ -105,22 +112,22 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
         notes=feed.notes,
+        first_sample=feed.first_sample,
+        is_data_of_ranks=feed.is_of_ranks,
+        samples=samples,
     )
 
 
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
-    if "model.pretrained" in options.explicit and options.checkpoint.load_dir not in (None, "last"):
-        raise OptionError(
-            f"model.pretrained is {options.model.pretrained}, but checkpoint.load_dir is "
-            f"{options.checkpoint.load_dir}: a resumed run has its weights from there; set one of the two"
-        )
+    _check_pretrained(options)
     total = options.train.global_batch_size
     if total is None:
         return
     product = options.train.batch_size * ranks
-    if "train.batch_size" in options.explicit and total != product:
+    is_kept = "train.global_batch_size" in options.adopted  # from a run on other ranks, perhaps
+    if "train.batch_size" in options.explicit and total != product and not is_kept:
         raise OptionError(
             f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
             f"{ranks} ranks makes {product}; set one of the two"
@@ -128,6 +135,17 @@ def check_combinations(options: Options, ranks: int) -> None:
     if total < ranks:
         raise OptionError(
             f"train.global_batch_size is {total}; expected at least {ranks}, the ranks"
+        )
+
+
+def _check_pretrained(options: Options) -> None:
+    """Refuse weights to start from beside a checkpoint to resume; "last" may find none, so it may stay."""
+    place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
+    source = url if place in (None, "last") else place
+    if "model.pretrained" in options.explicit and source is not None:
+        raise OptionError(
+            f"model.pretrained is {shown(str(options.model.pretrained))}, but the run resumes "
+            f"{shown(source)}, which gives its weights; set one of the two"
         )
 
 

@@ -1,28 +1,28 @@
-"""The run's state, to a checkpoint and back."""
+"""The run's state, to a checkpoint; `plsc.train.resume` brings it back."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from plsc.checkpoint import (
     Manifest,
+    Snapshot,
     check_replaceable,
-    clean_leftovers,
     list_checkpoints,
-    load_tensors,
-    prune,
     read_manifest,
     save_checkpoint,
 )
+from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.remote import list_remote
+from plsc.checkpoint.retention import METRICS_KEY
 from plsc.config import Options
-from plsc.errors import CheckpointError, OptionError
-from plsc.heads import ShardedHead
-from plsc.models.sync_batch_norm import equalise_buffers
+from plsc.errors import CheckpointError
 from plsc.parallel.shard import class_ranges
-from plsc.train.build import Run, global_batch_size
-from plsc.train.state import Best, Position, collect_tensors, make_momentum
+from plsc.storage.names import join, parent_of
+from plsc.storage.store import Store
+from plsc.storage.urls import is_url, shown, without_secrets
+from plsc.train.build import Run
+from plsc.train.snapshot import scalars_to_save, tensors_to_save
 from plsc.version import __version__
 
 # A checkpoint does not decide where the next run reads it from, nor on which device that run is.
@@ -33,8 +33,11 @@ _NEVER_ADOPTED = frozenset(
         "runtime.backend",
         "runtime.timeout",
         "runtime.cpu_threads",
+        "checkpoint.download_dir",
+        "checkpoint.local_dir",
     }
 )
+LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -51,104 +54,61 @@ def open_checkpoint(path: Path) -> Manifest:
         ) from error
 
 
-def open_load_dir(options: Options) -> tuple[Path, Manifest]:
-    """Return `checkpoint.load_dir` and its manifest; OptionError if it is not set."""
-    if options.checkpoint.load_dir is None:
-        raise OptionError(
-            "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
-        )
-    path = Path(options.checkpoint.load_dir)
-    return path, open_checkpoint(path)
-
-
 def adopt_options(options: Options, manifest: Manifest) -> list[str]:
     """Take the checkpoint's options where the script set none; return the differences, a line each."""
-    return options.adopt(manifest.options, keep=_NEVER_ADOPTED)
+    is_of_save_dir = options.checkpoint.load_dir in (LAST, BEST)  # which may have been moved
+    keep = _NEVER_ADOPTED | ({"checkpoint.save_dir"} if is_of_save_dir else set())
+    return options.adopt(manifest.options, keep=keep)
 
 
-def prepare_save_dir(run: Run) -> None:
-    """Clear what a killed run left half done; refuse to mix a run with anything else in the folder."""
-    found = None
-    if run.world.is_main:
-        clean_leftovers(run.save_dir)
-        found = [folder.name for folder, _ in list_checkpoints(run.save_dir)]
-    found = run.world.broadcast_object(found)
-    load_dir = run.options.checkpoint.load_dir
-    resumes_here = load_dir and Path(load_dir).resolve().parent == run.save_dir.resolve()
-    if found and not resumes_here:
+def check_save_dir(run: Run, store: Store | None) -> None:
+    """Refuse to mix a run with anything else in its folder or store; a collective."""
+
+    def look() -> list[tuple[str, list[str]]]:
+        if not run.world.is_main:
+            return []
+        found = [(str(run.save_dir), [folder.name for folder, _ in list_checkpoints(run.save_dir)])]
+        if store is not None:
+            found.append((store.url, [name for name, _ in list_remote(store)]))
+        return [(place, names) for place, names in found if names]
+
+    occupied = on_every_rank(run.world, f"look into {run.save_dir}", look)[0]
+    options = run.options.checkpoint
+    is_of_save_dir = options.load_dir in (LAST, BEST) and run.resumed_from is not None
+    sources = {_parent(place) for place in (options.load_dir, options.download_dir) if place}
+    here = {_home(str(run.save_dir)), *([_home(store.url)] if store else [])}
+    if occupied and not is_of_save_dir and not sources & here:
+        place, names = occupied[0]
         raise CheckpointError(
-            f"{run.save_dir} holds checkpoints of an earlier run: {', '.join(found)}; to go on with that "
-            f"one, load {run.save_dir / found[-1]} (checkpoint.load_dir, set_checkpoint_dir); for this "
-            "one, save elsewhere (checkpoint.save_dir, set_model_save_dir)"
+            f"{shown(place)} holds checkpoints of an earlier run: {', '.join(names)}; to go on with that "
+            f"one, load {shown(join(place, names[-1]))} (checkpoint.load_dir, set_checkpoint_dir); for "
+            "this one, save elsewhere (checkpoint.save_dir, set_model_save_dir), or to a new version folder "
+            "(checkpoint.new_version, set_new_version)"
         )
     for epoch in range(run.options.train.epochs):  # now, and not after an epoch of training
         check_replaceable(run.save_dir / str(epoch))
 
 
-def restore(run: Run, path: Path, manifest: Manifest) -> None:
-    """Load the whole state of `path` into the run; a collective."""
-    options, scalars = run.options, manifest.scalars
-    expected: dict[str, Any] = {
-        "ranks": (manifest.world_size, run.world.size),
-        "classes": (manifest.class_num, run.head.class_num),
-        "embedding size": (manifest.emb_size, options.model.emb_size),
-        "loss type": (scalars.get("loss_type"), options.head.loss_type),
-        "global batch": (
-            scalars.get("global_batch"),
-            global_batch_size(options, run.world.size),
-        ),
-    }
-    for what, (theirs, mine) in expected.items():
-        if theirs != mine:
-            raise CheckpointError(
-                f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
-                "be the same"
-            )
-    saved_samples = scalars.get("num_samples")
-    if manifest.step_in_epoch and saved_samples != run.num_samples:
-        raise CheckpointError(
-            f"{path} was saved in the middle of an epoch over {saved_samples} images, the dataset has "
-            f"{run.num_samples} now; resume from the end of an epoch, or bring the data back"
-        )
-    make_momentum(run.network, run.head, run.optimizer, set(manifest.tensors))
-    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    load_tensors(path, replicated, sharded, run.world)
-    if isinstance(run.head, ShardedHead):
-        run.head.step = manifest.step  # keys the sampling and the rounding
-        before = scalars.get("head_computed_by")
-        run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
-    run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
-    run.best = _read_best(path, scalars.get("best"))
+def _home(place: str) -> str:
+    return place.rstrip("/") if is_url(place) else str(Path(place).resolve())
 
 
-def _read_best(path: Path, saved: Any) -> Best:
-    """Return the best checkpoint so far; one that retention has removed is forgotten."""
-    if not isinstance(saved, dict) or set(saved) != {"name", "metric", "value"}:
-        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
-    name, metric, value = saved["name"], saved["metric"], saved["value"]
-    is_plain = name is None or (isinstance(name, str) and Path(name).name == name)
-    if not (is_plain and isinstance(metric, str) and isinstance(value, (int, float))):
-        raise CheckpointError(f"the manifest of {path} is damaged: 'best' is {saved!r}")
-    return Best(name, metric, float(value))
-
-
-def save(run: Run, name: str) -> Path:
-    """Publish the run's state as `save_dir/name`, then remove the oldest beyond the limit; a collective."""
-    path = publish(run, run.save_dir, name)
-    if run.world.is_main:
-        best = [run.save_dir / run.best.name] if run.best.name else []
-        prune(run.save_dir, run.options.checkpoint.keep_last, protect=[path, *best])
-    run.world.barrier()
-    return path
+def _parent(place: str) -> str:
+    return _home(parent_of(place if is_url(place) else str(Path(place).resolve())))
 
 
 def publish(run: Run, folder: Path, name: str) -> Path:
-    """Publish the run's state as `folder/name`; a collective.
+    """Publish the run's state as `folder/name`; a collective."""
+    state = take_state(run, {})
+    return save_checkpoint(folder, name, state.tensors, state.sharded, state.manifest, run.world)
 
-    Buffers that differ between ranks (batch norm) are made equal first.
+
+def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
+    """Return the run's state, without a copy of it; a collective.
+
+    metrics: what the checkpoint is judged by. Nothing of the run is changed.
     """
-    equalise_buffers(run.network, run.world.backbone_group)
-    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    replicated, sharded = tensors_to_save(run)
     ranks = run.world.size if run.head.is_sharded else 1
     manifest = Manifest(
         plsc_version=__version__,
@@ -159,13 +119,8 @@ def publish(run: Run, folder: Path, name: str) -> Path:
         class_num=run.head.class_num,
         emb_size=run.options.model.emb_size,
         class_ranges=[list(pair) for pair in class_ranges(run.head.class_num, ranks)],
-        options=run.options.as_dict(),
-        scalars={
-            "best": asdict(run.best),
-            "loss_type": run.options.head.loss_type,
-            "global_batch": global_batch_size(run.options, run.world.size),
-            "num_samples": run.num_samples,
-            "head_computed_by": getattr(run.head, "computed_by", None),
-        },
+        options=without_secrets(run.options.as_dict()),
+        scalars={METRICS_KEY: metrics, **scalars_to_save(run)},
+        lineage=run.lineage,
     )
-    return save_checkpoint(folder, name, replicated, sharded, manifest, run.world)
+    return Snapshot(replicated, sharded, manifest)

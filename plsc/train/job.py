@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,13 +19,18 @@ from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_network, build_run
-from plsc.train.checkpointing import adopt_options, open_load_dir, prepare_save_dir, restore
+from plsc.train.checkpointing import adopt_options, check_save_dir
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
+from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
+from plsc.train.places import Places, open_places
+from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
-from plsc.train.warm_start import start_from_pretrained
+from plsc.train.resume import keep_global_batch, restore
+from plsc.train.saving import Saver
+from plsc.train.warm_start import WarmStart, start_from_pretrained
 
 
 @dataclass
@@ -43,13 +48,32 @@ class Prediction:
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
-    checkpoint = open_load_dir(options) if options.checkpoint.load_dir is not None else None
-    differences = adopt_options(options, checkpoint[1]) if checkpoint else []
-    run = build_run(options, world, user)
-    prepare_save_dir(run)
+    checkpoint = open_to_resume(options, world)
+    differences: list[str] = []
     if checkpoint:
-        restore(run, *checkpoint)
-    warm_start = None if checkpoint else start_from_pretrained(run)
+        differences = adopt_options(options, checkpoint[1])
+        differences += keep_global_batch(options, *checkpoint, world.size)
+    run = build_run(options, world, user)
+    run.resumed_from = checkpoint[0] if checkpoint else None
+    places = open_places(options, world, _print_if(world))
+    try:
+        run.save_dir = places.local
+        check_save_dir(run, places.store)
+        warm_start = None
+        if checkpoint:
+            restore(run, *checkpoint)
+        else:
+            warm_start = start_from_pretrained(run)
+            seed_generators(world, options.train.seed)
+        return _train(run, places, differences, warm_start)
+    finally:
+        places.release()
+
+
+def _train(
+    run: Run, places: Places, differences: list[str], warm_start: WarmStart | None
+) -> TrainResult:
+    options, world = run.options, run.world
     log = RunLog(run.save_dir, world.is_main, run.position.step, run.total_steps)
     try:
         log.say(_summary(run))
@@ -57,12 +81,12 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             log.say(f"differs from the checkpoint: {difference}")
         if run.position.epoch >= options.train.epochs:
             log.say(
-                f"{options.checkpoint.load_dir} is the end of a run of {options.train.epochs} epochs: "
+                f"{run.resumed_from} is the end of a run of {options.train.epochs} epochs: "
                 "there is nothing left to train; set_train_epochs to more"
             )
         if warm_start:
             log.say("\n".join(warm_start.lines()))
-        result = Trainer(run, log).train()
+        result = Trainer(run, log, Saver(run, log, places)).train()
         result.warm_start = warm_start
         return result
     finally:
@@ -71,7 +95,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
 
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
     """Return the verification of the checkpoint's network on every pair file, by name."""
-    network = _load_network(options, world, user)
+    network = load_network(options, world, user)
     targets = load_targets(options, user.test_reader)
     if not targets:
         raise DataError(
@@ -90,7 +114,7 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
     """Return the embeddings of the dataset's images, or of the predict reader's."""
-    network = _load_network(options, world, user)
+    network = load_network(options, world, user)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader):
         return _predict_stream(network, reader, options, world)
@@ -103,9 +127,9 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     return Prediction(embeddings, names, source.labels())
 
 
-def _load_network(options: Options, world: World, user: UserParts) -> BaseModel:
+def load_network(options: Options, world: World, user: UserParts) -> BaseModel:
     """Return the checkpoint's network, with the options it was trained with where none are set."""
-    path, manifest = open_load_dir(options)
+    path, manifest = open_load_dir(options, world)
     for difference in adopt_options(options, manifest):
         if world.is_main and difference.startswith("model."):
             print(f"differs from the checkpoint: {difference}")
@@ -178,10 +202,14 @@ def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
 def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
-    resumed = f", from step {run.position.step}" if run.position.step else ""
+    resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
     text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
         f"{run.options.head.loss_type} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{resumed}"
     )
     return f"{text}\n{run.notes}" if run.notes else text
+
+
+def _print_if(world: World) -> Callable[[str], None]:
+    return print if world.is_main else lambda line: None

@@ -4,46 +4,42 @@ from __future__ import annotations
 
 import math
 from contextlib import closing, nullcontext
-from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NoReturn
 
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
-from plsc.keys import hash_key
-from plsc.models.sync_batch_norm import equalise_buffers
+from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.gradients import without_sum
 from plsc.parallel.signals import StopSignal
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
-from plsc.train.checkpointing import save
 from plsc.train.clipping import clip_gradients
 from plsc.train.evaluation import evaluate_targets
 from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
-from plsc.train.meter import Meter
+from plsc.train.meter import Mean, Meter
+from plsc.train.randomness import number_samples, seed_step
 from plsc.train.result import TrainResult
+from plsc.train.saving import Saver
 
 
 class Trainer:
     """Trains a run to its last epoch or step. All methods are collectives."""
 
-    def __init__(self, run: Run, log: RunLog) -> None:
+    def __init__(self, run: Run, log: RunLog, saver: Saver) -> None:
         self._run = run
         self._log = log
+        self._saver = saver
+        self._since_save = Mean()
+        self._evaluated_at = -1
         self._options = run.options.train
         self._position = run.position
         self._bad_samples = BadSampleReport(
             run.world, run.save_dir, log, run.options.data.bad_images
         )
-        load_dir = run.options.checkpoint.load_dir
         self._result = TrainResult(
-            run.position.step,
-            run.position.epoch,
-            metrics={},
-            checkpoint=None if load_dir is None else Path(load_dir),
+            run.position.step, run.position.epoch, metrics={}, checkpoint=run.resumed_from
         )
 
     def train(self) -> TrainResult:
@@ -54,30 +50,34 @@ class Trainer:
         """
         with StopSignal(self._options.stop_deadline) as stop:
             while self._position.epoch < self._options.epochs and not self._made_all_steps():
-                loss = self._train_epoch(stop)
-                self._end_epoch(loss)
+                self._train_epoch(stop)
+                self._end_epoch()
+            self._result.unsent = self._saver.close()
+        self._note_saved()
         return self._result
 
-    def _train_epoch(self, stop: StopSignal) -> float | None:
-        """Train to the end of the epoch, or to the run's last step; return the mean loss.
+    def _train_epoch(self, stop: StopSignal) -> None:
+        """Train to the end of the epoch, or to the run's last step.
 
-        None if no step was left: a run may resume where an epoch has just ended.
+        There may be no step left: a run may resume where an epoch has just ended.
         """
         run, position = self._run, self._position
         run.network.train()
-        first_step = position.step
-        window, epoch = Meter(), Meter()
+        window = Meter()
         with closing(run.loader.epoch(position.epoch, position.step_in_epoch)) as batches:
             while not self._made_all_steps():
                 window.start_step()
                 batch = next(batches, None)
                 window.batch_arrived()
-                # One small collective a step: was anybody told to stop, has anybody's reader ended?
-                signal_number, ended = run.world.agree_max(stop.number, int(batch is None))
+                # One small collective a step: was anybody told to stop, has anybody's reader ended, is
+                # anybody still writing a checkpoint?
+                signal_number, ended, is_saving = run.world.agree_max(
+                    stop.number, int(batch is None), int(not self._saver.is_done())
+                )
+                if not is_saving:
+                    self._saver.settle()
                 if signal_number:
-                    if position.step_in_epoch:  # else the end of the epoch before was saved already
-                        self._result.checkpoint = self._save()
-                    raise interrupted(signal_number, position.step, self._result.checkpoint)
+                    self._save_and_stop(signal_number)
                 if ended or batch is None:
                     position.next_epoch()
                     break
@@ -86,7 +86,7 @@ class Trainer:
                 self._bad_samples.note(batch.problems)
                 position.advance()
                 window.end_step(output.batch, batch.skipped, loss)
-                epoch.end_step(output.batch, batch.skipped, loss)
+                self._since_save.add(loss, output.batch)
                 del batch  # its memory is used again for the next one
                 self._log.advance()
                 if is_logged:
@@ -94,15 +94,14 @@ class Trainer:
                 if self._is_tested():
                     self._evaluate()
                     run.network.train()
+                if self._is_saved():
+                    self._save()
         if position.step_in_epoch == run.loader.steps_per_epoch:
             position.next_epoch()  # the run's last step was the epoch's last, too
-        return float(epoch.report()["mean_loss"]) if position.step > first_step else None
 
     def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
         """Make one update; return what the head said, and the loss of the global batch."""
         run, step = self._run, self._position.step
-        # Dropout is a function of seed, step and rank, so that no generator state has to be saved.
-        torch.manual_seed(hash_key(self._options.seed, step, run.world.rank))
         rate = run.rate(step)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
@@ -123,10 +122,14 @@ class Trainer:
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         images = batch.input(device).tensor_split(parts)
         labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
+        numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
+        split = None if numbers is None else numbers.tensor_split(parts)
         total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
         outputs: list[HeadOutput] = []
         for part in range(parts):
             is_last = part == parts - 1
+            seed_step(self._options.seed, self._position.step, part, run.world)
+            run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
                 embeddings = run.forward(images[part], labels[part], True)
@@ -146,12 +149,14 @@ class Trainer:
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
 
-    def _end_epoch(self, loss: float | None) -> None:
+    def _end_epoch(self) -> None:
         """Evaluate, save and plot."""
         self._evaluate()
-        checkpoint = self._save(loss)
+        every, options = self._run.options.checkpoint.every_n_epochs, self._options
+        is_last = self._position.epoch >= options.epochs or self._made_all_steps()
+        if is_last or (every and self._position.epoch % every == 0):
+            self._save()
         self._log.plot()
-        self._log.say(f"saved {checkpoint}")
         self._bad_samples.say()
 
     def _write_metrics(self, output: HeadOutput, loss: float, window: Meter) -> None:
@@ -178,44 +183,62 @@ class Trainer:
         run = self._run
         if not run.targets:
             return
-        equalise_buffers(run.network, run.world.backbone_group)
-        self._result.evaluation = evaluate_targets(run.network, run.targets, run.options, run.world)
+        with equal_buffers(run.network, run.world.backbone_group):
+            results = evaluate_targets(run.network, run.targets, run.options, run.world)
+        self._result.evaluation = results
+        self._evaluated_at = self._position.step
         plain = {name: result.as_dict() for name, result in self._result.evaluation.items()}
         # At the end of an epoch the position is that of the next one already.
         epoch = self._position.epoch - (self._position.step_in_epoch == 0)
         self._log.evaluation(self._position.step, epoch, plain)
 
-    def _save(self, loss: float | None = None) -> Path:
-        """Save at a step boundary; `loss` is that of the epoch, None when it was cut short."""
-        position, best = self._position, self._run.best
+    def _save(self, *, wait: bool = False) -> None:
+        """Save at a step boundary."""
+        position = self._position
         self._bad_samples.gather()
         name = str(
             position.epoch - 1
         )  # of the epoch that ended, counted from 0, as in the original
         if position.step_in_epoch:
             name = f"{position.epoch}-step{position.step}"
-        if loss is not None:
-            metric, value = self._score(loss)
-            best.note(name, metric, value)
-        checkpoint = save(self._run, name)
-        result = self._result
-        result.steps, result.epochs, result.checkpoint = position.step, position.epoch, checkpoint
-        if best.name is not None:
-            result.best_checkpoint = self._run.save_dir / best.name
-            result.best_metric, result.best_value = best.metric, best.value
-        return checkpoint
+        metrics = {}
+        if self._since_save.count:
+            metrics["loss"] = self._since_save.value
+        if self._evaluated_at == position.step:
+            for target, result in self._result.evaluation.items():
+                metrics[f"{target} accuracy"] = result.accuracy
+        self._since_save = Mean()
+        self._saver.save(name, metrics, wait=wait)
+        self._note_saved()
 
-    def _score(self, loss: float) -> tuple[str, float]:
-        """Return what the best checkpoint is chosen by: accuracy on the first pair file, or loss."""
-        for name, verification in self._result.evaluation.items():
-            return f"{name} accuracy", verification.accuracy
-        return "loss", loss
+    def _save_and_stop(self, signal_number: int) -> NoReturn:
+        """Save what was trained, send what there is time for, and raise TrainingInterrupted."""
+        position = self._position
+        if position.step_in_epoch:  # else the end of the epoch before was saved already
+            self._save(wait=True)
+        self._saver.close(seconds=self._options.stop_deadline / 2)
+        self._note_saved()
+        raise interrupted(signal_number, position.step, self._result.checkpoint)
+
+    def _note_saved(self) -> None:
+        result, position, best = self._result, self._position, self._saver.best
+        result.steps, result.epochs = position.step, position.epoch
+        result.checkpoint = self._saver.last or result.checkpoint
+        if best is not None:
+            result.best_model_path, result.best_model_score = best.path, best.value
+            result.best_metric = best.metric
 
     def _is_logged(self) -> bool:
         """Whether the next step is: each log_period, and the last one of an epoch or of the run."""
         step = self._position.step + 1
         is_last = self._position.step_in_epoch + 1 == self._run.loader.steps_per_epoch
         return step % self._options.log_period == 0 or is_last or step == self._options.steps
+
+    def _is_saved(self) -> bool:
+        """Whether every_n_steps asks for a checkpoint now; the end of the epoch may have one anyway."""
+        period, position = self._run.options.checkpoint.every_n_steps, self._position
+        is_end = position.step_in_epoch == self._run.loader.steps_per_epoch
+        return period > 0 and position.step % period == 0 and not is_end
 
     def _is_tested(self) -> bool:
         """Whether test_period asks for an evaluation now; the end of the epoch has one anyway."""

@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+
+
+@dataclass
+class Mean:
+    """The mean of a loss over images; `value` only if there were any."""
+
+    count: int = 0
+    total: float = 0.0
+
+    def add(self, loss: float, images: int) -> None:
+        """Count a step's loss over so many images."""
+        self.count += images
+        self.total += loss * images
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self.total / self.count
 
 
 class Meter:

@@ -15,10 +15,10 @@ class TrainResult:
     """The outcome of a training run.
 
     steps: steps made in all; epochs: epochs finished; metrics: the last logged step, as in
-    metrics.jsonl; evaluation: the last result for each pair file; checkpoint: the last one saved;
-    best_checkpoint, best_metric, best_value: the one with the best verification accuracy on the first
-    pair file, or with the lowest loss where nothing was evaluated; warm_start: what of `model.pretrained`
-    the run began with.
+    metrics.jsonl; evaluation: the last result for each pair file; checkpoint: the last one saved.
+    best_model_path: the best checkpoint that is there; best_model_score: its value of best_metric
+    (checkpoint.monitor). unsent: checkpoints that are whole on this machine and could not be sent to
+    the store. warm_start: what of `model.pretrained` the run began with.
     """
 
     steps: int
@@ -26,7 +26,8 @@ class TrainResult:
     metrics: dict[str, Any]
     evaluation: dict[str, VerificationResult] = field(default_factory=dict)
     checkpoint: Path | None = None
-    best_checkpoint: Path | None = None
+    best_model_path: Path | None = None
+    best_model_score: float = float("nan")
     best_metric: str = ""
-    best_value: float = float("nan")
+    unsent: list[Path] = field(default_factory=list)
     warm_start: WarmStart | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
@@ -23,11 +24,13 @@ from plsc.checkpoint.importers.matching import (
 from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
 from plsc.checkpoint.importers.row_parts import RowParts, join_rows
 from plsc.checkpoint.importers.state_dict import read_state_dict
-from plsc.errors import CheckpointError
 from plsc.heads import Head
-from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.names import base_name, parent_of
+from plsc.storage.store import Store
+from plsc.storage.urls import is_url, shown
 from plsc.train.build import Run
+
+_FILES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 @dataclass
@@ -68,9 +71,12 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     if location is None:
         return None
 
+    say = print if run.world.is_main else None
+    path = fetch(location, run.world, say=say) if _is_remote_checkpoint(location) else None
+
     def load() -> WarmStart:
-        with torch.no_grad(), _local(location) as path:
-            return _load(run, path, shown(location))
+        with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
+            return _load(run, local, shown(location))
 
     return on_every_rank(run.world, f"start from {shown(location)}", load)[run.world.rank]
 
@@ -121,22 +127,18 @@ def _copy_rows(
         here[row - first : row - first + len(piece)].copy_(piece)
 
 
-@contextlib.contextmanager
+def _is_remote_checkpoint(location: str) -> bool:
+    """Whether a URL is that of a checkpoint folder: by its name, which is the same on every rank."""
+    return is_url(location) and not location.endswith(_FILES)
+
+
+@contextmanager
 def _local(location: str) -> Iterator[Path]:
     """Give the path of a local file or folder, fetched into a temporary folder if it is at a URL."""
     if not is_url(location):
         yield Path(location)
         return
     with tempfile.TemporaryDirectory(prefix="plsc-pretrained-") as folder:
-        filesystem, path = open_filesystem(location)
-        if filesystem.isdir(path):
-            raise CheckpointError(
-                f"{shown(location)} is a folder; a URL to start from names one file, .safetensors or of "
-                "torch.save; fetch the checkpoint and give its local path"
-            )
-        name = "weights.safetensors" if path.endswith(".safetensors") else "weights.pt"
-        target = Path(folder) / name
-        with_retries(
-            lambda: filesystem.get_file(path, str(target)), f"{shown(location)} cannot be fetched"
-        )
-        yield target
+        name = base_name(location)
+        Store(parent_of(location)).get(name, Path(folder) / name)
+        yield Path(folder) / name

@@ -16,7 +16,7 @@ from torch import nn
 from plsc import Entry
 from plsc.checkpoint import list_checkpoints
 from plsc.cli import main
-from plsc.errors import CheckpointError, OptionError, TrainingError
+from plsc.errors import CheckpointError, OptionError
 from plsc.models.base_model import BaseModel
 from plsc.utils import jpeg_reader
 from tests.distributed.launch import run_ranks
@@ -73,7 +73,7 @@ def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path):
     result = ins.train()
     assert (result.steps, result.epochs) == (8, 2)
     assert result.checkpoint == save_dir / "1"
-    assert result.best_checkpoint.is_dir()
+    assert result.best_model_path.is_dir()
     assert result.best_metric == "lfw accuracy"
     assert set(result.evaluation) == {"lfw"}
     logged = [entry for entry in metrics_of(save_dir) if "loss" in entry]
@@ -216,7 +216,7 @@ def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset,
     assert more.options.checkpoint.keep_last == 2  # the checkpoint's, as nobody set it
     assert result.epochs == 5
     kept = {path.name for path, _ in list_checkpoints(save_dir)}
-    assert {"3", "4"} <= kept <= {"3", "4", result.best_checkpoint.name}
+    assert {"3", "4"} <= kept <= {"3", "4", result.best_model_path.name}
     again = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "4").train()
     assert again.steps == result.steps  # nothing is left to do
 
@@ -229,7 +229,7 @@ def test_train_steps_ends_a_run_inside_an_epoch(dataset, tmp_path):
 
 def test_a_save_folder_that_cannot_be_made_is_one_line(dataset, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match="cannot write"):
+    with pytest.raises(CheckpointError, match="could not write to"):
         entry(dataset, tmp_path / "file" / "run").train()
 
 

@@ -138,7 +138,7 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
     assert not os.path.exists("/tmp/plsc-must-not-exist")  # noqa: PTH110
     torch.save({"stem.0.weight": torch.full((16, 3, 3, 3), float("nan"))}, tmp_path / "c.pth")
     assert "stem.0.weight holds numbers that are not finite" in refusal(tmp_path / "c.pth")
-    assert "is a folder" in refusal("memory://weights")
+    assert "manifest.json" in refusal("memory://weights")
 
 
 @pytest.fixture
@@ -193,3 +193,13 @@ def test_two_ranks_take_their_own_rows_of_a_checkpoint_of_one(dataset, trained, 
         torch.testing.assert_close(
             head_rows(tmp_path / "b" / epoch), head_rows(trained), rtol=0, atol=1e-6
         )
+
+
+def test_a_checkpoint_at_a_url_is_fetched_and_started_from(dataset, trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = fsspec.filesystem("memory")
+    for path in trained.iterdir():
+        store.pipe_file(f"/run/0/{path.name}", path.read_bytes())
+    result = entry(dataset, tmp_path / "b", set_pretrained="memory://run/0").train()
+    same_start(result.checkpoint, trained)
+    assert result.warm_start.head == ["head.weight"]

@@ -15,8 +15,8 @@ ROOMS = [
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
-    {"train", "utils", "plan", "data_cli", "checkpoint_cli"},
-    {"setters"},
+    {"train", "utils", "plan", "data_cli"},
+    {"setters", "checkpoint_cli"},
     {"entry"},
     {"cli"},
 ]

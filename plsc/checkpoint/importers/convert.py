@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.folders import SAVING, hidden, publish
+from plsc.checkpoint.classes.output import check_destination, check_space, publishing
 from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
 from plsc.checkpoint.importers.insightface import is_insightface, read_insightface
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
@@ -29,12 +28,12 @@ from plsc.checkpoint.importers.source import (
     Source,
 )
 from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
 from plsc.parallel.shard import class_ranges
-from plsc.storage.sync import sync
 from plsc.version import __version__
 
 SAFETENSORS, STATE_DICT = "safetensors", "state_dict"
@@ -82,17 +81,16 @@ def import_checkpoint(
     resume it (128 a rank if not given). What the files lack starts afresh, and is told.
 
     Raises:
-        OptionError: an unknown layout or network, ranks below 1.
-        CheckpointError: files missing, doubled, damaged, malicious, or that do not go together; target
-            is there already, or cannot be written. Nothing is left under its name.
+        OptionError: an unknown layout or network, ranks below 1, a target that is there already.
+        CheckpointError: files missing, doubled, damaged, malicious, or that do not go together; or the
+            target cannot be written. Nothing is left under its name.
     """
     if layout not in LAYOUTS:
         raise OptionError(f"there is no layout {layout!r}; {suggest(layout, LAYOUTS)}")
     if ranks < 1:
         raise OptionError(f"ranks is {ranks}; expected at least 1")
     target = Path(target)
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} is there already; import to a new folder")
+    check_destination(Path(source), target)
     found = _read(Path(source), layout, network or Network())
     if loss_type is not None:
         found.loss_type = loss_type
@@ -233,10 +231,13 @@ def _manifest(
         class_ranges=[list(pair) for pair in class_ranges(classes, ranks)],
         options=options.as_dict(),
         scalars={
-            "best": {"name": None, "metric": "", "value": 0.0},
+            METRICS_KEY: {},
             "loss_type": options.head.loss_type,
             "global_batch": batch or options.train.batch_size * ranks,
             "num_samples": None,
+            "steps_per_epoch": None,
+            "optimizer": "SGD",
+            "optimizer_numbers": {},
             "head_computed_by": None,
             "imported": {"layout": found.layout, "from": Path(source).name, "notes": found.notes},
         },
@@ -249,37 +250,26 @@ def _write(
     rows: dict[str, tuple[RowParts | None, tuple[int, ...]]],
     manifest: Manifest,
 ) -> None:
-    """Write the files beside the target, the manifest last, then give the folder its name."""
-    temporary = hidden(target, SAVING)
+    """Write the files, the manifest last, into a folder that then takes the target's name."""
     files: dict[str, FileInfo] = {}
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        for rank, (start, stop) in enumerate(manifest.class_ranges):
-            entries = [
-                _part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()
-            ]
-            if rank == 0:
-                entries += [_whole(key, tensor) for key, tensor in tensors.items()]
+    shards = []
+    for rank, (start, stop) in enumerate(manifest.class_ranges):
+        entries = [_part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()]
+        if rank == 0:
+            entries += [_whole(key, tensor) for key, tensor in tensors.items()]
+        shards.append(entries)
+    check_space(target, shards)
+    infos = {key: TensorInfo(tuple(t.shape), _name(t.dtype), False) for key, t in tensors.items()}
+    infos |= {key: TensorInfo(shape, "float32", True) for key, (_, shape) in rows.items()}
+    with publishing(target) as temporary:
+        for rank, entries in enumerate(shards):
             if entries:
                 files[shard_name(rank)] = write_shard(temporary / shard_name(rank), entries)
-        infos = {
-            key: TensorInfo(tuple(t.shape), _name(t.dtype), False) for key, t in tensors.items()
-        }
-        infos |= {key: TensorInfo(shape, "float32", True) for key, (_, shape) in rows.items()}
         complete = dataclasses.replace(manifest, tensors=infos, files=files)
         with (temporary / MANIFEST_NAME).open("x", encoding="utf-8") as file:
             file.write(complete.to_json())
             file.flush()
             os.fsync(file.fileno())
-        sync(temporary)
-        publish(temporary, target)
-    except OSError as error:
-        raise CheckpointError(
-            f"could not write {target}: {error.strerror or error}; nothing was imported"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _whole(key: str, tensor: Tensor) -> Entry:

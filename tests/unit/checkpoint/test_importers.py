@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from plsc.checkpoint.importers import Network, import_checkpoint
-from plsc.checkpoint.verify import verify
+from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.shard import class_ranges
@@ -305,7 +305,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(arcface_torch, tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("plsc.checkpoint.importers.convert.write_shard", full)
-    assert "No space left on device; nothing was imported" in refusal(
+    assert "No space left on device; nothing was published" in refusal(
         arcface_torch, tmp_path / "ck"
     )
 
@@ -332,5 +332,5 @@ def test_the_rows_are_streamed(tmp_path):
         check=True,
     )
     assert int(done.stdout) < 90
-    with safe_open(tmp_path / "ck" / "shard-00003-model-00001-of-00001.safetensors", "pt") as file:
+    with safe_open(tmp_path / "ck" / "shard-00003-0.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("head.weight"), rows[80_000:])

@@ -13,7 +13,7 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
-from plsc.train.state import Best, Position
+from plsc.train.state import Position
 from tests.images import write_dataset
 
 
@@ -43,16 +43,6 @@ def test_collapse_is_warned_of_once_training_has_begun():
     assert collapse_warning(100, 0.4) is None
     assert collapse_warning(5, 0.99) is None  # an untrained network may start out there
     assert "collapsing" in collapse_warning(100, 0.998)
-
-
-def test_the_best_checkpoint_has_the_highest_accuracy_or_the_lowest_loss():
-    best = Best()
-    for name, value in [("0", 3.0), ("1", 2.0), ("2", 2.5)]:
-        best.note(name, "loss", value)
-    assert (best.name, best.value) == ("1", 2.0)
-    for name, value in [("3", 0.7), ("4", 0.9), ("5", 0.8)]:
-        best.note(name, "lfw accuracy", value)
-    assert (best.name, best.metric) == ("4", "lfw accuracy")
 
 
 def test_a_stop_before_the_first_step_says_that_nothing_was_saved():

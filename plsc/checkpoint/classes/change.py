@@ -1,0 +1,273 @@
+"""Change the classes of a checkpoint: more of them, fewer, some joined, or in another order.
+
+A new checkpoint is written beside the old one, which stays as it is. Whatever has a row a class follows:
+weights, biases, the state of their optimizer; everything else is copied byte for byte. Rows go through
+memory in pieces of a few megabytes, however many there are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+from plsc.checkpoint.classes.lists import ClassList, Given, read_class_list
+from plsc.checkpoint.classes.map import MAP_NAME, write_map
+from plsc.checkpoint.classes.output import check_destination, check_space, publishing
+from plsc.checkpoint.classes.plan import Plan, plan_drop, plan_grow, plan_merge, plan_reorder
+from plsc.checkpoint.classes.rows import (
+    Change,
+    Directions,
+    average_joined,
+    draw_new,
+    point_new,
+    rows_of,
+)
+from plsc.checkpoint.classes.source import OpenCheckpoint, StoredTensor
+from plsc.checkpoint.layout import check_checksums, check_files
+from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo, read_manifest
+from plsc.checkpoint.retention import METRICS_KEY
+from plsc.checkpoint.shard_file import Entry, shard_name, write_shard
+from plsc.errors import CheckpointError, OptionError
+from plsc.keys import hash_key
+from plsc.parallel.shard import class_range, class_ranges
+from plsc.storage.urls import is_url, shown
+from plsc.version import __version__
+
+_WEIGHT = "head.weight"
+
+
+def change_classes(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    grow: int | None = None,
+    drop: Given | None = None,
+    merge: Given | None = None,
+    reorder: Given | None = None,
+    rows: str = "mean",
+    directions: Directions | None = None,
+) -> Manifest:
+    """Write the checkpoint `source` with other classes to `destination`, and return its manifest.
+
+    Exactly one of:
+    grow: so many new classes behind the others. Their rows are those that a head with more classes would
+    have begun with; or, with `directions` [grow, D], they point along these, as long as the old rows are
+    on average (of sub-centres the first one does). Their optimizer state is zero.
+    drop: classes that leave. merge: pairs (from, to) of classes that join others; rows: 'mean' (the mean
+    of the unit rows, as long as the rows are on average) or 'target' (that of `to`); their state is that of
+    `to`. In both the others are numbered densely, in their order. reorder: the old class that becomes
+    class 0, 1, ..., each once.
+    Lists are files of a number a line (merge: two), or sequences; merge also a mapping.
+
+    The position of the run is kept, training goes on from it. Where numbers changed, `classes.tsv` in
+    the new checkpoint has a line ``old<TAB>new`` for each class that is still there; see
+    `plsc.checkpoint.classes.map.read_class_map`.
+
+    Raises:
+        OptionError, DataError: about the arguments and lists.
+        CheckpointError: `source` is damaged, `destination` is there already or cannot be written. Nothing
+            is published then.
+    """
+    wanted = {"grow": grow, "drop": drop, "merge": merge, "reorder": reorder}
+    given = [name for name, value in wanted.items() if value is not None]
+    if len(given) != 1:
+        raise OptionError(
+            f"expected one of grow, drop, merge and reorder, got {' and '.join(given) or 'none of them'}"
+        )
+    if rows not in ("mean", "target"):
+        raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
+    if directions is not None and grow is None:
+        raise OptionError("directions are for new classes; give grow, too")
+    for location in (source, destination):
+        if is_url(os.fspath(location)):
+            raise OptionError(
+                f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint"
+            )
+    old, new = Path(source), Path(destination)
+    check_destination(old, new)
+    manifest = read_manifest(old)
+    check_files(old, manifest)
+    _check_classes(old, manifest)
+    plan, found = _plan(manifest.class_num, given[0], wanted[given[0]])
+    _check_directions(directions, plan, manifest)
+    seed = _seed(old, manifest)
+    check_checksums(old, manifest, sorted(manifest.files))
+    with OpenCheckpoint(old, manifest) as opened, publishing(new) as temporary:
+        tensors = _new_tensors(manifest, plan)
+        files = _entries(opened, tensors, plan, _changes(opened, plan, rows, directions, seed))
+        check_space(new, files)
+        infos = {
+            shard_name(number): write_shard(temporary / shard_name(number), entries)
+            for number, entries in enumerate(files)
+        }
+        entry = _lineage(old, plan, found, rows, directions is not None)
+        if plan.what != "grow":
+            entry["map"] = {"file": MAP_NAME, **write_map(temporary / MAP_NAME, plan)}
+        result = _new_manifest(manifest, plan, tensors, infos, entry)
+        with (temporary / MANIFEST_NAME).open("x", encoding="utf-8") as file:
+            file.write(result.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+    return result
+
+
+def _plan(before: int, what: str, value: Any) -> tuple[Plan, ClassList | None]:
+    if what == "grow":
+        return plan_grow(before, value), None
+    columns = 2 if what == "merge" else 1
+    found = read_class_list(value, what, columns, before)
+    make = {"drop": plan_drop, "merge": plan_merge, "reorder": plan_reorder}[what]
+    return make(before, found), found
+
+
+def has_class_rows(key: str, info: TensorInfo) -> bool:
+    """Whether a tensor has a row for each class: a sharded one, or a dense head's and its optimizer's."""
+    if info.sharded:
+        return True
+    parts = key.split(".")
+    is_of_head = any(
+        part == "head" and following in ("weight", "bias")
+        for part, following in itertools.pairwise(parts)
+    )
+    return is_of_head and "backbone" not in parts and bool(info.shape)
+
+
+def _check_classes(folder: Path, manifest: Manifest) -> None:
+    info = manifest.tensors.get(_WEIGHT)
+    if info is None or len(info.shape) not in (2, 3):
+        raise CheckpointError(
+            f"{folder} has no class rows ({_WEIGHT}), so there are no classes to change"
+        )
+    for key, info in manifest.tensors.items():
+        if has_class_rows(key, info) and info.shape[:1] != (manifest.class_num,):
+            raise CheckpointError(
+                f"{folder}: {key!r} is {list(info.shape)}, but there are {manifest.class_num} classes; "
+                "choose another checkpoint"
+            )
+
+
+def _check_directions(directions: Directions | None, plan: Plan, manifest: Manifest) -> None:
+    size = manifest.tensors[_WEIGHT].shape[-1]
+    if directions is not None and tuple(directions.shape) != (plan.added, size):
+        raise OptionError(
+            f"directions are {list(directions.shape)}; expected [{plan.added}, {size}], one for each new "
+            "class"
+        )
+
+
+def _seed(folder: Path, manifest: Manifest) -> int:
+    """Return the seed of new rows: the run's, so that they are those of a head with more classes.
+
+    After another change it is a new one: the same class may have been here before.
+    """
+    train = manifest.options.get("train")
+    seed = train.get("seed", 0) if isinstance(train, dict) else 0
+    if not isinstance(seed, int):
+        raise CheckpointError(
+            f"{folder}: the option train.seed is {seed!r}; choose another checkpoint"
+        )
+    changes = len(manifest.lineage)
+    return hash_key(seed, changes) if changes else seed
+
+
+def _changes(
+    opened: OpenCheckpoint, plan: Plan, rows: str, directions: Directions | None, seed: int
+) -> dict[str, tuple[Change, ...]]:
+    """Return what is done to tensors beyond moving their rows, by key."""
+    weight = opened.tensors[_WEIGHT]
+    changes: dict[str, tuple[Change, ...]] = {}
+    if plan.added:
+        changes[_WEIGHT] = (draw_new(weight, plan, seed),)
+        if directions is not None:
+            changes[_WEIGHT] += (point_new(weight, plan, directions),)
+    if plan.what == "merge" and rows == "mean":
+        changes[_WEIGHT] = (average_joined(weight, plan, is_rows=True),)
+        bias = opened.tensors.get("head.bias")
+        if bias is not None:
+            changes["head.bias"] = (average_joined(bias, plan, is_rows=False),)
+    return changes
+
+
+def _new_tensors(manifest: Manifest, plan: Plan) -> dict[str, TensorInfo]:
+    return {
+        key: dataclasses.replace(info, shape=(plan.after, *info.shape[1:]))
+        if has_class_rows(key, info)
+        else info
+        for key, info in manifest.tensors.items()
+    }
+
+
+def _entries(
+    opened: OpenCheckpoint,
+    tensors: dict[str, TensorInfo],
+    plan: Plan,
+    changes: dict[str, tuple[Change, ...]],
+) -> list[list[Entry]]:
+    """Return what goes into each file: as many as there were, whole tensors where they were."""
+    files: list[list[Entry]] = [[] for _ in range(opened.files)]
+    for key, info in tensors.items():
+        stored = opened.tensors[key]
+        if not info.sharded:
+            chunks = stored.bytes
+            if has_class_rows(key, info):
+                chunks = rows_of(stored, plan, 0, plan.after, changes.get(key, ()))
+            files[stored.file].append(_entry(stored, info.shape, 0, chunks))
+            continue
+        for number in range(opened.files):
+            start, stop = class_range(plan.after, number, opened.files)
+            chunks = rows_of(stored, plan, start, stop, changes.get(key, ()))
+            files[number].append(_entry(stored, (stop - start, *info.shape[1:]), start, chunks))
+    return files
+
+
+def _entry(stored: StoredTensor, shape: tuple[int, ...], start: int, chunks: Any) -> Entry:
+    offsets = (start, *(0 for _ in shape[1:])) if shape else ()
+    return Entry(stored.key, stored.dtype, shape, offsets, chunks)
+
+
+def _lineage(
+    source: Path, plan: Plan, found: ClassList | None, rows: str, by_directions: bool
+) -> dict[str, Any]:
+    """Return what the manifest says of this change."""
+    entry: dict[str, Any] = {
+        "what": plan.what,
+        "source": source.resolve().name,
+        "classes_before": plan.before,
+        "classes_after": plan.after,
+        "plsc_version": __version__,
+    }
+    if plan.what == "grow":
+        entry["rows"] = "directions" if by_directions else "initial"
+    if plan.what == "merge":
+        entry["rows"] = rows
+    if found is not None:
+        entry["list"] = {"lines": len(found.numbers), "sha256": found.sha256}
+    return entry
+
+
+def _new_manifest(
+    manifest: Manifest,
+    plan: Plan,
+    tensors: dict[str, TensorInfo],
+    files: dict[str, FileInfo],
+    entry: dict[str, Any],
+) -> Manifest:
+    options, scalars = copy.deepcopy(manifest.options), copy.deepcopy(manifest.scalars)
+    if isinstance(options.setdefault("head", {}), dict):
+        options["head"]["class_num"] = plan.after
+    scalars[METRICS_KEY] = {}  # it was judged with other classes
+    ranks = len(files) if tensors[_WEIGHT].sharded else 1
+    return dataclasses.replace(
+        manifest,
+        class_num=plan.after,
+        class_ranges=[list(pair) for pair in class_ranges(plan.after, ranks)],
+        options=options,
+        scalars=scalars,
+        tensors=tensors,
+        files=files,
+        lineage=[*manifest.lineage, entry],
+    )

@@ -1,0 +1,68 @@
+"""Where the classes went: a file beside the manifest, for the labels of a dataset to follow.
+
+It has a line ``old<TAB>new`` for each class that is still there: what `set_label_map` takes, too.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from plsc.checkpoint.classes.plan import Plan
+from plsc.checkpoint.manifest import read_manifest
+from plsc.errors import CheckpointError
+
+MAP_NAME = "classes.tsv"
+_LARGEST = 2**36  # bytes
+_MOST_CLASSES = 2**33
+
+
+def write_map(path: Path, plan: Plan) -> dict[str, int]:
+    """Write the file; return its size and CRC-32."""
+    size, crc = 0, 0
+    with path.open("xb") as file:
+        for piece in plan.label_map():
+            file.write(piece)
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "crc32": crc}
+
+
+def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
+    """Return the new number of each class of before the last change of a checkpoint, int64; -1: dropped.
+
+    ``labels = read_class_map(path)[labels]`` lets the labels of a dataset follow; take out those of -1.
+
+    Raises:
+        CheckpointError: its classes were never renumbered, or the map is damaged.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    last = manifest.lineage[-1] if manifest.lineage else {}
+    if not isinstance(last.get("map"), dict):
+        raise CheckpointError(
+            f"{folder} has no {MAP_NAME}: the last thing it went through moved no class"
+        )
+    before, size = last.get("classes_before"), last["map"].get("bytes")
+    file = folder / MAP_NAME
+    try:
+        if not (isinstance(before, int) and 0 < before <= _MOST_CLASSES):
+            raise ValueError
+        is_plain = file.is_file() and not file.is_symlink()
+        if not is_plain or file.stat().st_size != size or size > _LARGEST:
+            raise ValueError
+        data = file.read_bytes()
+        pairs = np.array(data.split(), dtype=np.int64).reshape(-1, 2)
+        if zlib.crc32(data) != last["map"].get("crc32") or len(pairs) > before:
+            raise ValueError
+        numbers = np.full(before, -1, dtype=np.int64)
+        numbers[pairs[:, 0]] = pairs[:, 1]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, IndexError, MemoryError) as error:
+        raise CheckpointError(f"{file} is damaged: it is not what was saved") from error
+    return numbers

@@ -1,0 +1,182 @@
+"""The bytes of a class tensor in its new numbering, a piece at a time: kept, joined and new rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.checkpoint.classes.plan import Plan
+from plsc.checkpoint.classes.source import StoredTensor
+from plsc.checkpoint.shard_file import Chunks, tensor_chunks
+from plsc.errors import CheckpointError, DataError
+from plsc.heads.initial import initial_rows
+
+_BLOCK = 4096  # rows that `initial_rows` draws at once
+
+Change = Callable[[int, np.ndarray], None]
+"""Alters a piece in place: its first new class, and its bytes, uint8 [n, row_bytes]."""
+
+
+class Directions(Protocol):
+    """Vectors [n, D] that are sliced, such as an array, perhaps one that lies in a file."""
+
+    shape: tuple[int, ...]
+
+    def __getitem__(self, rows: slice) -> np.ndarray: ...
+
+
+def rows_of(
+    tensor: StoredTensor, plan: Plan, start: int, stop: int, changes: tuple[Change, ...] = ()
+) -> Chunks:
+    """Return the pieces of new classes start..stop - 1: the old rows, zeros for new classes, then changes."""
+
+    def pieces() -> Iterator[memoryview]:
+        for first in range(start, stop, tensor.rows_a_piece):
+            rows = tensor.take(plan.sources(first, min(stop, first + tensor.rows_a_piece)))
+            for change in changes:
+                change(first, rows)
+            yield rows.data
+
+    return pieces
+
+
+def draw_new(weight: StoredTensor, plan: Plan, seed: int) -> Change:
+    """Return what fills in new rows as the head's own initialiser draws them for (seed, class)."""
+    kept = plan.after - plan.added
+    centers = weight.shape[1] if len(weight.shape) == 3 else 1
+
+    @functools.lru_cache(maxsize=1)  # neighbouring pieces share a block
+    def block(number: int) -> Tensor:
+        return initial_rows(
+            seed, number * _BLOCK, (number + 1) * _BLOCK, weight.shape[-1], weight.dtype
+        )
+
+    def draw(first: int, rows: np.ndarray) -> None:
+        low, high = max(first, kept) * centers, (first + len(rows)) * centers
+        out = rows.reshape(len(rows) * centers, -1)
+        for number in range(low // _BLOCK, -(-high // _BLOCK) if low < high else 0):
+            begin, end = max(low, number * _BLOCK), min(high, (number + 1) * _BLOCK)
+            drawn = block(number)[begin - number * _BLOCK : end - number * _BLOCK]
+            out[begin - first * centers : end - first * centers] = _bytes_of(drawn)
+
+    return draw
+
+
+def point_new(weight: StoredTensor, plan: Plan, directions: Directions) -> Change:
+    """Return what lets the first row of each new class point along its direction, as long as old rows.
+
+    Raises DataError, while it works, for a direction that is not finite or has no length.
+    """
+    kept = plan.after - plan.added
+    length = _mean_length(weight)
+
+    def point(first: int, rows: np.ndarray) -> None:
+        low = max(first, kept)
+        if low >= first + len(rows):
+            return
+        given = np.array(directions[low - kept : first + len(rows) - kept])  # not a view of a file
+        wanted = torch.from_numpy(given).double()
+        norm = wanted.norm(dim=1, keepdim=True)
+        wrong = (~(norm.isfinite() & (norm > 0)))[:, 0].nonzero()
+        if len(wrong):
+            raise DataError(
+                f"the direction of new class {low + int(wrong[0])} has the length "
+                f"{float(norm[wrong[0, 0]])}; expected a finite vector that is not zero"
+            )
+        values = _bytes_of((wanted / norm * length).to(weight.dtype))
+        rows[low - first :, : values.shape[1]] = values  # of sub-centres the first
+
+    return point
+
+
+def average_joined(tensor: StoredTensor, plan: Plan, is_rows: bool) -> Change:
+    """Return what gives classes that others joined the mean of theirs and their own.
+
+    is_rows: these are weight rows: the direction is the mean of the unit rows, the length the mean of the
+    lengths. Of sub-centres those nearest to each other are paired. Rows that cancel stay as they were.
+    Otherwise they are biases, whose mean is taken. Raises CheckpointError for what is not finite.
+    """
+
+    def average(first: int, rows: np.ndarray) -> None:
+        joined, members = plan.joined_by(first, first + len(rows))
+        targets, place = np.unique(joined, return_inverse=True)
+        if not len(targets):
+            return
+        own = torch.from_numpy(rows[targets - first].reshape(-1)).view(tensor.dtype)
+        base = own.view(len(targets), *tensor.shape[1:]).double()
+        if not is_rows:
+            base = base[:, None, None]
+        elif base.ndim == 2:
+            base = base[:, None]
+        # base [t, K, D]; a vector's unit is summed, and its length.
+        _check_finite(tensor.key, base)
+        length = base.norm(dim=2)
+        unit_sum = _unit(base) if is_rows else base.clone()
+        count = torch.ones(len(targets), dtype=torch.float64)
+        for low in range(0, len(members), tensor.rows_a_piece):
+            some = slice(low, low + tensor.rows_a_piece)
+            index = torch.from_numpy(place[some])
+            more = tensor.values(members[some]).view(-1, *base.shape[1:])
+            _check_finite(tensor.key, more)
+            if is_rows:
+                more = _paired(more, base[index])
+                length.index_add_(0, index, more.norm(dim=2))
+                more = _unit(more)
+            unit_sum.index_add_(0, index, more)
+            count.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
+        mean = unit_sum / count[:, None, None]
+        if is_rows:
+            norm = mean.norm(dim=2, keepdim=True)
+            aligned = mean / norm.clamp_min(1e-6) * (length / count[:, None])[..., None]
+            mean = torch.where(norm > 1e-6, aligned, base)
+        rows[targets - first] = _bytes_of(mean.to(tensor.dtype).view(len(targets), -1))
+
+    return average
+
+
+def _paired(others: Tensor, own: Tensor) -> Tensor:
+    """Return the sub-centres [n, K, D] in the order in which they pair with `own`, nearest pairs first."""
+    n, centers, _ = own.shape
+    if centers == 1:
+        return others
+    closeness = _unit(own) @ _unit(others).transpose(1, 2)
+    order = torch.zeros(n, centers, dtype=torch.int64)
+    every = torch.arange(n)
+    for _ in range(centers):
+        best = closeness.flatten(1).argmax(dim=1)
+        mine, theirs = best // centers, best % centers
+        order[every, mine] = theirs
+        closeness[every, mine] = -torch.inf
+        closeness[every, :, theirs] = -torch.inf
+    return others[every[:, None], order]
+
+
+def _mean_length(weight: StoredTensor) -> float:
+    """Return the mean length of the rows there are."""
+    total = 0.0
+    for first in range(0, weight.shape[0], weight.rows_a_piece):
+        rows = weight.values(np.arange(first, min(weight.shape[0], first + weight.rows_a_piece)))
+        _check_finite(weight.key, rows)
+        total += float(rows.norm(dim=-1).sum())
+    mean = total / (weight.shape[0] * (weight.shape[1] if len(weight.shape) == 3 else 1))
+    return mean or 1.0
+
+
+def _check_finite(key: str, values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(f"{key} holds rows that are not finite; choose another checkpoint")
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(vectors, dim=-1)
+
+
+def _bytes_of(values: Tensor) -> np.ndarray:
+    """Return the bytes of values [n, ...], uint8 [n, bytes]."""
+    raw = np.concatenate([np.frombuffer(piece, np.uint8) for piece in tensor_chunks(values)()])
+    return raw.reshape(len(values), -1)

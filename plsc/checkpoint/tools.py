@@ -1,0 +1,99 @@
+"""Look at checkpoints, check and move them: for one process, wherever they lie, without loading them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from plsc.checkpoint.fetch import fetch
+from plsc.checkpoint.layout import check_checksums, check_files
+from plsc.checkpoint.manifest import Manifest, read_manifest
+from plsc.checkpoint.remote import list_remote, prune_remote, read_remote_manifest, upload
+from plsc.checkpoint.retention import Retention, list_checkpoints, prune
+from plsc.checkpoint.sharing import FolderLock
+from plsc.errors import CheckpointError
+from plsc.parallel.world import World
+from plsc.storage.names import base_name
+from plsc.storage.store import Store
+from plsc.storage.transfer import Transfer
+from plsc.storage.urls import is_url
+
+Say = Callable[[str], None]
+
+
+def list_at(place: str) -> list[tuple[str, Manifest]]:
+    """Return names and manifests of the checkpoints in a folder or at a URL, fewest steps first."""
+    if is_url(place):
+        return list_remote(Store(place))
+    return [(path.name, manifest) for path, manifest in list_checkpoints(place)]
+
+
+def manifest_at(place: str) -> Manifest:
+    """Return the manifest of the checkpoint at a path or URL. Raises CheckpointError if there is none."""
+    return read_remote_manifest(Store(place))[0] if is_url(place) else read_manifest(place)
+
+
+def verify(path: str | os.PathLike[str]) -> Manifest:
+    """Return the manifest of a checkpoint whose files are all there, with the bytes that were saved.
+
+    A file is read once, in pieces. What is at a URL is fetched to a temporary folder for that.
+
+    Raises:
+        CheckpointError: the first fault, with the name of the file.
+    """
+    if isinstance(path, str) and is_url(path):
+        with tempfile.TemporaryDirectory(prefix="plsc-verify-") as scratch:
+            return verify(fetch(path, World.single(), Path(scratch) / base_name(path)))
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    check_checksums(folder, manifest, sorted(manifest.files))
+    return manifest
+
+
+def prune_at(place: str, retention: Retention) -> list[str]:
+    """Delete the checkpoints in a folder or at a URL that are not to be kept; return their names.
+
+    Raises CheckpointError if a run is saving to the folder.
+    """
+    if is_url(place):
+        return prune_remote(Store(place), retention)
+    if not list_checkpoints(place):
+        return []
+    lock = FolderLock(Path(place))
+    try:
+        return [path.name for path in prune(place, retention)]
+    finally:
+        lock.release()
+
+
+def push(source: str, url: str, say: Say | None = None) -> list[str]:
+    """Send the checkpoint `source`, or all in that folder that are not there yet, to a store; return names.
+
+    Each is verified first. url: of the folder of the run's checkpoints.
+
+    Raises:
+        CheckpointError: one is damaged, or the store fails; those before it are there.
+    """
+    if not is_url(url):
+        raise CheckpointError(
+            f"{url!r} is no fsspec URL, such as hdfs://server/run or s3://bucket/run"
+        )
+    folder = Path(source)
+    store = Store(url)
+    inside = list_checkpoints(folder)
+    if inside:
+        there = dict(list_remote(store))
+        chosen = [path for path, manifest in inside if there.get(path.name) != manifest]
+    else:
+        read_manifest(folder)
+        chosen = [folder.resolve()]
+    for path in chosen:
+        manifest = verify(path)
+        total = sum(file.bytes for file in manifest.files.values())
+        transfer = Transfer(f"sending {path} to {store.shown}", total, say)
+        upload(path, store, sorted(manifest.files), World.single(), transfer.add)
+        transfer.end()
+    return [path.name for path in chosen]

@@ -1,0 +1,198 @@
+"""A folder of a remote store, behind an fsspec URL: what checkpoints need of HDFS, S3 and the others.
+
+Every call is tried again for a bounded time, given up when the store stops answering, and checked
+afterwards where some client keeps silent about its failure. Errors are DataError, without secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec.callbacks import Callback
+
+from plsc.errors import DataError
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import is_object_store, open_filesystem, shown
+from plsc.storage.watch import Pulse, watched
+
+Answer = TypeVar("Answer")
+OnBytes = Callable[[int], None]
+
+
+class Store:
+    """The folder at `url`. Names are relative to it, such as ``5/manifest.json``.
+
+    total_seconds: how long a call is tried again. silence: seconds without a byte after which one try is
+    given up.
+    """
+
+    def __init__(self, url: str, *, total_seconds: float = 60.0, silence: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self.shown = shown(self.url)
+        self.can_rename = not is_object_store(url)
+        self._total_seconds = total_seconds
+        self._silence = silence
+        filesystem, path = self._watched(lambda: open_filesystem(self.url), "cannot be opened")
+        self._filesystem = filesystem
+        self._path = path.rstrip("/")
+
+    def child(self, name: str) -> str:
+        """Return the URL of what is in the folder under this name, for messages and users."""
+        return f"{self.url}/{name}"
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of what is in a folder, sorted; none if it is not there."""
+
+        def call() -> list[str]:
+            self._filesystem.invalidate_cache()
+            try:
+                found = self._filesystem.ls(self._at(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            own = self._at(folder).strip("/")
+            paths = {str(one).rstrip("/") for one in found}
+            return sorted(one.rsplit("/", 1)[-1] for one in paths if one.strip("/") != own)
+
+        return self._watched(call, f"{folder or 'the folder'} cannot be listed")
+
+    def exists(self, name: str = "") -> bool:
+        """Whether there is a file or folder of this name."""
+
+        def call() -> bool:
+            self._filesystem.invalidate_cache()
+            return bool(self._filesystem.exists(self._at(name)))
+
+        return self._watched(call, f"{name or 'the folder'} cannot be looked up")
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, None if there is none of this name."""
+
+        def call() -> int | None:
+            self._filesystem.invalidate_cache()
+            try:
+                info = self._filesystem.info(self._at(name))
+            except FileNotFoundError:
+                return None
+            return int(info["size"]) if info["type"] == "file" else None
+
+        return self._watched(call, f"{name} cannot be looked up")
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        """Return the bytes of a small file, None if it is not there; DataError if it is over `limit`."""
+        size = self.size(name)
+        if size is None:
+            return None
+        if size > limit:
+            raise DataError(f"{shown(self.child(name))} has {size} bytes; expected at most {limit}")
+
+        def call() -> bytes:
+            with self._filesystem.open(self._at(name), "rb") as file:
+                return bytes(file.read(limit + 1))
+
+        return self._watched(call, f"{name} cannot be read")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file; where the store can rename, readers see the old one or the new."""
+        temporary = f"{name}.writing" if self.can_rename else name
+
+        def call() -> None:
+            with self._filesystem.open(self._at(temporary), "wb") as file:
+                file.write(data)
+            if temporary != name:
+                with contextlib.suppress(FileNotFoundError):
+                    self._filesystem.rm_file(self._at(name))
+                self._filesystem.mv(self._at(temporary), self._at(name))
+
+        self._watched(call, f"{name} cannot be written")
+        self._check_size(name, len(data))
+
+    def put(self, local: Path, name: str, on_bytes: OnBytes | None = None) -> None:
+        """Send a local file. on_bytes is told how many more bytes went; less than 0 if a try failed."""
+        pulse = Pulse(on_bytes)
+        size = local.stat().st_size
+
+        def call() -> None:
+            self._filesystem.put_file(str(local), self._at(name), callback=_Telling(pulse))
+
+        self._watched(call, f"{name} cannot be written", pulse)
+        self._check_size(name, size)
+        pulse.end(size)
+
+    def get(self, name: str, local: Path, on_bytes: OnBytes | None = None) -> None:
+        """Fetch a file to a local path."""
+        pulse = Pulse(on_bytes)
+
+        def call() -> None:
+            self._filesystem.get_file(self._at(name), str(local), callback=_Telling(pulse))
+
+        self._watched(call, f"{name} cannot be read", pulse)
+        pulse.end(local.stat().st_size)
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder, and those above it, where the store knows folders."""
+        self._watched(
+            lambda: self._filesystem.makedirs(self._at(name), exist_ok=True),
+            f"{name or 'the folder'} cannot be made",
+        )
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a folder a name that is free. Only where `can_rename`."""
+
+        def call() -> None:
+            if not self.exists(name) and self.exists(new_name):
+                return  # an earlier try that was thought to have failed
+            self._filesystem.mv(self._at(name), self._at(new_name), recursive=True)
+
+        self._watched(call, f"{name} cannot be renamed to {new_name}")
+        # Some clients do nothing, and say nothing, when they cannot.
+        if self.exists(name) or not self.exists(new_name):
+            raise DataError(f"{self.shown}: {name} was not renamed to {new_name}")
+
+    def delete(self, name: str) -> None:
+        """Delete a file or a whole folder; nothing happens if it is not there."""
+
+        def call() -> None:
+            self._filesystem.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.rm(self._at(name), recursive=True)
+
+        self._watched(call, f"{name} cannot be deleted")
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}" if name else self._path
+
+    def _check_size(self, name: str, size: int) -> None:
+        there = self.size(name)
+        if there != size:
+            raise DataError(
+                f"{shown(self.child(name))} has {there} bytes after {size} were written; try again"
+            )
+
+    def _watched(self, call: Callable[[], Answer], what: str, pulse: Pulse | None = None) -> Answer:
+        return with_retries(
+            lambda: watched(call, self._silence, pulse),
+            f"{self.shown}: {what}",
+            total_seconds=self._total_seconds,
+        )
+
+
+class _Telling(Callback):
+    """Passes on how far fsspec is."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        super().__init__()
+        self._pulse = pulse
+        self._position = 0
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._pulse.beat(inc)
+
+    def absolute_update(self, value: int) -> None:
+        self._pulse.beat(max(0, value - self._position))
+        self._position = value
+
+    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Any:
+        return self

@@ -1,0 +1,128 @@
+"""Rows of new classes from images of them: the mean of what the checkpoint's network makes of these.
+
+Qi, Brown and Lowe 2018, "Low-Shot Learning with Imprinted Weights", sec. 3.2: the embeddings of a class are
+normalised, averaged and normalised again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from plsc.checkpoint import Manifest, read_manifest
+from plsc.checkpoint.classes import change_classes
+from plsc.config import Options
+from plsc.data.sources import Source, open_source
+from plsc.errors import DataError, OptionError
+from plsc.evaluate.embed import embed_images
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.train.build import UserParts
+from plsc.train.job import load_network
+
+_AT_A_TIME = 4096  # images whose embeddings are in memory
+
+
+def grow_from_images(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    count: int,
+    images: str | os.PathLike[str],
+    model: BaseModel | None = None,
+) -> Manifest:
+    """Write the checkpoint `source` with `count` more classes to `destination`, begun from images of them.
+
+    images: a set in any format (docs/formats.md) with one image or more of each new class. Its labels are the
+    new class numbers, or count the new classes from 0. model: the network, where it is one of your own that
+    was given by `set_model`. See `plsc.checkpoint.classes.change_classes`.
+
+    Raises OptionError, DataError, CheckpointError; nothing is published then.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
+    opened = open_source(os.fspath(images))
+    first = read_manifest(source).class_num
+    labels = _new_labels(opened, first, count, os.fspath(images))
+    options = Options()
+    options.set("checkpoint.load_dir", os.fspath(source))
+    world = World.single("cuda" if torch.cuda.is_available() else "cpu")
+    network = load_network(options, world, UserParts(model))
+    with tempfile.TemporaryFile() as file:
+        sums = _sum_directions(
+            network, opened, labels, count, options, world, file, os.fspath(images)
+        )
+        return change_classes(source, destination, grow=count, directions=sums)
+
+
+def _sum_directions(
+    network: BaseModel,
+    source: Source,
+    labels: np.ndarray,
+    count: int,
+    options: Options,
+    world: World,
+    file: IO[bytes],
+    name: str,
+) -> np.ndarray:
+    """Return the sum of the unit embeddings of each class, float32 [count, D], which lies in `file`.
+
+    labels: int64 [N], of the images, in 0..count - 1; name: of the source, for messages.
+    """
+    sums = np.memmap(file, np.float32, "w+", shape=(count, options.model.emb_size))
+    channels, height, width = options.model.image_shape
+    for start in range(0, len(source), _AT_A_TIME):
+        some: Any = _Images(source, range(start, min(len(source), start + _AT_A_TIME)))
+        embeddings = embed_images(
+            network,
+            some,
+            (channels, height, width),
+            batch_size=options.train.test_batch_size,
+            device=world.device,
+            flip=options.data.flip,
+            name=f"{name}, counted from sample {start}" if start else name,
+            num_threads=options.data.num_workers,
+        )
+        length = np.linalg.norm(embeddings, axis=1, keepdims=True)
+        np.add.at(sums, labels[start : start + len(some)], embeddings / np.maximum(length, 1e-12))
+    return sums
+
+
+class _Images:
+    """Some images of a source without their labels."""
+
+    def __init__(self, source: Source, which: range) -> None:
+        self._source = source
+        self._which = which
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[self._which[index]][0]
+
+
+def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray:
+    """Return which new class each image shows, in 0..count - 1; DataError unless each has an image."""
+    labels = source.labels()
+    if not len(labels):
+        raise DataError(f"{name} holds no images")
+    lowest, highest = int(labels.min()), int(labels.max())
+    base = 0 if lowest == 0 else first
+    if lowest < base or highest >= base + count:
+        raise DataError(
+            f"the labels of {name} are {lowest}..{highest}; expected the {count} new classes, "
+            f"{first}..{first + count - 1}, or 0..{count - 1}"
+        )
+    has_image = np.zeros(count, dtype=bool)
+    has_image[labels - base] = True
+    if not has_image.all():
+        missing = int(np.argmin(has_image))
+        raise DataError(
+            f"{name} has no image of {count - int(has_image.sum())} of the {count} new classes, the first "
+            f"is {first + missing} (label {base + missing})"
+        )
+    return labels - base

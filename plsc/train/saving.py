@@ -1,0 +1,221 @@
+"""Checkpoints written beside training: copied at a step boundary, published and thinned out in a thread."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from plsc.checkpoint import (
+    Retention,
+    Snapshot,
+    copy_to_host,
+    list_checkpoints,
+    prune,
+    read_manifest,
+    save_checkpoint,
+    size_of,
+)
+from plsc.checkpoint.agree import on_every_rank
+from plsc.data.atomic import replacing
+from plsc.errors import CheckpointError
+from plsc.parallel.background import Background
+from plsc.parallel.memory import available_memory
+from plsc.storage.transfer import in_words
+from plsc.train.build import Run
+from plsc.train.checkpointing import take_state
+from plsc.train.logs import RunLog
+from plsc.train.places import Places
+from plsc.train.sending import Sender
+
+_SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
+BEST_NAME = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint that is there: its path, and its value of the metric that chose it."""
+
+    path: Path
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    path: Path
+    size: int
+    seconds: float
+    best: Best | None
+    problem: str | None
+
+
+@dataclass
+class _Pending:
+    future: Future[_Outcome]
+    path: Path
+    stall: float
+
+
+class Saver:
+    """Saves a run. Its methods are collectives, to be called by all ranks at the same step.
+
+    last: the newest checkpoint that was published; best: the best one, if one is judged.
+    """
+
+    def __init__(self, run: Run, log: RunLog, places: Places) -> None:
+        self.last: Path | None = None
+        self.best: Best | None = None
+        self._run = run
+        self._log = log
+        self._places = places
+        self._options = run.options.checkpoint
+        self._retention = _retention_of(run)
+        self._world = run.world.beside(run.world.save_group)
+        self._background = Background("plsc-save")
+        self._pending: _Pending | None = None
+        self._sender: Sender | None = None
+        if places.store is not None:
+            self._sender = Sender(run.world, log, places, places.store, self._retention)
+        self._has_told = False
+
+    def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
+        """Begin to publish the run's state under a name; `wait` until it is there.
+
+        metrics: what the checkpoint is judged by. Raises CheckpointError, also of the save before, unless
+        errors are to be passed over.
+        """
+        began = time.monotonic()
+        self.settle()  # at most one copy at a time is in memory
+        state = take_state(self._run, metrics)
+        wait = wait or not self._can_copy(state)
+        if not wait:
+            state = copy_to_host(state)
+        path = self._places.local / name
+        future = self._background.submit(lambda: self._publish(path, state))
+        stall = time.monotonic() - began
+        self._pending = _Pending(future, path, stall)
+        if wait:
+            self.settle()
+
+    def _can_copy(self, state: Snapshot) -> bool:
+        """Whether there is memory for a copy; if not, it is said once."""
+        if not self._options.asynchronous:
+            return False
+        # Offloaded rows are in this machine's memory because there are very many of them.
+        free = 0 if self._run.options.head.offload else available_memory()
+        if free is None or size_of(state) < _SHARE_OF_MEMORY * free:
+            return True
+        if not self._has_told:
+            self._has_told = True
+            self._log.say(
+                f"a copy of {in_words(size_of(state))} does not fit into this machine's memory beside the "
+                "rows: training waits while a checkpoint is written"
+            )
+        return False
+
+    def is_done(self) -> bool:
+        """Whether nothing is under way on this rank, or it has ended."""
+        return self._pending is None or self._pending.future.done()
+
+    def settle(self) -> None:
+        """Wait for the save that is under way, and say what came of it. Raises as `save`."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        began = time.monotonic()
+        try:
+            outcome = pending.future.result()
+        except CheckpointError as error:
+            if self._options.on_error == "stop":
+                raise
+            self._log.say(f"{error}; training goes on without it")
+            return
+        stall = pending.stall + time.monotonic() - began
+        self.last, self.best = outcome.path, outcome.best
+        speed = in_words(outcome.size / max(outcome.seconds, 1e-3))
+        self._log.say(
+            f"saved {outcome.path}: {in_words(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s), "
+            f"training waited {stall:.1f} s"
+        )
+        if outcome.problem:
+            self._log.say(outcome.problem)
+        if self._sender is not None:
+            self._sender.add(outcome.path)
+
+    def close(self, seconds: float | None = None) -> list[Path]:
+        """Wait for all that is under way; return what could not be sent to the store, oldest first.
+
+        seconds: for the sending; None: until it has succeeded or failed.
+        """
+        self.settle()
+        self._background.close()
+        return [] if self._sender is None else self._sender.close(seconds)
+
+    def _publish(self, path: Path, state: Snapshot) -> _Outcome:
+        """Write, publish, thin out; in the thread."""
+        began = time.monotonic()
+        save_checkpoint(
+            path.parent,
+            path.name,
+            state.tensors,
+            state.sharded,
+            state.manifest,
+            self._world,
+            is_shared=self._places.is_shared or self._places.store is None,
+        )
+        seconds = time.monotonic() - began
+        problem = None
+        if self._places.is_owner:
+            try:
+                self._thin_out(path)
+            except CheckpointError as error:  # what was saved is saved
+                problem = str(error)
+
+        def look() -> tuple[Best | None, int]:
+            if not self._world.is_main:
+                return None, 0
+            best = self._find_best()
+            _write_best(self._places.local / BEST_NAME, best)
+            return best, sum(file.bytes for file in read_manifest(path).files.values())
+
+        best, size = on_every_rank(self._world, f"look at {path.parent}", look)[0]
+        return _Outcome(path, size, seconds, best, problem)
+
+    def _thin_out(self, newest: Path) -> None:
+        if self._sender is None:
+            prune(newest.parent, self._retention, [newest])
+            return
+        with self._sender.holding() as in_use:
+            prune(newest.parent, self._retention, [newest, *in_use])
+
+    def _find_best(self) -> Best | None:
+        metric = self._retention.monitor
+        found = {path.name: (path, m) for path, m in list_checkpoints(self._places.local)}
+        ranking = self._retention.ranking([(name, m) for name, (_, m) in found.items()])
+        if metric is None or not ranking:
+            return None
+        name, value = ranking[0]
+        return Best(found[name][0], metric, value)
+
+
+def _retention_of(run: Run) -> Retention:
+    options = run.options.checkpoint
+    metric = options.monitor
+    if metric is None:
+        metric = f"{run.targets[0].name} accuracy" if run.targets else "loss"
+    mode = options.monitor_mode
+    if mode == "auto":
+        mode = "min" if metric == "loss" else "max"
+    return Retention(options.keep_last, options.save_top_k, metric, mode)
+
+
+def _write_best(path: Path, best: Best | None) -> None:
+    if best is None:
+        path.unlink(missing_ok=True)
+        return
+    content = {"path": best.path.name, "metric": best.metric, "value": best.value}
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""Sends checkpoints to a store beside training, one after another, each rank its own part."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+
+from plsc.checkpoint import Retention, read_manifest
+from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.remote import prune_remote, upload
+from plsc.checkpoint.shard_file import is_shard_of
+from plsc.errors import PlscError
+from plsc.parallel.background import Background
+from plsc.parallel.world import World
+from plsc.storage.store import Store
+from plsc.storage.transfer import Transfer
+from plsc.train.logs import METRICS_NAME, PLOT_NAME, RunLog
+from plsc.train.places import Places
+
+_SMALL_FILES = (METRICS_NAME, PLOT_NAME, "best.json", "bad_samples.txt")
+
+
+@dataclass
+class _Job:
+    path: Path
+    future: Future[str | None]
+
+
+class Sender:
+    """Sends what was published on this machine. `add` and `close` are collectives."""
+
+    def __init__(
+        self, world: World, log: RunLog, places: Places, store: Store, retention: Retention
+    ) -> None:
+        self._world = world.beside(world.send_group)
+        self._log = log
+        self._places = places
+        self._store = store
+        self._retention = retention
+        self._background = Background("plsc-send")
+        self._jobs: list[_Job] = []
+        self._lock = RLock()  # between the choice of what to send and the deletion of what is old
+        self._in_use: Path | None = None
+
+    def add(self, path: Path) -> None:
+        """Send the checkpoint `path` after those before it; the call does not wait."""
+        self._jobs.append(self._job(path))
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[list[Path]]:
+        """Yield what is being sent and must stay; nothing else is begun meanwhile."""
+        with self._lock:
+            yield [] if self._in_use is None else [self._in_use]
+
+    def close(self, seconds: float | None = None) -> list[Path]:
+        """Wait, for so long; try again what had failed; return what is here and could not be sent."""
+        give_up = None if seconds is None else time.monotonic() + seconds
+        jobs, self._jobs = self._jobs, []
+        failed = [job.path for job in jobs if self._outcome(job, give_up) is not None]
+        # One that a newer one has pushed out is not missed.
+        unsent = [path for path in failed if path.is_dir()]
+        while unsent and give_up is None and self._outcome(self._job(unsent[0]), None) is None:
+            unsent.pop(0)
+        self._background.close()
+        if unsent:
+            names = ", ".join(path.name for path in unsent)
+            self._log.say(
+                f"not sent to {self._store.shown}: {names}; whole in {self._places.local}; when the store "
+                f"is back: plsc checkpoint push {self._places.local} {self._store.shown}"
+            )
+        return unsent
+
+    def _job(self, path: Path) -> _Job:
+        return _Job(path, self._background.submit(lambda: self._send(path)))
+
+    def _outcome(self, job: _Job, give_up: float | None) -> str | None:
+        """Return what went wrong with a job, None if nothing did."""
+        left = None if give_up is None else max(0.0, give_up - time.monotonic())
+        try:
+            return job.future.result(left)
+        except FutureTimeout:
+            return "there was no time left"
+
+    def _send(self, path: Path) -> str | None:
+        """Send one checkpoint, in the thread; return None, or what went wrong."""
+        try:
+            if not on_every_rank(self._world, "choose", lambda: self._choose(path))[0]:
+                return None
+            self._send_chosen(path)
+        except PlscError as error:
+            self._log.say(str(error))
+            return str(error)
+        finally:
+            with self._lock:
+                self._in_use = None
+        return None
+
+    def _choose(self, path: Path) -> bool:
+        """Return whether the checkpoint is still there; if so it stays while it is sent."""
+        with self._lock:
+            is_there = path.is_dir()
+            self._in_use = path if is_there else None
+            return is_there
+
+    def _send_chosen(self, path: Path) -> None:
+        manifest = read_manifest(path)
+        mine = [name for name in manifest.files if is_shard_of(name, self._world.rank)]
+        total = sum(manifest.files[name].bytes for name in mine)
+        say = self._log.say if self._world.is_main else None
+        of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""
+        transfer = Transfer(f"sending {path} to {self._store.shown}{of}", total, say)
+        upload(path, self._store, mine, self._world, transfer.add)
+        transfer.end()
+        if self._world.is_main:
+            prune_remote(self._store, self._retention, protect=[path.name])
+            for name in _SMALL_FILES:
+                if (self._places.local / name).is_file():
+                    self._store.put(self._places.local / name, name)

@@ -1,0 +1,313 @@
+"""One suite for every store that checkpoints go to: local, memory, a real S3 server, a real HDFS."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from plsc.checkpoint import Manifest, Retention, ShardedTensor, load_weights, save_checkpoint
+from plsc.checkpoint.fetch import cached_at, fetch
+from plsc.checkpoint.remote import (
+    clean_remote,
+    list_remote,
+    prune_remote,
+    read_remote_manifest,
+    upload,
+)
+from plsc.checkpoint.tools import push, verify
+from plsc.errors import CheckpointError, DataError
+from plsc.parallel.world import World
+from plsc.storage.store import Store
+from plsc.storage.urls import set_hdfs_user
+from tests.hdfs_server import hdfs_server
+from tests.s3_server import s3_server
+
+WORLD = World.single()
+KINDS = ("local", "memory", "s3", "hdfs")
+BLOCK = 1 << 20
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with pytest.MonkeyPatch.context() as patch, s3_server() as address:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": address,
+            "FSSPEC_S3_ENDPOINT_URL": address,
+        }.items():
+            patch.setenv(name, value)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def hdfs():
+    with hdfs_server() as server:
+        yield server
+
+
+@pytest.fixture(params=KINDS)
+def url(request, tmp_path):
+    """An empty folder's URL in each store."""
+    name = f"{tmp_path.name}/run"
+    if request.param == "local":
+        return f"file://{tmp_path}/remote/run"
+    if request.param == "memory":
+        return f"memory://{name}"
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{name}"
+    return f"{request.getfixturevalue('hdfs').url}/{name}"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) -> Path:
+    weights = {"backbone.w": torch.full((3,), float(step))}
+    part = ShardedTensor(torch.full((rows, 4), float(step)), rows, 0)
+    manifest = Manifest("0", step, 1, 0, 1, rows, 4, [[0, rows]], {}, {"metrics": metrics})
+    return save_checkpoint(folder, name, weights, {"head.weight": part}, manifest, WORLD)
+
+
+def send(path: Path, store: Store, on_bytes=None) -> None:
+    files = [one.name for one in path.glob("*.safetensors")]
+    upload(path, store, files, WORLD, on_bytes)
+
+
+def test_files_and_folders_go_there_and_back(url, tmp_path):
+    store = Store(url)
+    local, back, told = tmp_path / "file", tmp_path / "back", []
+    local.write_bytes(os.urandom(3 * BLOCK + 7))
+    assert (store.names(), store.exists("a"), store.size("a/x")) == ([], False, None)
+    assert store.read("a/m", 10) is None
+    store.make_folder("a")
+    store.put(local, "a/x", told.append)
+    assert sum(told) == local.stat().st_size
+    for text in (b"{}", b'{"a": 1}'):
+        store.write("a/m", text)
+        assert store.read("a/m", 10) == text
+    with pytest.raises(DataError, match="expected at most 3"):
+        store.read("a/m", 3)
+    assert (store.names("a"), store.size("a/x")) == (["m", "x"], local.stat().st_size)
+    if store.can_rename:
+        store.rename("a", "b")
+    else:
+        store.put(local, "b/x")
+        store.delete("a")
+    assert store.names() == ["b"]
+    store.get("b/x", back)
+    assert back.read_bytes() == local.read_bytes()
+    store.delete("b")
+    store.delete("b")  # it is not there: nothing happens
+    assert store.names() == []
+
+
+def test_a_checkpoint_goes_there_and_back_and_is_replaced_as_a_whole(url, tmp_path):
+    store = Store(url)
+    send(save(tmp_path, "1", 1), store)
+    send(save(tmp_path, "2", 2, loss=0.5), store)
+    assert [name for name, _ in list_remote(store)] == ["1", "2"]
+    first = fetch(f"{url}/2", WORLD)
+    assert first == cached_at(f"{url}/2")
+    assert load_weights(first, "backbone.")["backbone.w"].tolist() == [2.0] * 3
+    stamp = (first / "manifest.json").stat().st_ino
+    assert (fetch(f"{url}/2", WORLD) / "manifest.json").stat().st_ino == stamp  # from the cache
+    send(save(tmp_path, "2", 7, rows=9), store)  # of another step, under the same name
+    assert [manifest.step for _, manifest in list_remote(store)] == [1, 7]
+    assert verify(fetch(f"{url}/2", WORLD)).step == 7
+    assert [name.count("step2") for name in store.names("2")] == [0, 0]  # nothing old is left
+    assert verify(f"{url}/1").step == 1
+    assert prune_remote(store, Retention(1)) == ["1"]
+    assert store.names() == ["2"]
+
+
+def test_what_a_killed_upload_left_is_no_checkpoint_and_goes(url, tmp_path):
+    store = Store(url)
+    path = save(tmp_path, "1", 1)
+    name = f".saving-1-{'0' * 8}" if store.can_rename else "1"
+    store.make_folder(name)
+    for file in path.glob("*.safetensors"):
+        store.put(file, f"{name}/{file.name}")
+    assert list_remote(store) == []
+    clean_remote(store)
+    assert store.names() == []
+    if store.can_rename:  # killed between the two renames
+        send(path, store)
+        store.rename("1", f".replaced-1-{'0' * 8}")
+        clean_remote(store)
+        assert [name for name, _ in list_remote(store)] == ["1"]
+
+
+def test_what_is_not_a_whole_checkpoint_is_refused_in_a_line_and_nothing_is_replaced(url, tmp_path):
+    store = Store(url)
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        fetch(f"{url}/1", WORLD)
+    send(save(tmp_path, "1", 1), store)
+    good = fetch(f"{url}/1", WORLD, tmp_path / "here")
+    data = next(name for name in store.names("1") if name.endswith(".safetensors"))
+    content = bytearray((good / data).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "flipped").write_bytes(content)
+    text = read_remote_manifest(store, "1")[1]
+    store.write("1/manifest.json", text.replace(b'"step": 1', b'"step": 2'))  # not what is here
+    store.put(tmp_path / "flipped", f"1/{data}")
+    with pytest.raises(CheckpointError, match="is damaged: its checksum"):
+        fetch(f"{url}/1", WORLD, tmp_path / "here")
+    (tmp_path / "short").write_bytes(content[:-3])
+    store.put(tmp_path / "short", f"1/{data}")
+    with pytest.raises(CheckpointError, match=r"bytes, \d+ were saved"):
+        fetch(f"{url}/1", WORLD, tmp_path / "here")
+    store.delete(f"1/{data}")
+    with pytest.raises(CheckpointError, match="is missing"):
+        fetch(f"{url}/1", WORLD, tmp_path / "here")
+    manifest = json.loads(text)
+    manifest["files"] = {"../../out": manifest["files"][data]}
+    store.write("1/manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(CheckpointError, match="not a plain file name"):
+        fetch(f"{url}/1", WORLD, tmp_path / "here")
+    assert verify(tmp_path / "here").step == 1
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").touch()
+    send(save(tmp_path, "3", 3), store)
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        fetch(f"{url}/3", WORLD, tmp_path / "photos")
+
+
+def test_push_sends_what_is_missing_and_finishes_what_was_begun(url, tmp_path):
+    store = Store(url)
+    send(save(tmp_path / "run", "1", 1), store)
+    save(tmp_path / "run", "2", 2)
+    save(tmp_path / "run", "3", 3)
+    assert push(str(tmp_path / "run"), url) == ["2", "3"]
+    assert push(str(tmp_path / "run"), url) == []
+    assert push(str(tmp_path / "run" / "1"), url) == ["1"]
+    assert [manifest.step for _, manifest in list_remote(store)] == [1, 2, 3]
+
+
+def test_hdfs_killed_in_an_upload_and_in_a_download_loses_nothing(hdfs, tmp_path):
+    store = Store(f"{hdfs.url}/killed", total_seconds=3, silence=5)
+    whole = save(tmp_path, "1", 1)
+    send(whole, store)
+    big = save(tmp_path, "2", 2, rows=2_000_000)  # 32 MB
+    with pytest.raises(CheckpointError, match="hdfs://") as failure:
+        send(big, store, lambda count: hdfs.kill() if _once(hdfs) else None)
+    assert "plsc checkpoint push" in str(failure.value)
+    _revive(hdfs)
+    store = Store(f"{hdfs.url}/killed", total_seconds=60)
+    assert [name for name, _ in list_remote(store)] == ["1"]
+    clean_remote(store)
+    assert push(str(tmp_path), f"{hdfs.url}/killed") == ["2"]
+
+    failed = threading.Event()
+
+    def kill(count: int) -> None:
+        if _once(hdfs):
+            hdfs.kill("datanode")
+            failed.set()
+
+    impatient = Store(f"{hdfs.url}/killed", total_seconds=3, silence=5)
+    name = next(name for name in store.names("2") if name.endswith(".safetensors"))
+    with contextlib.suppress(DataError):  # what was on its way may have arrived
+        impatient.get(f"2/{name}", tmp_path / "part", kill)
+        impatient.get(f"2/{name}", tmp_path / "part")
+    assert failed.is_set()
+    _revive(hdfs, "datanode")
+    assert verify(fetch(f"{hdfs.url}/killed/2", WORLD)).step == 2
+
+
+def test_an_s3_server_killed_in_an_upload_is_one_line_and_the_disk_has_it_all(tmp_path):
+    with pytest.MonkeyPatch.context() as patch, s3_server() as address:
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-key")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", address)
+        patch.setenv("FSSPEC_S3_ENDPOINT_URL", address)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        fsspec.filesystem("s3").mkdir("bucket")
+        store = Store("s3://bucket/run", total_seconds=2)
+        path = save(tmp_path, "1", 1)
+        _check_keys_from_now_on(address)
+        with pytest.raises(CheckpointError) as refused:
+            send(path, store)
+        assert "a-secret-key" not in str(refused.value)
+        assert len(str(refused.value).splitlines()) == 1
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="whole on the local disk"):
+        send(path, store)
+    assert time.monotonic() - began < 60  # bounded; not a measure of speed
+    assert verify(path).step == 1
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_hdfs_refuses_another_user_in_one_line(hdfs, tmp_path, monkeypatch):
+    Store(hdfs.url).make_folder("private")
+    monkeypatch.setenv("HADOOP_USER_NAME", os.environ.get("HADOOP_USER_NAME", ""))
+    try:
+        set_hdfs_user("mallory")
+        with pytest.raises(CheckpointError, match=r"AccessControl|ermission") as refused:
+            send(save(tmp_path, "1", 1), Store(f"{hdfs.url}/private", total_seconds=3))
+        assert len(str(refused.value).splitlines()) == 1
+    finally:
+        monkeypatch.delenv("HADOOP_USER_NAME", raising=False)
+        fsspec.get_filesystem_class("hdfs").clear_instance_cache()
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name in ("AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL"):
+            monkeypatch.setenv(name, address)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        with pytest.raises(DataError, match="no answer for 1 s"):
+            Store("s3://bucket/run", total_seconds=0.5, silence=1).names()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_a_client_that_does_not_rename_and_says_nothing_is_found_out(tmp_path, monkeypatch):
+    store = Store(f"file://{tmp_path}/x")
+    store.make_folder("a")
+    monkeypatch.setattr(store._filesystem, "mv", lambda *args, **kwargs: None)
+    with pytest.raises(DataError, match="was not renamed"):
+        store.rename("a", "b")
+
+
+def _check_keys_from_now_on(address: str) -> None:
+    plain = {"Content-Type": "text/plain"}
+    request = urllib.request.Request(f"{address}/moto-api/reset-auth", b"0", plain)
+    urllib.request.urlopen(request).close()
+
+
+_killed: set[int] = set()
+
+
+def _once(server) -> bool:
+    is_first = id(server) not in _killed
+    _killed.add(id(server))
+    return is_first
+
+
+def _revive(server, node: str = "namenode") -> None:
+    _killed.discard(id(server))
+    server.start(node)
+    server.wait_until_ready()
+    fsspec.get_filesystem_class("hdfs").clear_instance_cache()

@@ -1,0 +1,283 @@
+"""Training that saves beside itself and to real stores: real torchrun jobs."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from plsc import Entry
+from plsc.checkpoint import list_checkpoints
+from plsc.checkpoint.remote import list_remote
+from plsc.checkpoint.tools import verify
+from plsc.errors import CheckpointError, OptionError
+from plsc.storage.store import Store
+from tests.distributed.launch import ROOT, clean_environment, command, run_ranks
+from tests.distributed.test_interruption import assert_same_bits, start, wait_for
+from tests.hdfs_server import hdfs_server
+from tests.images import write_dataset
+from tests.s3_server import s3_server, use_s3
+
+JOB = Path(__file__).with_name("job.py")
+PASSWORD = "swordfish-7"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
+
+
+@pytest.fixture
+def store_url(monkeypatch):
+    with s3_server() as address:
+        use_s3(monkeypatch, address)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket/run"
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def local_run(cache: Path) -> Path:
+    """The folder that stands for a URL on this machine."""
+    return next((cache / "runs").glob("*/run"))
+
+
+def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_bits(
+    dataset, store_url, tmp_path
+):
+    whole = tmp_path / "whole"
+    run_ranks(JOB, 2, str(dataset), str(whole), "set_train_epochs=4", "set_async_save=False")
+
+    here, there = {"PLSC_CACHE_DIR": str(tmp_path / "a")}, {"PLSC_CACHE_DIR": str(tmp_path / "b")}
+    settings = "set_max_last_checkpoint_num=1", "set_save_top_k=0", "set_save_every_n_steps=5"
+    done = run_ranks(JOB, 2, str(dataset), store_url, *settings, env=here)
+    assert "training waited" in done.stdout
+    assert re.search(r"sending .*to s3://bucket/run \(rank 0 of 2\): .*B/s", done.stdout)
+    assert [name for name, _ in list_remote(Store(store_url))] == ["1"]
+    assert {"metrics.jsonl", "loss.png", "best.json"} - set(Store(store_url).names()) <= {
+        "best.json"
+    }
+    refused = run_ranks(JOB, 0, str(dataset), store_url, env=there, check=False)
+    assert refused.returncode == 1
+    assert "s3://bucket/run holds checkpoints of an earlier run: 1" in refused.stderr
+    load = f"set_checkpoint_dir={store_url + '/1'!r}"
+    run_ranks(JOB, 2, str(dataset), store_url, "set_train_epochs=4", load, env=there)
+    assert_same_bits(local_run(tmp_path / "b") / "3", whole / "3")
+    assert [manifest.epoch for _, manifest in list_remote(Store(store_url))] == [4]
+    listed = subprocess.run(
+        [sys.executable, "-m", "plsc.cli", "checkpoint", "list", store_url],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.match(r"3: step \d+, epoch 4, 13 classes, saved by 2 ranks, .*loss", listed.stdout)
+
+
+HDFS_SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from plsc import Entry
+ins = Entry()
+ins.set_dataset_dir({dataset!r})
+ins.set_model_save_dir({save_dir!r})
+ins.set_model_name("SmallResNet")
+ins.set_image_shape((3, 16, 16))
+ins.set_emb_size(16)
+ins.set_train_batch_size(8)
+ins.set_train_epochs({epochs})
+ins.set_log_period(1)
+ins.set_num_workers(0)
+ins.set_store_timeout(3)
+ins.set_hdfs_info({name!r}, {ugi!r}, "/runs/a", {checkpoint!r})
+{more}
+result = ins.train()
+print("unsent:", [path.name for path in result.unsent])
+"""
+
+
+def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_password_nowhere(
+    dataset, tmp_path
+):
+    with hdfs_server() as hdfs:
+
+        def script(save_dir: str, epochs: int, checkpoint: str | None, more: str = "") -> Path:
+            path = tmp_path / f"{save_dir}.py"
+            path.write_text(
+                HDFS_SCRIPT.format(
+                    root=str(ROOT),
+                    dataset=str(dataset),
+                    save_dir=str(tmp_path / save_dir),
+                    epochs=epochs,
+                    name=hdfs.url,
+                    ugi=f"{getpass.getuser()},{PASSWORD}",
+                    checkpoint=checkpoint,
+                    more=more,
+                )
+            )
+            return path
+
+        env = {"PLSC_CACHE_DIR": str(tmp_path / "cache")}
+        first = run_ranks(script("first", 2, None), 2, env=env)
+        store = Store(f"{hdfs.url}/runs/a")
+        assert [name for name, _ in list_remote(store)] == ["0", "1"]
+        assert verify(f"{hdfs.url}/runs/a/1").epoch == 2
+
+        # The store goes down in the middle: what it misses is here, and is sent when it is back.
+        second = script(
+            "second", 4, "/runs/a/1", f"ins.set_checkpoint_dir({str(tmp_path / 'fetched')!r})"
+        )
+        job = subprocess.Popen(
+            command(second, 2),
+            env=clean_environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        wait_for((tmp_path / "second" / "metrics.jsonl").exists, job)
+        hdfs.kill()
+        output, _ = job.communicate(timeout=200)
+        assert job.returncode == 0, output
+        assert (tmp_path / "fetched" / "manifest.json").is_file()
+        assert "unsent: ['2', '3']" in output
+        push = re.search(r"plsc (checkpoint push \S+ \S+)", output)
+        hdfs.start("namenode")
+        hdfs.wait_until_ready()
+        pushed = subprocess.run(
+            [sys.executable, "-m", "plsc.cli", *push[1].split()],
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "sent 2 checkpoints: 2, 3" in pushed.stdout
+        fsspec.get_filesystem_class("hdfs").clear_instance_cache()
+        assert [name for name, _ in list_remote(Store(store.url))] == ["0", "1", "2", "3"]
+
+        hdfs.kill()
+        began = time.monotonic()
+        down = run_ranks(script("third", 2, None), 0, check=False, env=env)
+        assert down.returncode == 1
+        assert time.monotonic() - began < 60  # promised; it is no measure of speed
+        assert f"{hdfs.url}/runs/a" in down.stderr
+        everything = [first.stdout, first.stderr, output, down.stdout, down.stderr]
+        everything += [
+            path.read_bytes().decode("latin-1")
+            for path in tmp_path.rglob("*")
+            if path.is_file() and path.suffix != ".py"
+        ]
+        assert not any(PASSWORD in text for text in everything)
+
+
+def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longer(
+    dataset, tmp_path
+):
+    save_dir = tmp_path / "run"
+    keep = "set_max_last_checkpoint_num=-1"
+    first = start(0, str(dataset), str(save_dir), "set_train_epochs=1000", keep)
+    wait_for((save_dir / "0").exists, first)
+    resume = f"set_checkpoint_dir={str(save_dir / '0')!r}"
+    second = run_ranks(JOB, 0, str(dataset), str(save_dir), resume, check=False)
+    assert second.returncode == 1
+    assert f"another run (process {first.pid} on" in second.stderr
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    newest = list_checkpoints(save_dir)[-1]
+    settings = f"set_train_steps={newest[1].step + 1}", "set_train_epochs=1000"
+    run_ranks(
+        JOB, 0, str(dataset), str(save_dir), f"set_checkpoint_dir={str(newest[0])!r}", *settings
+    )
+
+
+def entry(dataset: Path, save_dir: Path) -> Entry:
+    ins = Entry()
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_model_name("SmallResNet")
+    ins.set_image_shape((3, 16, 16))
+    ins.set_emb_size(16)
+    ins.set_train_batch_size(8)
+    ins.set_train_epochs(2)
+    ins.set_num_workers(0)
+    return ins
+
+
+def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_path):
+    apart = entry(dataset, tmp_path / "apart")
+    apart.set_async_save(False)
+    apart.train()
+    beside = entry(dataset, tmp_path / "beside")
+    beside.set_save_every_n_steps(2)
+    beside.set_max_last_checkpoint_num(2)
+    beside.set_save_top_k(1)
+    result = beside.train()
+    assert_same_bits(tmp_path / "beside" / "1", tmp_path / "apart" / "1")
+    best = json.loads((tmp_path / "beside" / "best.json").read_text())
+    assert best["metric"] == result.best_metric == "loss"
+    assert (tmp_path / "beside" / best["path"]) == result.best_model_path
+    found = {
+        path.name: m.scalars["metrics"]["loss"] for path, m in list_checkpoints(tmp_path / "beside")
+    }
+    assert result.best_model_score == found[best["path"]] == min(found.values())
+    assert {"1", best["path"]} <= found.keys()
+    assert len(found) <= 3
+
+
+def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):
+    for _ in range(2):
+        ins = entry(dataset, tmp_path / "run")
+        ins.set_new_version(True)
+        ins.set_train_epochs(1)
+        ins.train()
+    assert [path.parent.name for path, _ in list_checkpoints(tmp_path / "run" / "version_1")] == [
+        "version_1"
+    ]
+    assert (tmp_path / "run" / "version_0" / "0").is_dir()
+
+
+def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_whole(
+    dataset, tmp_path
+):
+    entry(dataset, tmp_path / "run").train()
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))\n"
+        f"sys.path.insert(0, {str(ROOT)!r}); runpy.run_path({str(JOB)!r}, run_name='__main__')\n"
+    )
+    resume = f"set_checkpoint_dir={str(tmp_path / 'run' / '1')!r}", "set_train_epochs=3"
+    stopped = run_ranks(script, 0, str(dataset), str(tmp_path / "run"), *resume, check=False)
+    assert stopped.returncode == 1
+    assert "File too large" in stopped.stderr
+    assert "earlier checkpoints are whole" in stopped.stderr
+    goes_on = *resume, "set_save_error='continue'"
+    done = run_ranks(script, 0, str(dataset), str(tmp_path / "run"), *goes_on)
+    assert "training goes on without it" in done.stdout
+    assert [path.name for path, _ in list_checkpoints(tmp_path / "run")] == ["0", "1"]
+    assert verify(tmp_path / "run" / "1").epoch == 2
+    assert not list((tmp_path / "run").glob(".saving-*"))
+
+
+def test_a_password_in_an_option_is_refused_without_being_shown():
+    ins = Entry()
+    with pytest.raises(OptionError, match="without a password") as refused:
+        ins.set_hdfs_user(f"me,{PASSWORD}")
+    assert PASSWORD not in str(refused.value)
+    with pytest.raises(OptionError, match="expected the URL of a file system"):
+        ins.set_hdfs_info("namenode", f"me,{PASSWORD}")
+    ins.set_model_save_dir(f"s3://me:{PASSWORD}@bucket/run")
+    ins.set_upload_dir("s3://b/c")
+    ins.set_dataset_dir("nothing")
+    with pytest.raises((CheckpointError, OptionError, Exception)) as refused:
+        ins.train()
+    assert PASSWORD not in str(refused.value)

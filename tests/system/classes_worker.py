@@ -1,0 +1,45 @@
+"""Trains on all ranks, changes the classes on rank 0, and goes on; the arguments: DATASET RELABELLED OUT."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from plsc import Entry
+from plsc.checkpoint.classes import change_classes
+
+
+def train(dataset, save_dir, checkpoint, epochs):
+    ins = Entry()
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_model_name("SmallResNet")
+    ins.set_image_shape((3, 16, 16))
+    ins.set_emb_size(8)
+    ins.set_train_batch_size(10)
+    ins.set_train_epochs(epochs)
+    ins.set_log_period(1)
+    ins.set_num_workers(0)
+    if checkpoint:
+        ins.set_checkpoint_dir(checkpoint)
+    return ins.train()
+
+
+def main():
+    dataset, relabelled, out = map(Path, sys.argv[1:])
+    dist.init_process_group("gloo")
+    first = train(dataset, out / "first", None, 2)
+    changed = out / "changed"
+    if dist.get_rank() == 0:
+        change_classes(first.checkpoint, changed, reorder=np.loadtxt(out / "order.txt", dtype=int))
+    dist.barrier()
+    train(dataset, out / "undisturbed", first.checkpoint, 3)
+    train(relabelled, out / "second", changed, 3)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Training goes on after a change of classes; what it needs of memory; a kill in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from plsc import Entry
+from plsc.checkpoint import clean_leftovers, read_manifest
+from plsc.checkpoint.classes.map import read_class_map
+from plsc.checkpoint.manifest import Manifest, TensorInfo
+from plsc.checkpoint.shard_file import Entry as FileEntry
+from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
+from plsc.checkpoint.tools import verify
+from plsc.checkpoint_cli import main
+from plsc.models.base_model import BaseModel
+from tests.distributed.launch import clean_environment, run_ranks
+from tests.images import write_dataset
+
+pytestmark = pytest.mark.slow
+
+EPOCHS = 8
+
+
+class Plain(BaseModel):
+    """A network without batch statistics or dropout, so that runs can be compared step by step."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1))
+
+
+def relabelled(dataset, folder, numbers=None, keep=lambda label: True):
+    """Write the dataset anew with labels numbers[old], and those samples alone that are kept."""
+    folder.mkdir(parents=True)
+    (folder / "images").symlink_to(dataset / "images")
+    lines = []
+    for line in (dataset / "label.txt").read_text().splitlines():
+        name, label = line.split("\t")
+        new = int(label) if numbers is None else int(numbers[int(label)])
+        if keep(int(label)) and new >= 0:
+            lines.append(f"{name}\t{new}\n")
+    (folder / "label.txt").write_text("".join(lines))
+    return folder
+
+
+def train(dataset, save_dir, epochs, checkpoint=None, class_num=None):
+    """Return the losses of all steps and the last checkpoint; a step is an epoch."""
+    ins = Entry()
+    ins.set_seed(3)
+    ins.set_dtype("float64")
+    ins.set_model(Plain())
+    ins.set_emb_size(8)
+    ins.set_image_shape((3, 16, 16))
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_train_batch_size(64)
+    ins.set_last_batch("keep")
+    ins.set_train_epochs(epochs)
+    ins.set_lr(0.5)
+    ins.set_scale(16)
+    ins.set_margin(0.1)
+    ins.set_flip(False)
+    ins.set_log_period(1)
+    ins.set_num_workers(0)
+    if class_num is not None:
+        ins.set_class_num(class_num)
+    if checkpoint is not None:
+        ins.set_checkpoint_dir(checkpoint)
+    result = ins.train()
+    return losses_of(save_dir), result.checkpoint
+
+
+def losses_of(save_dir):
+    lines = (save_dir / "metrics.jsonl").read_text().splitlines()
+    return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    every = write_dataset(root / "every", classes=8, per_class=6)
+    six = relabelled(every, root / "six", keep=lambda label: label < 6)
+    _, checkpoint = train(six, root / "saved", EPOCHS)
+    return every, six, checkpoint
+
+
+def change(*arguments):
+    assert main(["classes", *map(str, arguments)]) == 0
+
+
+def test_a_run_whose_classes_are_reordered_is_the_same_run(trained, tmp_path, capsys):
+    _, six, checkpoint = trained
+    (tmp_path / "order.txt").write_text("3\n0\n5\n1\n4\n2\n")
+    change(checkpoint, tmp_path / "new", "--reorder", tmp_path / "order.txt")
+    assert "6 classes, 6 before; labels:" in capsys.readouterr().out
+    undisturbed, _ = train(six, tmp_path / "a", EPOCHS + 2, checkpoint)
+    other = relabelled(six, tmp_path / "set", read_class_map(tmp_path / "new"))
+    losses, last = train(other, tmp_path / "b", EPOCHS + 2, tmp_path / "new")
+    assert losses == pytest.approx(undisturbed, rel=1e-9)
+    assert len(losses) == 2
+    lineage = read_manifest(last).lineage
+    assert [entry["what"] for entry in lineage] == ["reorder"]
+
+
+def test_without_some_classes_the_others_are_easier_and_training_goes_on(trained, tmp_path):
+    _, six, checkpoint = trained
+    (tmp_path / "ids.txt").write_text("4\n1\n")
+    change(checkpoint, tmp_path / "new", "--drop", tmp_path / "ids.txt")
+    before = relabelled(six, tmp_path / "before", keep=lambda label: label not in (1, 4))
+    after = relabelled(six, tmp_path / "after", read_class_map(tmp_path / "new"))
+    with_them, _ = train(before, tmp_path / "a", EPOCHS + 1, checkpoint, class_num=6)
+    losses, last = train(after, tmp_path / "b", EPOCHS + 2, tmp_path / "new")
+    assert losses[0] < with_them[0]
+    assert losses[-1] < losses[0]
+    assert read_manifest(last).class_num == 4
+
+
+def test_a_merged_class_is_learnt_as_one(trained, tmp_path):
+    _, six, checkpoint = trained
+    (tmp_path / "map.txt").write_text("5 0\n2 0\n")
+    losses = {}
+    for rows in ("mean", "target"):
+        new = tmp_path / rows
+        change(checkpoint, new, "--merge", tmp_path / "map.txt", "--rows", rows)
+        after = relabelled(six, tmp_path / f"set-{rows}", read_class_map(new))
+        losses[rows], last = train(after, tmp_path / f"saved-{rows}", EPOCHS + 2, new)
+        assert losses[rows][-1] < losses[rows][0]
+        assert read_manifest(last).class_num == 4
+    assert losses["mean"][0] < losses["target"][0]  # it is near all of them, not near one
+
+
+def test_new_classes_learn_and_know_their_images_if_begun_from_them(trained, tmp_path):
+    every, six, checkpoint = trained
+    undisturbed, _ = train(six, tmp_path / "a", EPOCHS + 1, checkpoint)
+    change(checkpoint, tmp_path / "random", "--grow", 2)
+    old_only, _ = train(six, tmp_path / "b", EPOCHS + 1, tmp_path / "random")
+    # More classes only add to the sum below the line, but what is learnt stays.
+    assert undisturbed[0] < old_only[0] < undisturbed[0] + 1
+
+    new_only = relabelled(every, tmp_path / "new-set", keep=lambda label: label >= 6)
+    change(checkpoint, tmp_path / "begun", "--grow", 2, "--images", new_only)
+    random, _ = train(new_only, tmp_path / "c", EPOCHS + 1, tmp_path / "random")
+    begun, _ = train(new_only, tmp_path / "d", EPOCHS + 1, tmp_path / "begun")
+    assert begun[0] < random[0]
+    both, last = train(every, tmp_path / "e", EPOCHS + 2, tmp_path / "begun")
+    assert both[-1] < both[0]
+    assert read_manifest(last).lineage[0]["rows"] == "directions"
+    # An image folder counts its classes from 0; the rows are the same.
+    from_zero = relabelled(new_only, tmp_path / "zero", np.arange(8) - 6)
+    change(checkpoint, tmp_path / "begun-zero", "--grow", 2, "--images", from_zero)
+    assert read_manifest(tmp_path / "begun-zero").files == read_manifest(tmp_path / "begun").files
+
+
+def test_images_that_do_not_show_the_new_classes_are_refused(trained, tmp_path, capsys):
+    every, six, checkpoint = trained
+    seven = relabelled(every, tmp_path / "seven", keep=lambda label: label == 7)
+    for images, grow, message in [
+        (six, 2, "are 0..5; expected the 2 new classes, 6..7, or 0..1"),
+        (seven, 2, "no image of 1 of the 2 new classes, the first is 6 (label 6)"),
+        (seven, 0, "grow is 0"),
+        (tmp_path / "none", 2, "none"),
+    ]:
+        given = [checkpoint, tmp_path / "new", "--grow", grow, "--images", images]
+        assert main(["classes", *map(str, given)]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    given = ["classes", str(checkpoint), str(tmp_path / "new"), "--drop", "a", "--images", "b"]
+    assert main(given) == 1
+    assert "--images is for --grow" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_ranks_go_on_with_reordered_classes_as_they_would_have(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
+    order = [4, 2, 0, 1, 3]
+    (tmp_path / "order.txt").write_text("".join(f"{c}\n" for c in order))
+    other = relabelled(dataset, tmp_path / "other", np.argsort(order))
+    run_ranks("tests/system/classes_worker.py", 2, str(dataset), str(other), str(tmp_path))
+    manifest = verify(tmp_path / "changed")
+    assert (len(manifest.files), manifest.class_ranges) == (2, [[0, 3], [3, 5]])
+    expected = losses_of(tmp_path / "undisturbed")
+    assert losses_of(tmp_path / "second") == pytest.approx(expected, rel=1e-3)
+
+
+_MEASURED = """
+import sys, numpy as np
+from plsc.checkpoint.classes import change_classes
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+before = peak()
+rng = np.random.default_rng(0)
+source, target, classes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+change_classes(source, target + "-merged", merge={c: classes - 1 - c % 5 for c in range(1000)})
+change_classes(source, target, reorder=rng.permutation(classes))
+print((peak() - before) // 1024)
+"""
+
+
+def write_large(folder, classes, dimension=512):
+    """A head of 400 MB: rows and momentum, in two files, as a run of two ranks writes it."""
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(1000, dimension, generator=generator)
+    folder.mkdir()
+
+    def chunks(rows):
+        return lambda: (c for _ in range(rows // 1000) for c in tensor_chunks(block)())
+
+    files, half = {}, classes // 2
+    for rank in range(2):
+        entries = [
+            FileEntry(key, torch.float32, (half, dimension), (half * rank, 0), chunks(half))
+            for key in ("head.weight", "rows.weight.momentum_buffer")
+        ]
+        files[shard_name(rank)] = write_shard(folder / shard_name(rank), entries)
+    info = TensorInfo((classes, dimension), "float32", True)
+    tensors = {"head.weight": info, "rows.weight.momentum_buffer": info}
+    ranges = [[0, half], [half, classes]]
+    manifest = Manifest("0", 1, 1, 0, 2, classes, dimension, ranges, tensors=tensors, files=files)
+    (folder / "manifest.json").write_text(manifest.to_json())
+    return folder
+
+
+def test_a_head_of_400_mb_needs_little_memory_and_a_kill_leaves_nothing(tmp_path):
+    classes = 100_000
+    source = write_large(tmp_path / "5", classes)
+    new = tmp_path / "6"
+    environment = clean_environment()
+
+    command = [sys.executable, "-m", "plsc.cli", "checkpoint", "classes"]
+    killed = subprocess.Popen([*command, source, new, "--grow", "50000"], env=environment)
+    while killed.poll() is None:
+        written = [path.stat().st_size for path in tmp_path.glob(".saving-6-*/*")]
+        if sum(written) > 2**24:
+            os.kill(killed.pid, signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    assert killed.wait() == -signal.SIGKILL, "it was over before it could be killed"
+    assert not new.exists()
+    verify(source)
+    assert len(list(tmp_path.iterdir())) == 2
+    clean_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+
+    measured = subprocess.run(
+        [sys.executable, "-c", _MEASURED, str(source), str(new), str(classes)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(measured.stdout) < 120, f"{measured.stdout} MiB"
+    assert verify(new).class_num == classes
+    assert read_manifest(f"{new}-merged").class_num == classes - 1000

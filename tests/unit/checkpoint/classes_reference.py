@@ -1,0 +1,156 @@
+"""Random checkpoints whose classes are changed, and the naive way to change them: all in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from plsc.checkpoint.layout import DTYPES
+from plsc.checkpoint.manifest import Manifest, TensorInfo
+from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.heads.initial import initial_rows
+
+SEED = 11
+
+
+def make_tensors(rng, classes, centers, dtype, kind, is_sharded):
+    """Return the class tensors of a head [C, ...], as it keeps them, and some that have no classes."""
+
+    def rows(*shape, dtype=torch.float32):
+        return torch.from_numpy(rng.standard_normal((classes, *shape))).to(dtype)
+
+    def small(low, high, shape, dtype):
+        return torch.from_numpy(rng.integers(low, high, (classes, *shape))).to(dtype)
+
+    dimension = 6
+    shape = (dimension,) if centers == 1 else (centers, dimension)
+    tensors = {"head.weight": rows(*shape, dtype=dtype)}
+    if not is_sharded:
+        tensors["head.bias"] = rows()
+        tensors["momentum.head.weight"] = rows(*shape)
+        tensors["momentum.head.bias"] = rows()
+    elif kind == "int8":
+        tensors["rows.weight.momentum_buffer"] = small(-127, 127, shape, torch.int8)
+        tensors["rows.weight.momentum_scale"] = rows(*shape[:-1], 1)
+    elif kind == "adamw":
+        tensors["rows.weight.exp_avg"] = rows(*shape, dtype=torch.bfloat16)
+        tensors["rows.weight.exp_avg_sq"] = rows(*shape)
+        tensors["rows.weight.steps"] = small(0, 99, shape[:-1], torch.int32)
+    else:
+        tensors["head.bias"] = rows()
+        tensors["rows.weight.sum_of_squares"] = rows(*shape[:-1])
+        tensors["rows.bias.sum_of_squares"] = rows()
+    others = {
+        "backbone.head.weight": torch.from_numpy(rng.standard_normal((classes, 3))),
+        "backbone.count": torch.tensor(7),
+        "backbone.empty": torch.zeros(0, 4),
+        "momentum.backbone.head.weight": torch.from_numpy(rng.standard_normal((classes, 3))),
+        "head.margin.t": torch.tensor(0.25),
+    }
+    return tensors, others
+
+
+def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=()):
+    """Write a checkpoint whose file r holds the class rows up to ends[r]; whole tensors are in the first."""
+    folder.mkdir(parents=True)
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+    classes = len(tensors["head.weight"])
+    files, start = {}, 0
+    for rank, stop in enumerate(ends):
+        whole = {**others, **({} if is_sharded else tensors)} if rank == 0 else {}
+        whole[f"rank{rank}.backbone.mean"] = torch.arange(4.0) + rank
+        entries = [entry_of(key, tensor, 0) for key, tensor in whole.items()]
+        if is_sharded:
+            entries += [entry_of(key, t[start:stop], start) for key, t in tensors.items()]
+        files[shard_name(rank)] = write_shard(folder / shard_name(rank), entries)
+        start = stop
+    infos = {
+        key: TensorInfo(tuple(t.shape), names[t.dtype], is_sharded) for key, t in tensors.items()
+    }
+    infos |= {key: TensorInfo(tuple(t.shape), names[t.dtype], False) for key, t in others.items()}
+    for rank in range(len(ends)):
+        infos[f"rank{rank}.backbone.mean"] = TensorInfo((4,), "float32", False)
+    starts = [0, *ends[:-1]]
+    manifest = Manifest(
+        plsc_version="0",
+        step=30,
+        epoch=2,
+        step_in_epoch=3,
+        world_size=len(ends),
+        class_num=classes,
+        emb_size=6,
+        class_ranges=[list(pair) for pair in zip(starts, ends, strict=True)]
+        if is_sharded
+        else [[0, classes]],
+        options={"train": {"seed": SEED}, "head": {"class_num": None}},
+        scalars={"metrics": {"loss": 1.5}, "num_samples": 40},
+        tensors=infos,
+        files=files,
+        lineage=list(lineage),
+    )
+    (folder / "manifest.json").write_text(manifest.to_json())
+    return manifest
+
+
+def entry_of(key, tensor, start):
+    offsets = (start,) + (0,) * (tensor.ndim - 1) if tensor.ndim else ()
+    return Entry(
+        key, tensor.dtype, tuple(tensor.shape), offsets, tensor_chunks(tensor.contiguous())
+    )
+
+
+def grown(tensors, count, seed=SEED):
+    out = {}
+    for key, tensor in tensors.items():
+        new = torch.zeros(count, *tensor.shape[1:], dtype=tensor.dtype)
+        if key == "head.weight":
+            k = tensor.shape[1] if tensor.ndim == 3 else 1
+            first, last = len(tensor) * k, (len(tensor) + count) * k
+            drawn = initial_rows(seed, 0, last, tensor.shape[-1], tensor.dtype)[first:]
+            new = drawn.view(count, *tensor.shape[1:])
+        out[key] = torch.cat([tensor, new])
+    return out
+
+
+def reordered(tensors, order):
+    return {key: tensor[torch.tensor(list(order))] for key, tensor in tensors.items()}
+
+
+def merged(tensors, pairs, rows):
+    """pairs: from -> to."""
+    out = {key: tensor.clone() for key, tensor in tensors.items()}
+    stay = [c for c in range(len(tensors["head.weight"])) if c not in pairs]
+    for target in set(pairs.values()) if rows == "mean" else ():
+        group = [target, *(source for source, to in pairs.items() if to == target)]
+        weight = tensors["head.weight"].double()
+        out["head.weight"][target] = mean_of(weight[group]).to(out["head.weight"].dtype)
+        if "head.bias" in tensors:
+            out["head.bias"][target] = tensors["head.bias"][group].double().mean().float()
+    return reordered(out, stay)
+
+
+def mean_of(group):
+    """group [n, D] or [n, K, D], the class that stays first."""
+    if group.ndim == 2:
+        unit = group / group.norm(dim=1, keepdim=True)
+        mean = unit.mean(dim=0)
+        return mean / mean.norm() * group.norm(dim=1).mean()
+    target = group[0]
+    centers = len(target)
+    columns = [[row] for row in target]
+    for other in group[1:]:
+        cosines = torch.nn.functional.cosine_similarity(target[:, None], other[None], dim=2)
+        free, taken = set(range(centers)), set()
+        for _ in range(centers):
+            pairs = [(float(cosines[i, j]), i, j) for i in free for j in range(centers)]
+            _, i, j = max(pair for pair in pairs if pair[2] not in taken)
+            columns[i].append(other[j])
+            free.discard(i)
+            taken.add(j)
+    return torch.stack([mean_of(torch.stack(column)) for column in columns])
+
+
+def ends_of(rng, classes, files):
+    """Return uneven ends of the rows of each file, the last one `classes`."""
+    cuts = np.sort(rng.integers(1, classes + 1, files - 1))
+    return [*cuts.tolist(), classes]

@@ -1,0 +1,331 @@
+"""Every change of classes against the naive one in memory, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from plsc.checkpoint import ShardedTensor, load_tensors, load_weights
+from plsc.checkpoint.classes import change_classes, source
+from plsc.checkpoint.classes.map import read_class_map
+from plsc.checkpoint.tools import verify
+from plsc.checkpoint_cli import main
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.parallel.shard import class_ranges
+from plsc.parallel.world import World
+from tests.unit.checkpoint.classes_reference import (
+    SEED,
+    ends_of,
+    grown,
+    make_tensors,
+    merged,
+    reordered,
+    write_checkpoint,
+)
+
+CASES = [
+    # files, centers, dtype, kind of state, sharded
+    (1, 1, torch.float32, "int8", True),
+    (2, 3, torch.bfloat16, "int8", True),
+    (3, 1, torch.bfloat16, "adamw", True),
+    (4, 2, torch.float32, "adamw", True),
+    (4, 1, torch.float64, "adagrad", True),
+    (1, 1, torch.float32, "sgd", False),
+    (2, 2, torch.float32, "sgd", False),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Pieces of a few rows, so that their ends are among what is tried."""
+    monkeypatch.setattr(source, "PIECE_BYTES", 100)
+
+
+def load_all(folder):
+    """Return every tensor of a checkpoint, as a run would load it, after all checks."""
+    manifest = verify(folder)
+    whole, sharded = {}, {}
+    for key, info in manifest.tensors.items():
+        empty = torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
+        if info.sharded:
+            sharded[key] = ShardedTensor(empty, info.shape[0], 0)
+        else:
+            whole[key] = empty
+    load_tensors(folder, whole, sharded, World.single())
+    return manifest, {**whole, **{key: part.local for key, part in sharded.items()}}
+
+
+def check(folder, before, expected, others, exact=True):
+    manifest, found = load_all(folder)
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype
+        if exact or key not in ("head.weight", "head.bias"):
+            assert torch.equal(found[key], tensor), key
+        else:
+            rounding = 1e-2 if tensor.dtype == torch.bfloat16 else 1e-5
+            assert torch.allclose(found[key].double(), tensor.double(), rtol=rounding, atol=1e-6)
+    for key, tensor in others.items():
+        assert torch.equal(found[key], tensor), key
+    classes = len(expected["head.weight"])
+    ranks = len(before.files) if before.tensors["head.weight"].sharded else 1
+    assert manifest.class_num == classes
+    assert manifest.class_ranges == [list(pair) for pair in class_ranges(classes, ranks)]
+    assert manifest.options["head"]["class_num"] == classes
+    assert manifest.scalars == {**before.scalars, "metrics": {}}
+    assert set(manifest.files) == set(before.files)
+    same = ("step", "epoch", "step_in_epoch", "world_size", "emb_size")
+    assert all(getattr(manifest, name) == getattr(before, name) for name in same)
+    return manifest
+
+
+@pytest.mark.parametrize(("case", "seed"), [*product(CASES, (1, 2))])
+def test_every_change_equals_the_naive_one(tmp_path, case, seed):
+    files, centers, dtype, kind, is_sharded = case
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(files + 3, 40))
+    tensors, others = make_tensors(rng, count, centers, dtype, kind, is_sharded)
+    source = tmp_path / "5"
+    ends = ends_of(rng, count, files)
+    before = write_checkpoint(source, tensors, others, ends, is_sharded)
+    bytes_before = {path.name: path.read_bytes() for path in source.iterdir()}
+
+    more = int(rng.integers(1, 30))
+    change_classes(source, tmp_path / "grown", grow=more)
+    manifest = check(tmp_path / "grown", before, grown(tensors, more), others)
+    assert manifest.lineage[0]["what"] == "grow"
+
+    dropped = rng.choice(count, int(rng.integers(1, count - 1)), replace=False)
+    list_file = tmp_path / "ids.txt"
+    list_file.write_text("".join(f"{c}\n" for c in dropped))
+    change_classes(source, tmp_path / "dropped", drop=list_file)
+    left = [c for c in range(count) if c not in dropped]
+    check(tmp_path / "dropped", before, reordered(tensors, left), others)
+    numbers = read_class_map(tmp_path / "dropped")
+    assert numbers.tolist() == [left.index(c) if c in left else -1 for c in range(count)]
+
+    joining = rng.choice(count, int(rng.integers(1, count - 1)), replace=False)
+    stay = [c for c in range(count) if c not in joining]
+    pairs = {int(c): int(rng.choice(stay)) for c in joining}
+    for rows in ("mean", "target"):
+        change_classes(source, tmp_path / rows, merge=pairs, rows=rows)
+        check(tmp_path / rows, before, merged(tensors, pairs, rows), others, exact=rows == "target")
+        numbers = read_class_map(tmp_path / rows).tolist()
+        assert numbers == [stay.index(pairs.get(c, c)) for c in range(count)]
+
+    order = rng.permutation(count)
+    change_classes(source, tmp_path / "reordered", reorder=order)
+    check(tmp_path / "reordered", before, reordered(tensors, order), others)
+    assert read_class_map(tmp_path / "reordered")[order].tolist() == list(range(count))
+
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == bytes_before
+    for rank in range(files):  # what belongs to a rank stays in its file
+        with safe_open(tmp_path / "grown" / sorted(before.files)[rank], framework="pt") as file:
+            assert torch.equal(
+                file.get_tensor(f"rank{rank}.backbone.mean"), torch.arange(4.0) + rank
+            )
+    assert load_weights(tmp_path / "grown", "backbone.").keys() == {
+        "backbone.head.weight",
+        "backbone.count",
+        "backbone.empty",
+    }
+
+
+@pytest.fixture
+def small(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors, others = make_tensors(rng, 10, 1, torch.float32, "adamw", True)
+    folder = tmp_path / "run" / "5"
+    write_checkpoint(folder, tensors, others, [4, 10])
+    return folder, tensors
+
+
+def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
+    folder, tensors = small
+    ids = folder.parent / "ids.txt"
+    ids.write_bytes(b"\xef\xbb\xbf9\r\n 3\t\n7\n\n\n")
+    change_classes(folder, folder.parent / "b", drop=ids)
+    change_classes(folder.parent / "b", folder.parent / "c", grow=3)
+    manifest, found = load_all(folder.parent / "c")
+    first, second = manifest.lineage
+    expected = {"what": "drop", "source": "5", "classes_before": 10, "classes_after": 7}
+    assert expected.items() <= first.items()
+    assert first["list"] == {"lines": 3, "sha256": hashlib.sha256(ids.read_bytes()).hexdigest()}
+    assert (second["what"], second["source"], second["rows"]) == ("grow", "b", "initial")
+    new = found["head.weight"][7:]
+    assert 0.002 < float(new.std()) < 0.03
+    # A head of 10 classes began with other rows for classes 7, 8 and 9, which have moved since.
+    assert not torch.isclose(new, grown(tensors, 0, SEED)["head.weight"][7:]).any()
+    with pytest.raises(CheckpointError, match="moved no class"):
+        read_class_map(folder.parent / "c")
+
+
+def test_new_rows_point_along_given_directions(small):
+    folder, tensors = small
+    wanted = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) * 100
+    change_classes(folder, folder.parent / "b", grow=4, directions=wanted.numpy())
+    _, found = load_all(folder.parent / "b")
+    new = found["head.weight"][10:]
+    assert torch.allclose(torch.nn.functional.cosine_similarity(new, wanted), torch.ones(4))
+    length = tensors["head.weight"].norm(dim=1).mean()
+    assert torch.allclose(new.norm(dim=1), length.expand(4), rtol=1e-5)
+    assert not found["rows.weight.exp_avg"][10:].any()
+    for bad in (np.zeros((4, 6)), np.full((4, 6), np.nan)):
+        with pytest.raises(DataError, match="direction of new class 10"):
+            change_classes(folder, folder.parent / "c", grow=4, directions=bad)
+    with pytest.raises(OptionError, match=r"\[4, 6\]"):
+        change_classes(folder, folder.parent / "c", grow=4, directions=np.ones((4, 5)))
+    assert not (folder.parent / "c").exists()
+
+
+REFUSED = {
+    "drop": {
+        "3\n10\n": "{list}:2: class 10 is outside 0..9",
+        "3\n-1\n": "{list}:2: expected a class number, got '-1'",
+        "3\nab\n": "{list}:2: expected a class number, got 'ab'",
+        "3 4\n": "{list}:1: expected a class number, got '3 4'",
+        "3\n\n4\n": "{list}:2: expected a class number, got a blank line",
+        "3\n4\n5\n4\n": "{list}:4: class 4 comes again, after line 2",
+        "1" * 19 + "\n": f"{{list}}:1: expected a class number, got '{'1' * 19}'",
+        "1" + " " * 199 + "2\n": "{list}:1: expected a class number, got '1",
+        "\0\udcff": "{list}:1: expected a class number",
+        "": "{list} names no class",
+        "0\n" * 11: "{list} has more lines than there are classes (10)",
+        "".join(f"{c}\n" for c in range(10)): "leaves 0 of 10 classes",
+        "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10 classes; a classifier needs two",
+    },
+    "merge": {
+        "3\n": "{list}:1: expected two class numbers, 'from to', got '3'",
+        "1 2\n3 3\n": "{list}:2: class 3 joins itself",
+        "1 2\n2 3\n": "{list}:1: class 1 joins 2, which itself joins 3; name where it ends",
+        "1 2\n2 1\n": "{list}:1: class 1 joins 2, which itself joins 1",
+        "1 2\n1 3\n": "{list}:2: class 1 comes again as one that joins another, after line 1",
+        "1 12\n": "{list}:1: class 12 is outside 0..9",
+        "".join(f"{c} 9\n" for c in range(9)): "leaves 1 of 10 classes",
+    },
+    "reorder": {
+        "0\n2\n": "{list} has 2 classes of 10; an order names each of them, the first that it lacks is 1",
+        "".join(f"{c % 9}\n" for c in range(10)): "{list}:10: class 0 comes again, after line 1",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "text", "message"),
+    [(what, text, message) for what, some in REFUSED.items() for text, message in some.items()],
+)
+def test_a_bad_list_is_refused_in_one_line_that_names_its_line(small, capsys, what, text, message):
+    folder, _ = small
+    given = folder.parent / "list.txt"
+    given.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert main(["classes", str(folder), str(folder.parent / "b"), f"--{what}", str(given)]) == 1
+    error = capsys.readouterr().err
+    assert message.format(list=given) in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["5", "list.txt"]
+
+
+def refusal(*arguments, **settings):
+    with pytest.raises((OptionError, DataError, CheckpointError)) as caught:
+        change_classes(*arguments, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_strange_arguments_are_refused(small, tmp_path):
+    folder, _ = small
+    new = folder.parent / "b"
+    assert "none of them" in refusal(folder, new)
+    assert "grow and drop" in refusal(folder, new, grow=1, drop=[1])
+    for count in (0, -1, True, 1.5, 2**60):
+        assert "grow is" in refusal(folder, new, grow=count)
+    assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
+    assert "give grow" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
+    for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], 3, [[1], [2, 3]], np.array([2**63], np.uint64)):
+        assert "drop" in refusal(folder, new, drop=wrong)
+    assert "names no class" in refusal(folder, new, drop=[])
+    assert "drop:2: class 10 is outside" in refusal(folder, new, drop=[1, 10])
+    assert "cannot be read" in refusal(folder, new, drop=tmp_path / "none.txt")
+    assert "no plain file" in refusal(folder, new, drop=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "no plain file" in refusal(folder, new, drop=tmp_path / "pipe")
+    for taken in (folder, folder.parent):
+        assert "is there already" in refusal(folder, taken, grow=1)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "is there already" in refusal(folder, tmp_path / "dangling", grow=1)
+    assert "is inside" in refusal(folder, folder / "b", grow=1)
+    assert "there is no folder" in refusal(folder, tmp_path / "none" / "b", grow=1)
+    assert "is a URL" in refusal(folder, "s3://bucket/b", grow=1)
+    assert "plain name" in refusal(folder, tmp_path / ".b", grow=1)
+    assert "no checkpoint folder" in refusal(tmp_path / "none", new, grow=1)
+    assert "are free there" in refusal(folder, new, grow=10**12)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
+
+
+def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
+    folder, _ = small
+    new = folder.parent / "b"
+    file = sorted(folder.glob("*.safetensors"))[1]
+    sound = file.read_bytes()
+    file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    assert "is damaged" in refusal(folder, new, grow=1)
+    file.write_bytes(sound)
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+
+    def changed(**fields):
+        path.write_text(json.dumps({**manifest, **fields}))
+        return refusal(folder, new, grow=1)
+
+    assert "there are 11 classes" in changed(class_num=11)
+    assert "train.seed is 'a'" in changed(options={"train": {"seed": "a"}})
+    assert "lineage is 3, expected a list" in changed(lineage=3)
+    assert "expected an object" in changed(lineage=[3])
+    write_checkpoint(folder.parent / "c", {"head.weight": torch.zeros(2, 6)}, {}, [2])
+    (folder.parent / "c" / "manifest.json").write_text(
+        (folder.parent / "c" / "manifest.json").read_text().replace('"head.weight"', '"head.w"')
+    )
+    assert "not in the manifest" in refusal(folder.parent / "c", new, grow=1)
+    broken = torch.zeros(4, 6)
+    broken[2, 3] = torch.nan
+    write_checkpoint(folder.parent / "d", {"head.weight": broken}, {}, [4])
+    assert "not finite" in refusal(folder.parent / "d", new, merge={2: 1})
+    assert not new.exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(small):
+    folder, _ = small
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert "nothing was published" in refusal(folder, folder.parent / "b", grow=1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
+
+
+def test_a_map_that_is_damaged_is_refused(small):
+    folder, _ = small
+    new = folder.parent / "b"
+    change_classes(folder, new, drop=[3])
+    sound = (new / "classes.tsv").read_bytes()
+    for damaged in (sound[:-1], sound.replace(b"9", b"8", 1), b"a" * len(sound), b""):
+        (new / "classes.tsv").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            read_class_map(new)
+
+
+def test_a_manifest_of_before_lineages_reads_as_one_without(small):
+    folder, _ = small
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["lineage"]
+    path.write_text(json.dumps(manifest))
+    assert verify(folder).lineage == []

@@ -1,0 +1,65 @@
+"""Which checkpoints stay, and which is the best."""
+
+import pytest
+import torch
+
+from plsc.checkpoint import Manifest, Retention, list_checkpoints, prune, save_checkpoint
+from plsc.errors import OptionError
+from plsc.parallel.world import World
+
+
+def save(folder, name, step, **metrics):
+    scalars = {"metrics": metrics} if metrics else {}
+    manifest = Manifest("0", step, 1, 0, 1, 1, 1, [[0, 1]], {}, scalars)
+    return save_checkpoint(
+        folder, name, {"w": torch.full((2,), float(step))}, {}, manifest, World.single()
+    )
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_latest_stay_and_the_protected(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, str(step), step)
+    assert prune(tmp_path, Retention(-1)) == []
+    deleted = prune(tmp_path, Retention(2), protect=[tmp_path / "2"])
+    assert deleted == [tmp_path / "1", tmp_path / "3"]
+    assert names(tmp_path) == ["2", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(1, 1, "loss", "min"), ["3", "5"]),
+        (Retention(1, 2, "loss", "min"), ["1", "3", "5"]),  # of equals the older one
+        (Retention(1, 2, "lfw accuracy", "max"), ["2", "5"]),  # only one has it
+        (Retention(0, 1, "loss", "max"), ["4"]),
+        (Retention(1, -1, "loss", "min"), ["1", "2", "3", "4", "5"]),
+        (Retention(1, 3, None), ["5"]),
+    ],
+)
+def test_the_best_by_a_metric_stay_besides(retention, kept, tmp_path):
+    save(tmp_path, "1", 1, loss=2.0)
+    save(tmp_path, "2", 2, **{"lfw accuracy": 0.5})
+    save(tmp_path, "3", 3, loss=1.0)
+    save(tmp_path, "4", 4, loss=3)
+    save(tmp_path, "5", 5, loss=2.0)
+    prune(tmp_path, retention)
+    assert names(tmp_path) == kept
+
+
+def test_metrics_that_are_no_numbers_are_passed_over(tmp_path):
+    save(tmp_path, "1", 1, loss="small")
+    save(tmp_path, "2", 2, loss=5.0)
+    found = [(path.name, manifest) for path, manifest in list_checkpoints(tmp_path)]
+    assert Retention(1, 1, "loss").ranking(found) == [("2", 5.0)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"last": 0}, {"last": -2}, {"top": -2}, {"mode": "best"}, {"last": 0, "top": 1}]
+)
+def test_what_would_keep_nothing_or_means_nothing_is_refused(wrong):
+    with pytest.raises(OptionError, match=r"keep|kept|expected"):
+        Retention(**wrong)
