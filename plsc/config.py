@@ -81,8 +81,9 @@ class ModelOptions:
 
     name: str = declare(
         "ResNet50",
-        "ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, SmallResNet, or 'package.module:Class' "
-        "for a BaseModel of your own",
+        "ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18, IResNet34, IResNet50, IResNet100, "
+        "IResNet200, SmallResNet, 'torchvision/<name>', 'timm/<name>', or 'package.module:Class' for a "
+        "BaseModel of your own",
         "set_model_name(name)",
         not_empty,
     )
@@ -98,6 +99,13 @@ class ModelOptions:
     )
     sync_batch_norm: bool = declare(
         False, "batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
+    )
+    pretrained: str | None = declare(
+        None,
+        "weights to start from, where name and shape match: a checkpoint, a .safetensors file, or a state "
+        "dict of torch.save; optimizer and position start afresh",
+        "set_pretrained(path)",
+        not_empty,
     )
 
 

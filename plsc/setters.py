@@ -16,8 +16,10 @@ class Setters:
     options: Options
 
     def set_model_name(self, name: str) -> None:
-        """Set ``model.name``: ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, SmallResNet,
-        or 'package.module:Class' for a BaseModel of your own. Default: 'ResNet50'.
+        """Set ``model.name``: ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18,
+        IResNet34, IResNet50, IResNet100, IResNet200, SmallResNet, 'torchvision/<name>',
+        'timm/<name>', or 'package.module:Class' for a BaseModel of your own. Default:
+        'ResNet50'.
         """
         self.options.set("model.name", name)
 
@@ -40,6 +42,13 @@ class Setters:
         False.
         """
         self.options.set("model.sync_batch_norm", sync)
+
+    def set_pretrained(self, path: str | None) -> None:
+        """Set ``model.pretrained``: weights to start from, where name and shape match: a
+        checkpoint, a .safetensors file, or a state dict of torch.save; optimizer and
+        position start afresh. Default: None.
+        """
+        self.options.set("model.pretrained", path)
 
     def set_loss_type(self, loss_type: str) -> None:
         """Set ``head.loss_type``: dist_ and one of arcface, softmax, normface, cosface,

@@ -20,6 +20,7 @@ from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.schedule import step_schedule
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
+from plsc.storage.urls import shown
 from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
@@ -120,6 +121,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    _check_pretrained(options)
     total = options.train.global_batch_size
     if total is None:
         return
@@ -133,6 +135,17 @@ def check_combinations(options: Options, ranks: int) -> None:
     if total < ranks:
         raise OptionError(
             f"train.global_batch_size is {total}; expected at least {ranks}, the ranks"
+        )
+
+
+def _check_pretrained(options: Options) -> None:
+    """Refuse weights to start from beside a checkpoint to resume; "last" may find none, so it may stay."""
+    place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
+    source = url if place in (None, "last") else place
+    if "model.pretrained" in options.explicit and source is not None:
+        raise OptionError(
+            f"model.pretrained is {shown(str(options.model.pretrained))}, but the run resumes "
+            f"{shown(source)}, which gives its weights; set one of the two"
         )
 
 

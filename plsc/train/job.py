@@ -30,6 +30,7 @@ from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
 from plsc.train.resume import keep_global_batch, restore
 from plsc.train.saving import Saver
+from plsc.train.warm_start import WarmStart, start_from_pretrained
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Prediction:
 
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
-    """Train, from the start or from `checkpoint.load_dir`."""
+    """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
     checkpoint = open_to_resume(options, world)
     differences: list[str] = []
     if checkpoint:
@@ -58,16 +59,20 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     try:
         run.save_dir = places.local
         check_save_dir(run, places.store)
+        warm_start = None
         if checkpoint:
             restore(run, *checkpoint)
         else:
+            warm_start = start_from_pretrained(run)
             seed_generators(world, options.train.seed)
-        return _train(run, places, differences)
+        return _train(run, places, differences, warm_start)
     finally:
         places.release()
 
 
-def _train(run: Run, places: Places, differences: list[str]) -> TrainResult:
+def _train(
+    run: Run, places: Places, differences: list[str], warm_start: WarmStart | None
+) -> TrainResult:
     options, world = run.options, run.world
     log = RunLog(run.save_dir, world.is_main, run.position.step, run.total_steps)
     try:
@@ -79,7 +84,11 @@ def _train(run: Run, places: Places, differences: list[str]) -> TrainResult:
                 f"{run.resumed_from} is the end of a run of {options.train.epochs} epochs: "
                 "there is nothing left to train; set_train_epochs to more"
             )
-        return Trainer(run, log, Saver(run, log, places)).train()
+        if warm_start:
+            log.say("\n".join(warm_start.lines()))
+        result = Trainer(run, log, Saver(run, log, places)).train()
+        result.warm_start = warm_start
+        return result
     finally:
         log.close()
 
