@@ -1,7 +1,8 @@
 """Lines of ``<base64>TAB<label>``: cut from bytes, checked and read without a Python step a line.
 
 Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Everything else that is
-not base64, one tab and a whole number is a bad line, named by file and line.
+not base64, one tab and a whole number is a bad line, named by file and line. `plsc/data/native/lines.c` does
+the same in one pass; what is here says what it must return, and is used where the library is not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plsc.data.native import lines as native
 from plsc.errors import DataError
 
 MAX_LABEL_DIGITS = 18  # all such numbers fit int64
@@ -67,6 +69,14 @@ _scratch = _Scratch()
 
 def find_newlines(data: np.ndarray) -> np.ndarray:
     """Return the positions of the newlines in uint8 data, int64."""
+    functions = native.functions()
+    if functions is not None:
+        return native.find_newlines(functions[0], data)
+    return find_newlines_plainly(data)
+
+
+def find_newlines_plainly(data: np.ndarray) -> np.ndarray:
+    """Do the same without the library."""
     found = [
         _find_in_piece(data[begin : begin + _SCAN_BYTES]) + begin
         for begin in range(0, len(data), _SCAN_BYTES)
@@ -123,9 +133,26 @@ def read_lines(
 ) -> Lines:
     """Return the samples whose lines start at `begin` and end at the newlines.
 
-    The first line is number `first_number` of file `name`. Raises DataError for the first bad line,
+    data: uint8, contiguous. newlines: int64, rising; `len(data)` may stand for a last one that is missing. The first line is number `first_number` of file `name`. Raises DataError for the first bad line,
     unless `skip_bad`.
     """
+    functions = native.functions()
+    if functions is None:
+        rows, suspects = _cut_plainly(data, begin, newlines, first_number)
+    else:
+        rows, suspects = native.read_lines(
+            functions[1], data, begin, newlines, first_number, MAX_LINE_BYTES
+        )
+    lines = Lines(data, *rows, blanks=len(newlines) - len(rows[0]), skipped=[])
+    if suspects:
+        _look_closer(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
+    return lines
+
+
+def _cut_plainly(
+    data: np.ndarray, begin: int, newlines: np.ndarray, first_number: int
+) -> tuple[list[np.ndarray], int]:
+    """Return (starts, ends, tabs, labels, numbers of the lines that are not blank; how many tabs are -1)."""
     starts = np.empty(len(newlines), dtype=np.int64)
     starts[:1], starts[1:] = begin, newlines[:-1] + 1
     ends = newlines.astype(np.int64, copy=True)
@@ -133,16 +160,11 @@ def read_lines(
     ends -= has_return
     numbers = np.arange(first_number, first_number + len(starts))
     keep = ends > starts
-    blanks = 0
     if not keep.all():
-        blanks = len(keep) - int(keep.sum())
         starts, ends, numbers = starts[keep], ends[keep], numbers[keep]
     labels, tabs = _read_labels(data, starts, ends)
-    lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
-    suspects = np.flatnonzero((tabs <= starts) | (ends - starts > MAX_LINE_BYTES))
-    if len(suspects):
-        _look_closer(lines, suspects, name, skip_bad)
-    return lines
+    tabs[(tabs <= starts) | (ends - starts > MAX_LINE_BYTES)] = -1
+    return [starts, ends, tabs, labels, numbers], int((tabs < 0).sum())
 
 
 def _read_labels(

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.line_reader import Buffers, LineReader, LongLine
-from plsc.data.lines import Lines, line_slices
+from plsc.data.lines import Lines
+from plsc.data.native.partition import LinePlaces
 from plsc.data.partition.buckets import (
     MOST_BUCKETS,
     Bucket,
@@ -111,7 +112,8 @@ class Spreader:
 
     def _put(self, lines: Lines, numbers: np.ndarray) -> None:
         try:
-            self._spread.add(lines.data.data, lines.starts, lines.ends, numbers)
+            places = LinePlaces(lines.starts, lines.ends - lines.starts, memory=lines.data)
+            self._spread.add(places, numbers)
         finally:
             self._buffers.give_back(lines.data)
 
@@ -176,20 +178,17 @@ class Sorter:
             self._turns.give_up()
             raise
 
-    def _write_sorted(self, turn: int, lines: Loaded) -> None:
-        order = np.argsort(line_keys(self._seed, lines.numbers))
-        numbers, starts, ends = lines.numbers[order], lines.starts[order], lines.ends[order]
-        lengths = ends - starts + 1
+    def _write_sorted(self, turn: int, bucket: Loaded) -> None:
+        lines = bucket.lines
+        order = np.argsort(line_keys(self._seed, bucket.numbers)).astype(np.int64)
+        numbers, lengths = bucket.numbers[order], lines.lengths[order] + 1
         with self._turns.take(turn):
             runs = self._parts.claim(self._position, lengths)
             self._position += len(lengths)
-
-        def slices(begin: int, end: int) -> list[memoryview]:
-            return line_slices(lines.view, starts[begin:end], ends[begin:end])
-
         for run in runs:
             self._padding.note(run, numbers, lengths)
-            self._parts.write(run, slices, lengths)
+            for piece in run.cut(lengths):
+                self._parts.write(piece, lines, order)
 
     def _write_single(self, turn: int, bucket: Bucket) -> None:
         """Copy a line that is larger than the memory for a bucket, piece by piece."""
