@@ -5,6 +5,8 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -12,7 +14,7 @@
 #define FACTORS 32768 /* _WORDS of checksum.py */
 #define CAPACITY ((int64_t)FACTORS * 8) /* put together, summed and written while it is in the cache */
 
-enum { DONE, NO_MEMORY, CANNOT_WRITE, CANNOT_READ, CUT_SHORT, OUTSIDE };
+enum { DONE, NO_MEMORY, CANNOT_WRITE, CUT_SHORT, OUTSIDE };
 
 static uint64_t splitmix64(uint64_t value) {
     uint64_t z = value + UINT64_C(0x9E3779B97F4A7C15);
@@ -79,12 +81,11 @@ PLSC_API uint64_t plsc_checksum(const uint8_t *data, int64_t size, int64_t offse
     return total;
 }
 
-/* Lines to be copied: in memory, or (memory NULL) in open files: handles[files[i]]. */
+/* Lines to be copied: line i lies in memories[files[i]], in memories[0] without files. */
 struct lines {
-    const uint8_t *memory;
-    int64_t size; /* bytes of memory */
-    const int32_t *handles;
-    int64_t handle_count;
+    const uint8_t *const *memories;
+    const int64_t *sizes; /* of the memories, in bytes */
+    int64_t memory_count;
     const int32_t *files;
     const int64_t *starts;
     const int64_t *lengths; /* newline excluded */
@@ -159,55 +160,58 @@ static int put(struct output *out, const void *data, int64_t size) {
     return 1;
 }
 
-static int put_from_file(struct output *out, int handle, int64_t start, int64_t size) {
-    while (size > 0) {
-        int64_t room = CAPACITY - out->fill, some = size < room ? size : room;
-        ssize_t got = pread(handle, out->buffer + out->fill, (size_t)some, start);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0)
-            return fail(out->outcome, got < 0 ? CANNOT_READ : CUT_SHORT, got < 0 ? errno : 0);
-        out->fill += got;
-        start += got;
-        size -= got;
-        if (out->fill == CAPACITY && !flush(out))
-            return 0;
-    }
-    return 1;
-}
-
 static int put_line(struct output *out, const struct lines *lines, int64_t line) {
     static const uint8_t newline = '\n';
     out->outcome->line = line;
     if (line < 0 || line >= lines->count)
         return fail(out->outcome, OUTSIDE, 0);
     int64_t start = lines->starts[line], length = lines->lengths[line];
-    if (start < 0 || length < 0)
+    int32_t file = lines->files ? lines->files[line] : 0;
+    if (file < 0 || file >= lines->memory_count || start < 0 || length < 0 ||
+        length > lines->sizes[file] || start > lines->sizes[file] - length)
         return fail(out->outcome, OUTSIDE, 0);
-    if (lines->memory) {
-        if (length > lines->size || start > lines->size - length)
-            return fail(out->outcome, OUTSIDE, 0);
-        return put(out, lines->memory + start, length) && put(out, &newline, 1);
-    }
-    int32_t file = lines->files[line];
-    if (file < 0 || file >= lines->handle_count)
-        return fail(out->outcome, OUTSIDE, 0);
-    return put_from_file(out, lines->handles[file], start, length) && put(out, &newline, 1);
+    return put(out, lines->memories[file] + start, length) && put(out, &newline, 1);
+}
+
+/* A mapped file that is cut short while it is read raises SIGBUS. A thread that has a way out takes it;
+   for others the signal means what it meant before. */
+static __thread sigjmp_buf *volatile way_out;
+static struct sigaction before;
+
+static void on_sigbus(int number) {
+    if (way_out)
+        siglongjmp(*way_out, 1);
+    sigaction(number, &before, NULL); /* the faulty instruction is run again */
+}
+
+/* Has plsc_copy_lines tell of files that were cut short, or no more. Calls come in pairs, one at a time. */
+PLSC_API void plsc_catch_truncation(int32_t is_on) {
+    struct sigaction action = {.sa_handler = on_sigbus};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, is_on ? &action : &before, is_on ? &before : NULL);
 }
 
 /* Writes the lines order[0, count), each with a newline, to `handle` from `offset` on. */
 PLSC_API void plsc_copy_lines(const struct lines *lines, const int64_t *order, int64_t count, int32_t handle,
                               int64_t offset, const uint64_t *factors, struct outcome *outcome) {
     struct output out = {.factors = factors, .outcome = outcome};
+    sigjmp_buf here;
     memset(outcome, 0, sizeof *outcome);
-    if (open_output(&out, handle, offset)) {
+    if (!open_output(&out, handle, offset))
+        return;
+    uint8_t *volatile buffer = out.buffer;
+    if (sigsetjmp(here, 1) == 0) {
+        way_out = &here;
         for (int64_t i = 0; i < count; i++)
             if (!put_line(&out, lines, order[i]))
                 break;
         if (outcome->status == DONE)
             flush(&out);
+    } else {
+        fail(outcome, CUT_SHORT, 0);
     }
-    free(out.buffer);
+    way_out = NULL;
+    free(buffer);
 }
 
 /* Sorts lines by their buckets. A line's bucket are the `bits` bits of its key after the first `above`.

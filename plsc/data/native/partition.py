@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -18,10 +19,9 @@ _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 class _Lines(ctypes.Structure):
     _fields_ = [
-        ("memory", _pointer),
-        ("size", _long),
-        ("handles", _pointer),
-        ("handle_count", _long),
+        ("memories", _pointer),
+        ("sizes", _pointer),
+        ("memory_count", _long),
         ("files", _pointer),
         ("starts", _pointer),
         ("lengths", _pointer),
@@ -49,6 +49,7 @@ def functions() -> ctypes.CDLL | None:
         ),
         "write_frames": ([lines, *[_pointer] * 3, _long, _pointer, _pointer, outcome], None),
         "read_frames": ([_pointer, _long, _long, *[_pointer] * 3], _long),
+        "catch_truncation": ([_int], None),
         "start_writeback": ([_int, _long, _long], None),
     }
     for name, (arguments, result) in signatures.items():
@@ -58,36 +59,40 @@ def functions() -> ctypes.CDLL | None:
 
 
 class CopyError(Exception):
-    """Line `line` is not where it should be. error: errno if its file could not be read, else 0."""
+    """Line `line` is not where it should be."""
 
-    def __init__(self, line: int, error: int = 0) -> None:
-        super().__init__(f"line {line} is not where it was ({os.strerror(error)})")
+    def __init__(self, line: int) -> None:
+        super().__init__(f"line {line} is not where it was")
         self.line = line
-        self.error = error
 
 
-@dataclass(frozen=True)
 class LinePlaces:
-    """Where lines lie: in `memory` (uint8), or in open files (handles[files[i]], both int32).
+    """Where lines lie: line i in memories[files[i]] (uint8), in the only one without `files` (int32 [n]).
 
     starts, lengths: int64 [n], newline excluded. All arrays are contiguous.
     """
 
-    starts: np.ndarray
-    lengths: np.ndarray
-    memory: np.ndarray | None = None
-    handles: np.ndarray | None = None
-    files: np.ndarray | None = None
+    def __init__(
+        self,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        memories: Sequence[np.ndarray],
+        files: np.ndarray | None = None,
+    ) -> None:
+        self.starts = starts
+        self.lengths = lengths
+        self.memories = memories
+        self.files = files
+        self._addresses = np.array([one.ctypes.data for one in memories], dtype=np.uintp)
+        self._sizes = np.array([len(one) for one in memories], dtype=np.int64)
 
     def structure(self) -> _Lines:
         """Return the C structure; it refers to the arrays of this object."""
-        memory, handles, files = self.memory, self.handles, self.files
         return _Lines(
-            None if memory is None else memory.ctypes.data,
-            0 if memory is None else len(memory),
-            None if handles is None else handles.ctypes.data,
-            0 if handles is None else len(handles),
-            None if files is None else files.ctypes.data,
+            self._addresses.ctypes.data,
+            self._sizes.ctypes.data,
+            len(self.memories),
+            None if self.files is None else self.files.ctypes.data,
             self.starts.ctypes.data,
             self.lengths.ctypes.data,
             len(self.starts),
@@ -165,6 +170,20 @@ def read_frames(
     return None if found != lines else (rows[0], rows[1], rows[2])
 
 
+@contextmanager
+def truncation_caught() -> Iterator[None]:
+    """Have `copy_lines` raise CopyError for a mapped file that is cut short, which is SIGBUS without."""
+    native = functions()
+    if native is None:
+        yield
+        return
+    native.plsc_catch_truncation(1)
+    try:
+        yield
+    finally:
+        native.plsc_catch_truncation(0)
+
+
 def start_writeback(handle: int, offset: int, size: int) -> None:
     """Begin to bring bytes of a file to the disk, without waiting for them; a hint."""
     native = functions()
@@ -179,4 +198,4 @@ def _raise_failure(outcome: _Outcome) -> None:
     if status == _CANNOT_WRITE:
         raise OSError(outcome.error, os.strerror(outcome.error))
     if status != _DONE:
-        raise CopyError(outcome.line, outcome.error)
+        raise CopyError(outcome.line)

@@ -195,7 +195,7 @@ def load(bucket: Bucket, buffer: np.ndarray) -> Loaded:
     if found is None or got != bucket.size:
         raise _changed(bucket)
     numbers, starts, lengths = found
-    return Loaded(LinePlaces(starts, lengths, memory=data), numbers)
+    return Loaded(LinePlaces(starts, lengths, [data]), numbers)
 
 
 def read_frames(data: np.ndarray, lines: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -296,6 +296,6 @@ def _move_frame(
         size = int(stops[end - 1]) - base
         buffer[:size] = np.frombuffer(read_exactly(handle, size, offset + base), dtype=np.uint8)
         some = lengths[begin:end]
-        places = LinePlaces(stops[begin:end] - base - some, some - 1, memory=buffer[:size])
+        places = LinePlaces(stops[begin:end] - base - some, some - 1, [buffer[:size]])
         spread.add(places, numbers[begin:end])
         begin = end

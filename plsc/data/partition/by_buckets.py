@@ -112,7 +112,7 @@ class Spreader:
 
     def _put(self, lines: Lines, numbers: np.ndarray) -> None:
         try:
-            places = LinePlaces(lines.starts, lines.ends - lines.starts, memory=lines.data)
+            places = LinePlaces(lines.starts, lines.ends - lines.starts, [lines.data])
             self._spread.add(places, numbers)
         finally:
             self._buffers.give_back(lines.data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -43,24 +42,12 @@ def copy_lines_plainly(lines: LinePlaces, order: np.ndarray, handle: int, offset
 def pieces_of(lines: LinePlaces, line: int) -> Iterator[bytes]:
     """Yield a line and its newline, in pieces of at most _CHUNK_BYTES."""
     start, length = int(lines.starts[line]), int(lines.lengths[line])
+    memory = lines.memories[0 if lines.files is None else lines.files[line]]
+    if start < 0 or length < 0 or start + length > len(memory):
+        raise CopyError(line)
     for at in range(start, start + length, _CHUNK_BYTES):
-        size = min(_CHUNK_BYTES, start + length - at)
-        if lines.memory is not None:
-            piece = lines.memory[at : at + size].tobytes()
-        else:
-            assert lines.handles is not None and lines.files is not None
-            piece = _read(int(lines.handles[lines.files[line]]), size, at, line)
-        if len(piece) != size:
-            raise CopyError(line)
-        yield piece
+        yield memory[at : min(at + _CHUNK_BYTES, start + length)].tobytes()
     yield b"\n"
-
-
-def _read(handle: int, size: int, offset: int, line: int) -> bytes:
-    try:
-        return os.pread(handle, size, offset)
-    except OSError as error:
-        raise CopyError(line, error.errno or 0) from error
 
 
 def put(handle: int, data: bytes, offset: int) -> int:

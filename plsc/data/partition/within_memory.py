@@ -1,18 +1,17 @@
 """The way for sets that fit the memory: an index of all lines, which are then copied in the new order.
 
-The lines stay in the files, that is in the system's cache of them, where reading has put them; copying reads
-each line at its place.
+Copying takes the lines from the mapped files, that is from the system's cache of them, where reading has put
+them.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import mmap
+from pathlib import Path
 
 import numpy as np
 
-from plsc.data.native.partition import CopyError, LinePlaces
+from plsc.data.native.partition import CopyError, LinePlaces, truncation_caught
 from plsc.data.partition.counts import Counts
 from plsc.data.partition.indexing import BLOCK_BYTES, Index, Indexer
 from plsc.data.partition.inputs import Input
@@ -25,7 +24,7 @@ from plsc.data.partition.progress import Progress
 from plsc.errors import DataError
 
 _SPARE = 8 * 2**20
-_MOST_FILES = 512  # open at once
+_MOST_FILES = 512  # mapped at once: each keeps a file open
 
 
 def fits(inputs: list[Input], memory: int, workers: int) -> bool:
@@ -56,20 +55,18 @@ def gather(
     runs = parts.claim(0, lengths)
     for run in runs:
         padding.note(run, order, lengths)
-    with _opened(inputs) as handles:
-        lines = LinePlaces(index.starts, sizes, handles=handles, files=index.files)
+    lines = LinePlaces(index.starts, sizes, [_map(one) for one in inputs], index.files)
 
-        def write(task: Run) -> None:
-            try:
-                parts.write(task, lines, order)
-            except CopyError as error:
-                name = inputs[int(index.files[error.line])].name
-                if error.error:
-                    raise DataError(f"{name} cannot be read: {os.strerror(error.error)}") from error
-                raise DataError(
-                    f"{name} changed while it was read; start again when it is whole"
-                ) from error
+    def write(task: Run) -> None:
+        try:
+            parts.write(task, lines, order)
+        except CopyError as error:
+            name = inputs[int(index.files[error.line])].name
+            raise DataError(
+                f"{name} changed while it was read; start again when it is whole"
+            ) from error
 
+    with truncation_caught():
         map_in_order(workers, write, _side_by_side(runs, lengths, workers))
     padding.copy(parts)
 
@@ -84,15 +81,13 @@ def _side_by_side(runs: list[Run], lengths: np.ndarray, workers: int) -> list[Ru
     return tasks
 
 
-@contextmanager
-def _opened(inputs: list[Input]) -> Iterator[np.ndarray]:
-    """Open plain inputs; yield their handles, int32."""
-    with ExitStack() as stack:
-        handles = []
-        for one in inputs:
-            try:
-                handles.append(os.open(one.location, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                raise DataError(f"{one.name} cannot be read: {error.strerror}") from error
-            stack.callback(os.close, handles[-1])
-        yield np.array(handles, dtype=np.int32)
+def _map(one: Input) -> np.ndarray:
+    """Return the bytes of a plain file, uint8."""
+    if one.size == 0:  # cannot be mapped
+        return np.empty(0, dtype=np.uint8)
+    try:
+        with Path(one.location).open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), one.size, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{one.name} cannot be read: {error}; check the file") from error
+    return np.frombuffer(mapped, dtype=np.uint8)
