@@ -25,6 +25,7 @@ from plsc.errors import DataError
 
 OnBytes = Callable[[np.ndarray, int], None]
 
+_PIECE_BYTES = 2**19  # read at once: on_bytes sees it while it is in the cache
 _TAIL = 2 * MAX_LABEL_DIGITS + 8  # of a long line: holds the tab and the label of a good one
 
 
@@ -151,16 +152,16 @@ class LineReader:
 
     def _fill(self, fresh: np.ndarray) -> int:
         """Fill `fresh` from the stream; return how many bytes came, fewer only at its end."""
-        view = fresh.data
         got = 0
         while got < len(fresh):
-            count = self._stream.readinto(view[got:])
+            piece = fresh[got : got + _PIECE_BYTES]
+            count = self._stream.readinto(piece.data)
             if not count:
                 break
+            if self._on_bytes is not None:
+                self._on_bytes(piece[:count], self.offset)
             got += count
-        if self._on_bytes is not None:
-            self._on_bytes(fresh[:got], self.offset)
-        self.offset += got
+            self.offset += count
         return got
 
     def _add_to_spool(self, piece: np.ndarray, start: int) -> None:

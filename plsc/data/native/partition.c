@@ -9,10 +9,13 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define FACTORS 32768 /* _WORDS of checksum.py */
 #define CAPACITY ((int64_t)FACTORS * 8) /* put together, summed and written while it is in the cache */
+#define LONG 1024 /* bytes of a line from which on it is written from where it is */
+#define BATCH 256 /* such lines written at once */
 
 enum { DONE, NO_MEMORY, CANNOT_WRITE, CUT_SHORT, OUTSIDE };
 
@@ -160,17 +163,24 @@ static int put(struct output *out, const void *data, int64_t size) {
     return 1;
 }
 
+/* Where a line is; NULL, and the outcome says so, if that is outside of its memory. */
+static const uint8_t *line_at(struct output *out, const struct lines *lines, int64_t line) {
+    out->outcome->line = line;
+    if (line >= 0 && line < lines->count) {
+        int64_t start = lines->starts[line], length = lines->lengths[line];
+        int32_t file = lines->files ? lines->files[line] : 0;
+        if (file >= 0 && file < lines->memory_count && start >= 0 && length >= 0 &&
+            length <= lines->sizes[file] && start <= lines->sizes[file] - length)
+            return lines->memories[file] + start;
+    }
+    fail(out->outcome, OUTSIDE, 0);
+    return NULL;
+}
+
 static int put_line(struct output *out, const struct lines *lines, int64_t line) {
     static const uint8_t newline = '\n';
-    out->outcome->line = line;
-    if (line < 0 || line >= lines->count)
-        return fail(out->outcome, OUTSIDE, 0);
-    int64_t start = lines->starts[line], length = lines->lengths[line];
-    int32_t file = lines->files ? lines->files[line] : 0;
-    if (file < 0 || file >= lines->memory_count || start < 0 || length < 0 ||
-        length > lines->sizes[file] || start > lines->sizes[file] - length)
-        return fail(out->outcome, OUTSIDE, 0);
-    return put(out, lines->memories[file] + start, length) && put(out, &newline, 1);
+    const uint8_t *at = line_at(out, lines, line);
+    return at && put(out, at, lines->lengths[line]) && put(out, &newline, 1);
 }
 
 /* A mapped file that is cut short while it is read raises SIGBUS. A thread that has a way out takes it;
@@ -245,12 +255,9 @@ PLSC_API int32_t plsc_sort_to_buckets(const int64_t *numbers, const int64_t *len
     return 1;
 }
 
-static int put_frame(struct output *out, const struct lines *lines, const int64_t *numbers,
-                     const int64_t *chosen, int64_t count) {
+static int put_head(struct output *out, const struct lines *lines, const int64_t *numbers,
+                    const int64_t *chosen, int64_t count) {
     uint64_t head = little_endian((uint64_t)count);
-    for (int64_t i = 0; i < count; i++)
-        if (chosen[i] < 0 || chosen[i] >= lines->count)
-            return fail(out->outcome, OUTSIDE, 0);
     if (!put(out, &head, 8))
         return 0;
     for (int64_t i = 0; i < count; i++) {
@@ -266,6 +273,67 @@ static int put_frame(struct output *out, const struct lines *lines, const int64_
         if (!put(out, bytes, 4))
             return 0;
     }
+    return 1;
+}
+
+/* Writes all of the pieces, which it changes, at an offset of a file. */
+static int write_pieces(struct output *out, struct iovec *pieces, int count, int64_t offset) {
+    while (count > 0) {
+        ssize_t done = pwritev(out->handle, pieces, count, offset);
+        if (done < 0 && errno == EINTR)
+            continue;
+        if (done <= 0)
+            return fail(out->outcome, CANNOT_WRITE, done < 0 ? errno : EIO);
+        offset += done;
+        while (count > 0 && (size_t)done >= pieces->iov_len) {
+            done -= (ssize_t)pieces->iov_len;
+            pieces++, count--;
+        }
+        if (count > 0) {
+            pieces->iov_base = (uint8_t *)pieces->iov_base + done;
+            pieces->iov_len -= (size_t)done;
+        }
+    }
+    return 1;
+}
+
+/* Writes lines from where they are, without putting them together first: for lines that are not short. */
+static int write_lines(struct output *out, const struct lines *lines, const int64_t *chosen,
+                       int64_t count) {
+    static uint8_t newline = '\n';
+    struct iovec pieces[2 * BATCH];
+    int64_t offset = out->base + out->fill; /* all before it is written */
+    for (int64_t i = 0; i < count;) {
+        int64_t size = 0;
+        int used = 0;
+        for (int batch = 0; batch < BATCH && i < count; batch++, i++) {
+            const uint8_t *line = line_at(out, lines, chosen[i]);
+            if (line == NULL)
+                return 0;
+            size_t length = (size_t)lines->lengths[chosen[i]];
+            pieces[used++] = (struct iovec){(void *)line, length};
+            pieces[used++] = (struct iovec){&newline, 1};
+            size += (int64_t)length + 1;
+        }
+        if (!write_pieces(out, pieces, used, offset))
+            return 0;
+        offset += size;
+    }
+    return 1;
+}
+
+static int put_frame(struct output *out, const struct lines *lines, const int64_t *numbers,
+                     const int64_t *chosen, int64_t count) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (chosen[i] < 0 || chosen[i] >= lines->count)
+            return fail(out->outcome, OUTSIDE, 0);
+        bytes += lines->lengths[chosen[i]];
+    }
+    if (!put_head(out, lines, numbers, chosen, count))
+        return 0;
+    if (bytes / count >= LONG)
+        return flush(out) && write_lines(out, lines, chosen, count);
     for (int64_t i = 0; i < count; i++)
         if (!put_line(out, lines, chosen[i]))
             return 0;
