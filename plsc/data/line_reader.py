@@ -167,7 +167,9 @@ class LineReader:
     def _add_to_spool(self, piece: np.ndarray, start: int) -> None:
         if self._spool is None:
             # Outlives this call.
-            self._spool = tempfile.TemporaryFile(dir=self._tmp_dir) if self._keeps_long else BytesIO()
+            self._spool = (
+                tempfile.TemporaryFile(dir=self._tmp_dir) if self._keeps_long else BytesIO()
+            )
             self._spooled, self._spool_start, self._tail = 0, start, b""
         self._spooled += len(piece)
         try:

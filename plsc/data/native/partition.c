@@ -194,7 +194,7 @@ static void on_sigbus(int number) {
     sigaction(number, &before, NULL); /* the faulty instruction is run again */
 }
 
-/* Has plsc_copy_lines tell of files that were cut short, or no more. Calls come in pairs, one at a time. */
+/* Has plsc_copy_lines and plsc_read_frames tell of files that were cut short, or no more. Calls come in pairs, one at a time. */
 PLSC_API void plsc_catch_truncation(int32_t is_on) {
     struct sigaction action = {.sa_handler = on_sigbus};
     sigemptyset(&action.sa_mask);
@@ -363,10 +363,8 @@ PLSC_API void plsc_write_frames(const struct lines *lines, const int64_t *number
     free(out.buffer);
 }
 
-/* Finds the lines in the frames of a bucket: their numbers, starts, and lengths without the newline, each
-   output with room for `room`. Returns how many, -1 if these are not whole frames. */
-PLSC_API int64_t plsc_read_frames(const uint8_t *data, int64_t size, int64_t room, int64_t *numbers,
-                                  int64_t *starts, int64_t *lengths) {
+static int64_t read_frames(const uint8_t *data, int64_t size, int64_t room, int64_t *numbers,
+                           int64_t *starts, int64_t *lengths) {
     int64_t at = 0, found = 0;
     while (at < size) {
         if (size - at < 8)
@@ -388,6 +386,20 @@ PLSC_API int64_t plsc_read_frames(const uint8_t *data, int64_t size, int64_t roo
             at += bytes;
         }
     }
+    return found;
+}
+
+/* Finds the lines in the frames of a bucket: their numbers, starts, and lengths without the newline, each
+   output with room for `room`. Returns how many, -1 if these are not whole frames. */
+PLSC_API int64_t plsc_read_frames(const uint8_t *data, int64_t size, int64_t room, int64_t *numbers,
+                                  int64_t *starts, int64_t *lengths) {
+    sigjmp_buf here;
+    volatile int64_t found = -1;
+    if (sigsetjmp(here, 1) == 0) {
+        way_out = &here;
+        found = read_frames(data, size, room, numbers, starts, lengths);
+    }
+    way_out = NULL;
     return found;
 }
 

@@ -17,7 +17,7 @@ import numpy as np
 from plsc.data.native import partition as native
 from plsc.data.native.partition import LinePlaces
 from plsc.data.partition.copying import pieces_of
-from plsc.data.partition.files import read_exactly, write_all
+from plsc.data.partition.files import map_file, read_exactly, write_all
 from plsc.data.partition.memory import BYTES_A_LINE
 from plsc.data.partition.order import line_keys
 from plsc.errors import DataError
@@ -178,22 +178,21 @@ def _frame_head(numbers: np.ndarray, lengths: np.ndarray) -> bytes:
 
 @dataclass
 class Loaded:
-    """A bucket in memory: its lines and their numbers, int64 [n]."""
+    """A mapped bucket: its lines and their numbers, int64 [n]."""
 
     lines: LinePlaces
     numbers: np.ndarray
 
 
-def load(bucket: Bucket, buffer: np.ndarray) -> Loaded:
-    """Read a bucket into the buffer (uint8, at least `bucket.size`). Raises DataError if it is not whole."""
-    data = buffer[: bucket.size]
-    with bucket.path.open("rb", buffering=0) as file:
-        got = 0
-        while got < bucket.size and (count := file.readinto(data.data[got:])):
-            got += count
-    found = read_frames(data[:got], bucket.lines)
-    if found is None or got != bucket.size:
-        raise _changed(bucket)
+def load(bucket: Bucket) -> Loaded:
+    """Return the lines of a bucket, which is mapped. Raises DataError if it is not whole."""
+    try:
+        data = map_file(bucket.path, bucket.size, is_wanted_now=True)
+    except (ValueError, FileNotFoundError):
+        raise changed(bucket) from None
+    found = read_frames(data, bucket.lines)
+    if found is None:
+        raise changed(bucket)
     numbers, starts, lengths = found
     return Loaded(LinePlaces(starts, lengths, [data]), numbers)
 
@@ -240,7 +239,8 @@ def _read_head(view: memoryview, position: int) -> tuple[int, np.ndarray, np.nda
     return count, numbers, lengths.astype(np.int64)
 
 
-def _changed(bucket: Bucket) -> DataError:
+def changed(bucket: Bucket) -> DataError:
+    """Return the error for a bucket that is not what was written."""
     return DataError(f"the temporary file {bucket.path} was changed while in use; start again")
 
 
@@ -256,7 +256,7 @@ def split(bucket: Bucket, folder: Path, seed: int, bits: int, block_bytes: int) 
     finally:
         os.close(handle)
     if sum(new.lines for new in spread.buckets) != bucket.lines:
-        raise _changed(bucket)
+        raise changed(bucket)
     bucket.remove()
     return [new for new in spread.buckets if new.lines]
 
@@ -266,7 +266,7 @@ def _frames(bucket: Bucket, handle: int) -> Iterator[tuple[np.ndarray, np.ndarra
     while position < bucket.size:
         count = int.from_bytes(read_exactly(handle, _COUNT.itemsize, position), "little")
         if count > bucket.lines:
-            raise _changed(bucket)
+            raise changed(bucket)
         head = memoryview(read_exactly(handle, _COUNT.itemsize + 12 * count, position))
         _, numbers, lengths = _read_head(head, 0)
         position += len(head)

@@ -84,7 +84,9 @@ class Indexer:
                 raise
         # A bad line: its number counts from the beginning of the file.
         self._read_lines(Split(split.source, split.number, 0, split.source.size))
-        raise DataError(f"{split.source.name} changed while it was read; start again when it is whole")
+        raise DataError(
+            f"{split.source.name} changed while it was read; start again when it is whole"
+        )
 
     def _read_lines(self, split: Split) -> _Found:
         found = _Found(InputCount(split.source))

@@ -6,13 +6,11 @@ them.
 
 from __future__ import annotations
 
-import mmap
-from pathlib import Path
-
 import numpy as np
 
 from plsc.data.native.partition import CopyError, LinePlaces, truncation_caught
 from plsc.data.partition.counts import Counts
+from plsc.data.partition.files import map_file
 from plsc.data.partition.indexing import BLOCK_BYTES, Index, Indexer
 from plsc.data.partition.inputs import Input
 from plsc.data.partition.memory import BYTES_A_LINE
@@ -83,11 +81,7 @@ def _side_by_side(runs: list[Run], lengths: np.ndarray, workers: int) -> list[Ru
 
 def _map(one: Input) -> np.ndarray:
     """Return the bytes of a plain file, uint8."""
-    if one.size == 0:  # cannot be mapped
-        return np.empty(0, dtype=np.uint8)
     try:
-        with Path(one.location).open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), one.size, prot=mmap.PROT_READ)
+        return map_file(one.location, one.size)
     except (OSError, ValueError) as error:
         raise DataError(f"{one.name} cannot be read: {error}; check the file") from error
-    return np.frombuffer(mapped, dtype=np.uint8)
