@@ -41,8 +41,8 @@ class Stream(Protocol):
 class LongLine:
     """A sample longer than a block: the first `length` bytes of `file`, line end excluded.
 
-    start: its place in the content. tab: where its base64 ends, counted from its first byte. The file is empty
-    if the reader was not to keep what it holds.
+    start: its place in the content. tab: where its base64 ends, counted from its first byte. The file is
+    empty if the reader was not to keep what it holds.
     """
 
     file: IO[bytes]
@@ -164,12 +164,12 @@ class LineReader:
             self.offset += count
         return got
 
+    def _open_spool(self) -> IO[bytes]:
+        return tempfile.TemporaryFile(dir=self._tmp_dir) if self._keeps_long else BytesIO()
+
     def _add_to_spool(self, piece: np.ndarray, start: int) -> None:
         if self._spool is None:
-            # Outlives this call.
-            self._spool = (
-                tempfile.TemporaryFile(dir=self._tmp_dir) if self._keeps_long else BytesIO()
-            )
+            self._spool = self._open_spool()
             self._spooled, self._spool_start, self._tail = 0, start, b""
         self._spooled += len(piece)
         try:

@@ -133,7 +133,8 @@ def read_lines(
 ) -> Lines:
     """Return the samples whose lines start at `begin` and end at the newlines.
 
-    data: uint8, contiguous. newlines: int64, rising; `len(data)` may stand for a last one that is missing. The first line is number `first_number` of file `name`. Raises DataError for the first bad line,
+    data: uint8, contiguous. newlines: int64, rising; `len(data)` may stand for a last one that is missing.
+    The first line is number `first_number` of file `name`. Raises DataError for the first bad line,
     unless `skip_bad`.
     """
     functions = native.functions()
@@ -143,7 +144,9 @@ def read_lines(
         rows, suspects = native.read_lines(
             functions[1], data, begin, newlines, first_number, MAX_LINE_BYTES
         )
-    lines = Lines(data, *rows, blanks=len(newlines) - len(rows[0]), skipped=[])
+    starts, ends, tabs, labels, numbers = rows
+    blanks = len(newlines) - len(starts)
+    lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
     if suspects:
         _look_closer(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
     return lines

@@ -53,7 +53,7 @@ class Indexer:
         self._room = room
         self._skip_bad = skip_bad
         self._on_bytes = on_bytes
-        self._buffers = Buffers(workers, BLOCK_BYTES)
+        self._kept = threading.local()  # each thread's buffers, for its next piece
         self._lines = 0
         self._lock = threading.Lock()
 
@@ -91,6 +91,8 @@ class Indexer:
     def _read_lines(self, split: Split) -> _Found:
         found = _Found(InputCount(split.source))
         count = found.count
+        buffers = getattr(self._kept, "buffers", None) or Buffers(1, BLOCK_BYTES)
+        self._kept.buffers = None  # a reader that fails keeps them
 
         def on_bytes(piece: np.ndarray, offset: int) -> None:
             count.checksum = (count.checksum + checksum(piece, offset)) % 2**64
@@ -99,7 +101,7 @@ class Indexer:
 
         with open_split(split) as (stream, start):
             reader = LineReader(
-                stream, split.source.name, self._buffers, on_bytes, self._skip_bad,
+                stream, split.source.name, buffers, on_bytes, self._skip_bad,
                 start=start, keeps_long=False,
             )  # fmt: skip
             for lines in reader:
@@ -109,11 +111,12 @@ class Indexer:
                 else:
                     found.starts.append(lines.starts + reader.base)
                     found.ends.append(lines.ends + reader.base)
-                    self._buffers.give_back(lines.data)
+                    buffers.give_back(lines.data)
                 count.lines += len(found.starts[-1])
                 self._take(len(found.starts[-1]))
         count.blanks, count.skipped = reader.blanks, len(reader.skipped)
         found.messages = reader.skipped
+        self._kept.buffers = buffers
         return found
 
     def _take(self, lines: int) -> None:
