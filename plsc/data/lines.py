@@ -48,13 +48,6 @@ class Lines:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def slices(self, chosen: np.ndarray | None = None) -> list[memoryview]:
-        """Return the bytes of the chosen samples, in that order, each line closed by one newline."""
-        starts, ends = self.starts, self.ends
-        if chosen is not None:
-            starts, ends = starts[chosen], ends[chosen]
-        return line_slices(self.data.data, starts, ends)
-
 
 class _Scratch(threading.local):
     """For each thread, room for the marks of a piece that is searched: as bytes, and as array."""
@@ -98,29 +91,6 @@ def _find_in_piece(piece: np.ndarray) -> np.ndarray:
             return np.flatnonzero(marks)
         at = find(1, at + 1, size)
     return np.array(found, dtype=np.int64)
-
-
-def line_slices(view: memoryview, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
-    """Return the bytes of lines, each closed by one newline, as slices of what they lie in.
-
-    A line whose end is not followed by a newline (CRLF, the end of a file) has its newline as a slice of
-    its own.
-    """
-    size = len(view)
-    array = np.frombuffer(view, dtype=np.uint8)
-    stops = ends + 1
-    is_closed = array[np.minimum(ends, size - 1)] == 10
-    is_closed &= ends < size
-    if is_closed.all():
-        return [view[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-    newline = memoryview(b"\n")
-    slices = []
-    for start, end, closed in zip(starts.tolist(), ends.tolist(), is_closed.tolist(), strict=True):
-        if closed:
-            slices.append(view[start : end + 1])
-        else:
-            slices += [view[start:end], newline]
-    return slices
 
 
 def read_lines(

@@ -44,10 +44,10 @@ static int64_t read_label(const uint8_t *data, int64_t start, int64_t end, int64
 }
 
 /* Takes the lines that begin at `begin` and end at the `count` newlines, blank ones left out, the first of
-   them number `first_number`. newlines may hold `size` where the last one is missing. Each output has room for
-   `count`. tabs is -1 for lines over `longest` and for those that the naive reader must see; *suspects is how
-   many they are. Returns how many lines there are, -1 if the newlines are not places in the data in rising
-   order. */
+   them number `first_number`. newlines may hold `size` where the last one is missing. Each output has room
+   for `count`. tabs is -1 for lines over `longest` and for those that the naive reader must see; *suspects
+   is how many they are. Returns how many lines there are, -1 if the newlines are not places in the data in
+   rising order. */
 PLSC_API int64_t plsc_read_lines(const uint8_t *data, int64_t size, int64_t begin,
                                  const int64_t *newlines, int64_t count, int64_t first_number,
                                  int64_t longest, int64_t *starts, int64_t *ends, int64_t *tabs,

@@ -1,4 +1,4 @@
-"""Calls of partition.c: arrays in, arrays out. `plsc.data.partition` has what they must do, in Python."""
+"""Calls of copying.c and buckets.c: arrays in, arrays out. `plsc.data.partition` says what they must do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Lines spread over files by the first bits of their keys, so that each file can be sorted in memory.
 
-A bucket file is a row of frames: the number of lines (uint64), their numbers (uint64 each), their lengths
-(uint32 each, newline included), and their bytes. A frame is what one block of an input gave the bucket.
+A bucket file is a row of frames (`plsc.data.partition.frames`), each what one block of an input gave it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from plsc.data.native import partition as native
 from plsc.data.native.partition import LinePlaces
 from plsc.data.partition.copying import pieces_of
 from plsc.data.partition.files import map_file, read_exactly, write_all
+from plsc.data.partition.frames import COUNT_BYTES, frame_bytes, frame_head, read_frames, read_head
 from plsc.data.partition.memory import BYTES_A_LINE
 from plsc.data.partition.order import line_keys
 from plsc.errors import DataError
 from plsc.keys import hash_key
 
 MOST_BUCKETS = 256
-_COUNT = np.dtype("<u8")
 _PIECE = 2**20
 
 
@@ -95,7 +94,7 @@ class Spread:
             order, counts, sizes = native.sort_to_buckets(
                 library, numbers, lines.lengths, key, self._above, self._bits
             )
-        offsets = self._claim(counts, sizes + 12 * counts + _COUNT.itemsize * (counts > 0))
+        offsets = self._claim(counts, sizes + (counts > 0) * frame_bytes(counts))
         if library is None:
             self._write_plainly(lines, numbers, order, counts, offsets)
         else:
@@ -105,7 +104,7 @@ class Spread:
         """Append a line of `length` bytes, newline excluded, at `offset` of an open file, piece by piece."""
         numbers = np.array([number], dtype=np.int64)
         index = int(self._which(numbers)[0])
-        head = _frame_head(numbers, np.array([length]))
+        head = frame_head(numbers, np.array([length]))
         counts = np.zeros(len(self.buckets), dtype=np.int64)
         counts[index] = 1
         at = int(self._claim(counts, counts * (len(head) + length + 1))[index])
@@ -159,7 +158,7 @@ class Spread:
 
     @staticmethod
     def _pieces(lines: LinePlaces, numbers: np.ndarray, chosen: np.ndarray) -> Iterator[bytes]:
-        yield _frame_head(numbers[chosen], lines.lengths[chosen])
+        yield frame_head(numbers[chosen], lines.lengths[chosen])
         for begin in range(0, len(chosen), 512):
             some = chosen[begin : begin + 512].tolist()
             yield b"".join(piece for line in some for piece in pieces_of(lines, line))
@@ -168,12 +167,6 @@ class Spread:
         for handle in self._handles.tolist():
             os.close(handle)
         self._handles = self._handles[:0]
-
-
-def _frame_head(numbers: np.ndarray, lengths: np.ndarray) -> bytes:
-    """Return the head of a frame. lengths: without the newline."""
-    count = np.array([len(numbers)], dtype=_COUNT).tobytes()
-    return count + numbers.astype("<u8").tobytes() + (lengths + 1).astype("<u4").tobytes()
 
 
 @dataclass
@@ -195,48 +188,6 @@ def load(bucket: Bucket) -> Loaded:
         raise changed(bucket)
     numbers, starts, lengths = found
     return Loaded(LinePlaces(starts, lengths, [data]), numbers)
-
-
-def read_frames(data: np.ndarray, lines: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return (numbers, starts, lengths without newline) of `lines` lines in frames, int64.
-
-    None if the data (uint8) are not whole frames of so many lines.
-    """
-    library = native.functions()
-    if library is not None:
-        return native.read_frames(library, data, lines)
-    return read_frames_plainly(data, lines)
-
-
-def read_frames_plainly(
-    data: np.ndarray, lines: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Do the same without the library."""
-    numbers, starts, lengths = np.empty((3, lines), dtype=np.int64)
-    at = done = 0
-    try:
-        while at < len(data):
-            count, frame_numbers, sizes = _read_head(data.data, at)
-            at += _COUNT.itemsize + 12 * count
-            ends = at + np.cumsum(sizes, dtype=np.int64)
-            if count > lines - done or (count and (sizes.min() < 1 or ends[-1] > len(data))):
-                return None
-            some = slice(done, done + count)
-            numbers[some], starts[some], lengths[some] = frame_numbers, ends - sizes, sizes - 1
-            at, done = int(ends[-1]) if count else at, done + count
-    except ValueError:  # a head that is cut off
-        return None
-    return (numbers, starts, lengths) if done == lines else None
-
-
-def _read_head(view: memoryview, position: int) -> tuple[int, np.ndarray, np.ndarray]:
-    count = int(np.frombuffer(view, _COUNT, 1, position)[0])
-    if count > len(view) // 12:
-        raise ValueError(f"a frame of {count} lines in {len(view)} bytes")
-    position += _COUNT.itemsize
-    numbers = np.frombuffer(view, "<u8", count, position) if count else np.empty(0, "<u8")
-    lengths = np.frombuffer(view, "<u4", count, position + 8 * count) if count else numbers
-    return count, numbers, lengths.astype(np.int64)
 
 
 def changed(bucket: Bucket) -> DataError:
@@ -264,11 +215,11 @@ def split(bucket: Bucket, folder: Path, seed: int, bits: int, block_bytes: int) 
 def _frames(bucket: Bucket, handle: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     position = 0
     while position < bucket.size:
-        count = int.from_bytes(read_exactly(handle, _COUNT.itemsize, position), "little")
+        count = int.from_bytes(read_exactly(handle, COUNT_BYTES, position), "little")
         if count > bucket.lines:
             raise changed(bucket)
-        head = memoryview(read_exactly(handle, _COUNT.itemsize + 12 * count, position))
-        _, numbers, lengths = _read_head(head, 0)
+        head = memoryview(read_exactly(handle, frame_bytes(count), position))
+        _, numbers, lengths = read_head(head, 0)
         position += len(head)
         yield numbers.astype(np.int64), lengths, position
         position += int(lengths.sum())

@@ -19,10 +19,11 @@ from plsc.data.lines import MAX_LINE_BYTES, find_newlines_plainly
 from plsc.data.native import lines as native_lines
 from plsc.data.native import partition as native
 from plsc.data.native.partition import CopyError, LinePlaces
-from plsc.data.partition.buckets import Spread, read_frames_plainly
+from plsc.data.partition.buckets import Spread
 from plsc.data.partition.checksum import checksum_plainly, factors
 from plsc.data.partition.copying import copy_lines_plainly
 from plsc.data.partition.files import map_file
+from plsc.data.partition.frames import read_frames_plainly
 
 FUNCTIONS = native_lines.functions()
 LIBRARY = native.functions()
