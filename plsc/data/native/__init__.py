@@ -11,7 +11,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-_ABI = 1  # PLSC_DATA_ABI of native.h
+_ABI = 2  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 
