@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
+from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -24,7 +24,7 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.names import base_name
 
 
-class ParquetSource:
+class ParquetSource(IndexedSource):
     """Samples of a Parquet file or of several (`shard_files`), local or remote.
 
     The image column holds encoded images: binary, or a struct with ``bytes`` (as Hugging Face's datasets
@@ -67,34 +67,20 @@ class ParquetSource:
         self.class_names = class_names_of(arrays)
         self._labels = with_label_map(arrays["labels"], self.class_names, label_map)
 
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        if not 0 <= index < len(self._labels):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        group = bisect_right(self._ends, index)
-        row = index - (self._ends[group - 1] if group else 0)
-        try:
-            image = self._groups.group(*self._place_of_group[group], self._leaf).value(row)
-            if image is None:
-                raise DataError(
-                    "the image is missing; fill it in, or take the row out", kind="missing"
-                )
-            check_image_bytes(len(image))
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-        return image, self._labels.item(index)
-
     def name(self, index: int) -> str:
         """Return ``train.parquet row 12``, counted from 0 in its file."""
         shard = bisect_right(self._first_rows, index) - 1
         title = base_name(self._groups.shards.locations[shard])
         return f"{title} row {index - self._first_rows[shard]}"
 
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
+    def _image_at(self, index: int) -> bytes:
+        group = bisect_right(self._ends, index)
+        row = index - (self._ends[group - 1] if group else 0)
+        image = self._groups.group(*self._place_of_group[group], self._leaf).value(row)
+        if image is None:
+            raise DataError("the image is missing; fill it in, or take the row out", kind="missing")
+        check_image_bytes(len(image))
+        return image
 
     def _choose(self, image_column: str | None, label_column: str | None) -> None:
         schema = self._groups.schema(0)

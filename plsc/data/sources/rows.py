@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pybase64
 
-from plsc.data.sources.base import read_image_file
+from plsc.data.sources.base import IndexedSource, read_image_file
 from plsc.data.sources.columns import Label, LabelReader, class_names_of, with_label_map
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.paths import printable
+from plsc.data.sources.ranges import read_from
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.names import base_name, join, parent_of
@@ -38,7 +39,7 @@ class Rows:
     labels: list[Label]
 
 
-class RowSource:
+class RowSource(IndexedSource):
     """Samples that are rows of one text file, local or remote: a column of images, and one of labels.
 
     An image is a path below the file's folder, or base64; the first row shows which. Labels are whole
@@ -64,7 +65,10 @@ class RowSource:
         )
         self.class_names = class_names_of(index)
         self._labels = with_label_map(index["labels"], self.class_names, label_map)
-        self._is_base64 = _is_base64(self._text(0))
+        try:
+            self._is_base64 = _is_base64(self._text(0))
+        except DataError as error:
+            raise error.at(self.name(0)) from error
 
     def _rows(self, data: Bytes) -> Iterator[Rows]:
         """Yield the rows, in blocks; DataError that names the line for one that is not sound."""
@@ -74,36 +78,29 @@ class RowSource:
         """Return the image column of a row; DataError if it is not there."""
         raise NotImplementedError
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        if not 0 <= index < len(self._offsets):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        text = self._text(index)
-        try:
-            image = _decode(text) if self._is_base64 else self._read_file(text)
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-        return image, self._labels.item(index)
-
     def name(self, index: int) -> str:
         """Return ``train.csv:12``: the file and the line in it."""
         return f"{self._title}:{self._lines[index]}"
-
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
 
     def _place(self, lines: list[int], position: int) -> str:
         return f"{shown(self.location)}:{lines[position]}"
 
     def _text(self, index: int) -> str:
-        try:
-            row = self._data.read_at(self._offsets.item(index), self._lengths.item(index))
-            return self._image_text(row)
-        except DataError as error:
-            raise error.at(self.name(index)) from error
+        return self._image_text(self._stored_at(index))
+
+    def _stored_at(self, index: int) -> bytes:
+        return self._data.read_at(self._offsets.item(index), self._lengths.item(index))
+
+    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        if not self._is_base64:
+            return super()._stored_many(indices)
+        return read_from(
+            [self._data] * len(indices), self._offsets[indices], self._lengths[indices]
+        )
+
+    def _image_in(self, stored: bytes) -> bytes:
+        text = self._image_text(stored)
+        return _decode(text) if self._is_base64 else self._read_file(text)
 
     def _read_file(self, path: str) -> bytes:
         normal = posixpath.normpath(path)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.columns import (
     Label,
     LabelReader,
@@ -35,7 +36,7 @@ from plsc.storage.urls import shown
 _LABEL_BYTES = 2**20  # the most that a .cls or .json may have
 
 
-class TarSource:
+class TarSource(IndexedSource):
     """Samples of a tar file or of several shards (`shard_files`), local or remote, not compressed.
 
     ``a/17.jpg`` and ``a/17.cls`` are the sample ``a/17``. image_column: which suffix holds the image, such
@@ -69,28 +70,20 @@ class TarSource:
         self.class_names = class_names_of(index)
         self._labels = with_label_map(index["labels"], self.class_names, label_map)
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        if not 0 <= index < len(self._offsets):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        length = self._lengths.item(index)
-        try:
-            check_image_bytes(length)
-            data = self._shards[self._shard.item(index)]
-            return data.read_at(self._offsets.item(index), length), self._labels.item(index)
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-
     def name(self, index: int) -> str:
         """Return ``train-000.tar:a/17``: the shard and the sample's name in it."""
         key = printable(text_at(self._keys, self._key_ends, index))
         return f"{base_name(self._shards.locations[self._shard[index]])}:{key}"
 
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
+    def _stored_at(self, index: int) -> bytes:
+        length = self._lengths.item(index)
+        check_image_bytes(length)
+        return self._shards[self._shard.item(index)].read_at(self._offsets.item(index), length)
+
+    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        return self._shards.read_many(
+            self._shard[indices], self._offsets[indices], self._lengths[indices]
+        )
 
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
         shards, offsets, lengths = array("q"), array("q"), array("q")
