@@ -75,6 +75,13 @@ class LabelReader:
                 fault = error if isinstance(error, DataError) else "the label is no UTF-8 text"
                 raise DataError(f"{place(position)}: {fault}; fix it") from error
 
+    def extend_numbers(self, numbers: np.ndarray) -> bool:
+        """Add labels that are whole numbers, int64 [n]; False, and nothing done, where names are wanted."""
+        if self._codes is not None:
+            return False
+        self._numbers.frombytes(numbers.tobytes())
+        return True
+
     def _add(self, text: str) -> None:
         text = text.strip()
         if not text:

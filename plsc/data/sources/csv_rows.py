@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from plsc.data.native.rows import FoundRows, count_byte, find_csv_rows
 from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
 from plsc.data.sources.lines import MAX_LINE_BYTES, first_line, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import Rows, RowSource, starts_of
+from plsc.data.sources.rows import Block, RowSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.urls import shown
@@ -77,64 +78,38 @@ class CsvSource(RowSource):
                 return parts[self._image].decode("utf-8", "surrogateescape").strip()
         raise DataError("the image column is missing; the file changed while it was in use")
 
-    def _rows(self, data: Bytes) -> Iterator[Rows]:
+    def _blocks(self, data: Bytes) -> Iterator[Block]:
         is_header = True
         for offset, line, text in _whole_rows(data):
-            lines = text.split(b"\n")
-            if is_header:  # and blank lines before it
-                skipped = self._lines_of_header(lines)
-                offset += sum(map(len, lines[:skipped])) + skipped
-                line, lines = line + skipped, lines[skipped:]
-                is_header = not skipped
-            parts = None if _QUOTE in text else [row.split(self._separator) for row in lines]
-            if parts is not None and set(map(len, parts)) == {len(self.columns)}:
-                starts, lengths = starts_of(offset, lines)
-                yield Rows(
-                    starts, lengths, list(range(line, line + len(lines))), self._labels_in(parts)
-                )
-            elif lines:
-                yield self._rows_one_by_one(offset, line, lines)
+            position = lines = 0
+            while is_header and position < len(text):
+                end = self._row_end(text, position)
+                row = text[position:end]
+                is_header = not row or row.isspace()  # blank lines before it
+                position, lines = end + 1, lines + 1 + row.count(b"\n")
+            yield Block(offset + position, line + lines, text[position:])
 
-    def _labels_in(self, parts: list[list[bytes]]) -> list[Label]:
-        label = self._label
-        if label == len(self.columns) - 1:
-            return [fields[label].removesuffix(b"\r") for fields in parts]
-        return [fields[label] for fields in parts]
+    def _find_rows(self, text: bytes, position: int) -> FoundRows | None:
+        return find_csv_rows(text, position, self._separator, len(self.columns), self._label)
 
-    def _lines_of_header(self, lines: list[bytes]) -> int:
-        """Return how many lines go by until the header is read; 0 if it is not among them."""
-        blank = next((i for i, row in enumerate(lines) if row and not row.isspace()), len(lines))
-        quotes = 0
-        for number, row in enumerate(lines[blank:], start=blank + 1):
-            quotes += row.count(_QUOTE)
+    def _row_end(self, text: bytes, start: int) -> int:
+        """Return where a line ends behind which no quote is open."""
+        quotes, position = 0, start
+        while (end := text.find(b"\n", position)) >= 0:
+            quotes += text.count(_QUOTE, position, end)
             if quotes % 2 == 0:
-                return number
-        return 0
+                return end
+            position = end + 1
+        return len(text)
 
-    def _rows_one_by_one(self, offset: int, line: int, lines: list[bytes]) -> Rows:
-        """Return the rows of a block that has blank lines, quoted fields or a fault."""
-        rows = Rows([], [], [], [])
-        position = 0
-        while position < len(lines):
-            start = position
-            is_open = lines[position].count(_QUOTE) % 2
-            while is_open and position + 1 < len(lines):
-                position += 1
-                is_open ^= lines[position].count(_QUOTE) % 2
-            row = b"\n".join(lines[start : position + 1])
-            if row and not row.isspace():
-                rows.offsets.append(offset)
-                rows.lengths.append(len(row))
-                rows.lines.append(line + start)
-                rows.labels.append(self._label_in(row, line + start))
-            offset += len(row) + 1
-            position += 1
-        return rows
-
-    def _label_in(self, row: bytes, line: int) -> str:
+    def _label_in(self, row: bytes, line: int) -> Label:
         name, wanted = shown(self.location), len(self.columns)
         try:
-            fields = self._split(row)
+            fields: Sequence[Label] = (
+                self._split(row)
+                if _QUOTE in row
+                else row.removesuffix(b"\r").split(self._separator)
+            )
         except DataError as error:
             raise DataError(f"{name}:{line} {error}; fix the line") from error
         if len(fields) != wanted:
@@ -154,8 +129,8 @@ def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
             start, first = offset, line
         held.append(text)
         held_bytes += len(text)
-        held_lines += text.count(b"\n")
-        quotes += text.count(_QUOTE)
+        held_lines += count_byte(text, b"\n")
+        quotes += count_byte(text, _QUOTE)
         if quotes % 2 == 0:
             yield start, first, held[0] if len(held) == 1 else b"\n".join(held)
             held, held_bytes, held_lines, quotes = [], 0, 0, 0

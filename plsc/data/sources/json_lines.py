@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from plsc.data.native.rows import FoundRows, find_json_rows
 from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
 from plsc.data.sources.lines import first_line, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import Rows, RowSource, starts_of
+from plsc.data.sources.rows import Block, RowSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.urls import shown
@@ -57,35 +59,25 @@ class JsonLinesSource(RowSource):
             raise DataError(f"{self._image!r} is {_kind(image)}; expected a path or base64")
         return image.strip()
 
-    def _rows(self, data: Bytes) -> Iterator[Rows]:
-        for offset, first, text in line_blocks(data):
-            lines = text.split(b"\n")
-            starts, lengths = starts_of(offset, lines)
-            numbers = list(range(first, first + len(lines)))
-            chosen = [i for i, line in enumerate(lines) if line and not line.isspace()]
-            if len(chosen) < len(lines):
-                starts, lengths = [starts[i] for i in chosen], [lengths[i] for i in chosen]
-                numbers, lines = [numbers[i] for i in chosen], [lines[i] for i in chosen]
-            yield Rows(starts, lengths, numbers, self._labels_in(lines, numbers))
+    def _blocks(self, data: Bytes) -> Iterator[Block]:
+        return itertools.starmap(Block, line_blocks(data))
 
-    def _labels_in(self, lines: list[bytes], numbers: list[int]) -> list[Label]:
-        try:
-            labels = [_decode(line.decode())[self._label] for line in lines]
-            if set(map(type, labels)) <= {int, str}:
-                return labels
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # which line it is, and why, is told below
-        return [self._label_in(*each) for each in zip(lines, numbers, strict=True)]
+    def _find_rows(self, text: bytes, position: int) -> FoundRows | None:
+        return find_json_rows(text, position, self._label.encode("utf-8", "surrogatepass"))
 
-    def _label_in(self, line: bytes, number: int) -> Label:
+    def _row_end(self, text: bytes, start: int) -> int:
+        end = text.find(b"\n", start)
+        return end if end >= 0 else len(text)
+
+    def _label_in(self, row: bytes, line: int) -> Label:
         try:
-            label = _object(line).get(self._label)
+            label = _object(row).get(self._label)
             if type(label) is not int and not isinstance(label, str):
                 raise DataError(
                     f"the label {self._label!r} is {_kind(label)}; expected a number or a name"
                 )
         except DataError as error:
-            raise DataError(f"{shown(self.location)}:{number}: {error}; fix the line") from error
+            raise DataError(f"{shown(self.location)}:{line}: {error}; fix the line") from error
         return label
 
 

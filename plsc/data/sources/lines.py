@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plsc.data.decode import MAX_FILE_BYTES
+from plsc.data.native.rows import count_byte
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes
 from plsc.storage.urls import shown
@@ -33,7 +34,7 @@ def line_blocks(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
             text = b"".join((*parts, whole))
             yield offset, line, text
             offset += len(text) + 1
-            line += text.count(b"\n") + 1
+            line += count_byte(text, b"\n") + 1
             parts, held = [], 0
         parts.append(rest)
         held += len(rest)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import binascii
 import functools
-import itertools
 import posixpath
-from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pybase64
 
+from plsc.data.native.rows import MOST_ROWS, FoundRows
 from plsc.data.sources.base import IndexedSource, read_image_file
 from plsc.data.sources.columns import Label, LabelReader, class_names_of, with_label_map
 from plsc.data.sources.index_store import load_or_build
@@ -29,14 +28,26 @@ from plsc.storage.urls import is_url, shown
 _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows: where they are in the file, in bytes, their first lines from 1, and their labels."""
+class Rows(NamedTuple):
+    """Some rows: where they are in the file, in bytes, and their first lines from 1: int64 [n] each.
 
-    offsets: list[int]
-    lengths: list[int]
-    lines: list[int]
-    labels: list[Label]
+    numbers: their labels, int64 [n], if all are whole numbers of 0 or more. texts: returns them as they are
+    written.
+    """
+
+    offsets: np.ndarray
+    lengths: np.ndarray
+    lines: np.ndarray
+    numbers: np.ndarray | None
+    texts: Callable[[], Sequence[Label]]
+
+
+class Block(NamedTuple):
+    """Whole rows of a file: their place in it, in bytes, the first one's line from 1, and their text."""
+
+    offset: int
+    line: int
+    text: bytes
 
 
 class RowSource(IndexedSource):
@@ -46,7 +57,7 @@ class RowSource(IndexedSource):
     numbers; or names, whose ids are their ranks in sorted order, or those of `label_map`. The file is
     read through once; the index is kept (`index_store`). `class_names` has the sorted names, or None.
 
-    A format gives `_rows`, which reads the file, and `_image_text`, which takes a row apart again.
+    A format gives the methods that find rows and labels, and `_image_text`, which takes a row apart again.
     """
 
     kind = ""
@@ -70,8 +81,20 @@ class RowSource(IndexedSource):
         except DataError as error:
             raise error.at(self.name(0)) from error
 
-    def _rows(self, data: Bytes) -> Iterator[Rows]:
-        """Yield the rows, in blocks; DataError that names the line for one that is not sound."""
+    def _blocks(self, data: Bytes) -> Iterator[Block]:
+        """Yield the rows of the file, the last one of a block without its LF."""
+        raise NotImplementedError
+
+    def _find_rows(self, text: bytes, position: int) -> FoundRows | None:
+        """Return the usual rows from a position on, up to one that is not; None if it cannot be done."""
+        raise NotImplementedError
+
+    def _row_end(self, text: bytes, start: int) -> int:
+        """Return where the row that begins at `start` ends."""
+        raise NotImplementedError
+
+    def _label_in(self, row: bytes, line: int) -> Label:
+        """Return the label of a row; DataError that names the line if the row is not sound."""
         raise NotImplementedError
 
     def _image_text(self, row: bytes) -> str:
@@ -82,7 +105,7 @@ class RowSource(IndexedSource):
         """Return ``train.csv:12``: the file and the line in it."""
         return f"{self._title}:{self._lines[index]}"
 
-    def _place(self, lines: list[int], position: int) -> str:
+    def _place(self, lines: np.ndarray, position: int) -> str:
         return f"{shown(self.location)}:{lines[position]}"
 
     def _text(self, index: int) -> str:
@@ -116,25 +139,62 @@ class RowSource(IndexedSource):
         return data.read_at(0, data.size)
 
     def _build(self, names_wanted: bool) -> dict[str, np.ndarray]:
-        offsets, lengths, lines = array("q"), array("q"), array("q")
+        parts: list[tuple[np.ndarray, ...]] = []
         labels = LabelReader(names_wanted)
-        for rows in self._rows(self._data):
-            labels.extend(rows.labels, functools.partial(self._place, rows.lines))
-            offsets.extend(rows.offsets)
-            lengths.extend(rows.lengths)
-            lines.extend(rows.lines)
-        if not offsets:
+        for block in self._blocks(self._data):
+            for rows in self._rows_in(block):
+                if rows.numbers is None or not labels.extend_numbers(rows.numbers):
+                    labels.extend(rows.texts(), functools.partial(self._place, rows.lines))
+                parts.append(rows[:3])
+        if not len(labels):
             raise DataError(f"{shown(self.location)} holds no samples")
-        places = {"offsets": offsets, "lengths": lengths, "lines": lines}
-        found = {name: np.frombuffer(values, np.int64) for name, values in places.items()}
-        return {**found, **labels.arrays()}
+        names = ("offsets", "lengths", "lines")
+        places = map(np.concatenate, zip(*parts, strict=True))
+        return {**dict(zip(names, places, strict=True)), **labels.arrays()}
+
+    def _rows_in(self, block: Block) -> Iterator[Rows]:
+        """Yield the rows of a block: found by C, and one by one where a row is not usual."""
+        position, line, slow = 0, block.line, 1
+        while position < len(block.text):
+            found = self._find_rows(block.text, position)
+            if found is not None:
+                yield _of_found(found, block, line)
+                position, line = found.position, line + found.lines_passed
+                # Rows that are not usual are seldom alone: each is followed by twice as many.
+                slow = 1 if len(found) > slow else min(2 * slow, MOST_ROWS)
+                if len(found) == MOST_ROWS:
+                    continue
+            else:
+                slow = MOST_ROWS
+            if position < len(block.text):
+                rows, position, line = self._rows_one_by_one(block, position, line, slow)
+                yield rows
+
+    def _rows_one_by_one(
+        self, block: Block, position: int, line: int, most: int
+    ) -> tuple[Rows, int, int]:
+        """Return some rows from a position on, where it goes on, and on which line: the plain way."""
+        text = block.text
+        places: list[tuple[int, int, int]] = []
+        labels: list[Label] = []
+        while position < len(text) and len(labels) < most:
+            end = self._row_end(text, position)
+            row = text[position:end]
+            if row and not row.isspace():
+                places.append((block.offset + position, len(row), line))
+                labels.append(self._label_in(row, line))
+            position, line = end + 1, line + 1 + row.count(b"\n")
+        offsets, lengths, lines = np.array(places, np.int64).reshape(-1, 3).T
+        return Rows(offsets, lengths, lines, None, lambda: labels), position, line
 
 
-def starts_of(offset: int, lines: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Return (where each line begins, its bytes) for the lines of a block at `offset`."""
-    lengths = list(map(len, lines))
-    ends = itertools.accumulate(lengths, lambda start, n: start + n + 1, initial=offset)
-    return list(ends)[:-1], lengths
+def _of_found(found: FoundRows, block: Block, line: int) -> Rows:
+    def texts() -> list[Label]:
+        starts, lengths = found.label_starts.tolist(), found.label_lengths.tolist()
+        return [block.text[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+    numbers = found.numbers if len(found) and found.numbers.min() >= 0 else None
+    return Rows(block.offset + found.starts, found.lengths, line + found.lines, numbers, texts)
 
 
 def _is_base64(text: str) -> bool:
