@@ -90,13 +90,13 @@ static int read_with_quotes(const unsigned char *p, const unsigned char *end, in
 }
 
 /* Finds rows from `position` on, where a row begins, until the text ends, `capacity` rows were found, or one
-   is not usual. state: [0] where it stopped, at a row's first byte; [1] the lines up to there. */
+   is not usual. state: [0] where it stopped, behind the text's end or at a row's first byte; [1] the lines up to there. */
 int64_t plsc_csv_rows(const unsigned char *text, int64_t length, int64_t position,
                       int32_t separator, int64_t fields, int64_t label_field, int64_t capacity,
                       int64_t *columns, int64_t *state) {
     struct rows rows = {text, columns, capacity, 0, 0};
     const unsigned char *p = text + position, *end = text + length, *quote = find(p, '"', end);
-    while (p < end && rows.count < capacity) {
+    while (p <= end && rows.count < capacity) {
         struct row row = {0};
         const unsigned char *stop = find(p, '\n', end);
         if (quote < p) quote = find(p, '"', end);
@@ -114,7 +114,7 @@ int64_t plsc_csv_rows(const unsigned char *text, int64_t length, int64_t positio
         rows.line += row.lines;
         p = row.end + 1;
     }
-    state[0] = p < end ? p - text : length;
+    state[0] = p - text;
     state[1] = rows.line;
     return rows.count;
 }

@@ -114,13 +114,13 @@ static int read_object(const unsigned char *p, const unsigned char *end, const u
 }
 
 /* Finds rows from `position` on, where a line begins, until the text ends, `capacity` rows were found, or one
-   is not usual. state: [0] where it stopped, at a line's first byte; [1] the lines up to there. */
+   is not usual. state: [0] where it stopped, behind the text's end or at a line's first byte; [1] the lines up to there. */
 int64_t plsc_json_rows(const unsigned char *text, int64_t length, int64_t position,
                        const unsigned char *key, int64_t key_bytes, int64_t capacity,
                        int64_t *columns, int64_t *state) {
     struct rows rows = {text, columns, capacity, 0, 0};
     const unsigned char *p = text + position, *end = text + length;
-    while (p < end && rows.count < capacity) {
+    while (p <= end && rows.count < capacity) {
         struct value label;
         const unsigned char *stop = find(p, '\n', end);
         if (!all_blank(p, stop)) {
@@ -130,7 +130,7 @@ int64_t plsc_json_rows(const unsigned char *text, int64_t length, int64_t positi
         rows.line++;
         p = stop + 1;
     }
-    state[0] = p < end ? p - text : length;
+    state[0] = p - text;
     state[1] = rows.line;
     return rows.count;
 }

@@ -49,29 +49,23 @@ _memory = _Memory()
 
 
 def find_csv_rows(
-    text: bytes, position: int, separator: bytes, fields: int, label_field: int
+    text: bytes, end: int, position: int, separator: bytes, fields: int, label_field: int
 ) -> FoundRows | None:
-    """Find rows of so many fields from a row's start on; None where there is no library."""
+    """Find rows of so many fields in text[:end], from a row's start on; None where there is no library."""
     call = function("plsc_csv_rows", (*_TEXT, c_int32, c_int64, c_int64, *_FOUND))
-    return _find(call, text, position, separator[0], fields, label_field)
+    return _find(call, text, end, position, separator[0], fields, label_field)
 
 
-def find_json_rows(text: bytes, position: int, key: bytes) -> FoundRows | None:
-    """Find objects that have a label of this name, from a line's start on; None without the library."""
+def find_json_rows(text: bytes, end: int, position: int, key: bytes) -> FoundRows | None:
+    """Find objects with a label of this name in text[:end], from a line's start on; None as above."""
     call = function("plsc_json_rows", (*_TEXT, c_char_p, c_int64, *_FOUND))
-    return _find(call, text, position, key, len(key))
+    return _find(call, text, end, position, key, len(key))
 
 
-def _find(call: Any, text: bytes, position: int, *what: Any) -> FoundRows | None:
+def _find(call: Any, text: bytes, end: int, position: int, *what: Any) -> FoundRows | None:
     if call is None:
         return None
     columns, state = _memory.columns, np.empty(2, np.int64)
     room = (MOST_ROWS, columns.ctypes.data, state.ctypes.data)
-    count = call(text, len(text), position, *what, *room)
+    count = call(text, end, position, *what, *room)
     return FoundRows(*columns[:, :count].copy(), *state.tolist())
-
-
-def count_byte(text: bytes, byte: bytes) -> int:
-    """Return ``text.count(byte)``, which looks at a byte at a time."""
-    call = function("plsc_count_byte", (c_char_p, c_int64, c_int32))
-    return text.count(byte) if call is None else int(call(text, len(text), byte[0]))

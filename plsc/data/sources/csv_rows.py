@@ -6,11 +6,11 @@ import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from plsc.data.native.rows import FoundRows, count_byte, find_csv_rows
+from plsc.data.native.rows import FoundRows, find_csv_rows
 from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
-from plsc.data.sources.lines import MAX_LINE_BYTES, first_line, line_blocks
+from plsc.data.sources.lines import MAX_LINE_BYTES, Block, first_line, line_at, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import Block, RowSource
+from plsc.data.sources.rows import RowSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.urls import shown
@@ -79,28 +79,34 @@ class CsvSource(RowSource):
         raise DataError("the image column is missing; the file changed while it was in use")
 
     def _blocks(self, data: Bytes) -> Iterator[Block]:
-        is_header = True
-        for offset, line, text in _whole_rows(data):
-            position = lines = 0
-            while is_header and position < len(text):
-                end = self._row_end(text, position)
-                row = text[position:end]
+        is_header, lines = True, 0
+        for block in _whole_rows(data):
+            position = 0
+            while is_header and position <= block.end:
+                end = self._row_end(block, position)
+                row = block.text[position:end]
                 is_header = not row or row.isspace()  # blank lines before it
                 position, lines = end + 1, lines + 1 + row.count(b"\n")
-            yield Block(offset + position, line + lines, text[position:])
+            if not lines:
+                yield block
+            elif position <= block.end:
+                text = block.text[position : block.end]
+                yield Block(block.offset + position, text, len(text), lines)
+                lines = 0
 
-    def _find_rows(self, text: bytes, position: int) -> FoundRows | None:
-        return find_csv_rows(text, position, self._separator, len(self.columns), self._label)
+    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
+        fields = len(self.columns)
+        return find_csv_rows(block.text, block.end, position, self._separator, fields, self._label)
 
-    def _row_end(self, text: bytes, start: int) -> int:
+    def _row_end(self, block: Block, start: int) -> int:
         """Return where a line ends behind which no quote is open."""
         quotes, position = 0, start
-        while (end := text.find(b"\n", position)) >= 0:
-            quotes += text.count(_QUOTE, position, end)
+        while (end := block.text.find(b"\n", position, block.end)) >= 0:
+            quotes += block.text.count(_QUOTE, position, end)
             if quotes % 2 == 0:
                 return end
             position = end + 1
-        return len(text)
+        return block.end
 
     def _label_in(self, row: bytes, line: int) -> Label:
         name, wanted = shown(self.location), len(self.columns)
@@ -120,23 +126,30 @@ class CsvSource(RowSource):
         return fields[self._label]
 
 
-def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
+def _whole_rows(data: Bytes) -> Iterator[Block]:
     """Yield blocks of lines as `line_blocks` does, that end where no quote is open."""
     held: list[bytes] = []
-    start = first = quotes = held_bytes = held_lines = 0
-    for offset, line, text in line_blocks(data):
+    start = held_bytes = held_lines = 0
+    is_open = False
+    for block in line_blocks(data):
+        quotes = block.text.count(_QUOTE, 0, block.end) if _QUOTE in block.text else 0
+        is_open ^= quotes % 2 == 1
+        if not held and not is_open:
+            yield block
+            continue
         if not held:
-            start, first = offset, line
-        held.append(text)
-        held_bytes += len(text)
-        held_lines += count_byte(text, b"\n")
-        quotes += count_byte(text, _QUOTE)
-        if quotes % 2 == 0:
-            yield start, first, held[0] if len(held) == 1 else b"\n".join(held)
-            held, held_bytes, held_lines, quotes = [], 0, 0, 0
+            start = block.offset
+        held.append(block.text[: block.end])
+        held_bytes += block.end
+        held_lines += held[-1].count(b"\n")
+        if not is_open:
+            text = b"\n".join(held)
+            yield Block(start, text, len(text))
+            held, held_bytes, held_lines = [], 0, 0
         elif held_bytes > MAX_LINE_BYTES or held_lines > _MAX_LINES:
             break
     if held:
         raise DataError(
-            f"{shown(data.location)}: a quote that opens after line {first - 1} does not close; fix it"
+            f"{shown(data.location)}: a quote that opens after line {line_at(data, start) - 1} does not "
+            "close; fix it"
         )

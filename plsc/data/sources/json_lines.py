@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from plsc.data.native.rows import FoundRows, find_json_rows
 from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
-from plsc.data.sources.lines import first_line, line_blocks
+from plsc.data.sources.lines import Block, first_line, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import Block, RowSource
+from plsc.data.sources.rows import RowSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.urls import shown
@@ -60,14 +59,15 @@ class JsonLinesSource(RowSource):
         return image.strip()
 
     def _blocks(self, data: Bytes) -> Iterator[Block]:
-        return itertools.starmap(Block, line_blocks(data))
+        return line_blocks(data)
 
-    def _find_rows(self, text: bytes, position: int) -> FoundRows | None:
-        return find_json_rows(text, position, self._label.encode("utf-8", "surrogatepass"))
+    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
+        key = self._label.encode("utf-8", "surrogatepass")
+        return find_json_rows(block.text, block.end, position, key)
 
-    def _row_end(self, text: bytes, start: int) -> int:
-        end = text.find(b"\n", start)
-        return end if end >= 0 else len(text)
+    def _row_end(self, block: Block, start: int) -> int:
+        end = block.text.find(b"\n", start, block.end)
+        return end if end >= 0 else block.end
 
     def _label_in(self, row: bytes, line: int) -> Label:
         try:

@@ -17,6 +17,7 @@ from plsc.data.sources.base import IndexedSource, read_image_file
 from plsc.data.sources.columns import Label, LabelReader, class_names_of, with_label_map
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
+from plsc.data.sources.lines import Block
 from plsc.data.sources.paths import printable
 from plsc.data.sources.ranges import read_from
 from plsc.errors import DataError
@@ -31,23 +32,16 @@ _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0A
 class Rows(NamedTuple):
     """Some rows: where they are in the file, in bytes, and their first lines from 1: int64 [n] each.
 
-    numbers: their labels, int64 [n], if all are whole numbers of 0 or more. texts: returns them as they are
-    written.
+    next_line: the line behind them. texts: returns their labels as they are written; numbers: as int64 [n],
+    if all are whole numbers of 0 or more.
     """
 
     offsets: np.ndarray
     lengths: np.ndarray
     lines: np.ndarray
-    numbers: np.ndarray | None
+    next_line: int
     texts: Callable[[], Sequence[Label]]
-
-
-class Block(NamedTuple):
-    """Whole rows of a file: their place in it, in bytes, the first one's line from 1, and their text."""
-
-    offset: int
-    line: int
-    text: bytes
+    numbers: np.ndarray | None = None
 
 
 class RowSource(IndexedSource):
@@ -82,14 +76,14 @@ class RowSource(IndexedSource):
             raise error.at(self.name(0)) from error
 
     def _blocks(self, data: Bytes) -> Iterator[Block]:
-        """Yield the rows of the file, the last one of a block without its LF."""
+        """Yield blocks of whole rows."""
         raise NotImplementedError
 
-    def _find_rows(self, text: bytes, position: int) -> FoundRows | None:
+    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
         """Return the usual rows from a position on, up to one that is not; None if it cannot be done."""
         raise NotImplementedError
 
-    def _row_end(self, text: bytes, start: int) -> int:
+    def _row_end(self, block: Block, start: int) -> int:
         """Return where the row that begins at `start` ends."""
         raise NotImplementedError
 
@@ -141,51 +135,55 @@ class RowSource(IndexedSource):
     def _build(self, names_wanted: bool) -> dict[str, np.ndarray]:
         parts: list[tuple[np.ndarray, ...]] = []
         labels = LabelReader(names_wanted)
+        line = 1
         for block in self._blocks(self._data):
-            for rows in self._rows_in(block):
+            line += block.lines_before
+            for rows in self._rows_in(block, line):
                 if rows.numbers is None or not labels.extend_numbers(rows.numbers):
                     labels.extend(rows.texts(), functools.partial(self._place, rows.lines))
                 parts.append(rows[:3])
+                line = rows.next_line
         if not len(labels):
             raise DataError(f"{shown(self.location)} holds no samples")
         names = ("offsets", "lengths", "lines")
         places = map(np.concatenate, zip(*parts, strict=True))
         return {**dict(zip(names, places, strict=True)), **labels.arrays()}
 
-    def _rows_in(self, block: Block) -> Iterator[Rows]:
-        """Yield the rows of a block: found by C, and one by one where a row is not usual."""
-        position, line, slow = 0, block.line, 1
-        while position < len(block.text):
-            found = self._find_rows(block.text, position)
+    def _rows_in(self, block: Block, line: int) -> Iterator[Rows]:
+        """Yield the rows of a block whose first line is `line`: found by C, or one by one where not usual."""
+        position, slow = 0, 1
+        while position <= block.end:
+            found = self._find_rows(block, position)
             if found is not None:
-                yield _of_found(found, block, line)
-                position, line = found.position, line + found.lines_passed
-                # Rows that are not usual are seldom alone: each is followed by twice as many.
+                rows = _of_found(found, block, line)
+                yield rows
+                position, line = found.position, rows.next_line
+                # Rows that are not usual are seldom alone: each time twice as many are taken.
                 slow = 1 if len(found) > slow else min(2 * slow, MOST_ROWS)
                 if len(found) == MOST_ROWS:
                     continue
             else:
                 slow = MOST_ROWS
-            if position < len(block.text):
-                rows, position, line = self._rows_one_by_one(block, position, line, slow)
+            if position <= block.end:
+                rows, position = self._rows_one_by_one(block, position, line, slow)
                 yield rows
+                line = rows.next_line
 
     def _rows_one_by_one(
         self, block: Block, position: int, line: int, most: int
-    ) -> tuple[Rows, int, int]:
-        """Return some rows from a position on, where it goes on, and on which line: the plain way."""
-        text = block.text
+    ) -> tuple[Rows, int]:
+        """Return some rows from a position on, and where it goes on: the plain way."""
         places: list[tuple[int, int, int]] = []
         labels: list[Label] = []
-        while position < len(text) and len(labels) < most:
-            end = self._row_end(text, position)
-            row = text[position:end]
+        while position <= block.end and len(labels) < most:
+            end = self._row_end(block, position)
+            row = block.text[position:end]
             if row and not row.isspace():
                 places.append((block.offset + position, len(row), line))
                 labels.append(self._label_in(row, line))
             position, line = end + 1, line + 1 + row.count(b"\n")
         offsets, lengths, lines = np.array(places, np.int64).reshape(-1, 3).T
-        return Rows(offsets, lengths, lines, None, lambda: labels), position, line
+        return Rows(offsets, lengths, lines, line, lambda: labels), position
 
 
 def _of_found(found: FoundRows, block: Block, line: int) -> Rows:
@@ -194,7 +192,8 @@ def _of_found(found: FoundRows, block: Block, line: int) -> Rows:
         return [block.text[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
     numbers = found.numbers if len(found) and found.numbers.min() >= 0 else None
-    return Rows(block.offset + found.starts, found.lengths, line + found.lines, numbers, texts)
+    offsets, lines = block.offset + found.starts, line + found.lines
+    return Rows(offsets, found.lengths, lines, line + found.lines_passed, texts, numbers)
 
 
 def _is_base64(text: str) -> bool:
