@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import json
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from plsc.data.native.tar import IS_JSON, MOST_SAMPLES, FoundSamples, find_tar_samples
 from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.columns import (
     Label,
@@ -33,6 +34,7 @@ from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.names import base_name
 from plsc.storage.urls import shown
 
+_PIECE = 2**20  # stays in the cache of a processor
 _LABEL_BYTES = 2**20  # the most that a .cls or .json may have
 
 
@@ -86,31 +88,74 @@ class TarSource(IndexedSource):
         )
 
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
-        shards, offsets, lengths = array("q"), array("q"), array("q")
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         keys: list[bytes] = []
         for shard, location in enumerate(self._shards.locations):
-            found: list[Label] = []
-            first = len(keys)
-            for sample in read_samples(self._shards[shard], shown(location)):
-                image = self._image_of(sample)
-                shards.append(shard)
-                offsets.append(image.offset)
-                lengths.append(image.size)
-                found.append(self._label_of(sample))
-                keys.append(sample.key.encode("utf-8", "surrogateescape"))
-            labels.extend(found, functools.partial(_place, shown(location), keys, first))
-        if not offsets:
+            title = shown(location)
+            for samples in self._samples_in(self._shards[shard], title):
+                if samples.numbers is None or not labels.extend_numbers(samples.numbers):
+                    place = functools.partial(_place, title, samples.keys)
+                    labels.extend(samples.texts(), place)
+                keys += samples.keys
+                shards = np.full(len(samples.keys), shard)
+                parts.append((shards, samples.offsets, samples.lengths))
+        if not keys:
             raise DataError(f"{shown(self._shards.locations[0])} holds no samples")
-        places = {"shards": shards, "offsets": offsets, "lengths": lengths}
+        shards, offsets, lengths = map(np.concatenate, zip(*parts, strict=True))
         text, ends = pack_texts(keys)
-        arrays = {name: np.frombuffer(values, np.int64) for name, values in places.items()}
-        return {**arrays, "keys": text, "key_ends": ends, **labels.arrays()}
+        names = {"keys": text, "key_ends": ends, **labels.arrays()}
+        return {"shards": shards, "offsets": offsets, "lengths": lengths, **names}
+
+    def _samples_in(self, data: Bytes, title: str) -> Iterator[Samples]:
+        """Yield the samples of an archive: found by C, or one by one where one is not usual."""
+        position, slow = 0, 1
+        label = self._label or "cls"
+        while position < data.size or not data.size:  # an empty one is refused below
+            found = None
+            if not _is_image(label):  # which never counts as a text
+                piece = data.read_at(position, min(_PIECE, data.size - position))
+                found = find_tar_samples(piece, position, data.size, self._image or "", label)
+            if found is not None:
+                yield self._of_found(found, piece, title)
+                position += found.position
+                slow = 1 if len(found) > slow else min(2 * slow, MOST_SAMPLES)
+                if found.ended and len(found):
+                    continue
+            else:
+                slow = MOST_SAMPLES
+            one_by_one = read_samples(data, title, position)
+            taken = list(itertools.islice(one_by_one, slow))
+            yield self._of_taken(taken)
+            position = taken[-1].end if taken else data.size
+
+    def _of_taken(self, samples: list[Sample]) -> Samples:
+        images = [self._image_of(sample) for sample in samples]
+        labels = [self._label_of(sample) for sample in samples]
+        keys = [sample.key.encode("utf-8", "surrogateescape") for sample in samples]
+        offsets = np.array([image.offset for image in images], np.int64)
+        lengths = np.array([image.size for image in images], np.int64)
+        return Samples(keys, offsets, lengths, lambda: labels)
+
+    def _of_found(self, found: FoundSamples, piece: bytes, title: str) -> Samples:
+        keys = _cut(piece, found.key_starts, found.key_lengths)
+
+        def texts() -> list[Label]:
+            texts: list[Label] = list(_cut(piece, found.text_starts, found.text_lengths))
+            for index in np.flatnonzero(found.numbers == IS_JSON).tolist():
+                key = keys[index].decode("utf-8", "surrogateescape")
+                sample = Sample(key, title, {}, {"json": bytes(texts[index])}, 0)
+                texts[index] = self._label_of(sample)
+            return texts
+
+        is_numbers = len(found) > 0 and found.numbers.min() >= 0
+        numbers = found.numbers if is_numbers else None
+        return Samples(keys, found.offsets, found.lengths, texts, numbers)
 
     def _image_of(self, sample: Sample) -> Member:
         if self._image is not None:
             found = [self._image] if self._image in sample.members else []
         else:
-            found = [s for s in sample.members if f".{s.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES]
+            found = [s for s in sample.members if _is_image(s)]
         if len(found) == 1:
             return sample.members[found[0]]
         there = ", ".join(f".{printable(suffix)}" for suffix in sorted(sample.members))
@@ -134,17 +179,40 @@ class TarSource(IndexedSource):
         raise DataError(f"{sample.place} has no label: no .{wanted}, and no {name!r} in a .json")
 
 
-def _place(title: str, keys: list[bytes], first: int, position: int) -> str:
-    return f"{title}:{printable(keys[first + position])}"
+def _place(title: str, keys: list[bytes], position: int) -> str:
+    return f"{title}:{printable(keys[position])}"
+
+
+def _is_image(suffix: str) -> bool:
+    return f".{suffix.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES
+
+
+def _cut(text: bytes, starts: np.ndarray, lengths: np.ndarray) -> list[bytes]:
+    places = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return [text[start : start + length] for start, length in places]
+
+
+class Samples(NamedTuple):
+    """Some samples: their names, where their images are, int64 [n] each, and their labels as in `Rows`."""
+
+    keys: list[bytes]
+    offsets: np.ndarray
+    lengths: np.ndarray
+    texts: Callable[[], Sequence[Label]]
+    numbers: np.ndarray | None = None
 
 
 class Sample(NamedTuple):
-    """The members of one sample by their suffix, and the content of those that are small and no image."""
+    """The members of one sample by their suffix, and the content of those that are small and no image.
+
+    end: where the headers of the next one begin, or the archive ends.
+    """
 
     key: str
     title: str
     members: dict[str, Member]
     texts: dict[str, bytes]
+    end: int
 
     @property
     def place(self) -> str:
@@ -152,10 +220,14 @@ class Sample(NamedTuple):
         return f"{self.title}:{printable(self.key)}"
 
 
-def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
-    """Yield the samples of one tar file; members without a suffix, or that are hidden, are left out."""
+def read_samples(data: Bytes, title: str, position: int = 0) -> Iterator[Sample]:
+    """Yield the samples of one tar file from a byte on where the headers of one begin: the plain way.
+
+    Members without a suffix, or that are hidden, are left out.
+    """
     file = buffered(data)
-    archive = TarReader(file, lambda length: file.seek(length, io.SEEK_CUR), title)
+    file.seek(position)
+    archive = TarReader(file, lambda length: file.seek(length, io.SEEK_CUR), title, position)
     sample: Sample | None = None
     for member in archive:
         folder, slash, base = member.name.rpartition("/")
@@ -167,12 +239,12 @@ def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
         key, suffix = f"{folder}{slash}{stem}", suffix.lower()
         if sample is None or key != sample.key:
             if sample is not None:
-                yield sample
-            sample = Sample(key, title, {}, {})
+                yield sample._replace(end=archive.headers_at)
+            sample = Sample(key, title, {}, {}, 0)
         if suffix in sample.members:
             raise DataError(f"{sample.place} has two members .{printable(suffix)}; fix the archive")
         sample.members[suffix] = member
-        if member.size <= _LABEL_BYTES and f".{suffix.rsplit('.', 1)[-1]}" not in IMAGE_SUFFIXES:
+        if member.size <= _LABEL_BYTES and not _is_image(suffix):
             sample.texts[suffix] = archive.read(member.size)
     if sample is not None:
-        yield sample
+        yield sample._replace(end=data.size)
