@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from plsc.data.native.rows import FoundRows, find_csv_rows
-from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
+from plsc.data.sources.columns import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    Label,
+    LabelReader,
+    choose_column,
+)
 from plsc.data.sources.lines import MAX_LINE_BYTES, Block, first_line, line_at, line_blocks
 from plsc.data.sources.paths import printable
 from plsc.data.sources.rows import RowSource
@@ -29,27 +36,21 @@ class CsvSource(RowSource):
     many or too few fields, or with a label that is none.
     """
 
-    def __init__(
-        self,
-        location: str | Path,
-        *,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        label_map: str | Path | None = None,
-    ) -> None:
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
         data = open_bytes(location)
         header = first_line(data)
         self._delimiter = max(b",;\t|".decode(), key=header.decode("utf-8", "replace").count)
         self._separator = self._delimiter.encode()
         try:
             self.columns = [name.strip() for name in self._split(header)]
-            image = choose_column(image_column, self.columns, IMAGE_COLUMNS, "image")
-            label = choose_column(label_column, self.columns, LABEL_COLUMNS, "label")
+            image = choose_column(image, self.columns, IMAGE_COLUMNS, "image")
+            label = choose_column(label, self.columns, LABEL_COLUMNS, "label")
         except (DataError, OptionError) as error:
-            raise type(error)(f"{shown(str(location))}: {error}") from error
+            raise type(error)(f"{shown(location)}: {error}") from error
         self._image, self._label = self.columns.index(image), self.columns.index(label)
-        self.kind = f"csv-1-{self._label}"
-        super().__init__(data, label_map)
+        return self._load(data, f"csv-1-{self._label}", labels)
 
     def _split(self, row: bytes) -> list[str]:
         """Return the fields of a row; DataError if it is no UTF-8, or its quotes do not close."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from plsc.data.native.rows import FoundRows, find_json_rows
-from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
+from plsc.data.sources.columns import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    Label,
+    LabelReader,
+    choose_column,
+)
 from plsc.data.sources.lines import Block, first_line, line_blocks
 from plsc.data.sources.paths import printable
 from plsc.data.sources.rows import RowSource
@@ -31,26 +38,19 @@ class JsonLinesSource(RowSource):
     object does not have, DataError that names the line for one that is no object, or lacks the label.
     """
 
-    def __init__(
-        self,
-        location: str | Path,
-        *,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        label_map: str | Path | None = None,
-    ) -> None:
-        name = shown(str(location))
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
         data = open_bytes(location)
         first = first_line(data) or b"{}"
         try:
             columns = list(_object(first))
-            self._image = choose_column(image_column, columns, IMAGE_COLUMNS, "image")
-            self._label = choose_column(label_column, columns, LABEL_COLUMNS, "label")
+            self._image = choose_column(image, columns, IMAGE_COLUMNS, "image")
+            self._label = choose_column(label, columns, LABEL_COLUMNS, "label")
         except (DataError, OptionError) as error:
-            raise type(error)(f"{name}: {error}") from error
+            raise type(error)(f"{shown(location)}: {error}") from error
         # A hash of the name, which may hold what a file's name may not.
-        self.kind = f"json-1-{self._label.encode().hex()[:40]}"
-        super().__init__(data, label_map)
+        return self._load(data, f"json-1-{self._label.encode().hex()[:40]}", labels)
 
     def _image_text(self, row: bytes) -> str:
         image = _object(row).get(self._image)

@@ -7,15 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from plsc.data.sources.base import IndexedSource
-from plsc.data.sources.columns import LabelReader, class_names_of, with_label_map
+from plsc.data.sources.columns import LabelReader, NamedLabelSource
 from plsc.data.sources.limits import check_image_bytes
 from plsc.errors import DataError
 from plsc.storage.names import base_name
 from plsc.storage.urls import is_url
 
 
-class LmdbSource(IndexedSource):
+class LmdbSource(NamedLabelSource):
     """An LMDB folder, or file, of this machine, in the layout that sets for text recognition made common.
 
     Keys count from 1, in 9 digits. Images are encoded; labels are texts: whole numbers, or names as in
@@ -40,9 +39,7 @@ class LmdbSource(IndexedSource):
             labels = LabelReader(names_wanted=label_map is not None)
             found = [transaction.get(b"label-%09d" % (i + 1)) or b"" for i in range(count)]
         labels.extend(found, lambda i: f"{location} label-{i + 1:09d}")
-        arrays = labels.arrays()
-        self.class_names = class_names_of(arrays)
-        self._labels = with_label_map(arrays["labels"], self.class_names, label_map)
+        self._set_labels(labels.arrays(), label_map)
 
     def name(self, index: int) -> str:
         """Return ``train.lmdb:image-000000013``."""

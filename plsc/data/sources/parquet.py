@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from pathlib import Path
+from collections.abc import Mapping
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
+    ColumnSource,
     LabelReader,
     choose_column,
-    class_names_of,
-    with_label_map,
 )
 from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.parquet_groups import RowGroups
@@ -24,7 +23,7 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.names import base_name
 
 
-class ParquetSource(IndexedSource):
+class ParquetSource(ColumnSource):
     """Samples of a Parquet file or of several (`shard_files`), local or remote.
 
     The image column holds encoded images: binary, or a struct with ``bytes`` (as Hugging Face's datasets
@@ -35,20 +34,14 @@ class ParquetSource(IndexedSource):
     not there or of another type, DataError for a damaged file and for a label that is missing.
     """
 
-    def __init__(
-        self,
-        location: str | Path,
-        *,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        label_map: str | Path | None = None,
-    ) -> None:
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
         self._groups = RowGroups(Shards(shard_files(location, ".parquet")))
-        self._choose(image_column, label_column)
+        self._choose(image, label)
         self._place_of_group: list[tuple[int, int]] = []  # (file, row group in it)
         self._ends: list[int] = []  # of each row group, in rows of the whole set
         self._first_rows: list[int] = []  # of each file
-        labels = LabelReader(names_wanted=label_map is not None)
         rows = 0
         for shard in range(len(self._groups.shards.locations)):
             self._first_rows.append(rows)
@@ -63,9 +56,7 @@ class ParquetSource(IndexedSource):
                 )
         if not rows:
             raise DataError(f"{self._groups.title(0)} holds no rows")
-        arrays = labels.arrays()
-        self.class_names = class_names_of(arrays)
-        self._labels = with_label_map(arrays["labels"], self.class_names, label_map)
+        return labels.arrays()
 
     def name(self, index: int) -> str:
         """Return ``train.parquet row 12``, counted from 0 in its file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 import functools
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ import numpy as np
 import pybase64
 
 from plsc.data.native.rows import MOST_ROWS, FoundRows
-from plsc.data.sources.base import IndexedSource, read_image_file
-from plsc.data.sources.columns import Label, LabelReader, class_names_of, with_label_map
+from plsc.data.sources.base import read_image_file
+from plsc.data.sources.columns import ColumnSource, Label, LabelReader
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.lines import Block
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     numbers: np.ndarray | None = None
 
 
-class RowSource(IndexedSource):
+class RowSource(ColumnSource):
     """Samples that are rows of one text file, local or remote: a column of images, and one of labels.
 
     An image is a path below the file's folder, or base64; the first row shows which. Labels are whole
@@ -54,26 +54,22 @@ class RowSource(IndexedSource):
     A format gives the methods that find rows and labels, and `_image_text`, which takes a row apart again.
     """
 
-    kind = ""
-
-    def __init__(self, data: Bytes, label_map: str | Path | None) -> None:
+    def _load(self, data: Bytes, kind: str, labels: LabelReader) -> Mapping[str, np.ndarray]:
+        """Load or build the index, of what `kind` says."""
         self.location = data.location
         self._title = base_name(self.location)
         self._folder = parent_of(self.location)
         self._data = data
-        kind = f"{self.kind}{'-names' if label_map is not None else ''}"
-        index = load_or_build(
-            [self.location], kind, lambda: self._build(names_wanted=label_map is not None)
-        )
+        kind = f"{kind}{'-names' if labels.names_wanted else ''}"
+        index = load_or_build([self.location], kind, lambda: self._build(labels))
         self._offsets, self._lengths, self._lines = (
             index[name] for name in ("offsets", "lengths", "lines")
         )
-        self.class_names = class_names_of(index)
-        self._labels = with_label_map(index["labels"], self.class_names, label_map)
         try:
             self._is_base64 = _is_base64(self._text(0))
         except DataError as error:
             raise error.at(self.name(0)) from error
+        return index
 
     def _blocks(self, data: Bytes) -> Iterator[Block]:
         """Yield blocks of whole rows."""
@@ -132,9 +128,8 @@ class RowSource(IndexedSource):
         check_image_bytes(data.size)
         return data.read_at(0, data.size)
 
-    def _build(self, names_wanted: bool) -> dict[str, np.ndarray]:
+    def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
         parts: list[tuple[np.ndarray, ...]] = []
-        labels = LabelReader(names_wanted)
         line = 1
         for block in self._blocks(self._data):
             line += block.lines_before

@@ -7,21 +7,18 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from plsc.data.native.tar import IS_JSON, MOST_SAMPLES, FoundSamples, find_tar_samples
-from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.columns import (
+    ColumnSource,
     Label,
     LabelReader,
-    class_names_of,
     pack_texts,
     text_at,
-    with_label_map,
 )
 from plsc.data.sources.image_folder import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
@@ -38,7 +35,7 @@ _PIECE = 2**20  # stays in the cache of a processor
 _LABEL_BYTES = 2**20  # the most that a .cls or .json may have
 
 
-class TarSource(IndexedSource):
+class TarSource(ColumnSource):
     """Samples of a tar file or of several shards (`shard_files`), local or remote, not compressed.
 
     ``a/17.jpg`` and ``a/17.cls`` are the sample ``a/17``. image_column: which suffix holds the image, such
@@ -50,27 +47,20 @@ class TarSource(IndexedSource):
     a damaged archive, a link, a name that climbs out, and a sample without image or label.
     """
 
-    def __init__(
-        self,
-        location: str | Path,
-        *,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        label_map: str | Path | None = None,
-    ) -> None:
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
         files = shard_files(location, ".tar")
         self._shards = Shards(files)
-        self._image, self._label = image_column, label_column
-        named = label_map is not None
-        choice = json.dumps([image_column, label_column, named]).encode()
+        self._image, self._label = image, label
+        choice = json.dumps([image, label, labels.names_wanted]).encode()
         kind = f"tar-1-{hashlib.sha256(choice).hexdigest()[:8]}"
-        index = load_or_build(files, kind, lambda: self._build(LabelReader(named)))
+        index = load_or_build(files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (
             index[name] for name in ("shards", "offsets", "lengths")
         )
         self._keys, self._key_ends = index["keys"], index["key_ends"]
-        self.class_names = class_names_of(index)
-        self._labels = with_label_map(index["labels"], self.class_names, label_map)
+        return index
 
     def name(self, index: int) -> str:
         """Return ``train-000.tar:a/17``: the shard and the sample's name in it."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plsc.data import native
 from plsc.data.native.rows import MOST_ROWS, find_csv_rows, find_json_rows
 from plsc.data.sources import csv_rows, json_lines, lines
+from plsc.data.sources.columns import LabelReader
 from plsc.data.sources.csv_rows import CsvSource
 from plsc.data.sources.json_lines import JsonLinesSource
 from plsc.errors import DataError
@@ -57,7 +58,7 @@ def plain_way() -> Iterator[None]:
 def index_of(source, content: bytes, names_wanted: bool) -> dict[str, list[int]] | str:
     source._data = InMemory(content)
     try:
-        return {name: a.tolist() for name, a in source._build(names_wanted).items()}
+        return {name: a.tolist() for name, a in source._build(LabelReader(names_wanted)).items()}
     except DataError as error:
         return str(error)
 
