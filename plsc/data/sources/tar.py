@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -20,19 +18,18 @@ from plsc.data.sources.columns import (
     pack_texts,
     text_at,
 )
-from plsc.data.sources.image_folder import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.paths import printable
 from plsc.data.sources.shards import Shards, shard_files
-from plsc.data.tar_format import Member, TarReader
+from plsc.data.sources.tar_samples import Sample, Samples, is_image, read_samples
+from plsc.data.tar_format import Member
 from plsc.errors import DataError, OptionError
-from plsc.storage.blocks import Bytes, buffered
+from plsc.storage.blocks import Bytes
 from plsc.storage.names import base_name
 from plsc.storage.urls import shown
 
 _PIECE = 2**20  # stays in the cache of a processor
-_LABEL_BYTES = 2**20  # the most that a .cls or .json may have
 
 
 class TarSource(ColumnSource):
@@ -102,7 +99,7 @@ class TarSource(ColumnSource):
         label = self._label or "cls"
         while position < data.size or not data.size:  # an empty one is refused below
             found = None
-            if not _is_image(label):  # which never counts as a text
+            if not is_image(label):  # which never counts as a text
                 piece = data.read_at(position, min(_PIECE, data.size - position))
                 found = find_tar_samples(piece, position, data.size, self._image or "", label)
             if found is not None:
@@ -145,7 +142,7 @@ class TarSource(ColumnSource):
         if self._image is not None:
             found = [self._image] if self._image in sample.members else []
         else:
-            found = [s for s in sample.members if _is_image(s)]
+            found = [s for s in sample.members if is_image(s)]
         if len(found) == 1:
             return sample.members[found[0]]
         there = ", ".join(f".{printable(suffix)}" for suffix in sorted(sample.members))
@@ -173,68 +170,6 @@ def _place(title: str, keys: list[bytes], position: int) -> str:
     return f"{title}:{printable(keys[position])}"
 
 
-def _is_image(suffix: str) -> bool:
-    return f".{suffix.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES
-
-
 def _cut(text: bytes, starts: np.ndarray, lengths: np.ndarray) -> list[bytes]:
     places = zip(starts.tolist(), lengths.tolist(), strict=True)
     return [text[start : start + length] for start, length in places]
-
-
-class Samples(NamedTuple):
-    """Some samples: their names, where their images are, int64 [n] each, and their labels as in `Rows`."""
-
-    keys: list[bytes]
-    offsets: np.ndarray
-    lengths: np.ndarray
-    texts: Callable[[], Sequence[Label]]
-    numbers: np.ndarray | None = None
-
-
-class Sample(NamedTuple):
-    """The members of one sample by their suffix, and the content of those that are small and no image.
-
-    end: where the headers of the next one begin, or the archive ends.
-    """
-
-    key: str
-    title: str
-    members: dict[str, Member]
-    texts: dict[str, bytes]
-    end: int
-
-    @property
-    def place(self) -> str:
-        """Where it is, for messages."""
-        return f"{self.title}:{printable(self.key)}"
-
-
-def read_samples(data: Bytes, title: str, position: int = 0) -> Iterator[Sample]:
-    """Yield the samples of one tar file from a byte on where the headers of one begin: the plain way.
-
-    Members without a suffix, or that are hidden, are left out.
-    """
-    file = buffered(data)
-    file.seek(position)
-    archive = TarReader(file, lambda length: file.seek(length, io.SEEK_CUR), title, position)
-    sample: Sample | None = None
-    for member in archive:
-        folder, slash, base = member.name.rpartition("/")
-        stem, dot, suffix = base.partition(".")
-        if member.is_folder or not stem or not dot:
-            continue
-        if member.offset + member.size > data.size:
-            raise DataError(f"{title} is truncated in '{printable(member.name)}'")
-        key, suffix = f"{folder}{slash}{stem}", suffix.lower()
-        if sample is None or key != sample.key:
-            if sample is not None:
-                yield sample._replace(end=archive.headers_at)
-            sample = Sample(key, title, {}, {}, 0)
-        if suffix in sample.members:
-            raise DataError(f"{sample.place} has two members .{printable(suffix)}; fix the archive")
-        sample.members[suffix] = member
-        if member.size <= _LABEL_BYTES and not _is_image(suffix):
-            sample.texts[suffix] = archive.read(member.size)
-    if sample is not None:
-        yield sample._replace(end=data.size)
