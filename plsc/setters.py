@@ -16,8 +16,10 @@ class Setters:
     options: Options
 
     def set_model_name(self, name: str) -> None:
-        """Set ``model.name``: ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, SmallResNet,
-        or 'package.module:Class' for a BaseModel of your own. Default: 'ResNet50'.
+        """Set ``model.name``: ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18,
+        IResNet34, IResNet50, IResNet100, IResNet200, SmallResNet, 'torchvision/<name>',
+        'timm/<name>', or 'package.module:Class' for a BaseModel of your own. Default:
+        'ResNet50'.
         """
         self.options.set("model.name", name)
 
@@ -40,6 +42,13 @@ class Setters:
         False.
         """
         self.options.set("model.sync_batch_norm", sync)
+
+    def set_pretrained(self, path: str | None) -> None:
+        """Set ``model.pretrained``: weights to start from, where name and shape match: a
+        checkpoint, a .safetensors file, or a state dict of torch.save; optimizer and
+        position start afresh. Default: None.
+        """
+        self.options.set("model.pretrained", path)
 
     def set_loss_type(self, loss_type: str) -> None:
         """Set ``head.loss_type``: dist_ and one of arcface, softmax, normface, cosface,
@@ -331,13 +340,47 @@ class Setters:
         """
         self.options.set("optim.lr", lr)
 
+    def set_optimizer(self, name: str) -> None:
+        """Set ``optim.optimizer``: optimizer of the network: sgd, adam or adamw; class rows:
+        head.optimizer. Default: 'sgd'.
+        """
+        self.options.set("optim.optimizer", name)
+
     def set_momentum(self, momentum: float) -> None:
         """Set ``optim.momentum``: momentum of SGD. Default: 0.9."""
         self.options.set("optim.momentum", momentum)
 
+    def set_betas(self, betas: Sequence[float]) -> None:
+        """Set ``optim.betas``: decay of the two moments of Adam and AdamW. Default: (0.9,
+        0.999).
+        """
+        self.options.set("optim.betas", betas)
+
     def set_weight_decay(self, decay: float) -> None:
         """Set ``optim.weight_decay``: L2 decay of all parameters. Default: 0.0005."""
         self.options.set("optim.weight_decay", decay)
+
+    def set_lr_schedule(self, name: str) -> None:
+        """Set ``optim.schedule``: how the learning rate falls: step (step_boundaries),
+        polynomial or cosine. Default: 'step'.
+        """
+        self.options.set("optim.schedule", name)
+
+    def set_decay_steps(self, num: int | None) -> None:
+        """Set ``optim.decay_steps``: step at which a polynomial or cosine schedule ends; None:
+        the last of the run. Default: None.
+        """
+        self.options.set("optim.decay_steps", num)
+
+    def set_decay_power(self, power: float) -> None:
+        """Set ``optim.decay_power``: power of the polynomial schedule. Default: 1.0."""
+        self.options.set("optim.decay_power", power)
+
+    def set_end_lr_factor(self, factor: float) -> None:
+        """Set ``optim.end_lr_factor``: where a polynomial or cosine schedule ends, as a part
+        of the learning rate. Default: 0.0.
+        """
+        self.options.set("optim.end_lr_factor", factor)
 
     def set_warmup_epochs(self, num: int) -> None:
         """Set ``optim.warmup_epochs``: epochs over which the learning rate rises linearly from
@@ -444,8 +487,9 @@ class Setters:
         self.options.set("checkpoint.save_dir", directory)
 
     def set_checkpoint_dir(self, directory: str | None) -> None:
-        """Set ``checkpoint.load_dir``: checkpoint to resume, test or predict with: a folder or
-        a URL. Default: None.
+        """Set ``checkpoint.load_dir``: checkpoint to resume, test or predict with: a folder, a
+        URL, or 'last' or 'best' of save_dir; training with 'last' begins anew where there
+        is none. Default: None.
         """
         self.options.set("checkpoint.load_dir", directory)
 

@@ -98,6 +98,11 @@ class ReaderLoader:
         """From ``num_samples`` if it was given; else None until an epoch has run to its end."""
         return self._steps
 
+    def expect_steps(self, steps: int) -> None:
+        """Take the length of an epoch from an earlier run; what was said or seen here counts more."""
+        if self._steps is None:
+            self._steps = steps
+
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of the steps ``start_step``.. of an epoch."""
         batches = self._run(epoch, start_step)
@@ -197,6 +202,12 @@ class ReaderLoader:
         if self.shards_itself:
             return range(self._samples_a_step)
         return range(self.rank, self.global_batch, self.ranks)
+
+    def places(self, count: int) -> torch.Tensor:
+        """Return the places of this rank's first ``count`` samples in the global batch, int64."""
+        if self.shards_itself:
+            return torch.arange(count) + self.global_batch * self.rank // self.ranks
+        return torch.arange(count) * self.ranks + self.rank
 
     def _check(self, item: Any, ordinal: int, epoch: int) -> Sample:
         name = f"sample {ordinal} of epoch {epoch} of the {self.title}"

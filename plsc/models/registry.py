@@ -9,11 +9,17 @@ from collections.abc import Callable, Sequence
 
 from plsc.errors import OptionError, PlscError, suggest
 from plsc.models.base_model import BaseModel
+from plsc.models.iresnet import BLOCKS, IResNet
 from plsc.models.resnet import DEPTHS, ResNet
 from plsc.models.small import SmallResNet
+from plsc.models.timm_models import PREFIX as TIMM
+from plsc.models.timm_models import build_timm
+from plsc.models.torchvision_models import PREFIX as TORCHVISION
+from plsc.models.torchvision_models import build_torchvision
 
 MODELS: dict[str, Callable[..., BaseModel]] = {
     **{f"ResNet{depth}": functools.partial(ResNet, depth) for depth in DEPTHS},
+    **{f"IResNet{depth}": functools.partial(IResNet, depth) for depth in BLOCKS},
     "SmallResNet": SmallResNet,
 }
 
@@ -24,17 +30,24 @@ def build_model(
     image_shape: Sequence[int] = (3, 112, 112),
     dropout: float = 0.4,
 ) -> BaseModel:
-    """Return the network of that name, or of that ``package.module:Class``, with fresh weights.
+    """Return the network of that name, with fresh weights.
+
+    A name of MODELS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``.
 
     Raises:
         OptionError: an unknown name, or options that the network cannot take.
     """
+    if name.startswith(TORCHVISION):
+        return build_torchvision(name, emb_size, tuple(image_shape), dropout)
+    if name.startswith(TIMM):
+        return build_timm(name, emb_size, tuple(image_shape), dropout)
     if ":" in name:
         return load_custom(name, emb_size=emb_size, image_shape=tuple(image_shape), dropout=dropout)
     if name not in MODELS:
         raise OptionError(
             f"no model is named {name!r}; {suggest(name, MODELS)}; "
-            "your own is named 'package.module:Class'"
+            f"others are named '{TORCHVISION}resnet18', '{TIMM}vit_tiny_patch16_224', your own "
+            "'package.module:Class'"
         )
     return MODELS[name](emb_size=emb_size, image_shape=tuple(image_shape), dropout=dropout)
 

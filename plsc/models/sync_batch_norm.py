@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -194,6 +196,19 @@ def _standardise(input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (like.dim() - 2))
+
+
+@contextmanager
+def equal_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Have the buffers as `equalise_buffers` makes them; afterwards each rank has its own again."""
+    own = [buffer.detach().clone() for buffer in module.buffers()]
+    equalise_buffers(module, group)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, mine in zip(module.buffers(), own, strict=True):
+                buffer.copy_(mine)
 
 
 @torch.no_grad()

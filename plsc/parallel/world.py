@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.errors import DistributedError, OptionError
+from plsc.parallel.joining import fresh_store
 
 _LEAVE_SECONDS = 5.0  # a rank that failed never comes
 
@@ -75,12 +77,18 @@ class World:
             torch.cuda.set_device(chosen)
         try:
             if not already_made:
+                store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
                 dist.init_process_group(
-                    backend, init_method="env://", rank=rank, world_size=size, timeout=timeout
+                    backend,
+                    store=fresh_store(store, rank, size, timeout_seconds),
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
                 )
             head_group = _new_group(backend, timeout)
             control_group, save_group, send_group = (_new_group("gloo", timeout) for _ in range(3))
-        except (RuntimeError, ValueError) as error:
+            own_store = _own_store(control_group)
+        except (RuntimeError, ValueError, TimeoutError) as error:
             raise DistributedError(
                 f"rank {rank} of {size} could not join the others over {backend} at "
                 f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
@@ -96,7 +104,7 @@ class World:
             control_group=control_group,
             save_group=save_group,
             send_group=send_group,
-            store=_own_store(size),
+            store=own_store,
             owns_process_group=not already_made,
         )
 
@@ -174,12 +182,12 @@ def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _own_store(size: int) -> dist.Store:
-    """Return a corner of the rendezvous store that no earlier world of these processes has used."""
-    # torch keeps no public name for the store; it is the one that torchrun hosts.
-    store = dist.distributed_c10d._get_default_store()
-    serial = (store.add("plsc/worlds", 1) - 1) // size  # worlds are made by all ranks together
-    return dist.PrefixStore(f"plsc/{serial}", store)
+def _own_store(control_group: dist.ProcessGroup) -> dist.Store:
+    """Return a corner of the rendezvous store that no other world, of these processes or dead ones, uses."""
+    box = [secrets.token_hex(8)]
+    dist.broadcast_object_list(box, group_src=0, group=control_group)
+    # torch keeps no public name for the store.
+    return dist.PrefixStore(f"plsc/{box[0]}", dist.distributed_c10d._get_default_store())
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,13 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer, ShardedHead
 from plsc.models import BaseModel, build_model, check_model
+from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
-from plsc.optim.schedule import step_schedule
+from plsc.optim.factory import build_optimizer
+from plsc.optim.schedule import Schedule, cosine_schedule, polynomial_schedule, step_schedule
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
+from plsc.storage.urls import shown
 from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
@@ -51,23 +53,31 @@ class Run:
     head: Head
     optimizer: torch.optim.Optimizer
     rows: RowOptimizer | None
-    rate: Callable[[int], float]
+    rate: Schedule
     loader: Loader
     targets: list[Target]
     save_dir: Path
     num_samples: int | None
     notes: str = ""  # what the user should know before training begins
+    first_sample: int = 0  # of this rank's part of the dataset, where it reads no other
+    is_data_of_ranks: bool = False  # whether the samples of a step depend on the number of ranks
+    samples: SampleNumbers = field(default_factory=SampleNumbers)
     position: Position = field(default_factory=Position)
     lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
+    resumed_from: Path | None = None
 
     @property
     def total_steps(self) -> int | None:
         """How many steps the run makes in all; None when a reader does not tell its length."""
-        per_epoch = self.loader.steps_per_epoch
-        options = self.options.train
-        if per_epoch is None:
-            return options.steps
-        return min(options.epochs * per_epoch, options.steps or options.epochs * per_epoch)
+        return _count_steps(self.options, self.loader.steps_per_epoch)
+
+
+def _count_steps(options: Options, steps_per_epoch: int | None) -> int | None:
+    """Return how many steps a run makes in all, None if that is not known before."""
+    if steps_per_epoch is None:
+        return options.train.steps
+    total = options.train.epochs * steps_per_epoch
+    return min(total, options.train.steps or total)
 
 
 def build_run(options: Options, world: World, user: UserParts) -> Run:
@@ -76,6 +86,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
     network = build_network(options, world, user.model)
+    samples = draw_by_sample(network)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     feed = build_feed(options, world, user.train_reader, user.train_transform, global_batch)
@@ -84,12 +95,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     groups = [{"params": [p for p in network.parameters() if p.requires_grad]}]
     if rows is None:
         groups.append({"params": list(head.parameters())})
-    optimizer = torch.optim.SGD(
-        groups,
-        lr=options.optim.lr,
-        momentum=options.optim.momentum,
-        weight_decay=options.optim.weight_decay,
-    )
+    optimizer = build_optimizer(options.optim, groups)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
     return Run(
         options=options,
@@ -105,17 +111,22 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
         notes=feed.notes,
+        first_sample=feed.first_sample,
+        is_data_of_ranks=feed.is_of_ranks,
+        samples=samples,
     )
 
 
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    _check_pretrained(options)
     total = options.train.global_batch_size
     if total is None:
         return
     product = options.train.batch_size * ranks
-    if "train.batch_size" in options.explicit and total != product:
+    is_kept = "train.global_batch_size" in options.adopted  # from a run on other ranks, perhaps
+    if "train.batch_size" in options.explicit and total != product and not is_kept:
         raise OptionError(
             f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
             f"{ranks} ranks makes {product}; set one of the two"
@@ -123,6 +134,17 @@ def check_combinations(options: Options, ranks: int) -> None:
     if total < ranks:
         raise OptionError(
             f"train.global_batch_size is {total}; expected at least {ranks}, the ranks"
+        )
+
+
+def _check_pretrained(options: Options) -> None:
+    """Refuse weights to start from beside a checkpoint to resume; "last" may find none, so it may stay."""
+    place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
+    source = url if place in (None, "last") else place
+    if "model.pretrained" in options.explicit and source is not None:
+        raise OptionError(
+            f"model.pretrained is {shown(str(options.model.pretrained))}, but the run resumes "
+            f"{shown(source)}, which gives its weights; set one of the two"
         )
 
 
@@ -149,22 +171,29 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     return model
 
 
-def _build_schedule(
-    options: Options, global_batch: int, steps_per_epoch: int | None
-) -> Callable[[int], float]:
+def _build_schedule(options: Options, global_batch: int, steps_per_epoch: int | None) -> Schedule:
     optim = options.optim
+    total_steps = _count_steps(options, steps_per_epoch)
     if optim.warmup_epochs and steps_per_epoch is None:
         raise OptionError(
             "optim.warmup_epochs needs the length of an epoch, which a generator reader does not "
             "tell; call set_train_image_num"
         )
-    return step_schedule(
-        optim.lr,
-        global_batch,
-        optim.step_boundaries,
-        optim.lr_decay_factor,
-        optim.warmup_epochs * (steps_per_epoch or 0),
-    )
+    warmup = optim.warmup_epochs * (steps_per_epoch or 0)
+    if optim.schedule == "step":
+        return step_schedule(
+            optim.lr, global_batch, optim.step_boundaries, optim.lr_decay_factor, warmup
+        )
+    last = optim.decay_steps or total_steps
+    if last is None:
+        raise OptionError(
+            f"optim.schedule {optim.schedule!r} needs the number of steps, which a generator reader does "
+            "not tell; call set_decay_steps, set_train_steps or set_train_image_num"
+        )
+    end = optim.end_lr_factor
+    if optim.schedule == "cosine":
+        return cosine_schedule(optim.lr, global_batch, last, end, warmup)
+    return polynomial_schedule(optim.lr, global_batch, last, optim.decay_power, end, warmup)
 
 
 def _check_batch_norm(

@@ -16,8 +16,10 @@ from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.build_head import build_head_of, build_row_optimizer
-from plsc.train.checkpointing import adopt_options, open_load_dir, publish, restore
+from plsc.train.checkpointing import adopt_options, publish
 from plsc.train.feed import switch_off_augmentation
+from plsc.train.find import open_load_dir
+from plsc.train.resume import keep_global_batch, restore
 
 
 def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:
@@ -31,6 +33,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} is there already; give a path that is not")
     adopt_options(options, manifest)
+    keep_global_batch(options, path, manifest, world.size)
     plain = copy.deepcopy(options)  # what goes into the new checkpoint
     switch_off_augmentation(options.data)  # each image as `predict` would see it
     run = build_run(options, world, dataclasses.replace(user, train_transform=None))

@@ -1,34 +1,28 @@
-"""The run's state, to a checkpoint and back."""
+"""The run's state, to a checkpoint; `plsc.train.resume` brings it back."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from plsc.checkpoint import (
     Manifest,
     Snapshot,
     check_replaceable,
     list_checkpoints,
-    load_tensors,
     read_manifest,
     save_checkpoint,
 )
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.config import Options
-from plsc.errors import CheckpointError, OptionError
-from plsc.heads import ShardedHead
-from plsc.models.sync_batch_norm import equalise_buffers
+from plsc.errors import CheckpointError
 from plsc.parallel.shard import class_ranges
-from plsc.parallel.world import World
 from plsc.storage.names import join, parent_of
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown, without_secrets
-from plsc.train.build import Run, global_batch_size
-from plsc.train.state import Position, collect_tensors, make_momentum
+from plsc.train.build import Run
+from plsc.train.snapshot import scalars_to_save, tensors_to_save
 from plsc.version import __version__
 
 # A checkpoint does not decide where the next run reads it from, nor on which device that run is.
@@ -43,6 +37,7 @@ _NEVER_ADOPTED = frozenset(
         "checkpoint.local_dir",
     }
 )
+LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -59,35 +54,11 @@ def open_checkpoint(path: Path) -> Manifest:
         ) from error
 
 
-def wants_checkpoint(options: Options) -> bool:
-    """Whether a checkpoint is named that is to be loaded."""
-    return options.checkpoint.load_dir is not None or options.checkpoint.download_dir is not None
-
-
-def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
-    """Return the local folder of the checkpoint to load, fetched if need be, and its manifest. Collective.
-
-    Raises OptionError if none is named, CheckpointError if there is none.
-    """
-    if not wants_checkpoint(options):
-        raise OptionError(
-            "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
-        )
-    path, url = options.checkpoint.load_dir, options.checkpoint.download_dir
-    if path is not None and is_url(path):
-        if url is not None:
-            raise OptionError(f"both {shown(path)} and {shown(url)} are to be loaded; name one")
-        path, url = None, path
-    folder = None if path is None else Path(path)
-    if url is not None:
-        folder = fetch(url, world, folder, print if world.is_main else None)
-    assert folder is not None
-    return folder, open_checkpoint(folder)
-
-
 def adopt_options(options: Options, manifest: Manifest) -> list[str]:
     """Take the checkpoint's options where the script set none; return the differences, a line each."""
-    return options.adopt(manifest.options, keep=_NEVER_ADOPTED)
+    is_of_save_dir = options.checkpoint.load_dir in (LAST, BEST)  # which may have been moved
+    keep = _NEVER_ADOPTED | ({"checkpoint.save_dir"} if is_of_save_dir else set())
+    return options.adopt(manifest.options, keep=keep)
 
 
 def check_save_dir(run: Run, store: Store | None) -> None:
@@ -103,9 +74,10 @@ def check_save_dir(run: Run, store: Store | None) -> None:
 
     occupied = on_every_rank(run.world, f"look into {run.save_dir}", look)[0]
     options = run.options.checkpoint
+    is_of_save_dir = options.load_dir in (LAST, BEST) and run.resumed_from is not None
     sources = {_parent(place) for place in (options.load_dir, options.download_dir) if place}
     here = {_home(str(run.save_dir)), *([_home(store.url)] if store else [])}
-    if occupied and not sources & here:
+    if occupied and not is_of_save_dir and not sources & here:
         place, names = occupied[0]
         raise CheckpointError(
             f"{shown(place)} holds checkpoints of an earlier run: {', '.join(names)}; to go on with that "
@@ -125,42 +97,6 @@ def _parent(place: str) -> str:
     return _home(parent_of(place if is_url(place) else str(Path(place).resolve())))
 
 
-def restore(run: Run, path: Path, manifest: Manifest) -> None:
-    """Load the whole state of `path` into the run; a collective."""
-    options, scalars = run.options, manifest.scalars
-    expected: dict[str, Any] = {
-        "ranks": (manifest.world_size, run.world.size),
-        "classes": (manifest.class_num, run.head.class_num),
-        "embedding size": (manifest.emb_size, options.model.emb_size),
-        "loss type": (scalars.get("loss_type"), options.head.loss_type),
-        "global batch": (
-            scalars.get("global_batch"),
-            global_batch_size(options, run.world.size),
-        ),
-    }
-    for what, (theirs, mine) in expected.items():
-        if theirs != mine:
-            raise CheckpointError(
-                f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
-                "be the same"
-            )
-    saved_samples = scalars.get("num_samples")
-    if manifest.step_in_epoch and saved_samples != run.num_samples:
-        raise CheckpointError(
-            f"{path} was saved in the middle of an epoch over {saved_samples} images, the dataset has "
-            f"{run.num_samples} now; resume from the end of an epoch, or bring the data back"
-        )
-    make_momentum(run.network, run.head, run.optimizer, set(manifest.tensors))
-    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    load_tensors(path, replicated, sharded, run.world)
-    if isinstance(run.head, ShardedHead):
-        run.head.step = manifest.step  # keys the sampling and the rounding
-        before = scalars.get("head_computed_by")
-        run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
-    run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
-    run.lineage = manifest.lineage
-
-
 def publish(run: Run, folder: Path, name: str) -> Path:
     """Publish the run's state as `folder/name`; a collective."""
     state = take_state(run, {})
@@ -170,11 +106,9 @@ def publish(run: Run, folder: Path, name: str) -> Path:
 def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
     """Return the run's state, without a copy of it; a collective.
 
-    metrics: what the checkpoint is judged by. Buffers that differ between ranks (batch norm) are made
-    equal first.
+    metrics: what the checkpoint is judged by. Nothing of the run is changed.
     """
-    equalise_buffers(run.network, run.world.backbone_group)
-    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    replicated, sharded = tensors_to_save(run)
     ranks = run.world.size if run.head.is_sharded else 1
     manifest = Manifest(
         plsc_version=__version__,
@@ -186,13 +120,7 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
         emb_size=run.options.model.emb_size,
         class_ranges=[list(pair) for pair in class_ranges(run.head.class_num, ranks)],
         options=without_secrets(run.options.as_dict()),
-        scalars={
-            METRICS_KEY: metrics,
-            "loss_type": run.options.head.loss_type,
-            "global_batch": global_batch_size(run.options, run.world.size),
-            "num_samples": run.num_samples,
-            "head_computed_by": getattr(run.head, "computed_by", None),
-        },
+        scalars={METRICS_KEY: metrics, **scalars_to_save(run)},
         lineage=run.lineage,
     )
     return Snapshot(replicated, sharded, manifest)

@@ -31,12 +31,18 @@ Loader = SourceLoader | ReaderLoader
 
 @dataclass
 class Feed:
-    """The loader, the number of samples if it is known, of classes, and what is odd about them."""
+    """The loader, the number of samples if it is known, of classes, and what is odd about them.
+
+    first_sample: where this rank's part of the dataset begins, when it reads no other. is_of_ranks: which
+    samples a step takes depends on the number of ranks.
+    """
 
     loader: Loader
     num_samples: int | None
     class_num: int
     notes: str = ""
+    first_sample: int = 0
+    is_of_ranks: bool = False
 
 
 def is_generator_reader(reader: Any) -> bool:
@@ -118,7 +124,13 @@ def _feed_from_generator(
         ahead=data.num_workers > 0 and "fork" in multiprocessing.get_all_start_methods(),
         pin_memory=world.device.type == "cuda",
     )
-    return Feed(loader, data.train_image_num, class_num, loader.describe())
+    return Feed(
+        loader,
+        data.train_image_num,
+        class_num,
+        loader.describe(),
+        is_of_ranks=data.reader_shards_itself,
+    )
 
 
 def _feed_from_rank_files(
@@ -141,9 +153,11 @@ def _feed_from_rank_files(
         hash_key(options.train.seed, world.rank),
         options.data.last_batch,
     )
-    recipe = _recipe(options, transform, class_num, first_sample=world.rank * len(source))
+    first = world.rank * len(source)
+    recipe = _recipe(options, transform, class_num, first_sample=first)
     loader = _source_loader(source, plan, 0, recipe, options, world)
-    return Feed(loader, len(source) * world.size, class_num, _join(note, loader.describe()))
+    notes = _join(note, loader.describe())
+    return Feed(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
 
 
 def switch_off_augmentation(data: DataOptions) -> None:

@@ -19,20 +19,18 @@ from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_network, build_run
-from plsc.train.checkpointing import (
-    adopt_options,
-    check_save_dir,
-    open_load_dir,
-    restore,
-    wants_checkpoint,
-)
+from plsc.train.checkpointing import adopt_options, check_save_dir
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
+from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.places import Places, open_places
+from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
+from plsc.train.resume import keep_global_batch, restore
 from plsc.train.saving import Saver
+from plsc.train.warm_start import WarmStart, start_from_pretrained
 
 
 @dataclass
@@ -49,22 +47,32 @@ class Prediction:
 
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
-    """Train, from the start or from `checkpoint.load_dir`."""
-    checkpoint = open_load_dir(options, world) if wants_checkpoint(options) else None
-    differences = adopt_options(options, checkpoint[1]) if checkpoint else []
+    """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
+    checkpoint = open_to_resume(options, world)
+    differences: list[str] = []
+    if checkpoint:
+        differences = adopt_options(options, checkpoint[1])
+        differences += keep_global_batch(options, *checkpoint, world.size)
     run = build_run(options, world, user)
+    run.resumed_from = checkpoint[0] if checkpoint else None
     places = open_places(options, world, _print_if(world))
     try:
         run.save_dir = places.local
         check_save_dir(run, places.store)
+        warm_start = None
         if checkpoint:
             restore(run, *checkpoint)
-        return _train(run, places, differences)
+        else:
+            warm_start = start_from_pretrained(run)
+            seed_generators(world, options.train.seed)
+        return _train(run, places, differences, warm_start)
     finally:
         places.release()
 
 
-def _train(run: Run, places: Places, differences: list[str]) -> TrainResult:
+def _train(
+    run: Run, places: Places, differences: list[str], warm_start: WarmStart | None
+) -> TrainResult:
     options, world = run.options, run.world
     log = RunLog(run.save_dir, world.is_main, run.position.step, run.total_steps)
     try:
@@ -73,10 +81,14 @@ def _train(run: Run, places: Places, differences: list[str]) -> TrainResult:
             log.say(f"differs from the checkpoint: {difference}")
         if run.position.epoch >= options.train.epochs:
             log.say(
-                f"{options.checkpoint.load_dir} is the end of a run of {options.train.epochs} epochs: "
+                f"{run.resumed_from} is the end of a run of {options.train.epochs} epochs: "
                 "there is nothing left to train; set_train_epochs to more"
             )
-        return Trainer(run, log, Saver(run, log, places)).train()
+        if warm_start:
+            log.say("\n".join(warm_start.lines()))
+        result = Trainer(run, log, Saver(run, log, places)).train()
+        result.warm_start = warm_start
+        return result
     finally:
         log.close()
 
@@ -190,7 +202,7 @@ def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
 def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
-    resumed = f", from step {run.position.step}" if run.position.step else ""
+    resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
     text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
         f"{run.options.head.loss_type} over {run.head.class_num:,} classes on {images}; "

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from contextlib import closing, nullcontext
-from pathlib import Path
 from typing import Any, NoReturn
-
-import torch
 
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
-from plsc.keys import hash_key
-from plsc.models.sync_batch_norm import equalise_buffers
+from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.gradients import without_sum
 from plsc.parallel.signals import StopSignal
 from plsc.train.bad_samples import BadSampleReport
@@ -23,6 +19,7 @@ from plsc.train.evaluation import evaluate_targets
 from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
+from plsc.train.randomness import number_samples, seed_step
 from plsc.train.result import TrainResult
 from plsc.train.saving import Saver
 
@@ -41,12 +38,8 @@ class Trainer:
         self._bad_samples = BadSampleReport(
             run.world, run.save_dir, log, run.options.data.bad_images
         )
-        load_dir = run.options.checkpoint.load_dir
         self._result = TrainResult(
-            run.position.step,
-            run.position.epoch,
-            metrics={},
-            checkpoint=None if load_dir is None else Path(load_dir),
+            run.position.step, run.position.epoch, metrics={}, checkpoint=run.resumed_from
         )
 
     def train(self) -> TrainResult:
@@ -109,8 +102,6 @@ class Trainer:
     def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
         """Make one update; return what the head said, and the loss of the global batch."""
         run, step = self._run, self._position.step
-        # Dropout is a function of seed, step and rank, so that no generator state has to be saved.
-        torch.manual_seed(hash_key(self._options.seed, step, run.world.rank))
         rate = run.rate(step)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
@@ -131,10 +122,14 @@ class Trainer:
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         images = batch.input(device).tensor_split(parts)
         labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
+        numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
+        split = None if numbers is None else numbers.tensor_split(parts)
         total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
         outputs: list[HeadOutput] = []
         for part in range(parts):
             is_last = part == parts - 1
+            seed_step(self._options.seed, self._position.step, part, run.world)
+            run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
                 embeddings = run.forward(images[part], labels[part], True)
@@ -188,9 +183,10 @@ class Trainer:
         run = self._run
         if not run.targets:
             return
-        equalise_buffers(run.network, run.world.backbone_group)
+        with equal_buffers(run.network, run.world.backbone_group):
+            results = evaluate_targets(run.network, run.targets, run.options, run.world)
+        self._result.evaluation = results
         self._evaluated_at = self._position.step
-        self._result.evaluation = evaluate_targets(run.network, run.targets, run.options, run.world)
         plain = {name: result.as_dict() for name, result in self._result.evaluation.items()}
         # At the end of an epoch the position is that of the next one already.
         epoch = self._position.epoch - (self._position.step_in_epoch == 0)

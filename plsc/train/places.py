@@ -21,7 +21,7 @@ from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
 
 _VERSION = re.compile(r"version_(\d+)")
-_START_SECONDS = 20.0  # for a store to answer before training begins
+START_SECONDS = 20.0  # for a store to answer before training begins
 
 
 @dataclass
@@ -100,7 +100,7 @@ def versions(names: list[str]) -> list[str]:
 
 def _next_version(save_dir: str) -> int:
     if is_url(save_dir):
-        names = Store(save_dir, total_seconds=_START_SECONDS).names()
+        names = Store(save_dir, total_seconds=START_SECONDS).names()
     else:
         folder = Path(save_dir)
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -113,7 +113,7 @@ def _open_store(url: str, options: Options, world: World) -> Store:
     opened: list[Store] = []
 
     def reach() -> None:
-        store = Store(url, total_seconds=_START_SECONDS, silence=_START_SECONDS)
+        store = Store(url, total_seconds=START_SECONDS, silence=START_SECONDS)
         if world.is_main:
             store.make_folder()
             clean_remote(store)

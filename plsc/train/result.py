@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.evaluate.verification import VerificationResult
+from plsc.train.warm_start import WarmStart
 
 
 @dataclass
@@ -17,7 +18,7 @@ class TrainResult:
     metrics.jsonl; evaluation: the last result for each pair file; checkpoint: the last one saved.
     best_model_path: the best checkpoint that is there; best_model_score: its value of best_metric
     (checkpoint.monitor). unsent: checkpoints that are whole on this machine and could not be sent to
-    the store.
+    the store. warm_start: what of `model.pretrained` the run began with.
     """
 
     steps: int
@@ -29,3 +30,4 @@ class TrainResult:
     best_model_score: float = float("nan")
     best_metric: str = ""
     unsent: list[Path] = field(default_factory=list)
+    warm_start: WarmStart | None = None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plsc.checkpoint import ShardedTensor
+from plsc.checkpoint.layout import DTYPES
+from plsc.checkpoint.manifest import TensorInfo
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 @dataclass
@@ -40,7 +47,8 @@ def collect_tensors(
     """Return the replicated and the sharded tensors of a run, by checkpoint key; no copies.
 
     Keys: ``backbone.<state dict key>``, ``head.weight``, ``head.<buffer>`` for a margin's statistics,
-    ``momentum.<key>`` for the optimizer's, ``rows.<parameter>.<state>`` for the row optimizer's.
+    ``momentum.<key>`` and ``optimizer.<state>.<key>`` for the optimizer's, ``rows.<parameter>.<state>`` for
+    the row optimizer's.
     """
     whole = {f"backbone.{key}": value for key, value in network.state_dict().items()}
     whole.update({f"head.{key}": buffer for key, buffer in head.named_buffers()})
@@ -50,9 +58,9 @@ def collect_tensors(
         for state, tensor in (rows.state[parameter] if rows is not None else {}).items():
             split[f"rows.{name}.{state}"] = tensor
     for key, parameter in _named_parameters(network, head).items():
-        buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
-        if buffer is not None:
-            whole[f"momentum.{key}"] = buffer
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                whole[_state_key(state, key)] = value
     if not head.is_sharded:
         whole.update(split)
         split = {}
@@ -61,24 +69,83 @@ def collect_tensors(
     return {key: tensor.detach() for key, tensor in whole.items()}, sharded
 
 
-def make_momentum(
-    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer, keys: set[str]
-) -> None:
-    """Give the optimizer empty momentum buffers where the checkpoint has some, to be loaded into.
+def collect_numbers(
+    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer
+) -> dict[str, float]:
+    """Return what of the optimizer's state are plain numbers, such as a count of steps, by key, for JSON."""
+    numbers = {}
+    for key, parameter in _named_parameters(network, head).items():
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (int, float)):
+                numbers[_state_key(state, key)] = value
+    return numbers
 
-    keys: the checkpoint's. Raises CheckpointError for momentum of a parameter that is not here.
+
+def make_state(
+    network: nn.Module,
+    head: Head,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, TensorInfo],
+    numbers: Mapping[str, float],
+) -> None:
+    """Give the optimizer the state that a checkpoint has: numbers, and empty tensors to be loaded into.
+
+    tensors: the checkpoint's, of which those of the optimizer are looked at; numbers: of
+    `collect_numbers`. Raises CheckpointError for state of a parameter that is not here, or that is larger
+    than it.
     """
     named = _named_parameters(network, head)
-    for key in sorted(keys):
-        if not key.startswith("momentum."):
-            continue
-        parameter = named.get(key.removeprefix("momentum."))
+    for key in sorted({key for key in (*tensors, *numbers) if key.startswith(_PREFIXES)}):
+        state, name = _split_key(key)
+        parameter = named.get(name)
         if parameter is None:
             raise CheckpointError(
-                f"the checkpoint has optimizer state for {key.removeprefix('momentum.')}, which this "
-                "model does not have; use the model that was saved"
+                f"the checkpoint has optimizer state for {name}, which this model does not have; use the "
+                "model that was saved"
             )
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if key in numbers:
+            optimizer.state[parameter][state] = numbers[key]
+        else:
+            group = next(
+                g for g in optimizer.param_groups if any(p is parameter for p in g["params"])
+            )
+            empty = _empty_state(key, tensors[key], parameter, group)
+            optimizer.state[parameter][state] = empty
+
+
+_MOMENTUM, _OTHER = "momentum.", "optimizer."
+_PREFIXES = (_MOMENTUM, _OTHER)
+_SMALL = 4096  # numbers that a state may have though its parameter is smaller: a count, a table
+
+
+def _state_key(state: str, key: str) -> str:
+    return f"{_MOMENTUM}{key}" if state == "momentum_buffer" else f"{_OTHER}{state}.{key}"
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    """Return the name of the state and that of the parameter."""
+    if key.startswith(_MOMENTUM):
+        return "momentum_buffer", key.removeprefix(_MOMENTUM)
+    state, _, name = key.removeprefix(_OTHER).partition(".")
+    return state, name
+
+
+def _empty_state(
+    key: str, info: TensorInfo, parameter: nn.Parameter, group: dict[str, Any]
+) -> Tensor:
+    """Return zeros for a state: beside the parameter, but counts of steps where torch keeps them."""
+    if math.prod(info.shape) > max(parameter.numel(), _SMALL):
+        raise CheckpointError(
+            f"the checkpoint's optimizer state {key} is {list(info.shape)}, its parameter "
+            f"{list(parameter.shape)}; use the model that was saved"
+        )
+    on_cpu = info.shape == () and not (group.get("capturable") or group.get("fused"))
+    dtype = _DTYPES.get(info.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state {key} is of unknown type {info.dtype}"
+        )
+    return torch.zeros(info.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
 
 def _named_parameters(network: nn.Module, head: Head) -> dict[str, nn.Parameter]:

@@ -21,12 +21,13 @@ def clean_environment(**changes: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
-def command(script: str | Path, ranks: int, *args: str) -> list[str]:
+def command(script: str | Path, ranks: int, *args: str, max_restarts: int = 0) -> list[str]:
     """The command that runs a script on so many ranks; plain Python for 0."""
     python = [sys.executable]
     if ranks:
         # --standalone picks a free port, so that tests can run side by side.
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        python += [f"--max-restarts={max_restarts}"] if max_restarts else []
     return [*python, str(script), *args]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from plsc.checkpoint import list_checkpoints, read_manifest
 from tests.distributed.launch import clean_environment, command, run_ranks
 from tests.images import write_dataset
+from tests.resuming import different, losses_of
 
 JOB = Path(__file__).with_name("job.py")
 pytestmark = pytest.mark.slow
@@ -34,10 +33,10 @@ def uninterrupted(dataset, tmp_path_factory):
     return save_dir
 
 
-def start(ranks, *args):
+def start(ranks, *args, max_restarts=0):
     """Start a job in a session of its own, so that a signal reaches all of it."""
     return subprocess.Popen(
-        command(JOB, ranks, *args),
+        command(JOB, ranks, *args, max_restarts=max_restarts),
         env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -60,38 +59,27 @@ def worker_pids(process):
     return [int(pid) for pid in children]
 
 
-def tensors_of(checkpoint):
-    found = {}
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                found[path.name, key] = file.get_tensor(key)
-    return found
+def is_replaced(pids, process):
+    """Whether the launcher has a full set of ranks, none of them among `pids`."""
+    now = worker_pids(process)
+    return len(now) == len(pids) and not set(now) & set(pids)
 
 
-def assert_same_bits(ours, theirs):
-    mine, right = tensors_of(ours), tensors_of(theirs)
-    assert mine.keys() == right.keys()
-    for key, tensor in mine.items():
-        assert tensor.equal(right[key]), key
-
-
-def losses_of(save_dir):
-    entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
-    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
-
-
-def test_a_run_that_was_killed_resumes_to_the_same_bits(dataset, uninterrupted, tmp_path):
+def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
+    dataset, uninterrupted, tmp_path
+):
     save_dir = tmp_path / "run"
-    job = start(3, str(dataset), str(save_dir), "set_train_epochs=4")
-    wait_for((save_dir / "1").exists, job)
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
-    assert not (save_dir / "3").exists()
-    newest = list_checkpoints(save_dir)[-1][0]
-    settings = "set_train_epochs=4", f"set_checkpoint_dir={str(newest)!r}"
-    run_ranks(JOB, 3, str(dataset), str(save_dir), *settings)
-    assert_same_bits(save_dir / "3", uninterrupted / "3")
+    settings = "set_train_epochs=4", "set_checkpoint_dir='last'"
+    job = start(3, str(dataset), str(save_dir), *settings, max_restarts=2)
+    wait_for((save_dir / "0").exists, job)
+    first = worker_pids(job)
+    os.kill(first[1], signal.SIGKILL)
+    wait_for(lambda: (save_dir / "1").exists() and is_replaced(first, job), job)
+    os.kill(worker_pids(job)[0], signal.SIGKILL)  # the one that publishes
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    assert output.count("from step") >= 2, output
+    assert different(save_dir / "3", uninterrupted / "3") == []
     assert losses_of(save_dir) == losses_of(uninterrupted)
 
 
@@ -112,6 +100,7 @@ def test_sigterm_saves_at_a_step_boundary_and_the_run_goes_on_from_there(
     settings = "set_train_epochs=4", f"set_checkpoint_dir={str(path)!r}"
     run_ranks(JOB, 3, str(dataset), str(save_dir), *settings)
     assert losses_of(save_dir) == losses_of(uninterrupted)
+    assert different(save_dir / "3", uninterrupted / "3") == []
 
 
 def test_ctrl_c_in_one_process_saves_and_exits_with_130(dataset, tmp_path):

@@ -22,9 +22,10 @@ from plsc.checkpoint.tools import verify
 from plsc.errors import CheckpointError, OptionError
 from plsc.storage.store import Store
 from tests.distributed.launch import ROOT, clean_environment, command, run_ranks
-from tests.distributed.test_interruption import assert_same_bits, start, wait_for
+from tests.distributed.test_interruption import start, wait_for
 from tests.hdfs_server import hdfs_server
 from tests.images import write_dataset
+from tests.resuming import different
 from tests.s3_server import s3_server, use_s3
 
 JOB = Path(__file__).with_name("job.py")
@@ -71,7 +72,7 @@ def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_b
     assert "s3://bucket/run holds checkpoints of an earlier run: 1" in refused.stderr
     load = f"set_checkpoint_dir={store_url + '/1'!r}"
     run_ranks(JOB, 2, str(dataset), store_url, "set_train_epochs=4", load, env=there)
-    assert_same_bits(local_run(tmp_path / "b") / "3", whole / "3")
+    assert different(local_run(tmp_path / "b") / "3", whole / "3") == []
     assert [manifest.epoch for _, manifest in list_remote(Store(store_url))] == [4]
     listed = subprocess.run(
         [sys.executable, "-m", "plsc.cli", "checkpoint", "list", store_url],
@@ -137,7 +138,7 @@ def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_pa
             "second", 4, "/runs/a/1", f"ins.set_checkpoint_dir({str(tmp_path / 'fetched')!r})"
         )
         job = subprocess.Popen(
-            command(second, 2),
+            command(second, 1),
             env=clean_environment(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -220,7 +221,7 @@ def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_p
     beside.set_max_last_checkpoint_num(2)
     beside.set_save_top_k(1)
     result = beside.train()
-    assert_same_bits(tmp_path / "beside" / "1", tmp_path / "apart" / "1")
+    assert different(tmp_path / "beside" / "1", tmp_path / "apart" / "1") == []
     best = json.loads((tmp_path / "beside" / "best.json").read_text())
     assert best["metric"] == result.best_metric == "loss"
     assert (tmp_path / "beside" / best["path"]) == result.best_model_path
@@ -230,6 +231,18 @@ def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_p
     assert result.best_model_score == found[best["path"]] == min(found.values())
     assert {"1", best["path"]} <= found.keys()
     assert len(found) <= 3
+
+
+def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said(
+    dataset, tmp_path, capsys
+):
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_head_offload(True)
+    ins.train()
+    said = [line for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
+    assert len(said) == 1
+    assert said[0].endswith("training waits while a checkpoint is written")
+    assert verify(tmp_path / "run" / "1").epoch == 2
 
 
 def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from plsc.checkpoint.classes.plan import Plan, plan_drop, plan_grow, plan_merge,
 from plsc.checkpoint.classes.rows import (
     Change,
     Directions,
-    average_joined,
+    average_biases,
+    average_rows,
     draw_new,
     point_new,
     rows_of,
@@ -37,7 +37,7 @@ from plsc.parallel.shard import class_range, class_ranges
 from plsc.storage.urls import is_url, shown
 from plsc.version import __version__
 
-_WEIGHT = "head.weight"
+_WEIGHT, _BIAS = _OF_HEAD = ("head.weight", "head.bias")
 
 
 def change_classes(
@@ -80,6 +80,8 @@ def change_classes(
         )
     if rows not in ("mean", "target"):
         raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
+    if rows != "mean" and merge is None:
+        raise OptionError(f"rows is {rows!r}, but nothing is merged; give merge, too")
     if directions is not None and grow is None:
         raise OptionError("directions are for new classes; give grow, too")
     for location in (source, destination):
@@ -91,14 +93,15 @@ def change_classes(
     check_destination(old, new)
     manifest = read_manifest(old)
     check_files(old, manifest)
-    _check_classes(old, manifest)
+    moved = _with_class_rows(old, manifest)
     plan, found = _plan(manifest.class_num, given[0], wanted[given[0]])
     _check_directions(directions, plan, manifest)
     seed = _seed(old, manifest)
     check_checksums(old, manifest, sorted(manifest.files))
     with OpenCheckpoint(old, manifest) as opened, publishing(new) as temporary:
-        tensors = _new_tensors(manifest, plan)
-        files = _entries(opened, tensors, plan, _changes(opened, plan, rows, directions, seed))
+        tensors = _new_tensors(manifest, plan, moved)
+        changes = _changes(opened, plan, rows, directions, seed)
+        files = _entries(opened, tensors, plan, moved, changes)
         check_space(new, files)
         infos = {
             shard_name(number): write_shard(temporary / shard_name(number), entries)
@@ -124,30 +127,32 @@ def _plan(before: int, what: str, value: Any) -> tuple[Plan, ClassList | None]:
     return make(before, found), found
 
 
-def has_class_rows(key: str, info: TensorInfo) -> bool:
-    """Whether a tensor has a row for each class: a sharded one, or a dense head's and its optimizer's."""
-    if info.sharded:
-        return True
-    parts = key.split(".")
-    is_of_head = any(
-        part == "head" and following in ("weight", "bias")
-        for part, following in itertools.pairwise(parts)
-    )
-    return is_of_head and "backbone" not in parts and bool(info.shape)
-
-
-def _check_classes(folder: Path, manifest: Manifest) -> None:
+def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
+    """Return the keys of the tensors that have a row for each class. Raises CheckpointError if none has."""
     info = manifest.tensors.get(_WEIGHT)
     if info is None or len(info.shape) not in (2, 3):
         raise CheckpointError(
             f"{folder} has no class rows ({_WEIGHT}), so there are no classes to change"
         )
-    for key, info in manifest.tensors.items():
-        if has_class_rows(key, info) and info.shape[:1] != (manifest.class_num,):
+    found = {key for key, info in manifest.tensors.items() if _has_class_rows(key, info, manifest)}
+    for key in sorted(found):
+        shape = manifest.tensors[key].shape
+        if shape[:1] != (manifest.class_num,):
             raise CheckpointError(
-                f"{folder}: {key!r} is {list(info.shape)}, but there are {manifest.class_num} classes; "
+                f"{folder}: {key!r} is {list(shape)}, but there are {manifest.class_num} classes; "
                 "choose another checkpoint"
             )
+    return found
+
+
+def _has_class_rows(key: str, info: TensorInfo, manifest: Manifest) -> bool:
+    """Whether it is sharded, or a dense head's parameter, or state of its optimizer with such a shape."""
+    if info.sharded or key in _OF_HEAD:
+        return True
+    is_state = key.endswith(tuple(f".{name}" for name in _OF_HEAD)) and "backbone" not in key.split(
+        "."
+    )
+    return is_state and info.shape[:1] == (manifest.class_num,)
 
 
 def _check_directions(directions: Directions | None, plan: Plan, manifest: Manifest) -> None:
@@ -185,17 +190,17 @@ def _changes(
         if directions is not None:
             changes[_WEIGHT] += (point_new(weight, plan, directions),)
     if plan.what == "merge" and rows == "mean":
-        changes[_WEIGHT] = (average_joined(weight, plan, is_rows=True),)
-        bias = opened.tensors.get("head.bias")
+        changes[_WEIGHT] = (average_rows(weight, plan),)
+        bias = opened.tensors.get(_BIAS)
         if bias is not None:
-            changes["head.bias"] = (average_joined(bias, plan, is_rows=False),)
+            changes[_BIAS] = (average_biases(bias, plan),)
     return changes
 
 
-def _new_tensors(manifest: Manifest, plan: Plan) -> dict[str, TensorInfo]:
+def _new_tensors(manifest: Manifest, plan: Plan, moved: set[str]) -> dict[str, TensorInfo]:
     return {
         key: dataclasses.replace(info, shape=(plan.after, *info.shape[1:]))
-        if has_class_rows(key, info)
+        if key in moved
         else info
         for key, info in manifest.tensors.items()
     }
@@ -205,6 +210,7 @@ def _entries(
     opened: OpenCheckpoint,
     tensors: dict[str, TensorInfo],
     plan: Plan,
+    moved: set[str],
     changes: dict[str, tuple[Change, ...]],
 ) -> list[list[Entry]]:
     """Return what goes into each file: as many as there were, whole tensors where they were."""
@@ -213,7 +219,7 @@ def _entries(
         stored = opened.tensors[key]
         if not info.sharded:
             chunks = stored.bytes
-            if has_class_rows(key, info):
+            if key in moved:
                 chunks = rows_of(stored, plan, 0, plan.after, changes.get(key, ()))
             files[stored.file].append(_entry(stored, info.shape, 0, chunks))
             continue
@@ -260,6 +266,8 @@ def _new_manifest(
     if isinstance(options.setdefault("head", {}), dict):
         options["head"]["class_num"] = plan.after
     scalars[METRICS_KEY] = {}  # it was judged with other classes
+    if not manifest.step_in_epoch and "steps_per_epoch" in scalars:
+        scalars["steps_per_epoch"] = None  # images may come and go with the classes
     ranks = len(files) if tensors[_WEIGHT].sharded else 1
     return dataclasses.replace(
         manifest,

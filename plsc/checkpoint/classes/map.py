@@ -49,6 +49,11 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
         )
     before, size = last.get("classes_before"), last["map"].get("bytes")
     file = folder / MAP_NAME
+    if not file.exists():
+        raise CheckpointError(
+            f"{file} is not there: it stays where the classes were changed, stores do not get it; take it "
+            "from there"
+        )
     try:
         if not (isinstance(before, int) and 0 < before <= _MOST_CLASSES):
             raise ValueError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -94,49 +95,86 @@ def point_new(weight: StoredTensor, plan: Plan, directions: Directions) -> Chang
     return point
 
 
-def average_joined(tensor: StoredTensor, plan: Plan, is_rows: bool) -> Change:
-    """Return what gives classes that others joined the mean of theirs and their own.
+def average_rows(weight: StoredTensor, plan: Plan) -> Change:
+    """Return what gives classes that others joined the mean of their rows and their own.
 
-    is_rows: these are weight rows: the direction is the mean of the unit rows, the length the mean of the
-    lengths. Of sub-centres those nearest to each other are paired. Rows that cancel stay as they were.
-    Otherwise they are biases, whose mean is taken. Raises CheckpointError for what is not finite.
+    The direction is the mean of the unit rows, the length the mean of the lengths. Of sub-centres those
+    nearest to each other are paired. Rows that cancel leave the class its own. Raises CheckpointError,
+    while it works, for rows that are not finite.
     """
 
     def average(first: int, rows: np.ndarray) -> None:
-        joined, members = plan.joined_by(first, first + len(rows))
-        targets, place = np.unique(joined, return_inverse=True)
-        if not len(targets):
+        joined = _joined(weight, plan, first, rows)
+        if joined is None:
             return
-        own = torch.from_numpy(rows[targets - first].reshape(-1)).view(tensor.dtype)
-        base = own.view(len(targets), *tensor.shape[1:]).double()
-        if not is_rows:
-            base = base[:, None, None]
-        elif base.ndim == 2:
-            base = base[:, None]
-        # base [t, K, D]; a vector's unit is summed, and its length.
-        _check_finite(tensor.key, base)
-        length = base.norm(dim=2)
-        unit_sum = _unit(base) if is_rows else base.clone()
-        count = torch.ones(len(targets), dtype=torch.float64)
-        for low in range(0, len(members), tensor.rows_a_piece):
-            some = slice(low, low + tensor.rows_a_piece)
-            index = torch.from_numpy(place[some])
-            more = tensor.values(members[some]).view(-1, *base.shape[1:])
-            _check_finite(tensor.key, more)
-            if is_rows:
-                more = _paired(more, base[index])
-                length.index_add_(0, index, more.norm(dim=2))
-                more = _unit(more)
-            unit_sum.index_add_(0, index, more)
-            count.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
-        mean = unit_sum / count[:, None, None]
-        if is_rows:
-            norm = mean.norm(dim=2, keepdim=True)
-            aligned = mean / norm.clamp_min(1e-6) * (length / count[:, None])[..., None]
-            mean = torch.where(norm > 1e-6, aligned, base)
-        rows[targets - first] = _bytes_of(mean.to(tensor.dtype).view(len(targets), -1))
+        dimension = weight.shape[-1]
+        own = joined.own.view(len(joined.own), -1, dimension)  # [t, K, D]
+        units, lengths = _unit(own), own.norm(dim=2)
+        for index, members in joined.others():
+            more = _paired(members.view(len(members), -1, dimension), own[index])
+            units.index_add_(0, index, _unit(more))
+            lengths.index_add_(0, index, more.norm(dim=2))
+        norm = units.norm(dim=2, keepdim=True) / joined.count[:, None, None]  # of the mean
+        mean = _unit(units) * (lengths / joined.count[:, None])[..., None]
+        joined.put(torch.where(norm > 1e-6, mean, own))
 
     return average
+
+
+def average_biases(bias: StoredTensor, plan: Plan) -> Change:
+    """Return what gives classes that others joined the mean of their biases and their own."""
+
+    def average(first: int, rows: np.ndarray) -> None:
+        joined = _joined(bias, plan, first, rows)
+        if joined is None:
+            return
+        total = joined.own.clone()
+        for index, members in joined.others():
+            total.index_add_(0, index, members)
+        joined.put(total / joined.count)
+
+    return average
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The classes of a piece that others joined: t of them, with their values float64 [t, ...].
+
+    places: in the piece, whose bytes are `rows`. index: int64 [m], which of the t each of `members` joins.
+    count: float64 [t], of the classes that are one now.
+    """
+
+    tensor: StoredTensor
+    rows: np.ndarray
+    places: np.ndarray
+    own: Tensor
+    index: Tensor
+    members: np.ndarray
+    count: Tensor
+
+    def others(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the values of the members, a piece at a time, with what they join."""
+        for low in range(0, len(self.members), self.tensor.rows_a_piece):
+            some = slice(low, low + self.tensor.rows_a_piece)
+            values = self.tensor.values(self.members[some])
+            _check_finite(self.tensor.key, values)
+            yield self.index[some], values
+
+    def put(self, values: Tensor) -> None:
+        """Write the new values of the t classes into the piece."""
+        self.rows[self.places] = _bytes_of(values.to(self.tensor.dtype).view(len(values), -1))
+
+
+def _joined(tensor: StoredTensor, plan: Plan, first: int, rows: np.ndarray) -> _Joined | None:
+    joined, members = plan.joined_by(first, first + len(rows))
+    if not len(joined):
+        return None
+    targets, index, others = np.unique(joined, return_inverse=True, return_counts=True)
+    raw = torch.from_numpy(rows[targets - first].reshape(-1)).view(tensor.dtype)
+    own = raw.view(len(targets), *tensor.shape[1:]).double()
+    _check_finite(tensor.key, own)
+    count = torch.from_numpy(others + 1.0)
+    return _Joined(tensor, rows, targets - first, own, torch.from_numpy(index), members, count)
 
 
 def _paired(others: Tensor, own: Tensor) -> Tensor:

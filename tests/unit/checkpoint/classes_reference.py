@@ -29,6 +29,7 @@ def make_tensors(rng, classes, centers, dtype, kind, is_sharded):
         tensors["head.bias"] = rows()
         tensors["momentum.head.weight"] = rows(*shape)
         tensors["momentum.head.bias"] = rows()
+        tensors["optimizer.exp_avg.head.weight"] = rows(*shape)
     elif kind == "int8":
         tensors["rows.weight.momentum_buffer"] = small(-127, 127, shape, torch.int8)
         tensors["rows.weight.momentum_scale"] = rows(*shape[:-1], 1)
@@ -45,6 +46,8 @@ def make_tensors(rng, classes, centers, dtype, kind, is_sharded):
         "backbone.count": torch.tensor(7),
         "backbone.empty": torch.zeros(0, 4),
         "momentum.backbone.head.weight": torch.from_numpy(rng.standard_normal((classes, 3))),
+        "optimizer.step.head.weight": torch.tensor(3.0),
+        "optimizer.columns.head.weight": torch.arange(float(classes + 1)),
         "head.margin.t": torch.tensor(0.25),
     }
     return tensors, others

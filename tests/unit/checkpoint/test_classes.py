@@ -19,6 +19,7 @@ from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.heads.initial import initial_rows
 from plsc.parallel.shard import class_ranges
 from plsc.parallel.world import World
 from tests.unit.checkpoint.classes_reference import (
@@ -148,7 +149,7 @@ def small(tmp_path):
 
 
 def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
-    folder, tensors = small
+    folder, _ = small
     ids = folder.parent / "ids.txt"
     ids.write_bytes(b"\xef\xbb\xbf9\r\n 3\t\n7\n\n\n")
     change_classes(folder, folder.parent / "b", drop=ids)
@@ -162,7 +163,7 @@ def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
     new = found["head.weight"][7:]
     assert 0.002 < float(new.std()) < 0.03
     # A head of 10 classes began with other rows for classes 7, 8 and 9, which have moved since.
-    assert not torch.isclose(new, grown(tensors, 0, SEED)["head.weight"][7:]).any()
+    assert not torch.isclose(new, initial_rows(SEED, 7, 10, 6)).any()
     with pytest.raises(CheckpointError, match="moved no class"):
         read_class_map(folder.parent / "c")
 
@@ -183,6 +184,26 @@ def test_new_rows_point_along_given_directions(small):
     with pytest.raises(OptionError, match=r"\[4, 6\]"):
         change_classes(folder, folder.parent / "c", grow=4, directions=np.ones((4, 5)))
     assert not (folder.parent / "c").exists()
+
+
+def test_of_sub_centres_the_first_points_along_the_direction_and_the_others_are_random(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors, others = make_tensors(rng, 7, 3, torch.float32, "int8", True)
+    write_checkpoint(tmp_path / "5", tensors, others, [4, 7])
+    wanted = np.ones((2, 6), np.float32)
+    change_classes(tmp_path / "5", tmp_path / "b", grow=2, directions=wanted)
+    new = load_all(tmp_path / "b")[1]["head.weight"][7:]
+    length = float(tensors["head.weight"].norm(dim=2).mean())
+    assert torch.allclose(new[:, 0], torch.full((2, 6), length / 6**0.5))
+    assert torch.equal(new[:, 1:], grown(tensors, 2)["head.weight"][7:, 1:])
+
+
+def test_rows_that_cancel_leave_a_merged_class_its_own(tmp_path):
+    rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    rows[4] = -3 * rows[1]
+    write_checkpoint(tmp_path / "5", {"head.weight": rows}, {}, [5])
+    change_classes(tmp_path / "5", tmp_path / "b", merge={4: 1})
+    assert torch.equal(load_all(tmp_path / "b")[1]["head.weight"], rows[:4])
 
 
 REFUSED = {
@@ -247,6 +268,7 @@ def test_strange_arguments_are_refused(small, tmp_path):
     for count in (0, -1, True, 1.5, 2**60):
         assert "grow is" in refusal(folder, new, grow=count)
     assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
+    assert "give merge" in refusal(folder, new, drop=[1], rows="target")
     assert "give grow" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
     for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], 3, [[1], [2, 3]], np.array([2**63], np.uint64)):
         assert "drop" in refusal(folder, new, drop=wrong)
@@ -320,6 +342,22 @@ def test_a_map_that_is_damaged_is_refused(small):
         (new / "classes.tsv").write_bytes(damaged)
         with pytest.raises(CheckpointError, match="is damaged"):
             read_class_map(new)
+    (new / "classes.tsv").unlink()
+    with pytest.raises(CheckpointError, match="stays where the classes were changed"):
+        read_class_map(new)
+
+
+def test_what_an_epoch_had_is_forgotten_at_its_end_and_kept_within(tmp_path):
+    for step_in_epoch, left in ((0, None), (3, 7)):
+        folder = tmp_path / str(step_in_epoch)
+        write_checkpoint(folder, {"head.weight": torch.ones(4, 6)}, {}, [4])
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["step_in_epoch"] = step_in_epoch
+        manifest["scalars"]["steps_per_epoch"] = 7
+        path.write_text(json.dumps(manifest))
+        changed = change_classes(folder, tmp_path / f"{step_in_epoch}-b", drop=[1])
+        assert changed.scalars["steps_per_epoch"] == left
 
 
 def test_a_manifest_of_before_lineages_reads_as_one_without(small):

@@ -1,0 +1,265 @@
+"""Turn weights that other programs saved into a checkpoint, whatever the size of the head."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plsc.checkpoint.classes.output import check_destination, check_space, publishing
+from plsc.checkpoint.importers.layouts import LAYOUTS, read_source
+from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
+from plsc.checkpoint.importers.row_parts import RowParts
+from plsc.checkpoint.importers.source import (
+    BIAS,
+    BIAS_MOMENTUM,
+    WEIGHT,
+    WEIGHT_MOMENTUM,
+    Network,
+    Source,
+)
+from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.retention import METRICS_KEY
+from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.config import Options
+from plsc.errors import CheckpointError, OptionError, suggest
+from plsc.models import build_model
+from plsc.parallel.shard import class_ranges
+from plsc.version import __version__
+
+_ZEROS = 1 << 20  # numbers
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was imported to ``path``: the layout and network, what matched, the classes, and notes."""
+
+    path: Path
+    layout: str
+    network: str | None
+    match: Match | None
+    class_num: int
+    emb_size: int
+    notes: list[str]
+
+    def lines(self) -> list[str]:
+        """Return the summary, a few lines of bounded length."""
+        lines = [f"{self.path}: imported from the layout {self.layout}"]
+        if self.match is not None:
+            lines += [f"{self.network}, embeddings of {self.emb_size}", *self.match.lines()]
+        if self.class_num:
+            lines.append(f"{self.class_num:,} classes")
+        return lines + self.notes
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    layout: str = "auto",
+    ranks: int = 1,
+    network: Network | None = None,
+    loss_type: str | None = None,
+    class_num: int | None = None,
+    global_batch_size: int | None = None,
+) -> Imported:
+    """Write the checkpoint folder ``target`` from the weights at ``source``; class rows are streamed.
+
+    layout: one of LAYOUTS. ranks: files to write, one for each rank that will train. network: where the
+    files do not say it. class_num: how many classes there must be. global_batch_size: of the run that will
+    resume it (128 a rank if not given). What the files lack starts afresh, and is told.
+
+    Raises:
+        OptionError: an unknown layout or network, ranks below 1, a target that is there already.
+        CheckpointError: files missing, doubled, damaged, malicious, or that do not go together; or the
+            target cannot be written. Nothing is left under its name.
+    """
+    if layout not in LAYOUTS:
+        raise OptionError(f"there is no layout {layout!r}; {suggest(layout, LAYOUTS)}")
+    if ranks < 1:
+        raise OptionError(f"ranks is {ranks}; expected at least 1")
+    target = Path(target)
+    check_destination(Path(source), target)
+    found = read_source(Path(source), layout, network or Network())
+    if loss_type is not None:
+        found.loss_type = loss_type
+    classes = found.rows[WEIGHT].shape[0] if WEIGHT in found.rows else 0
+    if class_num is not None and classes != class_num:
+        raise CheckpointError(
+            f"{source} has {classes} classes, expected {class_num}; are files missing?"
+        )
+    tensors, options, match = _network_of(found, str(source))
+    _check_head(found, options)
+    rows = _rows_to_write(found)
+    manifest = _manifest(found, options, classes, ranks, global_batch_size, str(source))
+    _write(target, tensors, rows, manifest)
+    return Imported(
+        target,
+        found.layout,
+        options.model.name if match else None,
+        match,
+        classes,
+        options.model.emb_size,
+        found.notes,
+    )
+
+
+def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
+    """Return the whole tensors by checkpoint key, the options of the network, and what of it matched."""
+    options = Options()
+    for path, value in found.options.items():
+        options.set(path, value)
+    options.set("head.loss_type", found.loss_type)
+    for path, value in (
+        ("model.name", found.network.name),
+        ("model.emb_size", found.network.emb_size),
+        ("model.image_shape", found.network.image_shape),
+    ):
+        if value is not None:
+            options.set(path, value)
+    if not found.backbone:
+        return {}, options, None
+    model = options.model
+    with torch.random.fork_rng(devices=[]):  # what the files lack begins as in a run of this seed
+        torch.manual_seed(options.train.seed)
+        built = build_model(model.name, model.emb_size, model.image_shape, model.dropout)
+    state = built.state_dict()
+    with torch.no_grad():
+        match = match_into(state, found.backbone, source)
+    refuse_nothing(match, source, "choose its network with --model, --emb_size and --image_shape")
+    lost = [name for name in match.missing if not name.endswith("num_batches_tracked")]
+    if found.is_whole and (lost or match.shapes):
+        raise CheckpointError(
+            f"{source} is not a whole {model.name} for images {list(model.image_shape)}: "
+            f"{'; '.join(match.lines()[1:])}; fetch it again, or name its network with --model"
+        )
+    tensors = {f"backbone.{name}": value for name, value in state.items()}
+    momentum = {name: torch.zeros_like(state[name]) for name in found.momentum if name in state}
+    match_into(momentum, found.momentum, f"{source}: momentum")
+    tensors.update({f"momentum.backbone.{name}": value for name, value in momentum.items()})
+    if not momentum:
+        found.notes.append("the backbone's momentum starts afresh")
+    return tensors, options, match
+
+
+def _check_head(found: Source, options: Options) -> None:
+    if WEIGHT not in found.rows:
+        found.notes.append("no class rows were found; a head begins afresh")
+        return
+    shape = found.rows[WEIGHT].shape
+    if len(shape) != 2 or shape[1] != options.model.emb_size:
+        raise CheckpointError(
+            f"the class rows are of shape {str(list(shape))[:80]}, expected [classes, "
+            f"{options.model.emb_size}], the size of the embedding"
+        )
+    if (options.head.loss_type.removeprefix("dist_") == "softmax") != (BIAS in found.rows):
+        raise CheckpointError(
+            f"the loss type is {options.head.loss_type}, and the files hold "
+            f"{'biases' if BIAS in found.rows else 'no biases'}; only softmax has some"
+        )
+    if BIAS in found.rows and found.rows[BIAS].shape != shape[:1]:
+        raise CheckpointError(
+            f"{found.rows[BIAS].shape} biases for {shape[0]} classes; the file is damaged"
+        )
+    options.set("head.class_num", shape[0])
+
+
+def _rows_to_write(found: Source) -> dict[str, tuple[RowParts | None, tuple[int, ...]]]:
+    """Return, by checkpoint key, the rows (None: zeros) and their shape: what SGD needs to go on."""
+    rows: dict[str, tuple[RowParts | None, tuple[int, ...]]] = {}
+    for key, state in ((WEIGHT, WEIGHT_MOMENTUM), (BIAS, BIAS_MOMENTUM)):
+        if key in found.rows:
+            shape = found.rows[key].shape
+            rows[key] = found.rows[key], shape
+            rows[state] = found.rows.get(state), shape
+            if state not in found.rows:
+                found.notes.append(f"the momentum of {key} starts afresh")
+    return rows
+
+
+def _manifest(
+    found: Source, options: Options, classes: int, ranks: int, batch: int | None, source: str
+) -> Manifest:
+    return Manifest(
+        plsc_version=__version__,
+        step=0,
+        epoch=0,
+        step_in_epoch=0,
+        world_size=ranks,
+        class_num=classes,
+        emb_size=options.model.emb_size,
+        class_ranges=[list(pair) for pair in class_ranges(classes, ranks)],
+        options=options.as_dict(),
+        scalars={
+            METRICS_KEY: {},
+            "loss_type": options.head.loss_type,
+            "global_batch": batch or options.train.batch_size * ranks,
+            "num_samples": None,
+            "steps_per_epoch": None,
+            "optimizer": "SGD",
+            "optimizer_numbers": {},
+            "head_computed_by": None,
+            "imported": {"layout": found.layout, "from": Path(source).name, "notes": found.notes},
+        },
+    )
+
+
+def _write(
+    target: Path,
+    tensors: dict[str, Tensor],
+    rows: dict[str, tuple[RowParts | None, tuple[int, ...]]],
+    manifest: Manifest,
+) -> None:
+    """Write the files, the manifest last, into a folder that then takes the target's name."""
+    files: dict[str, FileInfo] = {}
+    shards = []
+    for rank, (start, stop) in enumerate(manifest.class_ranges):
+        entries = [_part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()]
+        if rank == 0:
+            entries += [_whole(key, tensor) for key, tensor in tensors.items()]
+        shards.append(entries)
+    check_space(target, shards)
+    infos = {key: TensorInfo(tuple(t.shape), _name(t.dtype), False) for key, t in tensors.items()}
+    infos |= {key: TensorInfo(shape, "float32", True) for key, (_, shape) in rows.items()}
+    with publishing(target) as temporary:
+        for rank, entries in enumerate(shards):
+            if entries:
+                files[shard_name(rank)] = write_shard(temporary / shard_name(rank), entries)
+        complete = dataclasses.replace(manifest, tensors=infos, files=files)
+        with (temporary / MANIFEST_NAME).open("x", encoding="utf-8") as file:
+            file.write(complete.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _whole(key: str, tensor: Tensor) -> Entry:
+    tensor = tensor.contiguous()
+    return Entry(key, tensor.dtype, tuple(tensor.shape), (0,) * tensor.ndim, tensor_chunks(tensor))
+
+
+def _part(key: str, parts: RowParts | None, shape: tuple[int, ...], start: int, stop: int) -> Entry:
+    local = (stop - start, *shape[1:])
+
+    def chunks() -> Iterator[memoryview]:
+        if parts is None:
+            left = torch.Size(local).numel()
+            zeros = torch.zeros(min(left, _ZEROS))
+            while left > 0:
+                yield from tensor_chunks(zeros[:left])()
+                left -= len(zeros)
+            return
+        for row, piece in parts.pieces(start, stop):
+            what = f"{parts.parts[0].file.path.parent}: {key} from class {row}"
+            yield from tensor_chunks(check_finite(piece, what).float())()
+
+    offsets = (start, *(0 for _ in shape[1:]))
+    return Entry(key, torch.float32, local, offsets, chunks)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,205 @@
+"""What insightface's arcface_torch saves: a backbone's state dict, and one file of class rows a rank.
+
+``checkpoint_gpu_<rank>.pt`` of PartialFC and PartialFC_V2 (train.py, train_v2.py): state_dict_backbone,
+state_dict_softmax_fc {weight [C_local, D]}, state_optimizer. Before: ``rank_<rank>_softmax_weight.pt`` (at
+first ``<rank>_softmax_weight.pt``) and ``..._weight_mom.pt`` beside ``backbone.pth``. Rank r of R has C // R
+classes, and one more if r < C % R; they follow one another.
+https://github.com/deepinsight/insightface/tree/master/recognition/arcface_torch
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plsc.checkpoint.importers.file_tensor import FileTensor
+from plsc.checkpoint.importers.row_parts import join_rows
+from plsc.checkpoint.importers.source import (
+    WEIGHT,
+    WEIGHT_MOMENTUM,
+    Network,
+    Source,
+    files_by_rank,
+    names_in,
+    square_side,
+)
+from plsc.checkpoint.importers.state_dict import read_state_dict, strip, unwrap
+from plsc.checkpoint.importers.torch_file import read_torch_file
+from plsc.errors import CheckpointError
+from plsc.models.iresnet import BLOCKS, WIDTHS
+from plsc.models.neck import DOWNSAMPLING
+
+LAYOUT = "insightface"
+_STATES = re.compile(r"checkpoint_gpu_(\d{1,6})\.pth?")
+_WEIGHTS = re.compile(r"(?:rank_)?(\d{1,6})_softmax_weight\.pth?")
+_MOMENTA = re.compile(r"(?:rank_)?(\d{1,6})_softmax_weight_mom\.pth?")
+_BACKBONE = re.compile(r"(\d*)_?backbone\.pth?|model\.pth?")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def is_insightface(path: Path) -> bool:
+    """Whether a folder holds files of these names; only names are looked at."""
+    return path.is_dir() and any(
+        pattern.fullmatch(name) for name in names_in(path) for pattern in (_STATES, _WEIGHTS)
+    )
+
+
+def is_iresnet(state: Mapping[str, object]) -> bool:
+    """Whether a state dict has the names of an iresnet."""
+    return {"conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"} <= set(state)
+
+
+def read_insightface(path: Path) -> Source:
+    """Return what a folder of these files holds, or one file with a backbone's state dict.
+
+    Raises:
+        CheckpointError: files missing, doubled, damaged, malicious, or of different sizes.
+    """
+    if not path.is_dir():
+        return iresnet_source(read_state_dict(path, follow_links=True)[0], str(path))
+    states = files_by_rank(path, _STATES, "the state")
+    return _read_states(states) if states else _read_weights(path)
+
+
+def iresnet_source(state: Mapping[str, FileTensor], where: str) -> Source:
+    """Return the source of an iresnet's state dict: its blocks say which one it is."""
+    if not is_iresnet(state):
+        raise CheckpointError(
+            f"{where} holds no iresnet; name its network with --model, and --layout state_dict"
+        )
+    blocks = tuple(
+        len({name.split(".")[1] for name in state if name.startswith(f"layer{stage}.")})
+        for stage in (1, 2, 3, 4)
+    )
+    depth = next((depth for depth, have in BLOCKS.items() if have == blocks), None)
+    weight = state.get("fc.weight")
+    if depth is None or weight is None or len(weight.shape) != 2:
+        raise CheckpointError(
+            f"{where} is an iresnet with {blocks} blocks, which is none of depth "
+            f"{', '.join(map(str, BLOCKS))}; name its network with --model, and --layout state_dict"
+        )
+    emb_size, inputs = weight.shape
+    side = square_side(inputs // WIDTHS[-1], DOWNSAMPLING) if inputs % WIDTHS[-1] == 0 else None
+    channels = state["conv1.weight"].shape[1] if len(state["conv1.weight"].shape) == 4 else 3
+    shape = (channels, side, side) if side else None
+    # Theirs has the option, and trains without.
+    options: dict[str, object] = {"model.dropout": 0.0}
+    network = Network(f"IResNet{depth}", emb_size, shape)
+    return Source(LAYOUT, network, state, is_whole=True, options=options)
+
+
+def _read_states(files: dict[int, Path]) -> Source:
+    weights: list[FileTensor] = []
+    momenta: list[FileTensor] = []
+    source = None
+    for rank, path in files.items():
+        content = read_torch_file(path)
+        head = content.get("state_dict_softmax_fc") if isinstance(content, dict) else None
+        weight = head.get("weight") if isinstance(head, dict) else None
+        if not isinstance(weight, FileTensor):
+            raise CheckpointError(
+                f"{path} has no class rows: expected state_dict_softmax_fc with a weight"
+            )
+        weights.append(weight)
+        optimizer = _optimizer_state(content)
+        momentum = optimizer[-1] if optimizer else None
+        if momentum is not None and momentum.shape == weight.shape:
+            momenta.append(momentum)
+        if rank == 0:
+            state = strip(unwrap({"backbone": content.get("state_dict_backbone")}))
+            source = iresnet_source(state, str(path))
+            source.momentum = _backbone_momentum(state, optimizer)
+            steps = [content.get(name) for name in ("epoch", "global_step")]
+            if all(type(number) is int for number in steps):
+                source.notes.append(f"saved at epoch {steps[0]}, step {steps[1]}")
+    assert source is not None  # files_by_rank: rank 0 is there
+    _add_rows(source, weights, momenta)
+    return source
+
+
+def _read_weights(path: Path) -> Source:
+    files = files_by_rank(path, _WEIGHTS, "class rows")
+    if not files:
+        raise CheckpointError(
+            f"{path} has neither checkpoint_gpu_<rank>.pt nor rank_<rank>_softmax_weight.pt; give a folder "
+            "with all of one kind, or the file of a backbone"
+        )
+    source = iresnet_source(read_state_dict(_backbone_in(path))[0], str(_backbone_in(path)))
+    momenta = files_by_rank(path, _MOMENTA, "momentum")
+    tensors = [_one_tensor(file) for file in files.values()]
+    buffers = [_one_tensor(file) for file in momenta.values()]
+    if [t.shape for t in buffers] != [t.shape for t in tensors]:
+        buffers = []
+    _add_rows(source, tensors, buffers)
+    return source
+
+
+def _backbone_in(path: Path) -> Path:
+    """Return the backbone's file; of those of several steps the last one."""
+    found = [(int(m[1] or -1), m[0]) for m in map(_BACKBONE.fullmatch, names_in(path)) if m]
+    if not found:
+        raise CheckpointError(f"{path} has no backbone.pth beside its class rows; put it there")
+    named = [name for number, name in found if number < 0]
+    return path / (named[0] if named else max(found)[1])
+
+
+def _one_tensor(path: Path) -> FileTensor:
+    tensor = read_torch_file(path)
+    if not isinstance(tensor, FileTensor):
+        raise CheckpointError(
+            f"{path} holds a {type(tensor).__name__}; expected one tensor of rows"
+        )
+    return tensor
+
+
+def _add_rows(source: Source, weights: list[FileTensor], momenta: list[FileTensor]) -> None:
+    sizes = [weight.shape[0] if len(weight.shape) == 2 else -1 for weight in weights]
+    total, ranks = sum(sizes), len(sizes)
+    expected = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+    if -1 in sizes or sizes != expected:
+        odd = next(rank for rank in range(ranks) if -1 in sizes or sizes[rank] != expected[rank])
+        raise CheckpointError(
+            f"{weights[odd].file.path}: {str(list(weights[odd].shape))[:80]} are not the class rows of rank "
+            f"{odd} of {ranks}, beside {str(sizes)[:80]}; files are missing, or of different runs"
+        )
+    source.rows[WEIGHT] = join_rows(weights, "the class rows")
+    if len(momenta) == ranks:
+        source.rows[WEIGHT_MOMENTUM] = join_rows(momenta, "the momentum")
+    if source.rows[WEIGHT].shape[1] != source.network.emb_size:
+        raise CheckpointError(
+            f"the class rows of {weights[0].file.path} have {source.rows[WEIGHT].shape[1]} numbers, the "
+            f"backbone's embeddings {source.network.emb_size}; they are of different runs"
+        )
+
+
+def _optimizer_state(content: Any) -> list[FileTensor | None]:
+    """Return SGD's momentum for each parameter, in the order of the parameters; the head's is the last."""
+    state = content.get("state_optimizer") if isinstance(content, dict) else None
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    values = state.get("state") if isinstance(state, dict) else None
+    if not isinstance(groups, list) or not isinstance(values, dict):
+        return []
+    momenta: list[FileTensor | None] = []
+    for group in groups:
+        numbers = group.get("params") if isinstance(group, dict) else None
+        for number in numbers if isinstance(numbers, list) else []:
+            one = values.get(number) if type(number) is int else None
+            buffer = one.get("momentum_buffer") if isinstance(one, dict) else None
+            momenta.append(buffer if isinstance(buffer, FileTensor) else None)
+    return momenta
+
+
+def _backbone_momentum(
+    state: Mapping[str, FileTensor], momenta: list[FileTensor | None]
+) -> dict[str, FileTensor]:
+    """Return the momentum by parameter. A state dict names the parameters in their order, and the buffers."""
+    names = [name for name in state if not name.endswith(_BUFFERS)]
+    if len(momenta) != len(names) + 1:
+        return {}
+    return {
+        name: momentum
+        for name, momentum in zip(names, momenta[:-1], strict=True)
+        if momentum is not None and momentum.shape == state[name].shape
+    }

@@ -1,0 +1,50 @@
+"""The weights in a checkpoint of plsc: whole tensors, and class rows that are spread over its files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from safetensors import safe_open
+
+from plsc.checkpoint.importers.file_tensor import FileTensor
+from plsc.checkpoint.importers.row_parts import RowParts
+from plsc.checkpoint.importers.safetensors_file import read_safetensors_file
+from plsc.checkpoint.layout import OFFSETS_KEY, PLACES_KEY, check_checksums, check_files
+from plsc.checkpoint.manifest import read_manifest
+
+
+def read_checkpoint_weights(
+    path: str | os.PathLike[str], rank: int = 0, ranks: int = 1
+) -> tuple[dict[str, FileTensor], dict[str, RowParts]]:
+    """Return the backbone's tensors by name, and the head's, whose names begin with ``head.``.
+
+    This rank's share of the files is compared with their checksums first.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it is damaged.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    wanted = {key for key in manifest.tensors if key.startswith(("backbone.", "head."))}
+    parts: dict[str, list[tuple[int, FileTensor]]] = {key: [] for key in wanted}
+    check_checksums(folder, manifest, sorted(manifest.files)[rank::ranks])
+    for name in sorted(manifest.files):
+        with safe_open(folder / name, framework="pt") as file:
+            places = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen
+        for key, tensor in read_safetensors_file(folder / name).items():
+            if key in wanted:
+                parts[key].append((min(places[key][OFFSETS_KEY][:1], default=0), tensor))
+    backbone = {
+        key.removeprefix("backbone."): pieces[0][1]
+        for key, pieces in parts.items()
+        if key.startswith("backbone.")
+    }
+    head = {
+        key: RowParts(tuple(tensor for _, tensor in sorted(pieces, key=lambda item: item[0])))
+        for key, pieces in parts.items()
+        if key.startswith("head.")
+    }
+    return backbone, head

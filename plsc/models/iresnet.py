@@ -1,0 +1,106 @@
+"""The residual networks of insightface, layer for layer and name for name.
+
+iresnet 18 to 200 of https://github.com/deepinsight/insightface, recognition/arcface_torch/backbones: a
+state dict of theirs loads here, and one of ours there. They differ from `plsc.models.resnet` in a slope of
+PReLU for each channel, in batch norm's epsilon, and in the frozen scale of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from plsc.errors import OptionError
+from plsc.models.base_model import BaseModel
+from plsc.models.neck import check_sizes, count_cells
+from plsc.models.resnet import convolution
+
+EPS = 1e-5
+WIDTHS = (64, 128, 256, 512)
+# depth: blocks in each of the four stages
+BLOCKS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 14, 3),
+    100: (3, 13, 30, 3),
+    200: (6, 26, 60, 6),
+}
+
+
+class Block(nn.Module):
+    """BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN; the shortcut is a 1x1 convolution where the
+    shape changes.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inputs, eps=EPS)
+        self.conv1 = convolution(inputs, outputs, 3)
+        self.bn2 = nn.BatchNorm2d(outputs, eps=EPS)
+        self.prelu = nn.PReLU(outputs)
+        self.conv2 = convolution(outputs, outputs, 3, stride)
+        self.bn3 = nn.BatchNorm2d(outputs, eps=EPS)
+        self.downsample: nn.Module | None = None
+        if inputs != outputs or stride != 1:
+            self.downsample = nn.Sequential(
+                convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs, eps=EPS)
+            )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features [b, inputs, h, w] to [b, outputs, h / stride, w / stride]."""
+        inner = self.prelu(self.bn2(self.conv1(self.bn1(features))))
+        shortcut = features if self.downsample is None else self.downsample(features)
+        return self.bn3(self.conv2(inner)) + shortcut
+
+
+class IResNet(BaseModel):
+    """An iresnet of ``depth`` 18, 34, 50, 100 or 200 that gives embeddings [b, emb_size].
+
+    image_shape: (C, H, W), sides that are multiples of 16. dropout: before the embedding layer. The scale of
+    the last batch norm stays 1, as theirs.
+
+    Raises:
+        OptionError: unknown depth, image shape that does not fit, emb_size below 1, dropout outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        depth: int = 50,
+        emb_size: int = 512,
+        image_shape: Sequence[int] = (3, 112, 112),
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        image_shape = tuple(image_shape)
+        check_sizes(emb_size, dropout)
+        cells = count_cells(image_shape)
+        if depth not in BLOCKS:
+            raise OptionError(f"depth is {depth}; expected one of {', '.join(map(str, BLOCKS))}")
+        self.conv1 = convolution(image_shape[0], WIDTHS[0], 3)
+        self.bn1 = nn.BatchNorm2d(WIDTHS[0], eps=EPS)
+        self.prelu = nn.PReLU(WIDTHS[0])
+        inputs = WIDTHS[0]
+        stages = []
+        for width, repeats in zip(WIDTHS, BLOCKS[depth], strict=True):
+            stage = nn.Sequential()
+            for index in range(repeats):
+                stage.append(Block(inputs, width, 2 if index == 0 else 1))
+                inputs = width
+            stages.append(stage)
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.bn2 = nn.BatchNorm2d(inputs, eps=EPS)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(inputs * cells, emb_size)
+        self.features = nn.BatchNorm1d(emb_size, eps=EPS)
+        self.features.weight.requires_grad_(False)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=0.1)
+
+    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
+        """Return the embeddings [b, emb_size] of the images [b, C, H, W]."""
+        maps = self.prelu(self.bn1(self.conv1(input)))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            maps = stage(maps)
+        return self.features(self.fc(self.dropout(self.bn2(maps)).flatten(1)))

@@ -1,0 +1,54 @@
+"""The networks of timm as backbones: ``timm/vit_tiny_patch16_224``. Needs the extra ``plsc[timm]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plsc.errors import OptionError, did_you_mean
+from plsc.models.adapter import Adapter
+from plsc.models.neck import check_sizes
+
+PREFIX = "timm/"
+
+
+def build_timm(name: str, emb_size: int, image_shape: Sequence[int], dropout: float) -> Adapter:
+    """Return the network of ``timm/<name>`` with fresh weights, its last layer ``emb_size`` wide.
+
+    Weights are never fetched, whatever tag the name has; plsc.entry's set_pretrained takes a file of them.
+    The image size is passed to networks that depend on it. dropout: before the last layer, where the
+    network has one there.
+
+    Raises:
+        OptionError: timm is not installed, an unknown name, or an image that the network cannot take.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise OptionError(
+            f"model {name!r} needs the package timm; pip install 'plsc[timm]'"
+        ) from error
+    check_sizes(emb_size, dropout)
+    short = name.removeprefix(PREFIX)
+    # Also keeps out names such as hf-hub:..., which would be fetched.
+    if not timm.is_model(short):
+        raise OptionError(f"timm has no network {short!r}{did_you_mean(short, timm.list_models())}")
+    settings: dict[str, Any] = {
+        "pretrained": False,
+        "num_classes": emb_size,
+        "in_chans": image_shape[0],
+        "drop_rate": dropout,
+    }
+    try:
+        try:
+            network = timm.create_model(short, img_size=tuple(image_shape[1:]), **settings)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            network = timm.create_model(short, **settings)  # a network for images of any size
+    except Exception as error:  # each of a thousand networks has its own way to refuse
+        raise OptionError(
+            f"cannot make {name} for images {list(image_shape)}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}; choose another network or image shape"
+        ) from error
+    return Adapter(network, image_shape[0])

@@ -1,0 +1,126 @@
+"""A checkpoint, back into a run: on the same ranks bit for bit, on another number of them up to rounding."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from plsc.checkpoint import Manifest, load_tensors
+from plsc.checkpoint.check import Checker
+from plsc.config import Options
+from plsc.data.reader import ReaderLoader
+from plsc.errors import CheckpointError, OptionError
+from plsc.heads import ShardedHead
+from plsc.train.build import Run, global_batch_size
+from plsc.train.randomness import seed_generators
+from plsc.train.snapshot import own_tensors, take_own
+from plsc.train.state import Position, collect_tensors, make_state
+
+
+def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: int) -> list[str]:
+    """Have the run make steps of as many samples as the checkpoint's run, whatever the number of ranks.
+
+    Returns a line for the user if the ranks' batches change by that. A script that sets the batch a rank
+    that it set before may be started on any number of ranks; one that sets another must come to
+    the same product. Raises OptionError for that, CheckpointError for a damaged manifest.
+    """
+    saved = Checker(str(path)).integer(manifest.scalars.get("global_batch"), "the global batch")
+    if saved < ranks:
+        raise OptionError(
+            f"{path} was trained with {saved} images a step, too few for {ranks} ranks; start fewer"
+        )
+    train = options.train
+    if "train.global_batch_size" in options.explicit and train.global_batch_size != saved:
+        raise OptionError(
+            f"train.global_batch_size is {train.global_batch_size}, but {path} was trained with {saved} "
+            "images a step, which a resumed run keeps; leave it out"
+        )
+    product = train.batch_size * ranks
+    if product == saved:
+        return []
+    before = manifest.options.get("train", {})
+    is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
+    if "train.batch_size" in options.explicit and not is_the_same:
+        raise OptionError(
+            f"train.batch_size {train.batch_size} on {ranks} ranks makes {product}, but {path} was trained "
+            f"with {saved} images a step, which a resumed run keeps; leave it out"
+        )
+    train.global_batch_size = saved
+    options.adopted.add("train.global_batch_size")
+    if ranks == manifest.world_size:
+        return []
+    share = (
+        f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
+    )
+    return [
+        f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
+        f"{share} a rank"
+    ]
+
+
+def restore(run: Run, path: Path, manifest: Manifest) -> None:
+    """Load the whole state of `path` into the run; a collective."""
+    _check_fits(run, path, manifest)
+    scalars = manifest.scalars
+    numbers = _optimizer_numbers(path, scalars.get("optimizer_numbers", {}))
+    make_state(run.network, run.head, run.optimizer, manifest.tensors, numbers)
+    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    own = own_tensors(run, manifest)
+    load_tensors(path, {**replicated, **own}, sharded, run.world)
+    if isinstance(run.head, ShardedHead):
+        run.head.step = manifest.step  # keys the sampling and the rounding
+        before = scalars.get("head_computed_by")
+        run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
+    run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
+    run.lineage = manifest.lineage
+    run.resumed_from = path
+    length = scalars.get("steps_per_epoch")
+    if isinstance(run.loader, ReaderLoader) and manifest.epoch and length is not None:
+        run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
+    if not take_own(run, own):
+        seed_generators(run.world, run.options.train.seed, manifest.step)
+
+
+def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
+    options, scalars = run.options, manifest.scalars
+    optimizer = type(run.optimizer).__name__
+    expected: dict[str, Any] = {
+        "classes": (manifest.class_num, run.head.class_num),
+        "embedding size": (manifest.emb_size, options.model.emb_size),
+        "loss type": (scalars.get("loss_type"), options.head.loss_type),
+        "optimizer": (scalars.get("optimizer", optimizer), optimizer),
+        "global batch": (
+            scalars.get("global_batch"),
+            global_batch_size(options, run.world.size),
+        ),
+    }
+    for what, (theirs, mine) in expected.items():
+        if theirs != mine:
+            raise CheckpointError(
+                f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
+                "be the same"
+            )
+    if not manifest.step_in_epoch:
+        return
+    saved_samples = scalars.get("num_samples")
+    if saved_samples != run.num_samples:
+        raise CheckpointError(
+            f"{path} was saved in the middle of an epoch over {saved_samples} images, the dataset has "
+            f"{run.num_samples} now; resume from the end of an epoch, or bring the data back"
+        )
+    if run.is_data_of_ranks and manifest.world_size != run.world.size:
+        raise CheckpointError(
+            f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks that each read data "
+            f"of their own (order 'rank_files', or a reader that shards itself); {run.world.size} cannot "
+            f"go on there; start {manifest.world_size} ranks, or resume from the end of an epoch"
+        )
+
+
+def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
+    is_sound = isinstance(saved, dict) and all(
+        isinstance(value, (int, float)) and math.isfinite(value) for value in saved.values()
+    )
+    if not is_sound:
+        raise CheckpointError(f"the manifest of {path} is damaged: the optimizer's numbers are not")
+    return saved

@@ -1,0 +1,113 @@
+"""What a checkpoint of a run holds, taken without changing the run: saving leaves no trace in training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsc.checkpoint import Manifest, ShardedTensor
+from plsc.errors import CheckpointError
+from plsc.models.sync_batch_norm import equal_buffers
+from plsc.train.build import Run, global_batch_size
+from plsc.train.randomness import LARGEST_STATE, pack_generators, unpack_generators
+from plsc.train.state import collect_numbers, collect_tensors
+
+
+def tensors_to_save(run: Run) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
+    """Return the replicated and the sharded tensors of a checkpoint; a collective.
+
+    They are the run's own, not copies, but for the network's buffers: where ranks have different ones (batch
+    norm that is not synchronised) ``backbone.<buffer>`` is their mean, and a rank's own are under
+    ``rank<r>.buffers.<type>``, end to end in the order of `_buffers`, for a resume on as many ranks.
+    ``rank<r>.random`` is the state of a rank's random generators.
+    """
+    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    mine = pack_buffers(run)
+    with equal_buffers(run.network, run.world.backbone_group):
+        for name, buffer in _buffers(run).items():
+            whole[f"backbone.{name}"] = buffer.detach().clone()
+        equal = pack_buffers(run)
+    prefix = f"rank{run.world.rank}"
+    for kind, packed in mine.items():
+        if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
+            whole[f"{prefix}.buffers.{kind}"] = packed
+    whole[f"{prefix}.random"] = pack_generators(run.world.device)
+    return whole, sharded
+
+
+def scalars_to_save(run: Run) -> dict[str, Any]:
+    """Return the numbers and names of a checkpoint, as plain JSON."""
+    return {
+        "loss_type": run.options.head.loss_type,
+        "global_batch": global_batch_size(run.options, run.world.size),
+        "num_samples": run.num_samples,
+        "steps_per_epoch": run.loader.steps_per_epoch,
+        "head_computed_by": getattr(run.head, "computed_by", None),
+        "optimizer": type(run.optimizer).__name__,
+        "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
+    }
+
+
+def own_tensors(run: Run, manifest: Manifest) -> dict[str, Tensor]:
+    """Return empty tensors for what the checkpoint has of this rank alone; loaded, they go to `take_own`.
+
+    Nothing if it was saved on another number of ranks: then no rank is the same.
+    """
+    if manifest.world_size != run.world.size:
+        return {}
+    prefix = f"rank{run.world.rank}"
+    own: dict[str, Tensor] = {}
+    for kind, packed in pack_buffers(run).items():
+        key = f"{prefix}.buffers.{kind}"
+        if key in manifest.tensors:
+            own[key] = torch.empty_like(packed)
+    info = manifest.tensors.get(f"{prefix}.random")
+    if info is not None:
+        if math.prod(info.shape) > LARGEST_STATE:
+            raise CheckpointError(f"{prefix}.random in the checkpoint has {info.shape} bytes")
+        own[f"{prefix}.random"] = torch.empty(info.shape, dtype=torch.uint8)
+    return own
+
+
+def take_own(run: Run, own: dict[str, Tensor]) -> bool:
+    """Put this rank's own buffers and generators in place; return whether generators were among them."""
+    prefix = f"rank{run.world.rank}"
+    for kind in pack_buffers(run):
+        packed = own.get(f"{prefix}.buffers.{kind}")
+        if packed is not None:
+            _unpack_buffers(run, kind, packed)
+    state = own.get(f"{prefix}.random")
+    if state is None:
+        return False
+    unpack_generators(state, run.world.device)
+    return True
+
+
+def pack_buffers(run: Run) -> dict[str, Tensor]:
+    """Return copies of the network's saved buffers, end to end, one tensor [n] for each type."""
+    kinds: dict[str, list[Tensor]] = {}
+    for buffer in _buffers(run).values():
+        kinds.setdefault(_kind(buffer), []).append(buffer.detach().flatten())
+    return {kind: torch.cat(parts) for kind, parts in kinds.items()}
+
+
+def _unpack_buffers(run: Run, kind: str, packed: Tensor) -> None:
+    buffers = [buffer for buffer in _buffers(run).values() if _kind(buffer) == kind]
+    parts = packed.split([buffer.numel() for buffer in buffers])
+    with torch.no_grad():
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+def _buffers(run: Run) -> dict[str, Tensor]:
+    """Return the buffers that the network's state dict holds, by name, in its order."""
+    saved = set(run.network.state_dict())
+    every = run.network.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in every if name in saved}
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,258 @@
+"""Saves on some ranks and goes on with others, all in one launch of four: resume_worker.py DATASET FOLDER
+
+The four ranks form smaller worlds, of the first one, two or three of them, where a test needs fewer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plsc.checkpoint import Manifest, load_tensors, save_checkpoint
+from plsc.errors import CheckpointError
+from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
+from plsc.parallel.world import World
+from plsc.train.build import UserParts
+from plsc.train.state import collect_tensors
+from tests.distributed.train_worker import draw_alike_on_any_ranks
+from tests.resuming import Steady, different, losses_of, options_of, saved_at, tensors_of, train
+
+RANKS = (1, 2, 3, 4)
+CLASSES = 10  # on 4 ranks 3, 3, 3, 1; on 3 ranks 4, 4, 2
+DIMENSION = 300  # two blocks of the int8 state
+
+ROWS = {
+    # name: margin, rows a class, type of the rows, optimizer, type of its state
+    "fp32-sgd": ("arcface", 1, "float32", "sgd", "float32"),
+    "bf16-int8": ("cosface", 1, "bfloat16", "sgd", "int8"),
+    "bf16-adamw": ("adaface", 3, "bfloat16", "adamw", "bfloat16"),
+    "fp32-adagrad": ("softmax", 1, "float32", "adagrad", "float32"),
+}
+
+
+def smaller_world(full: World, ranks: int) -> World | None:
+    """Return the world of the first so many ranks; None on the others. Every rank calls it."""
+    if ranks == 1:
+        return World(0, 1, 0, full.device) if full.is_main else None
+    groups = [dist.new_group(list(range(ranks)), backend="gloo") for _ in range(5)]
+    if full.rank >= ranks:
+        return None
+    return World(full.rank, ranks, full.local_rank, full.device, *groups)
+
+
+def state_of_rows(world: World, is_filled: bool):
+    """Return the whole and the sharded tensors of all kinds of heads, filled by the class, or with zeros."""
+    whole, sharded = {}, {}
+    for name, (margin, centers, row_dtype, optimizer, state_dtype) in ROWS.items():
+        head = ShardedHead(
+            CLASSES, DIMENSION, build_margin(margin), centers=centers, row_dtype=row_dtype,
+            group=world.head_group,
+        )  # fmt: skip
+        rows = ROW_OPTIMIZERS[optimizer](head, state_dtype=state_dtype)
+        none = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+        parts = collect_tensors(nn.Module(), head, none, rows)
+        whole |= {f"{name}/{key}": tensor for key, tensor in parts[0].items()}
+        sharded |= {f"{name}/{key}": part for key, part in parts[1].items()}
+    generator = torch.Generator().manual_seed(3)
+    for part in sharded.values():
+        values = torch.randint(-127, 128, part.shape, generator=generator)
+        stop = part.start + len(part.local)
+        part.local.copy_(values[part.start : stop] if is_filled else torch.zeros(()))
+    for tensor in whole.values():
+        tensor.fill_(0.25 if is_filled else 0)
+    return whole, sharded
+
+
+def check_rows(worlds: dict[int, World | None], folder: Path) -> None:
+    """Rows and their state, saved on each number of ranks and loaded on each, are the same to the bit."""
+    for saved_on in RANKS:
+        world = worlds[saved_on]
+        if world is not None:
+            manifest = Manifest("0", 1, 0, 0, saved_on, CLASSES, DIMENSION, [])
+            save_checkpoint(folder, str(saved_on), *state_of_rows(world, True), manifest, world)
+        dist.barrier()
+        for loaded_on in RANKS:
+            world = worlds[loaded_on]
+            if world is None:
+                continue
+            whole, sharded = state_of_rows(world, False)
+            load_tensors(folder / str(saved_on), whole, sharded, world)
+            expected, expected_sharded = state_of_rows(world, True)
+            where = f"{saved_on} to {loaded_on}, rank {world.rank}"
+            for key, tensor in whole.items():
+                assert tensor.equal(expected[key]), f"{where}: {key}"
+            for key, part in sharded.items():
+                assert part.local.equal(expected_sharded[key].local), f"{where}: {key}"
+                assert part.local.numel() == 0 or part.local.any(), key
+        dist.barrier()
+
+
+ROUTE = (
+    (4, 2),
+    (3, 4),
+    (1, 7),
+    (2, 9),
+)  # ranks, and the step until which they train; 3 steps an epoch
+CASES = {
+    "adaface-adamw": {
+        "head.loss_type": "dist_adaface", "head.optimizer": "adamw", "head.lr_factor": 0.05,
+    },
+    "sub-centres-adagrad-micro-batches": {
+        "head.sub_centers": 2, "head.optimizer": "adagrad", "train.micro_batches": 2,
+        "model.sync_batch_norm": False,
+    },
+    "curricular-dense-clipped": {
+        "head.loss_type": "curricularface", "optim.clip_norm": 0.5, "optim.clip_scope": "all",
+    },
+    "sampled-softmax": {"head.loss_type": "dist_softmax", "head.sample_ratio": 0.5},
+    "block-order-keep": {
+        "data.order": "block", "data.block_samples": 2, "data.pool_samples": 8,
+        "data.last_batch": "keep", "head.loss_type": "dist_cosface",
+    },
+}  # fmt: skip
+
+
+class Plain(Steady):
+    """For micro-batches: their batch norm would see parts that depend on the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+
+def check_route(worlds: dict[int, World | None], dataset: Path, folder: Path, case: str) -> None:
+    """A run on 4, 3, 1, 2 ranks in turn makes the losses and weights of the undisturbed run on 4."""
+    settings = {
+        "runtime.dtype": "float64", "model.sync_batch_norm": True, "train.epochs": 3,
+        "train.global_batch_size": 10, "head.scale": 16.0, **CASES[case],
+    }  # fmt: skip
+    if case == "sampled-softmax":
+        del settings["head.scale"]
+    network = Plain if "micro" in case else Steady
+
+    def start(world: World | None, name: str, **more) -> None:
+        if world is not None:
+            options = options_of(dataset, folder / name)
+            for path, value in settings.items():
+                options.set(path, value)
+            for path, value in more.items():
+                options.set(path.replace("__", "."), value)
+            train(options, world, network)
+        dist.barrier()
+
+    start(worlds[4], "whole")
+    for ranks, until in ROUTE:
+        start(worlds[ranks], "moved", train__steps=until, checkpoint__load_dir="last")
+    if dist.get_rank() == 0:
+        ours, theirs = losses_of(folder / "moved"), losses_of(folder / "whole")
+        assert sorted(ours) == sorted(theirs) == list(range(1, 10))
+        for step, loss in theirs.items():
+            assert abs(ours[step] - loss) < 1e-9 * max(1, loss), (case, step, ours[step], loss)
+        close(joined(folder / "moved/2"), joined(folder / "whole/2"), case)
+        print(f"{case}: last losses {ours[9]!r} after the route, {theirs[9]!r} undisturbed")
+    dist.barrier()
+
+
+def joined(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors with the rows of all files together, without what belongs to a rank."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for (_, key), tensor in tensors_of(checkpoint).items():
+        if not key.startswith("rank"):
+            parts.setdefault(key, []).append(tensor)
+    return {key: torch.cat(found) if found[0].ndim else found[0] for key, found in parts.items()}
+
+
+def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], case: str) -> None:
+    assert ours.keys() == theirs.keys()
+    assert any(key.startswith(("rows.", "momentum.head")) for key in ours), "no state of rows"
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(
+            ours[key],
+            tensor,
+            rtol=1e-8,
+            atol=1e-9,
+            msg=lambda text, key=key: f"{case} {key}: {text}",
+        )
+
+
+def check_same_ranks(world: World | None, dataset: Path, folder: Path) -> None:
+    """Three ranks go on to the same bits, each with its own running statistics and generators."""
+    if world is not None:
+        settings = {
+            "train__batch_size": 3, "head__loss_type": "dist_curricularface", "train__test_period": 2,
+            "head__sample_ratio": 0.5, "data__val_targets": "lfw", "head__row_dtype": "bfloat16",
+        }  # fmt: skip
+
+        def start(name: str, **more) -> None:
+            train(options_of(dataset, folder / name, **settings, **more), world)
+            world.barrier()
+
+        start("whole")
+        start("saving", checkpoint__every_n_steps=1, checkpoint__keep_last=-1)
+        for step in (2, 4):
+            start(f"from {step}", checkpoint__load_dir=str(saved_at(folder / "saving", step)))
+        for name in ("saving", "from 2", "from 4"):
+            assert different(folder / name / "1", folder / "whole/1") == [], name
+        found = {key for _, key in tensors_of(folder / "whole/1")}
+        assert {f"rank{r}.buffers.float32" for r in range(3)} <= found
+    dist.barrier()
+
+
+def check_bound_data(worlds: dict[int, World | None], dataset: Path, folder: Path) -> None:
+    """In the middle of an epoch, ranks with data of their own must stay as many; after it, not."""
+
+    def start(world: World | None, name: str, **more) -> None:
+        if world is not None:
+            options = options_of(
+                dataset, folder / name, head__class_num=13, data__reader_shards_itself=True,
+                model__sync_batch_norm=True, **more,
+            )  # fmt: skip
+
+            def reader(rank: int, ranks: int):
+                for sample in range(rank, 24, ranks):
+                    yield torch.full((3, 16, 16), sample / 24), sample % 13
+
+            train(options, world, Steady, UserParts(train_reader=reader))
+
+    start(worlds[3], "three", train__global_batch_size=6, train__steps=3)
+    start(worlds[3], "whole", train__global_batch_size=6, train__epochs=1)
+    dist.barrier()
+    middle, end = str(folder / "three/0-step3"), str(folder / "whole/0")
+    if worlds[2] is not None:
+        refusal = "start 3 ranks, or resume from the end of an epoch"
+        with pytest.raises(CheckpointError, match=refusal):
+            start(worlds[2], "two", checkpoint__load_dir=middle)
+    start(worlds[2], "end", checkpoint__load_dir=end)
+    dist.barrier()
+
+
+def main() -> None:
+    dataset, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    full = World.from_environment("cpu", timeout_seconds=60)
+    worlds = {ranks: smaller_world(full, ranks) for ranks in RANKS}
+    check_rows(worlds, folder / "rows")
+    check_same_ranks(worlds[3], dataset, folder / "same")
+    for case in CASES:
+        with pytest.MonkeyPatch.context() as patch:
+            if "sampled" in case:
+                patch.setattr(ShardedHead, "_classes_in_play", draw_alike_on_any_ranks)
+            check_route(worlds, dataset, folder / case, case)
+    check_bound_data(worlds, dataset, folder / "bound")
+    full.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the others may wait in a collective

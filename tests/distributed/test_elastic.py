@@ -1,0 +1,77 @@
+"""A node joins an elastic job, and dies, and the rest goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plsc.checkpoint import list_checkpoints
+from tests.distributed.launch import clean_environment
+from tests.distributed.test_interruption import wait_for, worker_pids
+from tests.images import write_dataset
+from tests.resuming import losses_of
+
+pytestmark = pytest.mark.slow
+JOB = Path(__file__).with_name("elastic_job.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
+    """Start a launcher, one node of at most two; the host keeps the rendezvous and must live."""
+    settings = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=3",
+            f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=elastic",
+            f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
+            f"--rdzv-conf=is_host={is_host},{settings}", str(JOB), *args,
+        ],
+        env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def test_a_job_grows_when_a_node_comes_and_shrinks_when_it_dies_and_goes_on_each_time(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 7 steps an epoch
+    save_dir, port = tmp_path / "run", free_port()
+    nodes = [start_node(2, port, True, str(dataset), str(save_dir))]
+
+    def is_saved_by(ranks: int) -> bool:
+        return any(manifest.world_size == ranks for _, manifest in list_checkpoints(save_dir))
+
+    try:
+        wait_for(lambda: is_saved_by(2), nodes[0])
+        nodes.append(start_node(1, port, False, str(dataset), str(save_dir)))
+        wait_for(lambda: is_saved_by(3), nodes[0])
+        doomed = [nodes[1].pid, *worker_pids(nodes[1])]
+        for pid in doomed:  # the launcher first, so that it starts no other
+            os.kill(pid, signal.SIGKILL)
+        (save_dir / "hurry").touch()
+        output, _ = nodes[0].communicate(timeout=150)
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                for pid in worker_pids(node):
+                    os.kill(pid, signal.SIGKILL)
+                node.kill()
+    assert nodes[0].returncode == 0, output
+    for ranks, before, share in ((3, 2, "4 or 5"), (2, 3, "7")):
+        kept = (
+            f"{ranks} here, {before} in the checkpoint; a step keeps its 14 images, {share} a rank"
+        )
+        assert kept in output, output
+    path, manifest = list_checkpoints(save_dir)[-1]
+    assert (path.name, manifest.step, manifest.world_size) == ("59", 420, 2)
+    assert manifest.scalars["global_batch"] == 14
+    assert sorted(losses_of(save_dir)) == list(range(1, 421))

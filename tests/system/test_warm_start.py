@@ -1,0 +1,225 @@
+"""Training starts from given weights, and goes on from imported ones."""
+
+from __future__ import annotations
+
+import os
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from plsc import Entry
+from plsc.checkpoint import load_weights
+from plsc.checkpoint.importers import import_checkpoint
+from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
+from plsc.errors import CheckpointError, OptionError
+from tests.distributed import job
+from tests.distributed.launch import run_ranks
+from tests.images import write_dataset
+from tests.unit.checkpoint.foreign_files import random_network, save_arcface_torch, save_plsc1
+
+pytestmark = pytest.mark.slow
+
+CLASSES, EMB, BATCH = 6, 16, 8
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", CLASSES, per_class=4)
+
+
+@pytest.fixture(scope="module")
+def trained(dataset, tmp_path_factory):
+    """A checkpoint of one rank."""
+    result = entry(dataset, tmp_path_factory.mktemp("run") / "a", set_lr=0.5).train()
+    return result.checkpoint
+
+
+def entry(dataset, save_dir, **settings):
+    """One epoch whose steps change next to nothing, unless the learning rate is set."""
+    ins = Entry()
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_model_name("SmallResNet")
+    ins.set_emb_size(EMB)
+    ins.set_image_shape((3, 16, 16))
+    ins.set_train_batch_size(BATCH)
+    ins.set_train_epochs(1)
+    ins.set_lr(1e-9)
+    ins.set_num_workers(0)
+    for name, value in settings.items():
+        getattr(ins, name)(value)
+    return ins
+
+
+def head_rows(path):
+    _, head = read_checkpoint_weights(path)
+    return torch.cat([piece for _, piece in head["head.weight"].pieces(0, CLASSES)])
+
+
+def learnt(path):
+    weights = load_weights(path, "backbone.")
+    return {k: v for k, v in weights.items() if "running" not in k and v.is_floating_point()}
+
+
+def same_start(checkpoint, source):
+    for name, value in learnt(checkpoint).items():
+        torch.testing.assert_close(value, learnt(source)[name], rtol=0, atol=1e-6)
+
+
+def test_a_warm_start_takes_network_and_head_but_neither_momentum_nor_position(
+    dataset, trained, tmp_path, capsys
+):
+    result = entry(dataset, tmp_path / "b", set_pretrained=trained).train()
+    same_start(result.checkpoint, trained)
+    torch.testing.assert_close(head_rows(result.checkpoint), head_rows(trained), rtol=0, atol=1e-6)
+    assert result.steps == 3
+    assert result.warm_start.backbone.share == 1
+    assert result.warm_start.head == ["head.weight"]
+    printed = capsys.readouterr().out
+    assert f"starting from the weights of {trained}:" in printed
+    assert "(100.0% of its numbers)" in printed
+
+
+def test_with_last_the_first_start_takes_the_weights_and_the_next_one_resumes(
+    dataset, trained, tmp_path
+):
+    settings = {"set_pretrained": trained, "set_checkpoint_dir": "last"}
+    first = entry(dataset, tmp_path / "b", **settings).train()
+    same_start(first.checkpoint, trained)
+    again = entry(dataset, tmp_path / "b", **settings, set_train_epochs=2).train()
+    assert (first.steps, again.steps) == (3, 6)
+    assert again.warm_start is None
+
+
+def test_a_head_without_a_backbone_is_a_start_too(dataset, tmp_path):
+    rows = torch.randn(CLASSES, EMB)
+    save_plsc1(tmp_path / "theirs", rows, 2)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ck")
+    result = entry(dataset, tmp_path / "b", set_pretrained=tmp_path / "ck").train()
+    torch.testing.assert_close(head_rows(result.checkpoint), rows, rtol=0, atol=1e-5)
+    assert result.warm_start.backbone.matched == []
+
+
+def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
+    result = entry(
+        dataset,
+        tmp_path / "b",
+        set_pretrained=trained,
+        set_class_num=9,
+        set_image_shape=(3, 32, 32),
+    ).train()
+    started = result.warm_start
+    assert started.head_left == {"head.weight": "is [6, 16], here [9, 16]"}
+    assert started.backbone.shapes == {"neck.fc.weight": ((16, 1024), (16, 256))}
+    assert 0.5 < started.backbone.share < 1
+    assert any(
+        "neck.fc.weight [16, 1024] here, [16, 256] there" in line for line in started.lines()
+    )
+
+
+def test_a_file_at_a_url_and_one_of_torch_save_give_the_same_start(dataset, trained, tmp_path):
+    state = {k.removeprefix("backbone."): v for k, v in load_weights(trained, "backbone.").items()}
+    save_file(state, tmp_path / "a.safetensors")
+    with fsspec.open("memory://weights/a.safetensors", "wb") as file:
+        file.write((tmp_path / "a.safetensors").read_bytes())
+    torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, tmp_path / "a.pth")
+    for number, source in enumerate(["memory://weights/a.safetensors", tmp_path / "a.pth"]):
+        result = entry(dataset, tmp_path / f"{number}", set_pretrained=str(source)).train()
+        same_start(result.checkpoint, trained)
+        assert result.warm_start.head == []
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/plsc-must-not-exist",)
+
+
+def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
+    def refusal(source, **settings):
+        save_dir = tmp_path / "run"
+        with pytest.raises((CheckpointError, OptionError)) as caught:
+            entry(dataset, save_dir, set_pretrained=str(source), **settings).train()
+        assert "\n" not in str(caught.value)
+        assert not (save_dir / "0").exists()
+        return str(caught.value)
+
+    assert "set one of the two" in refusal(trained, set_checkpoint_dir=str(trained))
+    assert "No such file" in refusal(tmp_path / "absent.pth")
+    assert "has no manifest.json" in refusal(tmp_path)
+    torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "a.pth")
+    said = refusal(tmp_path / "a.pth")
+    assert "nothing in" in said
+    assert "not in the network: a" in said
+    torch.save({"a": Malicious()}, tmp_path / "b.pth")
+    assert "asks for posix.system" in refusal(tmp_path / "b.pth")
+    assert not os.path.exists("/tmp/plsc-must-not-exist")  # noqa: PTH110
+    torch.save({"stem.0.weight": torch.full((16, 3, 3, 3), float("nan"))}, tmp_path / "c.pth")
+    assert "stem.0.weight holds numbers that are not finite" in refusal(tmp_path / "c.pth")
+    assert "manifest.json" in refusal("memory://weights")
+
+
+@pytest.fixture
+def narrow_iresnet(monkeypatch):
+    for module in ("plsc.models.iresnet", "plsc.checkpoint.importers.insightface"):
+        monkeypatch.setattr(f"{module}.WIDTHS", (8, 16, 32, 64))
+
+
+@pytest.mark.usefixtures("narrow_iresnet")
+def test_an_imported_checkpoint_predicts_as_its_network_and_trains_on(dataset, tmp_path):
+    network = random_network("IResNet18", EMB, (3, 16, 16))
+    momentum = torch.zeros(CLASSES, EMB)
+    rows = torch.randn(CLASSES, EMB)
+    save_arcface_torch(tmp_path / "theirs", rows, momentum, 2, network)
+    ck = tmp_path / "ck"
+    import_checkpoint(tmp_path / "theirs", ck, global_batch_size=BATCH)
+
+    ins = Entry()
+    ins.set_dataset_dir(dataset)
+    ins.set_checkpoint_dir(ck)
+    ins.set_num_workers(0)
+    prediction = ins.predict()
+    images = images_of(dataset, prediction.names)
+    with torch.no_grad():
+        expected = network.eval()(images)
+    np.testing.assert_allclose(prediction.embeddings, expected.numpy(), rtol=1e-4, atol=1e-5)
+
+    warm = entry(dataset, tmp_path / "warm", set_pretrained=ck, set_model_name="IResNet18").train()
+    assert warm.warm_start.head == ["head.weight"]
+    torch.testing.assert_close(head_rows(warm.checkpoint), rows, rtol=0, atol=1e-5)
+
+    resumed = entry(
+        dataset, tmp_path / "on", set_checkpoint_dir=ck, set_model_name="IResNet18"
+    ).train()
+    assert (resumed.steps, resumed.warm_start) == (3, None)
+    torch.testing.assert_close(head_rows(resumed.checkpoint), rows, rtol=0, atol=1e-5)
+
+
+def images_of(dataset, names):
+    from PIL import Image
+
+    pixels = [np.asarray(Image.open(dataset / name)).transpose(2, 0, 1) for name in names]
+    return torch.from_numpy((np.stack(pixels).astype(np.float32) - 127.5) / 128)
+
+
+def test_two_ranks_take_their_own_rows_of_a_checkpoint_of_one(dataset, trained, tmp_path):
+    settings = [f"set_pretrained={str(trained)!r}", "set_lr=1e-9", "set_train_batch_size=4"]
+    done = run_ranks(job.__file__, 2, str(dataset), str(tmp_path / "b"), *settings)
+    assert done.stdout.count("starting from the weights of") == 1
+    for epoch in ("0", "1"):
+        same_start(tmp_path / "b" / epoch, trained)
+        torch.testing.assert_close(
+            head_rows(tmp_path / "b" / epoch), head_rows(trained), rtol=0, atol=1e-6
+        )
+
+
+def test_a_checkpoint_at_a_url_is_fetched_and_started_from(dataset, trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = fsspec.filesystem("memory")
+    for path in trained.iterdir():
+        store.pipe_file(f"/run/0/{path.name}", path.read_bytes())
+    result = entry(dataset, tmp_path / "b", set_pretrained="memory://run/0").train()
+    same_start(result.checkpoint, trained)
+    assert result.warm_start.head == ["head.weight"]

@@ -1,0 +1,340 @@
+"""The readers of other programs' files give the same numbers, and refuse what is damaged or malicious."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from plsc.checkpoint.importers.file_tensor import FileTensor, RawFile
+from plsc.checkpoint.importers.matching import match_into, printable
+from plsc.checkpoint.importers.paddle_file import read_paddle_file
+from plsc.checkpoint.importers.row_parts import RowParts
+from plsc.checkpoint.importers.safetensors_file import read_safetensors_file
+from plsc.checkpoint.importers.state_dict import read_state_dict
+from plsc.checkpoint.importers.torch_file import read_torch_file
+from plsc.errors import CheckpointError
+from tests.unit.checkpoint.foreign_files import paddle_bytes
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+
+
+def refusal(read, path):
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+def read_all(value):
+    if isinstance(value, FileTensor):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: read_all(part) for key, part in value.items()}
+    return type(value)(map(read_all, value)) if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_what_torch_save_wrote_comes_back_the_same(tmp_path, new):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    large = torch.arange(60.0).view(5, 4, 3)
+    value = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "types": [torch.ones(2, 2).to(dtype) for dtype in DTYPES],
+        "views": (large[1:3], large.permute(2, 0, 1), large[:, 1], large[2, 3, 1]),
+        "empty": torch.zeros(0, 7),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "plain": [1, -5, 2.5, "text", None, True, (1, 2)],
+    }
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    mine = read_all(read_torch_file(tmp_path / "a.pt"))
+    theirs = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert mine["plain"] == theirs["plain"]
+    assert mine["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    for key in ("model", "types", "views", "empty", "parameter"):
+        torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=0, check_stride=False)
+    torch.testing.assert_close(mine["optimizer"]["state"], theirs["optimizer"]["state"])
+    if new:  # nothing of it may change the numbers; a damaged one is refused below
+        assert mine["views"][1].is_contiguous()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 5), st.data())
+def test_any_rows_of_any_layout_are_those_of_the_tensor(tmp_path_factory, rows, width, data):
+    path = tmp_path_factory.mktemp("t") / "a"
+    whole = torch.randn(rows, width)
+    cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=2)))
+    parts = []
+    for number, part in enumerate(whole.tensor_split(cuts)):
+        file = path.with_name(f"{number}")
+        if data.draw(st.booleans()):
+            file.write_bytes(paddle_bytes(part.t()))
+            parts.append(read_paddle_file(file).transposed())
+        else:
+            save_file({"a": part.contiguous()}, file)
+            parts.append(read_safetensors_file(file)["a"])
+    start = data.draw(st.integers(0, rows))
+    stop = data.draw(st.integers(start, rows))
+    pieces = list(RowParts(tuple(parts)).pieces(start, stop))
+    assert torch.equal(
+        torch.cat([torch.zeros(0, width), *[p for _, p in pieces]]), whole[start:stop]
+    )
+    assert RowParts(tuple(parts)).shape == (rows, width)
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("echo run > /tmp/plsc-must-not-exist",)
+
+
+class MaliciousByBuild:
+    def __reduce__(self):
+        return OrderedDict, (), {"x": Malicious()}
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("thing", [Malicious(), MaliciousByBuild()])
+def test_a_pickle_that_runs_code_is_refused_by_name_and_does_not_run(tmp_path, thing, new):
+    torch.save(
+        {"a": torch.ones(2), "b": thing}, tmp_path / "a.pt", _use_new_zipfile_serialization=new
+    )
+    assert "asks for posix.system" in refusal(read_torch_file, tmp_path / "a.pt")
+    assert not os.path.exists("/tmp/plsc-must-not-exist")  # noqa: PTH110
+
+
+def rewritten(source, target, change):
+    """Copy a zip file with its records changed by ``change(name, bytes)``."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for info in old.infolist():
+            data = change(info.filename.split("/", 1)[1], old.read(info))
+            if data is not None:
+                new.writestr(info.filename, data)
+    return target
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.save({"a": torch.randn(4, 3), "b": torch.randn(5)}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def test_a_tensor_whose_bytes_are_too_few_is_refused(saved, tmp_path):
+    short = rewritten(saved, tmp_path / "b.pt", lambda n, d: d[:8] if n == "data/0" else d)
+    assert "is damaged" in refusal(read_torch_file, short)
+    missing = rewritten(saved, tmp_path / "c.pt", lambda n, d: None if n == "data/0" else d)
+    assert "is damaged" in refusal(read_torch_file, missing)
+    other = rewritten(saved, tmp_path / "d.pt", lambda n, d: b"big" if n == "byteorder" else d)
+    assert "big-endian" in refusal(read_torch_file, other)
+
+
+def test_a_compressed_record_is_not_unpacked(saved, tmp_path):
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info), zipfile.ZIP_DEFLATED)
+    assert "is compressed or damaged" in refusal(read_torch_file, tmp_path / "b.pt")
+
+
+def test_a_tensor_that_repeats_its_bytes_a_milliard_times_is_refused(tmp_path):
+    torch.save({"a": torch.zeros(1).expand(10**9, 512)}, tmp_path / "a.pt")
+    assert "does not fit into its 4 bytes" in refusal(read_torch_file, tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, 30, 200, 600, -1])
+def test_a_truncated_file_is_refused(saved, keep):
+    os.truncate(saved, keep if keep >= 0 else saved.stat().st_size - 1)
+    assert refusal(read_torch_file, saved)
+
+
+@pytest.mark.parametrize("keep", [20, 60, 110, 300, -1])
+def test_a_truncated_file_of_the_old_format_is_refused(tmp_path, keep):
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.randn(4, 3)}, path, _use_new_zipfile_serialization=False)
+    os.truncate(path, keep if keep >= 0 else path.stat().st_size - 1)
+    assert refusal(read_torch_file, path)
+
+
+def with_pickle(path, operations):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", operations)
+        archive.writestr("a/data/0", bytes(64))
+    return path
+
+
+def test_a_pickle_bomb_ends_at_once(tmp_path):
+    deep = b"\x80\x02" + b"]" + b"\x85" * 100_000 + b"."
+    assert refusal(read_torch_file, with_pickle(tmp_path / "a.pt", deep))
+    # Each list holds the one before twice: 2^60 ends if each is looked at once.
+    doubled = b"\x80\x02](K\x01e" + b"".join(
+        b"q" + bytes([n]) + b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60)
+    )
+    assert "nests its values" in refusal(
+        read_torch_file, with_pickle(tmp_path / "b.pt", doubled + b".")
+    )
+    hashed = b"\x80\x02)" + b"".join(b"q\x00h\x00\x86" for _ in range(60))
+    key = b"\x80\x02}" + hashed[2:] + b"Ns."
+    assert "is damaged" in refusal(read_torch_file, with_pickle(tmp_path / "c.pt", key))
+    cycle = b"\x80\x02]q\x00h\x00a."
+    assert "nests its values" in refusal(read_torch_file, with_pickle(tmp_path / "d.pt", cycle))
+    long = pickle.dumps("x" * (5 << 20))
+    assert "expected at most" in refusal(read_torch_file, with_pickle(tmp_path / "e.pt", long))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_changed_byte_gives_numbers_or_one_line(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("t") / "a.pt"
+    buffer = io.BytesIO()
+    new = data.draw(st.booleans())
+    torch.save({"a": torch.arange(6.0)}, buffer, _use_new_zipfile_serialization=new)
+    changed = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(changed)
+    said = ""
+    try:
+        read_all(read_torch_file(path))
+    except CheckpointError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def paddle_with(**changes):
+    fields = {
+        "version": 0,
+        "levels": 0,
+        "inner": 0,
+        "length": 6,
+        "description": b"\x08\x05\x10\x02\x10\x03",
+    }
+    fields |= {"data": bytes(24)} | changes
+    head = struct.pack("<IQIi", *(fields[n] for n in ("version", "levels", "inner", "length")))
+    return head + fields["description"] + fields["data"]
+
+
+def test_a_paddle_variable_comes_back_the_same(tmp_path):
+    for number, dtype in enumerate((torch.float32, torch.float64, torch.float16, torch.int64)):
+        value = torch.arange(300).view(2, 150).to(dtype)
+        (tmp_path / str(number)).write_bytes(paddle_bytes(value))
+        assert torch.equal(read_paddle_file(tmp_path / str(number)).read(), value)
+    packed = paddle_with(length=6, description=b"\x08\x05\x12\x02\x02\x03")
+    (tmp_path / "packed").write_bytes(packed)
+    assert read_paddle_file(tmp_path / "packed").shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "it has 0 bytes"),
+        (b"\x80\x02" + bytes(40), "not with version 0"),
+        (paddle_with(levels=1 << 60), "levels of detail"),
+        (paddle_with(length=-1), "description takes"),
+        (paddle_with(length=1 << 30), "description takes"),
+        (paddle_with(data=bytes(23)), "is truncated or damaged"),
+        (paddle_with(data=bytes(25)), "is truncated or damaged"),
+        (paddle_with(length=5), "its description is cut short"),
+        (paddle_with(description=b"\x08\x63\x10\x02\x10\x03"), "of type 99"),
+        (paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"), "has a field 0x1a"),
+        (
+            paddle_with(length=12, description=b"\x08\x05\x10" + b"\xff" * 8 + b"\x7f"),
+            "its dimensions are",
+        ),
+        (
+            paddle_with(length=14, description=b"\x08\x05" + b"\x10\xff\xff\xff\xff\x0f" * 2),
+            "is truncated or damaged",
+        ),
+    ],
+)
+def test_a_damaged_paddle_variable_is_refused(tmp_path, content, said):
+    (tmp_path / "a").write_bytes(content)
+    assert said in refusal(read_paddle_file, tmp_path / "a")
+
+
+def test_a_damaged_safetensors_file_is_refused(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(4)}, path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:5], (1 << 60).to_bytes(8, "little") + whole[8:], b""):
+        path.write_bytes(damaged)
+        assert "is no whole safetensors file" in refusal(read_safetensors_file, path)
+
+
+@pytest.mark.parametrize("read", [read_torch_file, read_paddle_file, read_safetensors_file])
+def test_what_is_no_regular_file_is_refused(tmp_path, read):
+    assert "No such file" in refusal(read, tmp_path / "absent")
+    assert "regular file" in refusal(read, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "regular file" in refusal(read, tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    assert "is a link" in refusal(read, tmp_path / "link")
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(1000)}, path)
+    tensor = read_safetensors_file(path)["a"]
+    os.truncate(path, 200)
+    with pytest.raises(CheckpointError, match="is truncated"):
+        tensor.read()
+    with pytest.raises(CheckpointError, match="is truncated"):
+        RawFile(path).read(0, 1 << 60)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: s,
+        lambda s: {"state_dict": s, "epoch": 1},
+        lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
+        lambda s: {"model": {f"_orig_mod.module.{k}": v for k, v in s.items()}},
+        lambda s: {f"module.backbone.{k}": v for k, v in s.items()},
+        lambda s: {**{f"backbone.{k}": v for k, v in s.items()}, "head.weight": torch.ones(2, 2)},
+        lambda s: {"backbone": s, "optimizer": {"state": {}}},
+    ],
+)
+def test_wrappers_and_prefixes_are_taken_off(tmp_path, wrap):
+    state = {"conv1.weight": torch.ones(2), "fc.bias": torch.zeros(3)}
+    torch.save(wrap(state), tmp_path / "a.pth")
+    backbone, head = read_state_dict(tmp_path / "a.pth")
+    assert list(backbone) == list(state)
+    assert list(head) in ([], ["head.weight"])
+
+
+def test_the_last_layer_of_a_vision_transformer_is_not_taken_for_class_rows(tmp_path):
+    save_file(
+        {"cls_token": torch.ones(2), "head.weight": torch.ones(2, 2)}, tmp_path / "a.safetensors"
+    )
+    backbone, head = read_state_dict(tmp_path / "a.safetensors")
+    assert (len(backbone), head) == (2, {})
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 3}, torch.ones(2), {"state_dict": {}}])
+def test_a_file_without_a_state_dict_says_what_was_expected(tmp_path, value):
+    torch.save(value, tmp_path / "a.pth")
+    assert "holds no state dict" in refusal(read_state_dict, tmp_path / "a.pth")
+
+
+def test_the_summary_of_a_match_is_bounded_and_printable():
+    target = {f"layer{n}.weight": torch.zeros(2) for n in range(5000)} | {"b": torch.zeros(2)}
+    found = {f"\x1b[31m{'x' * 500}{n}": torch.ones(1) for n in range(5000)}
+    found |= {"b": torch.ones(2), "layer0.weight": torch.ones(3)}
+    text = "\n".join(match_into(target, found, "somewhere").lines())
+    assert target["b"].tolist() == [1, 1]
+    assert len(text) < 1500
+    assert "\x1b" not in text
+    assert "and 4995 more" in text
+    assert printable("a\nb") == "a\\nb"

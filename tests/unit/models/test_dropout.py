@@ -1,0 +1,106 @@
+"""Dropout that is drawn by the sample."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from plsc.models.dropout import SampleDropout, SampleNumbers, draw_by_sample, keep_mask
+
+
+def reference_mask(numbers, count, p, key):
+    """The hash in numpy's unsigned integers, as its author wrote it."""
+
+    def mix(x):
+        x = x ^ (x >> np.uint32(16))
+        x = x * np.uint32(0x7FEB352D)
+        x = x ^ (x >> np.uint32(15))
+        x = x * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+    numbers = numbers.astype(np.uint64)
+    low, high = numbers.astype(np.uint32), (numbers >> np.uint64(32)).astype(np.uint32)
+    rows = mix(low ^ mix(high ^ np.uint32(key)))
+    columns = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    bits = mix(rows[:, None] ^ columns).view(np.int32)
+    return bits >= min(int(p * 2**32) - 2**31, 2**31 - 1)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_a_share_of_the_numbers_is_dropped_independently_of_the_others(p):
+    numbers = np.array([0, 1, 2, 77, 2**31, 2**33 + 5, 2**62])
+    mask = keep_mask(torch.from_numpy(numbers), 40_003, p, 12345)
+    np.testing.assert_array_equal(mask.numpy(), reference_mask(numbers, 40_003, p, 12345))
+    deviation = (p * (1 - p) / 40_003) ** 0.5
+    assert (mask.float().mean(dim=1) - (1 - p)).abs().max() < 5 * deviation
+    both = np.corrcoef(mask.numpy())  # between samples
+    assert np.abs(both - np.eye(len(numbers))).max() < 5 / 40_003**0.5
+    shifted = np.corrcoef(mask[0, 1:], mask[0, :-1])[0, 1]
+    assert abs(shifted) < 5 / 40_003**0.5
+    other = keep_mask(torch.from_numpy(numbers), 40_003, p, 12346)
+    assert abs(np.corrcoef(mask.flatten(), other.flatten())[0, 1]) < 5 / mask.numel() ** 0.5
+
+
+def network_of(*layers):
+    network = nn.Sequential(*layers).train()
+    return network, draw_by_sample(network)
+
+
+def test_the_order_and_the_share_of_a_batch_do_not_change_what_is_dropped():
+    network, samples = network_of(nn.Dropout2d(0.5), nn.Flatten(), nn.Dropout(0.3))
+    assert samples.layers == 2
+    images = torch.randn(12, 5, 4, 4)
+
+    def run(chosen):
+        torch.manual_seed(9)
+        samples.numbers = chosen + 100
+        return network(images[chosen])
+
+    every = run(torch.arange(12))
+    some = torch.tensor([7, 0, 11])
+    assert run(some).equal(every[some])
+    channels = every.view(12, 5, 16)
+    assert (
+        (channels == 0).all(dim=2).any()
+    )  # whole channels by the first, single numbers by the second
+    assert ((channels == 0).any(dim=2) & ~(channels == 0).all(dim=2)).any()
+    assert run(torch.empty(0, dtype=torch.int64)).shape == (0, 80)
+
+
+def test_what_stays_is_scaled_and_has_that_gradient_and_evaluation_changes_nothing():
+    layer = SampleDropout(0.25, False, SampleNumbers())
+    layer.samples.numbers = torch.arange(50)
+    x = torch.randn(50, 40, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    stays = y != 0
+    torch.testing.assert_close(y[stays], x[stays] / 0.75)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, stays / 0.75, check_dtype=False)
+    assert layer.eval()(x) is x
+    everything = SampleDropout(1.0, False, layer.samples)
+    assert not everything(x).any()
+
+
+def test_layers_differ_and_activation_checkpointing_sees_the_same_again():
+    network, samples = network_of(nn.Dropout(0.5), nn.Linear(30, 30), nn.Dropout(0.5))
+    samples.numbers = torch.arange(20)
+    assert network[0](torch.ones(20, 30)).ne(network[2](torch.ones(20, 30))).any()
+    gradients = []
+    for run in (network, lambda x: checkpoint(network, x, use_reentrant=False)):
+        torch.manual_seed(2)
+        x = torch.ones(20, 30, requires_grad=True)
+        run(x).sum().backward()
+        gradients.append(x.grad)
+    assert gradients[0].equal(gradients[1])
+
+
+def test_a_batch_whose_samples_nobody_knows_has_ordinary_dropout():
+    network, samples = network_of(nn.Dropout(0.5), nn.Dropout2d(0.5))
+    for numbers, shape in ((None, (8, 3, 2, 2)), (torch.arange(4), (8, 3, 2, 2))):
+        samples.numbers = numbers
+        torch.manual_seed(3)
+        assert (network(torch.ones(shape)) == 0).any()
+    again = draw_by_sample(network)  # a second run with the same network
+    assert network[0].samples is again
+    assert again.layers == 2

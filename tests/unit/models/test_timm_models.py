@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from plsc.errors import OptionError
+from plsc.models import build_model, check_model
+
+
+def test_without_timm_the_error_is_the_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(OptionError, match=r"pip install 'plsc\[timm\]'"):
+        build_model("timm/vit_tiny_patch16_224", 8, (3, 64, 64), 0.1)
+
+
+@pytest.mark.parametrize("shape", [(3, 112, 112), (1, 32, 48)])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18.a1_in1k"])
+def test_a_network_of_timm_gives_embeddings_at_the_image_size_of_the_run(name, shape):
+    pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+    check_model(build_model(f"timm/{name}", 24, shape, 0.4), shape, 24)
+
+
+def test_it_computes_what_timm_computes_with_the_same_weights():
+    timm = pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+    ours = build_model("timm/vit_tiny_patch16_224", 16, (3, 32, 32), 0.3).eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=16, img_size=32).eval()
+    theirs.load_state_dict(ours.network.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vit_tinny_patch16_224", "did you mean 'vit_tiny_patch16_224'"),
+        ("hf-hub:somebody/something", "timm has no network"),  # would be fetched
+        ("../resnet18", "timm has no network"),
+        (
+            "swin_tiny_patch4_window7_224",
+            "cannot make timm/swin_tiny_patch4_window7_224 for images",
+        ),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_line(name, said):
+    pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+    with pytest.raises(OptionError, match=said) as caught:
+        build_model(f"timm/{name}", 8, (3, -1, 32), 0.4)
+    assert "\n" not in str(caught.value)

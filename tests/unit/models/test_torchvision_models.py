@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torchvision import models
+
+from plsc.errors import OptionError
+from plsc.models import build_model, check_model
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 32, 48)])
+def test_a_network_of_torchvision_gives_embeddings_of_colour_and_gray_images(shape):
+    check_model(build_model("torchvision/resnet18", 24, shape, 0.4), shape, 24)
+
+
+def test_it_computes_what_torchvision_computes_with_the_same_weights():
+    ours = build_model("torchvision/resnet18", 16, (3, 32, 32), 0.0).eval()
+    theirs = models.resnet18(num_classes=16).eval()
+    theirs.load_state_dict(ours.network.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_dropout_comes_before_the_embedding_once_and_only_in_training(name):
+    model = build_model(f"torchvision/{name}", 16, (3, 32, 32), 0.9)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    images = torch.randn(2, 3, 32, 32)
+    model.eval()
+    assert torch.equal(model(images), model(images))
+    model.train()
+    for norm in norms:
+        norm.eval()
+    assert not torch.equal(model(images), model(images))
+    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    assert dropouts in ([], [0.9])
+
+
+def test_an_image_size_reaches_the_networks_that_depend_on_it():
+    with torch.device("meta"):
+        model = build_model("torchvision/vit_b_32", 16, (3, 64, 64), 0.0)
+    assert model.network.image_size == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("torchvision/resnet19", "did you mean 'resnet18'"),
+        ("torchvision/fasterrcnn_resnet50_fpn", "torchvision has no network"),
+        ("torchvision/squeezenet1_1", "does not end in a fully connected layer"),
+        ("torchvision/vit_b_32", r"cannot make .* for images \[3, 33, 33\]"),
+    ],
+)
+def test_what_cannot_be_a_backbone_is_refused_in_one_line(name, said):
+    with pytest.raises(OptionError, match=said) as caught:
+        build_model(name, 8, (3, 33, 33), 0.4)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,311 @@
+"""Resuming in one process: any step, every kind of data, and what is refused."""
+
+import dataclasses
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plsc.checkpoint import list_checkpoints, read_manifest
+from plsc.config import Options
+from plsc.errors import CheckpointError, OptionError
+from plsc.parallel.world import World
+from plsc.train.build import UserParts
+from plsc.train.find import open_load_dir, open_to_resume
+from plsc.train.randomness import pack_generators, unpack_generators
+from plsc.train.resume import keep_global_batch
+from tests.images import write_dataset, write_pair_file
+from tests.resuming import different, losses_of, options_of, saved_at, train
+
+WORLD = World.single()
+STEPS_PER_EPOCH = 5  # 18 images, 4 a step, the last batch padded
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = write_dataset(tmp_path_factory.mktemp("data") / "set", classes=6, per_class=3)
+    write_pair_file(folder / "lfw.bin", folder, pairs=20)
+    return folder
+
+
+def arrays_of(dataset):
+    for line in (dataset / "label.txt").read_text().splitlines():
+        name, label = line.split("\t")
+        array = np.asarray(Image.open(dataset / name), dtype=np.float32).transpose(2, 0, 1)
+        yield (array - 127.5) / 128, int(label)
+
+
+def shuffling_reader(dataset):
+    samples = list(arrays_of(dataset))
+
+    def reader():
+        order = list(range(len(samples)))
+        random.shuffle(order)
+        for index in order:
+            image, label = samples[index]
+            yield image + np.random.rand(), label
+
+    return reader
+
+
+class NoisyDataset(torch.utils.data.Dataset):
+    def __init__(self, dataset):
+        self.samples = list(arrays_of(dataset))
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        image, label = self.samples[index]
+        return torch.from_numpy(image) + torch.rand(3, 1, 1), label
+
+
+def kinds_of_data(dataset):
+    reader, samples = shuffling_reader(dataset), NoisyDataset(dataset)
+    return {
+        "global": ({"train__test_period": 2, "data__colour_jitter": (0.3, 0.3, 0.3)}, None),
+        "block, threads": (
+            {
+                "data__order": "block", "data__block_samples": 2, "data__pool_samples": 6,
+                "data__num_workers": 2,
+            },
+            None,
+        ),
+        "adam, polynomial": (
+            {
+                "optim__optimizer": "adam", "head__optimizer": "adamw", "optim__lr": 0.5,
+                "optim__schedule": "polynomial", "optim__warmup_epochs": 1,
+            },
+            None,
+        ),
+        "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
+        "dataset": ({"data__crop_padding": 2}, samples),
+        # Its steps end with an epoch, whose length only an epoch seen to its end has told.
+        "generator": ({"head__class_num": 6, "train__steps": 10, "train__epochs": 9}, reader),
+        "generator ahead": ({"head__class_num": 6, "data__num_workers": 1}, reader),
+        "generator that shards itself": (
+            {"head__class_num": 6, "data__reader_shards_itself": True},
+            lambda rank, ranks: reader(),
+        ),
+        "micro-batches": ({"train__micro_batches": 2}, None),
+    }  # fmt: skip
+
+
+def test_a_run_goes_on_from_any_step_with_any_data_to_the_same_bits(dataset, tmp_path):
+    for kind, (settings, reader) in kinds_of_data(dataset).items():
+        folder = tmp_path / kind
+        settings = {"train__batch_size": 4, "head__loss_type": "dist_adaface", **settings}
+
+        def start(name, folder=folder, settings=settings, reader=reader, **more):
+            options = options_of(dataset, folder / name, **settings, **more)
+            return train(options, WORLD, user=UserParts(train_reader=reader))
+
+        whole = start("whole")
+        start("saving", checkpoint__every_n_steps=1, checkpoint__keep_last=-1)
+        assert different(folder / "saving/1", folder / "whole/1") == [], kind
+        steps = range(1, whole.steps)
+        for step in steps if kind == "global" else (3, whole.steps // 2, whole.steps - 1):
+            start(f"{step}", checkpoint__load_dir=str(saved_at(folder / "saving", step)))
+            assert different(folder / f"{step}/1", folder / "whole/1") == [], (kind, step)
+            later = {s: x for s, x in losses_of(folder / "whole").items() if s > step}
+            assert losses_of(folder / f"{step}") == later, (kind, step)
+
+
+def test_generators_come_back_from_text_and_nothing_else_does():
+    packed = pack_generators(WORLD.device)
+    np.random.standard_normal(), random.gauss(0, 1)
+    in_between = pack_generators(WORLD.device)
+
+    def draws():
+        return random.gauss(0, 1), np.random.standard_normal(), torch.rand(1).item()
+
+    after = draws()
+    unpack_generators(in_between, WORLD.device)
+    assert draws() == after
+    unpack_generators(packed, WORLD.device)
+    assert pack_generators(WORLD.device).equal(packed)
+    sound = json.loads(bytes(packed.tolist()))
+    broken = [
+        b"\x80\x04.", b"[]", b"{}", b"[" * 100_000,
+        *(json.dumps({**sound, key: value}).encode() for key, value in [
+            ("python", [3, [1, 2], None]), ("numpy", ["PCG", [1], 0, 0, 0.0]), ("torch", "zz"),
+            ("torch", "00"), ("python", [3, [2**70] * 625, None]), ("numpy", [0]),
+        ]),
+    ]  # fmt: skip
+    for text in broken:
+        with pytest.raises(CheckpointError, match="random generators in the checkpoint is damaged"):
+            unpack_generators(torch.tensor(list(text), dtype=torch.uint8), WORLD.device)
+        assert pack_generators(WORLD.device).equal(packed), text[:50]
+
+
+@pytest.fixture(scope="module")
+def trained(dataset, tmp_path_factory):
+    """Two epochs, each a checkpoint."""
+    save_dir = tmp_path_factory.mktemp("trained") / "run"
+    train(options_of(dataset, save_dir, train__batch_size=4, data__val_targets=""), WORLD)
+    return save_dir
+
+
+def manifest_of(trained, **changes):
+    return dataclasses.replace(read_manifest(trained / "1"), **changes)
+
+
+def kept(trained, ranks, saved_on=4, **settings):
+    """Resume, on so many ranks, a run of 4 ranks with 8 images each."""
+    options = Options()
+    for path, value in settings.items():
+        options.set(path.replace("__", "."), value)
+    scalars = {**manifest_of(trained).scalars, "global_batch": 32}
+    manifest = manifest_of(
+        trained, world_size=saved_on, scalars=scalars, options={"train": {"batch_size": 8}}
+    )
+    options.adopt(manifest.options)
+    lines = keep_global_batch(options, trained / "1", manifest, ranks)
+    return options.train.global_batch_size or options.train.batch_size * ranks, lines
+
+
+def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
+    assert kept(trained, 4) == (32, [])
+    total, lines = kept(trained, 3)
+    assert total == 32
+    assert lines == [
+        "ranks: 3 here, 4 in the checkpoint; a step keeps its 32 images, 10 or 11 a rank"
+    ]
+    # The script that set the batch of a rank is started again, on fewer ranks.
+    assert kept(trained, 2, train__batch_size=8)[0] == 32
+    assert kept(trained, 2, train__batch_size=16) == (32, [])
+    assert kept(trained, 2, train__global_batch_size=32)[0] == 32
+
+
+def test_options_that_would_change_the_global_batch_are_refused(trained):
+    with pytest.raises(OptionError, match=r"batch_size 5 on 4 ranks makes 20, but .* with 32"):
+        kept(trained, 4, train__batch_size=5)
+    with pytest.raises(OptionError, match=r"global_batch_size is 24, but .* with 32"):
+        kept(trained, 4, train__global_batch_size=24)
+    with pytest.raises(OptionError, match="too few for 33 ranks"):
+        kept(trained, 33)
+    damaged = manifest_of(trained, scalars={"global_batch": "many"})
+    with pytest.raises(CheckpointError, match="global batch"):
+        keep_global_batch(Options(), trained / "1", damaged, 2)
+
+
+def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(trained):
+    options = options_of("unused", trained, checkpoint__load_dir="last")
+    assert open_to_resume(options, WORLD)[0] == trained / "1"
+    assert open_load_dir(options, WORLD)[0] == trained / "1"
+    options.set("checkpoint.load_dir", "best")
+    file = trained / "best.json"
+    best = json.loads(file.read_text())["path"]
+    assert open_load_dir(options, WORLD)[0] == trained / best
+    # As a folder that was moved: only the name counts.
+    file.write_text('{"path": "/somewhere/else/0", "metric": "loss", "value": 1.5}')
+    assert open_to_resume(options, WORLD)[0] == trained / "0"
+    file.write_text('{"path": "7"}')
+    with pytest.raises(CheckpointError, match="names '7', which is not there"):
+        open_load_dir(options, WORLD)
+    for text in (
+        '{"path": ".."}',
+        '{"path": ""}',
+        "[]",
+        '{"path": 3}',
+        "{",
+        " " * 2**17,
+        "[" * 60_000,
+    ):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"best\.json is damaged"):
+            open_load_dir(options, WORLD)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is known as the best"):
+        open_load_dir(options, WORLD)
+    file.write_text(json.dumps({"path": best}))
+
+
+def test_last_is_in_the_newest_version_folder_or_in_a_store_if_it_is_newer_there(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    for name, checkpoints in {
+        "version_2": ["0"],
+        "version_10": ["0", "1"],
+        "version_11": [],
+    }.items():
+        for checkpoint in checkpoints:
+            shutil.copytree(trained / checkpoint, tmp_path / name / checkpoint)
+        (tmp_path / name).mkdir(exist_ok=True)
+    options = options_of("unused", tmp_path, checkpoint__load_dir="last")
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "version_10/1"
+    shutil.copytree(trained / "0", tmp_path / "0")
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "0"
+    options.set("checkpoint.new_version", True)
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "version_10/1"
+    sent = tmp_path / "store"
+    for name in ("0", "1"):
+        shutil.copytree(trained / name, sent / name)
+    options = options_of(
+        "unused", tmp_path, checkpoint__load_dir="last", checkpoint__upload_dir=f"file://{sent}"
+    )
+    fetched, manifest = open_load_dir(options, WORLD)
+    assert manifest == read_manifest(trained / "1")
+    assert tmp_path / "cache" in fetched.parents
+    shutil.copytree(trained / "1", tmp_path / "1")
+    assert open_load_dir(options, WORLD)[0] == tmp_path / "1"
+
+
+def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(dataset, tmp_path):
+    save_dir = tmp_path / "run"
+    options = options_of(
+        dataset, save_dir, checkpoint__load_dir="last", train__batch_size=6, train__epochs=1,
+        data__val_targets="",
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="holds no checkpoint; train first"):
+        open_load_dir(options, WORLD)
+    assert train(options, WORLD).steps == 3
+    (save_dir / ".saving-1-89abcdef").mkdir()
+    again = options_of(dataset, save_dir, checkpoint__load_dir="last", train__epochs=2)
+    assert train(again, WORLD).steps == 6
+    assert [path.name for path, _ in list_checkpoints(save_dir)] == ["0", "1"]
+    assert sorted(losses_of(save_dir)) == [1, 2, 3, 4, 5, 6]
+    assert not list(save_dir.glob(".saving*"))
+    assert again.checkpoint.load_dir == "last"  # a later test() means the newest then
+
+
+def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
+    def refused(match, damage=None, **settings):
+        options = options_of(
+            dataset, tmp_path / "new", checkpoint__load_dir=str(trained / "1"), train__epochs=3,
+            data__val_targets="", **settings,
+        )  # fmt: skip
+        file = trained / "1" / "manifest.json"
+        sound = file.read_text()
+        try:
+            if damage:
+                manifest = json.loads(sound)
+                damage(manifest)
+                file.write_text(json.dumps(manifest))
+            with pytest.raises(CheckpointError, match=match) as caught:
+                train(options, WORLD)
+        finally:
+            file.write_text(sound)
+        assert "\n" not in str(caught.value)
+
+    refused("classes 6, this run has 9", head__class_num=9)
+    refused("loss type dist_arcface, this run has dist_cosface", head__loss_type="dist_cosface")
+    refused("optimizer Adam, this run", lambda m: m["scalars"].update(optimizer="Adam"))
+    refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
+    huge = {"shape": [2**40], "dtype": "uint8", "sharded": False}
+    refused("rank0.random", lambda m: m["tensors"].update({"rank0.random": huge}))
+    momentum = {"shape": [2**40], "dtype": "float32", "sharded": False}
+    refused("its parameter", lambda m: m["tensors"].update({"momentum.backbone.fc.bias": momentum}))
+
+
+def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):
+    train(options_of(dataset, tmp_path / "a", train__batch_size=4, train__steps=2), WORLD)
+    other = write_dataset(tmp_path / "other", classes=6, per_class=4)
+    resumed = options_of(other, tmp_path / "b", checkpoint__load_dir=str(tmp_path / "a/0-step2"))
+    with pytest.raises(CheckpointError, match="over 18 images, the dataset has 24 now"):
+        train(resumed, WORLD)

@@ -1,0 +1,94 @@
+"""The state of optimizers, by name: any of torch's comes back and goes on to the same bits."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.checkpoint.manifest import TensorInfo
+from plsc.errors import CheckpointError
+from plsc.heads import build_head
+from plsc.train.state import collect_numbers, collect_tensors, make_state
+
+
+class CountingInNumbers(torch.optim.SGD):
+    """Some optimizers outside of torch count in plain numbers."""
+
+    def step(self, closure=None):
+        outcome = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["decay"] = 0.5 ** state["count"]
+        return outcome
+
+
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "numbers": lambda p: CountingInNumbers(p, 0.1, momentum=0.9),
+}
+
+
+def parts(make):
+    torch.manual_seed(1)
+    network, head = nn.Linear(6, 4), build_head("arcface", 5, 4)
+    return network, head, make([*network.parameters(), *head.parameters()])
+
+
+def steps(network, head, optimizer, count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        output = head(network(torch.randn(8, 6)), torch.randint(5, (8,)))
+        output.loss.backward()
+        optimizer.step()
+
+
+def info_of(tensors):
+    return {
+        key: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch."), False)
+        for key, t in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_on_to_the_same_bits(name):
+    first = parts(OPTIMIZERS[name])
+    steps(*first, 3)
+    saved = {key: tensor.clone() for key, tensor in collect_tensors(*first, None)[0].items()}
+    numbers = json.loads(json.dumps(collect_numbers(*first)))
+    random = torch.get_rng_state()
+    steps(*first, 2)
+
+    second = parts(OPTIMIZERS[name])
+    make_state(*second, info_of(saved), numbers)
+    into = collect_tensors(*second, None)[0]
+    assert into.keys() == saved.keys()
+    assert any(key.startswith(("momentum.", "optimizer.")) for key in saved)
+    for key, tensor in into.items():
+        tensor.copy_(saved[key])
+    torch.set_rng_state(random)
+    steps(*second, 2)
+    ours, theirs = (collect_tensors(*each, None)[0] for each in (second, first))
+    assert all(tensor.equal(theirs[key]) for key, tensor in ours.items())
+    assert collect_numbers(*second) == collect_numbers(*first)
+
+
+@pytest.mark.parametrize(
+    ("key", "info", "said"),
+    [
+        ("optimizer.exp_avg.backbone.no", TensorInfo((6,), "float32", False), "backbone.no, which"),
+        ("optimizer.exp_avg", TensorInfo((6,), "float32", False), "which this model does not have"),
+        ("momentum.backbone.bias", TensorInfo((2**40,), "float32", False), "its parameter \\[4\\]"),
+        ("optimizer.x.backbone.bias", TensorInfo((4,), "quint8", False), "unknown type quint8"),
+    ],
+)
+def test_state_that_no_parameter_here_can_have_is_refused(key, info, said):
+    with pytest.raises(CheckpointError, match=said):
+        make_state(*parts(OPTIMIZERS["Adam"]), {key: info}, {})
