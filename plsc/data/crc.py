@@ -19,12 +19,13 @@ def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
 
     Large pieces are summed without the interpreter lock.
     """
-    array = np.frombuffer(data, np.uint8)
-    call = function("plsc_crc32", _ARGUMENTS) if len(array) >= _SMALLEST else None
+    view = memoryview(data)
+    call = function("plsc_crc32", _ARGUMENTS) if view.nbytes >= _SMALLEST else None
     if call is None:
-        return zlib.crc32(array, value)
-    blocks = len(array) - len(array) % _BLOCK
-    found: int = call(array.ctypes.data, blocks, value)
+        return zlib.crc32(view, value)
+    view = view.cast("B")
+    blocks = len(view) - len(view) % _BLOCK
+    found: int = call(np.frombuffer(view, np.uint8).ctypes.data, blocks, value)
     if found < 0:
-        return zlib.crc32(array, value)
-    return zlib.crc32(array[blocks:], found)
+        return zlib.crc32(view, value)
+    return zlib.crc32(view[blocks:], found)
