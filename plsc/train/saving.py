@@ -24,6 +24,7 @@ from plsc.errors import CheckpointError
 from plsc.parallel.background import Background
 from plsc.parallel.memory import available_memory
 from plsc.storage.transfer import in_words
+from plsc.storage.urls import is_url
 from plsc.train.build import Run
 from plsc.train.checkpointing import take_state
 from plsc.train.logs import RunLog
@@ -79,6 +80,7 @@ class Saver:
         self._sender: Sender | None = None
         if places.store is not None:
             self._sender = Sender(run.world, log, places, places.store, self._retention)
+            self._send_resumed()
         self._has_told = False
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
@@ -99,6 +101,18 @@ class Saver:
         self._pending = _Pending(future, path, stall)
         if wait:
             self.settle()
+
+    def _send_resumed(self) -> None:
+        """Send what the run goes on from, if it is here alone: a run before was killed in between.
+
+        A run that has no step left to make would never send it.
+        """
+        load_dir = self._options.load_dir
+        if self._sender is None or load_dir is None or is_url(load_dir):
+            return
+        path = Path(load_dir).resolve()
+        if path.parent == self._places.local.resolve():
+            self._sender.add(self._places.local / path.name, unless_there=True)
 
     def _can_copy(self, state: Snapshot) -> bool:
         """Whether there is memory for a copy; if not, it is said once."""
