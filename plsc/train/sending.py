@@ -127,7 +127,8 @@ class Sender:
             return False
 
     def _send_chosen(self, path: Path) -> None:
-        manifest = read_manifest(path)
+        manifests = on_every_rank(self._world, f"read {path}", lambda: read_manifest(path))
+        manifest = manifests[self._world.rank]
         mine = [name for name in manifest.files if is_shard_of(name, self._world.rank)]
         total = sum(manifest.files[name].bytes for name in mine)
         say = self._log.say if self._world.is_main else None
@@ -136,7 +137,14 @@ class Sender:
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
         if self._world.is_main:
-            prune_remote(self._store, self._retention, protect=[path.name])
-            for name in _SMALL_FILES:
-                if (self._places.local / name).is_file():
-                    self._store.put(self._places.local / name, name)
+            try:
+                self._tidy(path)
+            except PlscError as error:  # what was sent is sent, as the other ranks think
+                self._log.say(str(error))
+
+    def _tidy(self, newest: Path) -> None:
+        """Thin out what is in the store, and send what lies beside the checkpoints."""
+        prune_remote(self._store, self._retention, protect=[newest.name])
+        for name in _SMALL_FILES:
+            if (self._places.local / name).is_file():
+                self._store.put(self._places.local / name, name)

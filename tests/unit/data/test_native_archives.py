@@ -147,7 +147,7 @@ def test_records_are_those_of_the_plain_way(records, piece, damages, seed):
 
     def found() -> list[np.ndarray] | str:
         try:
-            return [array.tobytes() for array in scan(InMemory(content))]
+            return [_one_nan(array).tobytes() for array in scan(InMemory(content))]
         except DataError as error:
             return str(error)
 
@@ -156,6 +156,11 @@ def test_records_are_those_of_the_plain_way(records, piece, damages, seed):
         by_c = found()
         patch.setattr(recordio_index, "find_records", lambda *_: None)
         assert by_c == found()
+
+
+def _one_nan(array: np.ndarray) -> np.ndarray:
+    """There are many bit patterns of NaN, and going through Python's float changes some."""
+    return np.where(np.isnan(array), np.nan, array) if array.dtype.kind == "f" else array
 
 
 def test_usual_records_are_found_by_c():
