@@ -136,19 +136,24 @@ class MixturePlan:
         return -(-self.global_batch // self.ranks)
 
     def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:
-        """Return this rank's samples of a step of an epoch, one data set after the other, int64."""
+        """Return this rank's samples of a step of an epoch, int64.
+
+        The data sets are interleaved, so that each part of a batch has images of all, as far as it goes.
+        """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside 0..{self.steps_per_epoch - 1}")
-        parts, before, first = [], 0, 0
+        parts, places, before, first = [], [], 0, 0
         for share in self.shares:
             dealt = np.arange(before, before + share.per_step) % self.ranks
             sizes = np.bincount(dealt, minlength=self.ranks)
-            start = int(sizes[:rank].sum())
+            start, size = int(sizes[:rank].sum()), int(sizes[rank])
             every = share.indices(self.draw_epoch(epoch, step))
-            parts.append(first + every[start : start + int(sizes[rank])])
+            parts.append(first + every[start : start + size])
+            places.append((np.arange(size) + 0.5) / max(1, size))
             before += share.per_step
             first += share.plan.num_samples
-        return np.concatenate(parts)
+        order = np.argsort(np.concatenate(places), kind="stable")
+        return np.concatenate(parts)[order]
 
     def draw_epoch(self, epoch: int, step: int) -> int:
         """Return what augmentation draws by instead of the epoch: the step of the run.

@@ -203,9 +203,10 @@ def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
     resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
+    heads = f"{len(run.sets)} heads" if run.sets else run.options.head.loss_type
     text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
-        f"{run.options.head.loss_type} over {run.head.class_num:,} classes on {images}; "
+        f"{heads} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{resumed}"
     )
     return f"{text}\n{run.notes}" if run.notes else text
