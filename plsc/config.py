@@ -245,8 +245,8 @@ class DataOptions:
     )
     datasets: tuple[dict[str, Any], ...] = declare(
         (),
-        "several data sets with a head each, instead of dataset_dir: each has a name and a path, maybe a weight, "
-        "class_num, loss_type, margin, scale and sample_ratio (docs/several.md); add_dataset adds one",
+        "several data sets with a head each, instead of dataset_dir: each has a name and a path, and may "
+        "have a weight, class_num, loss_type, margin, scale and sample_ratio; add_dataset adds one",
         "set_datasets(datasets)",
         _data_sets,
     )

@@ -20,8 +20,8 @@ HEAD_OPTIONS = ("class_num", "loss_type", "margin", "scale", "sample_ratio")
 class DataSet:
     """A data set with a label space and a head of its own.
 
-    path: as `data.dataset_dir`; weight: its share of each step's images, beside the weights of the others. The
-    rest: options of its head; None: those of the run.
+    path: as `data.dataset_dir`; weight: its share of each step's images, beside the weights of the others.
+    The rest: options of its head; None: those of the run.
     """
 
     name: str
@@ -54,13 +54,18 @@ def read_data_sets(
     return found
 
 
+def is_name(text: str) -> bool:
+    """Whether a data set may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
 def _read(value: Mapping[str, Any], find_option: Callable[[str], OptionSpec]) -> DataSet:
     known = [item.name for item in dataclasses.fields(DataSet)]
     for key in value:
         if key not in known:
             raise OptionError(f"a data set has no {key!r}; {suggest(str(key), known)}")
     name, path = value.get("name"), value.get("path")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_name(name):
         raise OptionError(
             f"the name of a data set is {name!r}; expected 1 to 64 letters, digits, _ and -"
         )
@@ -82,4 +87,6 @@ def _spec(name: str, kind: type, meaning: str, check: Callable[[Any], str | None
 
 
 _PATH = _spec("path", str, "folder, file or URL, as set_dataset_dir takes it", not_empty)
-_WEIGHT = _spec("weight", float, "share of a step's images, by the side of the others", more_than(0))
+_WEIGHT = _spec(
+    "weight", float, "share of a step's images, by the side of the others", more_than(0)
+)

@@ -203,8 +203,8 @@ class Setters:
 
     def set_datasets(self, datasets: Sequence[dict[str, Any]]) -> None:
         """Set ``data.datasets``: several data sets with a head each, instead of dataset_dir:
-        each has a name and a path, maybe a weight, class_num, loss_type, margin, scale and
-        sample_ratio (docs/several.md); add_dataset adds one. Default: ().
+        each has a name and a path, and may have a weight, class_num, loss_type, margin,
+        scale and sample_ratio; add_dataset adds one. Default: ().
         """
         self.options.set("data.datasets", datasets)
 

@@ -111,8 +111,8 @@ class MixturePlan:
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"last_batch 'drop' leaves no step: all data sets have {self.num_samples} samples, fewer than "
-                f"the global batch of {self.global_batch}; use a smaller batch, or 'pad'"
+                f"last_batch 'drop' leaves no step: all data sets have {self.num_samples} samples, fewer "
+                f"than the global batch of {self.global_batch}; use a smaller batch, or 'pad'"
             )
 
     @cached_property

@@ -64,7 +64,9 @@ class Run:
     notes: str = ""  # what the user should know before training begins
     first_sample: int = 0  # of this rank's part of the dataset, where it reads no other
     is_data_of_ranks: bool = False  # whether the samples of a step depend on the number of ranks
-    sets: list[TrainingSet] = field(default_factory=list)  # where there are several, with a head each
+    sets: list[TrainingSet] = field(
+        default_factory=list
+    )  # where there are several, with a head each
     samples: SampleNumbers = field(default_factory=SampleNumbers)
     position: Position = field(default_factory=Position)
     lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before

@@ -99,9 +99,7 @@ def build_heads(
     return JointHead(heads, world.head_group), JointRows(rows) if rows else None
 
 
-def build_head_of(
-    options: Options, class_num: int, world: World, seed: int | None = None
-) -> Head:
+def build_head_of(options: Options, class_num: int, world: World, seed: int | None = None) -> Head:
     """Return the head on its device; seed: of its rows, by default the run's."""
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
     margin = margin_of(options)

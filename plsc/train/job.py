@@ -29,6 +29,7 @@ from plsc.train.places import Places, open_places
 from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
 from plsc.train.resume import keep_global_batch, restore
+from plsc.train.saved_heads import check_data_sets
 from plsc.train.saving import Saver
 from plsc.train.warm_start import WarmStart, start_from_pretrained
 
@@ -52,6 +53,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     differences: list[str] = []
     if checkpoint:
         differences = adopt_options(options, checkpoint[1])
+        check_data_sets(options, *checkpoint)
         differences += keep_global_batch(options, *checkpoint, world.size)
     run = build_run(options, world, user)
     run.resumed_from = checkpoint[0] if checkpoint else None
@@ -61,7 +63,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         check_save_dir(run, places.store)
         warm_start = None
         if checkpoint:
-            restore(run, *checkpoint)
+            differences += restore(run, *checkpoint)
         else:
             warm_start = start_from_pretrained(run)
             seed_generators(world, options.train.seed)

@@ -11,8 +11,9 @@ from plsc.config import Options
 class TrainingSet:
     """A data set that was opened.
 
-    options: the run's, with those of this data set and its head in place; class_num: its classes; num_samples:
-    its images; per_step: how many of them a step has, over all ranks; seed: of its order and of its head.
+    options: the run's, with those of this data set and its head in place; class_num: its classes;
+    num_samples: its images; per_step: how many of them a step has, over all ranks; seed: of its order and of
+    its head.
     """
 
     name: str
