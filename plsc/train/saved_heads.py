@@ -37,8 +37,8 @@ class HeadMatch:
         lines = []
         if self.dropped:
             lines.append(
-                f"data sets left out: {', '.join(self.dropped)}; their heads stay in that checkpoint, and are "
-                "not in those of this run"
+                f"data sets left out: {', '.join(self.dropped)}; their heads stay in that checkpoint and "
+                "are not in those of this run"
             )
         if self.added:
             lines.append(
