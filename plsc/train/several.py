@@ -47,6 +47,10 @@ def build_joint_feed(
             margin_of(own)  # all options are looked at before any data
             own_options.append(own)
     sources, sets, notes = [], [], []
+    if "data.dataset_dir" in options.explicit:
+        notes.append(
+            f"note: beside several data sets, {shown(options.data.dataset_dir)} is for pair files alone"
+        )
     for one, own, per_step in zip(wanted, own_options, counts, strict=True):
         with _naming(one.name):
             source = open_training_source(own, None)

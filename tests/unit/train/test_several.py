@@ -64,7 +64,7 @@ CASES = {
         "optim__clip_norm": 0.5, "optim__clip_scope": "all", "data__order": "block", "data__num_workers": 1,
         "data__block_samples": 2, "data__pool_samples": 4, "data__cache": "memory",
     },
-    "micro-batches": {"train__micro_batches": 2, "head__row_dtype": "bfloat16"},
+    "micro-batches": {"train__micro_batches": 2, "head__row_dtype": "bfloat16", "head__offload": True},
 }  # fmt: skip
 
 
