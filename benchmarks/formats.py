@@ -47,7 +47,8 @@ def main() -> int:
     given = parser.parse_args()
     records, rounds = (5_000, 2) if given.quick else (100_000, given.rounds)
     work = given.work or given.results / "work"
-    work.mkdir(parents=True, exist_ok=True)
+    for folder in (work, given.results):
+        folder.mkdir(parents=True, exist_ok=True)
     os.environ["PLSC_CACHE_DIR"] = str(work / "cache")
     try:
         samples = []

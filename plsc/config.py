@@ -67,6 +67,11 @@ def _three_shares(values: tuple[float, ...]) -> str | None:
     return None if good else "three numbers from 0 to 1: brightness, contrast, saturation"
 
 
+def _two_decays(values: tuple[float, ...]) -> str | None:
+    good = len(values) == 2 and all(0 <= value < 1 for value in values)
+    return None if good else "two numbers from 0 to below 1"
+
+
 def _rising_pair(values: tuple[float, ...]) -> str | None:
     good = len(values) == 2 and 0 < values[0] < values[1]
     return None if good else "two positive numbers, the lower one first"
@@ -380,10 +385,32 @@ class OptimOptions:
         0.1, "learning rate for a global batch of 1024; scaled in proportion", "set_lr(lr)",
         more_than(0),
     )  # fmt: skip
+    optimizer: str = declare(
+        "sgd", "optimizer of the network: sgd, adam or adamw; class rows: head.optimizer",
+        "set_optimizer(name)", one_of("sgd", "adam", "adamw"),
+    )  # fmt: skip
     momentum: float = declare(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
+    betas: tuple[float, ...] = declare(
+        (0.9, 0.999), "decay of the two moments of Adam and AdamW", "set_betas(betas)", _two_decays
+    )
     weight_decay: float = declare(
         5e-4, "L2 decay of all parameters", "set_weight_decay(decay)", at_least(0)
     )
+    schedule: str = declare(
+        "step", "how the learning rate falls: step (step_boundaries), polynomial or cosine",
+        "set_lr_schedule(name)", one_of("step", "polynomial", "cosine"),
+    )  # fmt: skip
+    decay_steps: int | None = declare(
+        None, "step at which a polynomial or cosine schedule ends; None: the last of the run",
+        "set_decay_steps(num)", at_least(1),
+    )  # fmt: skip
+    decay_power: float = declare(
+        1.0, "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
+    )
+    end_lr_factor: float = declare(
+        0.0, "where a polynomial or cosine schedule ends, as a part of the learning rate",
+        "set_end_lr_factor(factor)", between(0, 1),
+    )  # fmt: skip
     warmup_epochs: int = declare(
         0, "epochs over which the learning rate rises linearly from 0", "set_warmup_epochs(num)",
         at_least(0),
@@ -433,6 +460,13 @@ class TrainOptions:
         120, "images per rank in test and predict", "set_test_batch_size(batch_size)", at_least(1)
     )
     epochs: int = declare(120, "passes over the data", "set_train_epochs(num)", at_least(1))
+    epoch_steps: int | None = declare(
+        None,
+        "over several data sets: steps in an epoch of the run; when not set, as many as make the images of "
+        "all of them",
+        "set_epoch_steps(num)",
+        at_least(1),
+    )
     steps: int | None = declare(
         None, "stop after this many steps, if before the last epoch", "set_train_steps(num)",
         at_least(1),

@@ -348,13 +348,47 @@ class Setters:
         """
         self.options.set("optim.lr", lr)
 
+    def set_optimizer(self, name: str) -> None:
+        """Set ``optim.optimizer``: optimizer of the network: sgd, adam or adamw; class rows:
+        head.optimizer. Default: 'sgd'.
+        """
+        self.options.set("optim.optimizer", name)
+
     def set_momentum(self, momentum: float) -> None:
         """Set ``optim.momentum``: momentum of SGD. Default: 0.9."""
         self.options.set("optim.momentum", momentum)
 
+    def set_betas(self, betas: Sequence[float]) -> None:
+        """Set ``optim.betas``: decay of the two moments of Adam and AdamW. Default: (0.9,
+        0.999).
+        """
+        self.options.set("optim.betas", betas)
+
     def set_weight_decay(self, decay: float) -> None:
         """Set ``optim.weight_decay``: L2 decay of all parameters. Default: 0.0005."""
         self.options.set("optim.weight_decay", decay)
+
+    def set_lr_schedule(self, name: str) -> None:
+        """Set ``optim.schedule``: how the learning rate falls: step (step_boundaries),
+        polynomial or cosine. Default: 'step'.
+        """
+        self.options.set("optim.schedule", name)
+
+    def set_decay_steps(self, num: int | None) -> None:
+        """Set ``optim.decay_steps``: step at which a polynomial or cosine schedule ends; None:
+        the last of the run. Default: None.
+        """
+        self.options.set("optim.decay_steps", num)
+
+    def set_decay_power(self, power: float) -> None:
+        """Set ``optim.decay_power``: power of the polynomial schedule. Default: 1.0."""
+        self.options.set("optim.decay_power", power)
+
+    def set_end_lr_factor(self, factor: float) -> None:
+        """Set ``optim.end_lr_factor``: where a polynomial or cosine schedule ends, as a part
+        of the learning rate. Default: 0.0.
+        """
+        self.options.set("optim.end_lr_factor", factor)
 
     def set_warmup_epochs(self, num: int) -> None:
         """Set ``optim.warmup_epochs``: epochs over which the learning rate rises linearly from
@@ -409,6 +443,12 @@ class Setters:
     def set_train_epochs(self, num: int) -> None:
         """Set ``train.epochs``: passes over the data. Default: 120."""
         self.options.set("train.epochs", num)
+
+    def set_epoch_steps(self, num: int | None) -> None:
+        """Set ``train.epoch_steps``: over several data sets: steps in an epoch of the run;
+        when not set, as many as make the images of all of them. Default: None.
+        """
+        self.options.set("train.epoch_steps", num)
 
     def set_train_steps(self, num: int | None) -> None:
         """Set ``train.steps``: stop after this many steps, if before the last epoch. Default:

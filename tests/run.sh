@@ -13,5 +13,7 @@ python -m sphinx -q -W -b html docs build/docs
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi
-python -m pytest -q -m "not slow"
-python -m pytest -q -m slow
+# Two files at a time, each process with one thread: tests of several ranks bring their own processes.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+python -m pytest -q -n 2 --dist loadfile -m "not slow"
+python -m pytest -q -n 2 --dist loadfile -m slow --durations 25

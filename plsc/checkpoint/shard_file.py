@@ -74,7 +74,8 @@ def tensor_chunks(tensor: Tensor) -> Chunks:
     """
 
     def pieces() -> Iterator[memoryview]:
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        # One element with a stride of its own counts as contiguous, but not as bytes.
+        flat = tensor.detach().reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         for piece in flat.split(PIECE_BYTES):
             yield memoryview(piece.cpu().numpy())
 

@@ -59,6 +59,11 @@ class Augmentation:
         """Whether an operation works on uint8 pixels only."""
         return self.low_resolution > 0 or any(self.colour)
 
+    @property
+    def changes_pixels(self) -> bool:
+        """Whether there is more to do than the flip."""
+        return self.needs_bytes or self.crop_padding > 0 or self.erase > 0
+
 
 @lru_cache(maxsize=16)
 def _epoch_key(seed: int, epoch: int) -> int:
@@ -82,6 +87,20 @@ class Draws:
 def is_mirrored(draws: Draws) -> bool:
     """Whether the flip mirrors this image: half of them."""
     return draws.uniform(Operation.FLIP) < 0.5
+
+
+def are_mirrored(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
+    """Return what `is_mirrored` says of the samples, int64 [n], in that epoch: bool [n]."""
+    keys = _splitmix64(samples.astype(np.uint64) ^ np.uint64(_epoch_key(seed, epoch)))
+    return _splitmix64(keys ^ np.uint64(Operation.FLIP)) < np.uint64(2**63)  # its first bit
+
+
+def _splitmix64(values: np.ndarray) -> np.ndarray:
+    """`splitmix64` of each value of an array of uint64, which wraps."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:

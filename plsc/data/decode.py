@@ -10,7 +10,9 @@ EXIF orientation is ignored: the pixels are taken as they are stored.
 
 from __future__ import annotations
 
+import functools
 import io
+import struct
 from typing import TypeAlias
 
 import numpy as np
@@ -34,6 +36,7 @@ MAX_PIXELS = 64 * 10**6
 PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 # Each scan of a progressive JPEG passes over the whole image: a small file could take hours.
 MAX_SCANS = 200
+_USUAL_HEADERS = 4096  # bytes in which the frame header is looked for, at a glance
 _SMALL = 2**14  # a file so small cannot hold enough of them to matter
 # What libjpeg warns of though every pixel is there; all other warnings mean that data is missing or wrong.
 _HARMLESS = ("unknown JFIF revision", "Unknown Adobe color transform", "Invalid SOS parameters")
@@ -130,13 +133,24 @@ def _check_file(data: bytes) -> None:
 
 def _decode_jpeg_of_this_size(data: bytes, out: np.ndarray) -> bool:
     """Decode into the buffer if the image is of its size and whole; libjpeg cannot write beyond it."""
+    height, width = out.shape[:2]
     try:
-        if decode_jpeg_header(data)[:2] != out.shape[:2]:
+        # Asking for the size takes as long as all else here, and lets go of the interpreter lock, which a
+        # thread that wants it back may have to wait for. A frame header that seems to be there is as good:
+        # a wrong guess only costs a decoding in vain.
+        seems_to_fit = data.find(_frame_header(height, width), 0, _USUAL_HEADERS) >= 0
+        if not seems_to_fit and decode_jpeg_header(data)[:2] != (height, width):
             return False
         pixels = decode_jpeg(data, _colour_space(out.shape[2]), buffer=out)
     except ValueError:  # damaged: looked at closely then
         return False
     return bool(pixels.shape == out.shape)
+
+
+@functools.lru_cache(maxsize=16)
+def _frame_header(height: int, width: int) -> bytes:
+    """Return what a JPEG of this size holds: 8 bits a sample, then its height and width (T.81, B.2.2)."""
+    return struct.pack(">BHH", 8, height, width) if max(height, width) < 2**16 else b"no JPEG"
 
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:

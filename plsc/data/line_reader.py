@@ -6,6 +6,7 @@ import queue
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -24,6 +25,7 @@ from plsc.errors import DataError
 
 OnBytes = Callable[[np.ndarray, int], None]
 
+_PIECE_BYTES = 2**19  # read at once: on_bytes sees it while it is in the cache
 _TAIL = 2 * MAX_LABEL_DIGITS + 8  # of a long line: holds the tab and the label of a good one
 
 
@@ -39,7 +41,8 @@ class Stream(Protocol):
 class LongLine:
     """A sample longer than a block: the first `length` bytes of `file`, line end excluded.
 
-    start: its place in the stream. tab: where its base64 ends, counted from its first byte.
+    start: its place in the content. tab: where its base64 ends, counted from its first byte. The file is
+    empty if the reader was not to keep what it holds.
     """
 
     file: IO[bytes]
@@ -77,8 +80,9 @@ class LineReader:
 
     The `data` of Lines is one of `buffers` and must be given back to them. The memory is that of the buffers
     and the numbers of a block's lines, a few dozen bytes for each. on_bytes is called with each piece of the
-    stream (uint8) and its offset. Raises DataError for the first bad line and for one longer than that of
-    the largest image, unless `skip_bad`.
+    stream (uint8) and its offset in the content. start: where in the content the stream begins; line numbers
+    count from there. keeps_long: whether what long lines hold is wanted. Raises DataError for the first bad
+    line and for one longer than that of the largest image, unless `skip_bad`.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class LineReader:
         on_bytes: OnBytes | None = None,
         skip_bad: bool = False,
         tmp_dir: str | Path | None = None,
+        start: int = 0,
+        keeps_long: bool = True,
     ) -> None:
         self._stream = stream
         self._name = name
@@ -96,12 +102,14 @@ class LineReader:
         self._on_bytes = on_bytes
         self._skip_bad = skip_bad
         self._tmp_dir = tmp_dir
+        self._keeps_long = keeps_long
         self._spool: IO[bytes] | None = None  # a long line whose end has not come yet
         self._spooled = 0
+        self._tail = b""  # of that line
         self._spool_start = 0
         self._number = 1  # of the line that comes next
-        self.offset = 0  # bytes read from the stream
-        self.base = 0  # what makes places in the `data` of the latest Lines places in the stream
+        self.offset = start  # in the content, of what comes next
+        self.base = 0  # what makes places in the `data` of the latest Lines places in the content
         self.blanks = 0
         self.skipped: list[str] = []
 
@@ -144,22 +152,25 @@ class LineReader:
 
     def _fill(self, fresh: np.ndarray) -> int:
         """Fill `fresh` from the stream; return how many bytes came, fewer only at its end."""
-        view = fresh.data
         got = 0
         while got < len(fresh):
-            count = self._stream.readinto(view[got:])
+            piece = fresh[got : got + _PIECE_BYTES]
+            count = self._stream.readinto(piece.data)
             if not count:
                 break
+            if self._on_bytes is not None:
+                self._on_bytes(piece[:count], self.offset)
             got += count
-        if self._on_bytes is not None:
-            self._on_bytes(fresh[:got], self.offset)
-        self.offset += got
+            self.offset += count
         return got
+
+    def _open_spool(self) -> IO[bytes]:
+        return tempfile.TemporaryFile(dir=self._tmp_dir) if self._keeps_long else BytesIO()
 
     def _add_to_spool(self, piece: np.ndarray, start: int) -> None:
         if self._spool is None:
-            self._spool = tempfile.TemporaryFile(dir=self._tmp_dir)  # noqa: SIM115 - outlives this call
-            self._spooled, self._spool_start = 0, start
+            self._spool = self._open_spool()
+            self._spooled, self._spool_start, self._tail = 0, start, b""
         self._spooled += len(piece)
         try:
             check_length(self._spooled)
@@ -167,7 +178,9 @@ class LineReader:
             if not self._skip_bad:
                 raise self._error(problem) from None
             return  # only its end is looked for
-        self._spool.write(piece.data)
+        self._tail = (self._tail + piece[-_TAIL:].tobytes())[-_TAIL:]
+        if self._keeps_long:
+            self._spool.write(piece.data)
 
     def _end_of_spool(self) -> Iterator[LongLine]:
         """Yield the long line, unless it is bad and to be skipped."""
@@ -176,8 +189,7 @@ class LineReader:
         self._spool = None
         try:
             check_length(self._spooled)
-            file.seek(-min(_TAIL, self._spooled), 2)
-            tail = file.read(_TAIL)
+            tail = self._tail
             length = self._spooled - tail.endswith(b"\r")
             parsed = parse_line(tail)
             if parsed is None:

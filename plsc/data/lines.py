@@ -1,7 +1,8 @@
 """Lines of ``<base64>TAB<label>``: cut from bytes, checked and read without a Python step a line.
 
 Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Everything else that is
-not base64, one tab and a whole number is a bad line, named by file and line.
+not base64, one tab and a whole number is a bad line, named by file and line. `plsc/data/native/lines.c` does
+the same in one pass; what is here says what it must return, and is used where the library is not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plsc.data.native import lines as native
 from plsc.errors import DataError
 
 MAX_LABEL_DIGITS = 18  # all such numbers fit int64
@@ -46,13 +48,6 @@ class Lines:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def slices(self, chosen: np.ndarray | None = None) -> list[memoryview]:
-        """Return the bytes of the chosen samples, in that order, each line closed by one newline."""
-        starts, ends = self.starts, self.ends
-        if chosen is not None:
-            starts, ends = starts[chosen], ends[chosen]
-        return line_slices(self.data.data, starts, ends)
-
 
 class _Scratch(threading.local):
     """For each thread, room for the marks of a piece that is searched: as bytes, and as array."""
@@ -67,6 +62,14 @@ _scratch = _Scratch()
 
 def find_newlines(data: np.ndarray) -> np.ndarray:
     """Return the positions of the newlines in uint8 data, int64."""
+    functions = native.functions()
+    if functions is not None:
+        return native.find_newlines(functions[0], data)
+    return find_newlines_plainly(data)
+
+
+def find_newlines_plainly(data: np.ndarray) -> np.ndarray:
+    """Do the same without the library."""
     found = [
         _find_in_piece(data[begin : begin + _SCAN_BYTES]) + begin
         for begin in range(0, len(data), _SCAN_BYTES)
@@ -90,29 +93,6 @@ def _find_in_piece(piece: np.ndarray) -> np.ndarray:
     return np.array(found, dtype=np.int64)
 
 
-def line_slices(view: memoryview, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
-    """Return the bytes of lines, each closed by one newline, as slices of what they lie in.
-
-    A line whose end is not followed by a newline (CRLF, the end of a file) has its newline as a slice of
-    its own.
-    """
-    size = len(view)
-    array = np.frombuffer(view, dtype=np.uint8)
-    stops = ends + 1
-    is_closed = array[np.minimum(ends, size - 1)] == 10
-    is_closed &= ends < size
-    if is_closed.all():
-        return [view[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-    newline = memoryview(b"\n")
-    slices = []
-    for start, end, closed in zip(starts.tolist(), ends.tolist(), is_closed.tolist(), strict=True):
-        if closed:
-            slices.append(view[start : end + 1])
-        else:
-            slices += [view[start:end], newline]
-    return slices
-
-
 def read_lines(
     data: np.ndarray,
     begin: int,
@@ -123,9 +103,29 @@ def read_lines(
 ) -> Lines:
     """Return the samples whose lines start at `begin` and end at the newlines.
 
+    data: uint8, contiguous. newlines: int64, rising; `len(data)` may stand for a last one that is missing.
     The first line is number `first_number` of file `name`. Raises DataError for the first bad line,
     unless `skip_bad`.
     """
+    functions = native.functions()
+    if functions is None:
+        rows, suspects = _cut_plainly(data, begin, newlines, first_number)
+    else:
+        rows, suspects = native.read_lines(
+            functions[1], data, begin, newlines, first_number, MAX_LINE_BYTES
+        )
+    starts, ends, tabs, labels, numbers = rows
+    blanks = len(newlines) - len(starts)
+    lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
+    if suspects:
+        _look_closer(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
+    return lines
+
+
+def _cut_plainly(
+    data: np.ndarray, begin: int, newlines: np.ndarray, first_number: int
+) -> tuple[list[np.ndarray], int]:
+    """Return (starts, ends, tabs, labels, numbers of the lines that are not blank; how many tabs are -1)."""
     starts = np.empty(len(newlines), dtype=np.int64)
     starts[:1], starts[1:] = begin, newlines[:-1] + 1
     ends = newlines.astype(np.int64, copy=True)
@@ -133,16 +133,11 @@ def read_lines(
     ends -= has_return
     numbers = np.arange(first_number, first_number + len(starts))
     keep = ends > starts
-    blanks = 0
     if not keep.all():
-        blanks = len(keep) - int(keep.sum())
         starts, ends, numbers = starts[keep], ends[keep], numbers[keep]
     labels, tabs = _read_labels(data, starts, ends)
-    lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
-    suspects = np.flatnonzero((tabs <= starts) | (ends - starts > MAX_LINE_BYTES))
-    if len(suspects):
-        _look_closer(lines, suspects, name, skip_bad)
-    return lines
+    tabs[(tabs <= starts) | (ends - starts > MAX_LINE_BYTES)] = -1
+    return [starts, ends, tabs, labels, numbers], int((tabs < 0).sum())
 
 
 def _read_labels(

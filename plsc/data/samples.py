@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from plsc.data.augment import Augmentation, Draws, Operation, augment, is_mirrored
+from plsc.data.augment import (
+    Augmentation,
+    Draws,
+    Operation,
+    are_mirrored,
+    augment,
+    is_mirrored,
+)
 from plsc.data.bad_samples import MAX_REPLACEMENTS, BadSample, replacement
 from plsc.data.batch import Batch, NamesOf
 from plsc.data.decode import Image, ImageShape, decode_into
@@ -50,6 +58,7 @@ class BatchReader:
     def __init__(self, source: Source, recipe: Recipe) -> None:
         self.source = source
         self.recipe = recipe
+        self._changes_pixels = recipe.augmentation.changes_pixels or recipe.transform is not None
 
     def read(
         self, request: Request, ring: BufferRing, stopped: Callable[[], bool] = lambda: False
@@ -61,20 +70,20 @@ class BatchReader:
         """
         epoch, indices = request
         slots, images = ring.take(len(indices))
-        mirrored = np.zeros(len(indices), dtype=bool)
         batch = Batch(images, torch.empty(0, dtype=torch.int64), [])
         labels: list[int] = []
         used: list[int] = []
         floats: list[torch.Tensor] = []
-        for index in indices.tolist():
+        for index, found in zip(indices.tolist(), self._read_many(indices), strict=False):
             if stopped():
                 raise Stopped
             filled = len(used)
-            sample = self._first_good(index, epoch, slots[filled], batch)
+            sample = self._first_good(index, found, epoch, slots[filled], batch)
             if sample is None:
                 continue
             chosen, label, image = sample
-            image, mirrored[filled] = self._augmented(chosen, epoch, slots[filled], image)
+            if image is not None or self._changes_pixels:
+                image = self._augmented(chosen, epoch, slots[filled], image)
             if image is not None:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
@@ -85,20 +94,44 @@ class BatchReader:
             used.append(chosen)
             labels.append(label)
         batch.images = torch.stack(floats) if floats else images[: len(used)]
-        batch.mirrored = torch.from_numpy(mirrored[: len(used)]) if mirrored.any() else None
+        batch.mirrored = None if floats else self._still_to_mirror(used, epoch)
         batch.labels = torch.tensor(labels, dtype=torch.int64)
         batch.names = NamesOf(used, self.source)
         return batch
 
+    def _read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | None]:
+        """Yield what is read of each sample; None for one that has to be asked for by its index."""
+        read_many = getattr(self.source, "read_many", None)
+        if read_many is None or self.recipe.seed_reading:
+            return itertools.repeat(None)
+        found: Iterator[tuple[Image, int] | None] = read_many(indices)
+        return found
+
+    def _still_to_mirror(self, samples: list[int], epoch: int) -> torch.Tensor | None:
+        """Return which of the uint8 images are still to be mirrored, bool [b]; None if none is."""
+        recipe = self.recipe
+        if recipe.transform is not None or not recipe.augmentation.flip:
+            return None
+        keys = np.array(samples, np.int64) + recipe.first_sample
+        mirrored = are_mirrored(recipe.seed, epoch, keys)
+        return torch.from_numpy(mirrored) if mirrored.any() else None
+
     def _first_good(
-        self, index: int, epoch: int, out: np.ndarray, batch: Batch
+        self,
+        index: int,
+        found: tuple[Image, int] | None,
+        epoch: int,
+        out: np.ndarray,
+        batch: Batch,
     ) -> tuple[int, int, torch.Tensor | None] | None:
         """Return (sample, label, image if it is of floats), or None if the sample is left out."""
         recipe, chosen = self.recipe, index
         for attempt in range(1, MAX_REPLACEMENTS + 2):
             try:
-                return (chosen, *self._decoded(chosen, epoch, out))
+                data, label = found or self._read_one(chosen, epoch)
+                return chosen, label, self._decoded(chosen, data, label, out)
             except DataError as error:
+                found = None
                 if recipe.bad_images == "stop":
                     raise
                 batch.problems.append(BadSample.from_error(error))
@@ -112,14 +145,7 @@ class BatchReader:
             f"it, the last: {batch.problems[-1].text}; look after the dataset"
         )
 
-    def _decoded(self, index: int, epoch: int, out: np.ndarray) -> tuple[int, torch.Tensor | None]:
-        try:
-            data, label = self._read_one(index, epoch)  # its errors name the sample
-        except DataError:
-            raise
-        except Exception as error:  # a mistake of the source's: it keeps its traceback
-            _note(error, f"while reading {self.source.name(index)}")
-            raise
+    def _decoded(self, index: int, data: Image, label: int, out: np.ndarray) -> torch.Tensor | None:
         class_num = self.recipe.class_num
         if class_num is not None and not 0 <= label < class_num:
             raise DataError(
@@ -127,46 +153,52 @@ class BatchReader:
                 kind="label",
             )
         try:
-            return label, decode_into(data, out)
+            return decode_into(data, out)
         except DataError as error:
             raise error.at(self.source.name(index)) from error
 
     def _augmented(
         self, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, bool]:
-        """Augment the pixels in ``out``, or the float image.
+    ) -> torch.Tensor | None:
+        """Augment the pixels in ``out``, or the float image; return the image if it is of floats.
 
-        Returns the image if it is of floats, and whether it is still to be mirrored.
+        Pixels are not mirrored here, but floats are, and what a transform gets.
         """
         recipe = self.recipe
         key = recipe.first_sample + index
         draws = Draws(recipe.seed, epoch, key)
         pixels = out if image is None else image.numpy().transpose(1, 2, 0)
-        flips = recipe.augmentation.flip and is_mirrored(draws)
         try:
             augment(pixels, recipe.augmentation, draws)
             if image is None and recipe.transform is None:
-                return None, flips
-            if flips:
+                return None
+            if recipe.augmentation.flip and is_mirrored(draws):
                 pixels[...] = pixels[:, ::-1].copy()
             if recipe.transform is None:
-                return image, False
+                return image
             result = apply_transform(
                 recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key
             )
         except DataError as error:  # a fault of the code, not of this image: never skipped
             raise error.at(self.source.name(index)) from error
         if result.dtype != torch.uint8:
-            return result, False
+            return result
         np.copyto(out, result.permute(1, 2, 0).numpy())
-        return None, False
+        return None
 
     def _read_one(self, index: int, epoch: int) -> tuple[Image, int]:
-        if not self.recipe.seed_reading:
-            return self.source[index]
-        key = self.recipe.first_sample + index
-        with IsolatedRandom(hash_key(self.recipe.seed, epoch, key, Operation.READ)).active():
-            return self.source[index]
+        """Return a sample of the source; its DataErrors name it."""
+        try:
+            if not self.recipe.seed_reading:
+                return self.source[index]
+            key = self.recipe.first_sample + index
+            with IsolatedRandom(hash_key(self.recipe.seed, epoch, key, Operation.READ)).active():
+                return self.source[index]
+        except DataError:
+            raise
+        except Exception as error:  # a mistake of the source's: it keeps its traceback
+            _note(error, f"while reading {self.source.name(index)}")
+            raise
 
 
 def _note(error: Exception, text: str) -> None:

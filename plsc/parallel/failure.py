@@ -26,6 +26,7 @@ _FAILURE = "failure"  # the message of the first rank that failed
 _TOLD = "failure-told"  # set once that rank has printed it
 _POLL_SECONDS = 0.5
 _SPEAK_SECONDS = 3.0  # how long a failing rank may take to say why
+_JOIN_SECONDS = 2.0  # the store's host may be gone
 _LEAVE_SECONDS = 5.0  # how long a rank may take to leave by itself, once a failure is known
 
 
@@ -61,6 +62,9 @@ class FailureWatch:
                 self._explain(error)
         finally:
             self._left.set()
+            if self._thread is not None:
+                # A thread that is inside the store's C++ when the interpreter ends takes the process down.
+                self._thread.join(_JOIN_SECONDS)
 
     def _explain(self, error: BaseException) -> None:
         """Tell the others of my failure, or learn of theirs; exactly one rank of a machine prints."""

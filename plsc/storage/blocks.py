@@ -72,6 +72,10 @@ class LocalBytes:
             raise DataError(f"{self.location} cannot be read ({error.strerror})") from error
         return data
 
+    def fileno(self) -> int:
+        """Return the descriptor, for those who read the file by pread themselves."""
+        return self._descriptor
+
     def __del__(self) -> None:
         descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
         if descriptor >= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
-from plsc.optim.schedule import step_schedule
+from plsc.optim.factory import build_optimizer
+from plsc.optim.schedule import Schedule, cosine_schedule, polynomial_schedule, step_schedule
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
@@ -56,7 +56,7 @@ class Run:
     head: Head | JointHead
     optimizer: torch.optim.Optimizer
     rows: RowOptimizer | JointRows | None
-    rate: Callable[[int], float]
+    rate: Schedule
     loader: Loader
     targets: list[Target]
     save_dir: Path
@@ -75,11 +75,15 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """How many steps the run makes in all; None when a reader does not tell its length."""
-        per_epoch = self.loader.steps_per_epoch
-        options = self.options.train
-        if per_epoch is None:
-            return options.steps
-        return min(options.epochs * per_epoch, options.steps or options.epochs * per_epoch)
+        return _count_steps(self.options, self.loader.steps_per_epoch)
+
+
+def _count_steps(options: Options, steps_per_epoch: int | None) -> int | None:
+    """Return how many steps a run makes in all, None if that is not known before."""
+    if steps_per_epoch is None:
+        return options.train.steps
+    total = options.train.epochs * steps_per_epoch
+    return min(total, options.train.steps or total)
 
 
 def build_run(options: Options, world: World, user: UserParts) -> Run:
@@ -98,12 +102,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     dense = [p for _, _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
     if dense:
         groups.append({"params": dense})
-    optimizer = torch.optim.SGD(
-        groups,
-        lr=options.optim.lr,
-        momentum=options.optim.momentum,
-        weight_decay=options.optim.weight_decay,
-    )
+    optimizer = build_optimizer(options.optim, groups)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
     return Run(
         options=options,
@@ -129,6 +128,10 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    if "train.epoch_steps" in options.explicit and not options.data.datasets:
+        raise OptionError(
+            "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
+        )
     _check_pretrained(options)
     total = options.train.global_batch_size
     if total is None:
@@ -180,22 +183,29 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     return model
 
 
-def _build_schedule(
-    options: Options, global_batch: int, steps_per_epoch: int | None
-) -> Callable[[int], float]:
+def _build_schedule(options: Options, global_batch: int, steps_per_epoch: int | None) -> Schedule:
     optim = options.optim
+    total_steps = _count_steps(options, steps_per_epoch)
     if optim.warmup_epochs and steps_per_epoch is None:
         raise OptionError(
             "optim.warmup_epochs needs the length of an epoch, which a generator reader does not "
             "tell; call set_train_image_num"
         )
-    return step_schedule(
-        optim.lr,
-        global_batch,
-        optim.step_boundaries,
-        optim.lr_decay_factor,
-        optim.warmup_epochs * (steps_per_epoch or 0),
-    )
+    warmup = optim.warmup_epochs * (steps_per_epoch or 0)
+    if optim.schedule == "step":
+        return step_schedule(
+            optim.lr, global_batch, optim.step_boundaries, optim.lr_decay_factor, warmup
+        )
+    last = optim.decay_steps or total_steps
+    if last is None:
+        raise OptionError(
+            f"optim.schedule {optim.schedule!r} needs the number of steps, which a generator reader does "
+            "not tell; call set_decay_steps, set_train_steps or set_train_image_num"
+        )
+    end = optim.end_lr_factor
+    if optim.schedule == "cosine":
+        return cosine_schedule(optim.lr, global_batch, last, end, warmup)
+    return polynomial_schedule(optim.lr, global_batch, last, optim.decay_power, end, warmup)
 
 
 def _check_batch_norm(

@@ -155,5 +155,8 @@ def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
         isinstance(value, (int, float)) and math.isfinite(value) for value in saved.values()
     )
     if not is_sound:
-        raise CheckpointError(f"the manifest of {path} is damaged: the optimizer's numbers are not")
+        raise CheckpointError(
+            f"the manifest of {path} is damaged: the optimizer's numbers are no numbers; "
+            "choose another checkpoint"
+        )
     return saved

@@ -20,7 +20,7 @@ from plsc.checkpoint import (
 )
 from plsc.checkpoint.agree import on_every_rank
 from plsc.data.atomic import replacing
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, DataError
 from plsc.parallel.background import Background
 from plsc.parallel.memory import available_memory
 from plsc.storage.transfer import in_words
@@ -79,6 +79,7 @@ class Saver:
         self._sender: Sender | None = None
         if places.store is not None:
             self._sender = Sender(run.world, log, places, places.store, self._retention)
+            self._send_resumed()
         self._has_told = False
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
@@ -99,6 +100,17 @@ class Saver:
         self._pending = _Pending(future, path, stall)
         if wait:
             self.settle()
+
+    def _send_resumed(self) -> None:
+        """Send what the run goes on from, if it is here alone: a run before was killed in between.
+
+        A run that has no step left to make would never send it.
+        """
+        source = self._run.resumed_from
+        if self._sender is None or source is None:
+            return
+        if source.resolve().parent == self._places.local.resolve():
+            self._sender.add(self._places.local / source.name, unless_there=True)
 
     def _can_copy(self, state: Snapshot) -> bool:
         """Whether there is memory for a copy; if not, it is said once."""
@@ -171,15 +183,16 @@ class Saver:
         if self._places.is_owner:
             try:
                 self._thin_out(path)
-            except CheckpointError as error:  # what was saved is saved
+                if self._world.is_main:
+                    _write_best(self._places.local / BEST_NAME, self._find_best())
+            except (CheckpointError, DataError) as error:  # what was saved is saved
                 problem = str(error)
 
         def look() -> tuple[Best | None, int]:
             if not self._world.is_main:
                 return None, 0
-            best = self._find_best()
-            _write_best(self._places.local / BEST_NAME, best)
-            return best, sum(file.bytes for file in read_manifest(path).files.values())
+            size = sum(file.bytes for file in read_manifest(path).files.values())
+            return self._find_best(), size
 
         best, size = on_every_rank(self._world, f"look at {path.parent}", look)[0]
         return _Outcome(path, size, seconds, best, problem)

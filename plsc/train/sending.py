@@ -13,9 +13,9 @@ from threading import RLock
 
 from plsc.checkpoint import Retention, read_manifest
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.remote import prune_remote, upload
+from plsc.checkpoint.remote import prune_remote, read_remote_manifest, upload
 from plsc.checkpoint.shard_file import is_shard_of
-from plsc.errors import PlscError
+from plsc.errors import CheckpointError, PlscError
 from plsc.parallel.background import Background
 from plsc.parallel.world import World
 from plsc.storage.store import Store
@@ -48,9 +48,12 @@ class Sender:
         self._lock = RLock()  # between the choice of what to send and the deletion of what is old
         self._in_use: Path | None = None
 
-    def add(self, path: Path) -> None:
-        """Send the checkpoint `path` after those before it; the call does not wait."""
-        self._jobs.append(self._job(path))
+    def add(self, path: Path, *, unless_there: bool = False) -> None:
+        """Send the checkpoint `path` after those before it; the call does not wait.
+
+        unless_there: not if the store has it already.
+        """
+        self._jobs.append(self._job(path, unless_there))
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[list[Path]]:
@@ -76,8 +79,8 @@ class Sender:
             )
         return unsent
 
-    def _job(self, path: Path) -> _Job:
-        return _Job(path, self._background.submit(lambda: self._send(path)))
+    def _job(self, path: Path, unless_there: bool = False) -> _Job:
+        return _Job(path, self._background.submit(lambda: self._send(path, unless_there)))
 
     def _outcome(self, job: _Job, give_up: float | None) -> str | None:
         """Return what went wrong with a job, None if nothing did."""
@@ -87,10 +90,16 @@ class Sender:
         except FutureTimeout:
             return "there was no time left"
 
-    def _send(self, path: Path) -> str | None:
+    def _send(self, path: Path, unless_there: bool) -> str | None:
         """Send one checkpoint, in the thread; return None, or what went wrong."""
+        doing = f"look into {self._store.shown}"
         try:
-            if not on_every_rank(self._world, "choose", lambda: self._choose(path))[0]:
+            is_chosen = on_every_rank(
+                self._world,
+                doing,
+                lambda: self._choose(path) and not (unless_there and self._has(path)),
+            )[0]
+            if not is_chosen:
                 return None
             self._send_chosen(path)
         except PlscError as error:
@@ -108,8 +117,18 @@ class Sender:
             self._in_use = path if is_there else None
             return is_there
 
+    def _has(self, path: Path) -> bool:
+        """Whether the store holds this very checkpoint; asked on rank 0 alone."""
+        if not self._world.is_main:
+            return False
+        try:
+            return read_remote_manifest(self._store, path.name)[0] == read_manifest(path)
+        except CheckpointError:  # there is none, or half of one
+            return False
+
     def _send_chosen(self, path: Path) -> None:
-        manifest = read_manifest(path)
+        manifests = on_every_rank(self._world, f"read {path}", lambda: read_manifest(path))
+        manifest = manifests[self._world.rank]
         mine = [name for name in manifest.files if is_shard_of(name, self._world.rank)]
         total = sum(manifest.files[name].bytes for name in mine)
         say = self._log.say if self._world.is_main else None
@@ -118,7 +137,14 @@ class Sender:
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
         if self._world.is_main:
-            prune_remote(self._store, self._retention, protect=[path.name])
-            for name in _SMALL_FILES:
-                if (self._places.local / name).is_file():
-                    self._store.put(self._places.local / name, name)
+            try:
+                self._tidy(path)
+            except PlscError as error:  # what was sent is sent, as the other ranks think
+                self._log.say(str(error))
+
+    def _tidy(self, newest: Path) -> None:
+        """Thin out what is in the store, and send what lies beside the checkpoints."""
+        prune_remote(self._store, self._retention, protect=[newest.name])
+        for name in _SMALL_FILES:
+            if (self._places.local / name).is_file():
+                self._store.put(self._places.local / name, name)

@@ -69,7 +69,10 @@ def own_tensors(run: Run, manifest: Manifest) -> dict[str, Tensor]:
     info = manifest.tensors.get(f"{prefix}.random")
     if info is not None:
         if math.prod(info.shape) > LARGEST_STATE:
-            raise CheckpointError(f"{prefix}.random in the checkpoint has {info.shape} bytes")
+            raise CheckpointError(
+                f"the checkpoint is damaged: {prefix}.random has {math.prod(info.shape)} bytes, expected at "
+                f"most {LARGEST_STATE}; choose another one"
+            )
         own[f"{prefix}.random"] = torch.empty(info.shape, dtype=torch.uint8)
     return own
 

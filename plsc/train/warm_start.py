@@ -84,7 +84,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
     if path.is_dir():
-        backbone, head = read_checkpoint_weights(path)
+        backbone, head = read_checkpoint_weights(path, run.world.rank, run.world.size)
     else:
         backbone, tensors = read_state_dict(path, follow_links=True)
         head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}

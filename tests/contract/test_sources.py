@@ -170,6 +170,14 @@ def test_each_index_gives_its_image_and_label(source):
         assert torch.equal(decode_image(data, (3, 16, 16)), torch.full((3, 16, 16), colour).byte())
 
 
+def test_what_is_read_together_is_what_each_gives(source):
+    if not hasattr(source, "read_many"):
+        pytest.skip("this source reads one sample at a time")
+    order = np.array([2, 0, 3, 3, 1])
+    for index, found in zip(order, source.read_many(order), strict=False):
+        assert found is None or found == source[index]
+
+
 def test_labels_are_those_of_the_items_as_int64(source):
     labels = source.labels()
     assert isinstance(labels, np.ndarray)

@@ -233,6 +233,18 @@ def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_p
     assert len(found) <= 3
 
 
+def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said(
+    dataset, tmp_path, capsys
+):
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_head_offload(True)
+    ins.train()
+    said = [line for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
+    assert len(said) == 1
+    assert said[0].endswith("training waits while a checkpoint is written")
+    assert verify(tmp_path / "run" / "1").epoch == 2
+
+
 def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):
     for _ in range(2):
         ins = entry(dataset, tmp_path / "run")

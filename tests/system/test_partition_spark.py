@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,23 +16,42 @@ from plsc.data.partition.inputs import list_inputs
 from plsc.data.partition.split import open_split, split_inputs
 from tests.hdfs_server import hdfs_server
 from tests.s3_server import s3_server, use_s3
-from tests.system.test_partition import files_of, hidden_in, run, s3fs_client, write_set
+from tests.system.test_partition import (
+    environment,
+    files_of,
+    hidden_in,
+    run,
+    s3fs_client,
+    write_set,
+)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("java") is None, reason="there is no Java to run Spark"),
 ]
 SPARK = ("--engine", "spark", "--master", "local[2]")
+SEVERAL = """
+import contextlib, io, json, sys
+from plsc.data_cli import main
+
+results = {}
+for name, arguments in json.load(sys.stdin).items():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        results[name] = main(["partition", *arguments]), said.getvalue()
+with open(sys.argv[1], "w") as file:
+    json.dump(results, file)
+"""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def pyspark() -> None:
     pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    folder = write_set(tmp_path / "set", 3001, (100, 3000))
+def write_mixed_set(folder: Path) -> Path:
+    """Write a set with a compressed file, a blank line and CRLF in it."""
+    write_set(folder, 3001, (100, 3000))
     data = (folder / "1.txt").read_bytes()
     (folder / "1.txt.gz").write_bytes(gzip.compress(b"\n" + data.replace(b"\n", b"\r\n"), 1))
     (folder / "1.txt").unlink()
@@ -36,30 +59,68 @@ def folder(tmp_path) -> Path:
     return folder
 
 
-def test_spark_gives_the_bytes_and_the_manifest_of_the_local_engine(tmp_path, folder):
-    local, spark = tmp_path / "local", tmp_path / "spark"
-    arguments = ["--data_dir", folder, "--nranks", 7, "--seed", 3]
-    run(*arguments, "--output_dir", local)
-    run(*arguments, "--output_dir", spark, *SPARK)
-    assert files_of(spark) == files_of(local)
-    assert hidden_in(spark) == []
-    assert hidden_in(tmp_path) == []
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_mixed_set(tmp_path / "set")
 
 
-def test_fewer_lines_than_ranks_are_padded_alike(tmp_path):
-    folder = write_set(tmp_path / "set", 4, (10, 20), files=2)
-    for name, engine in (("local", ()), ("spark", SPARK)):
-        run("--data_dir", folder, "--nranks", 11, "--output_dir", tmp_path / name, *engine)
-    assert files_of(tmp_path / "spark") == files_of(tmp_path / "local")
+@dataclass(frozen=True)
+class Local:
+    """Partitions of local sets by both engines; said: exit code and output of each run, by its name."""
+
+    root: Path
+    said: dict[str, tuple[int, str]]
+
+    def outputs(self, name: str) -> list[dict[str, bytes]]:
+        """Return the files that each engine wrote."""
+        return [files_of(self.root / f"{name}-{engine}") for engine in ("spark", "local")]
 
 
-def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, folder):
-    with (folder / "2.txt").open("ab") as file:
+@pytest.fixture(scope="module")
+def local(tmp_path_factory, pyspark) -> Local:
+    """All of them in one process: what takes long is to start Java."""
+    root = tmp_path_factory.mktemp("spark")
+    sets = {
+        "mixed": (write_mixed_set(root / "mixed"), 7, "512M"),
+        "few": (write_set(root / "few", 4, (10, 20), files=2), 11, "512M"),
+        # More than three times the memory, and several splits.
+        "many": (write_set(root / "many", 200_000, (350, 650)), 8, "32M"),
+    }
+    runs: dict[str, list[str]] = {}
+    for name, (folder, nranks, memory) in sets.items():
+        arguments = ["--data_dir", str(folder), "--nranks", str(nranks), "--seed", "3"]
+        output = str(root / name)
+        runs[f"{name}-local"] = [*arguments, "--output_dir", f"{output}-local", "--memory", memory]
+        runs[f"{name}-spark"] = [*arguments, "--output_dir", f"{output}-spark", *SPARK]
+    bad = write_mixed_set(root / "bad")
+    with (bad / "2.txt").open("ab") as file:
         file.write(b"no label\n")
-    said = run("--data_dir", folder, "--nranks", 2, *SPARK, code=1)
+    runs["bad"] = ["--data_dir", str(bad), "--nranks", "2", *SPARK]
+    command = [sys.executable, "-c", SEVERAL, str(root / "said.json")]
+    done = subprocess.run(
+        command, input=json.dumps(runs), env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return Local(root, json.loads((root / "said.json").read_text()))
+
+
+@pytest.mark.parametrize("name", ["mixed", "few", "many"])
+def test_spark_gives_the_bytes_and_the_manifest_of_the_local_engine(local, name):
+    """For mixed inputs, for fewer lines than ranks, and for many lines in many splits."""
+    assert local.said[f"{name}-spark"][0] == 0, local.said
+    spark, ours = local.outputs(name)
+    assert spark == ours
+    assert "manifest.json" in spark
+    assert hidden_in(local.root / f"{name}-spark") == []
+    assert hidden_in(local.root) == []
+
+
+def test_a_bad_line_is_named_and_nothing_is_left(local):
+    code, said = local.said["bad"]
+    assert code == 1
     assert "2.txt:751: expected '<base64>TAB<label>'" in said
-    assert hidden_in(folder) == []
-    assert not (folder / "partition_2").exists()
+    assert hidden_in(local.root / "bad") == []
+    assert not (local.root / "bad/partition_2").exists()
 
 
 def test_from_s3_to_s3(tmp_path, folder, monkeypatch):
@@ -98,14 +159,6 @@ def test_splits_of_any_size_hold_each_line_once_and_in_order(tmp_path, folder, s
     for one, content in zip(inputs, contents, strict=True):
         whole = Path(one.location).read_bytes()
         assert content == (gzip.decompress(whole) if one.compression else whole)
-
-
-def test_many_lines_come_out_alike_in_many_splits(tmp_path):
-    folder = write_set(tmp_path / "set", 200_000, (700, 1300))  # 200 MB
-    arguments = ["--data_dir", folder, "--nranks", 8]
-    run(*arguments, "--memory", "64M", "--output_dir", tmp_path / "local")
-    run(*arguments, "--output_dir", tmp_path / "spark", *SPARK)
-    assert files_of(tmp_path / "spark") == files_of(tmp_path / "local")
 
 
 def test_from_hdfs_to_hdfs(tmp_path, folder):

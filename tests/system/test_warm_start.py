@@ -18,7 +18,7 @@ from plsc.errors import CheckpointError, OptionError
 from tests.distributed import job
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
-from tests.unit.checkpoint.foreign_files import random_network, save_arcface_torch
+from tests.unit.checkpoint.foreign_files import random_network, save_arcface_torch, save_plsc1
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,26 @@ def test_a_warm_start_takes_network_and_head_but_neither_momentum_nor_position(
     printed = capsys.readouterr().out
     assert f"starting from the weights of {trained}:" in printed
     assert "(100.0% of its numbers)" in printed
+
+
+def test_with_last_the_first_start_takes_the_weights_and_the_next_one_resumes(
+    dataset, trained, tmp_path
+):
+    settings = {"set_pretrained": trained, "set_checkpoint_dir": "last"}
+    first = entry(dataset, tmp_path / "b", **settings).train()
+    same_start(first.checkpoint, trained)
+    again = entry(dataset, tmp_path / "b", **settings, set_train_epochs=2).train()
+    assert (first.steps, again.steps) == (3, 6)
+    assert again.warm_start is None
+
+
+def test_a_head_without_a_backbone_is_a_start_too(dataset, tmp_path):
+    rows = torch.randn(CLASSES, EMB)
+    save_plsc1(tmp_path / "theirs", rows, 2)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ck")
+    result = entry(dataset, tmp_path / "b", set_pretrained=tmp_path / "ck").train()
+    torch.testing.assert_close(head_rows(result.checkpoint), rows, rtol=0, atol=1e-5)
+    assert result.warm_start.backbone.matched == []
 
 
 def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):

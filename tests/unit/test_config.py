@@ -36,7 +36,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
     ins = Entry()
     value = spec.default
     if value is None:
-        value = "somewhere" if spec.kind == (str | None) else 7
+        value = "memory://somewhere" if spec.kind == (str | None) else 7
     method(ins, value)
     assert ins.options.get(spec.path) == value
     assert spec.path in ins.options.explicit

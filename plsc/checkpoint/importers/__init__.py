@@ -4,7 +4,8 @@ No pickle is loaded: what torch.save wrote is read as a data format (`torch_file
 and written piece by piece.
 """
 
-from plsc.checkpoint.importers.convert import LAYOUTS, Imported, import_checkpoint
+from plsc.checkpoint.importers.convert import Imported, import_checkpoint
+from plsc.checkpoint.importers.layouts import LAYOUTS
 from plsc.checkpoint.importers.source import Network
 
 __all__ = ["LAYOUTS", "Imported", "Network", "import_checkpoint"]

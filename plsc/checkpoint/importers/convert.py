@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.classes.output import check_destination, check_space, publishing
-from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
-from plsc.checkpoint.importers.insightface import is_insightface, read_insightface
+from plsc.checkpoint.importers.layouts import LAYOUTS, read_source
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
-from plsc.checkpoint.importers.named import read_named
-from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
-from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1
 from plsc.checkpoint.importers.row_parts import RowParts
 from plsc.checkpoint.importers.source import (
     BIAS,
@@ -36,8 +32,6 @@ from plsc.models import build_model
 from plsc.parallel.shard import class_ranges
 from plsc.version import __version__
 
-SAFETENSORS, STATE_DICT = "safetensors", "state_dict"
-LAYOUTS = ("auto", INSIGHTFACE, PLSC1, SAFETENSORS, STATE_DICT)
 _ZEROS = 1 << 20  # numbers
 
 
@@ -91,7 +85,7 @@ def import_checkpoint(
         raise OptionError(f"ranks is {ranks}; expected at least 1")
     target = Path(target)
     check_destination(Path(source), target)
-    found = _read(Path(source), layout, network or Network())
+    found = read_source(Path(source), layout, network or Network())
     if loss_type is not None:
         found.loss_type = loss_type
     classes = found.rows[WEIGHT].shape[0] if WEIGHT in found.rows else 0
@@ -115,36 +109,6 @@ def import_checkpoint(
     )
 
 
-def _read(path: Path, layout: str, given: Network) -> Source:
-    if not path.exists():
-        raise CheckpointError(f"there is nothing at {path}; expected weights to import")
-    if layout == "auto":
-        layout = _recognise(path)
-    if layout == INSIGHTFACE:
-        found = read_insightface(path)
-    elif layout == PLSC1:
-        found = read_plsc1(path, given)
-    else:
-        found = read_named(path, layout, given)
-    found.network = given.or_else(found.network)
-    return found
-
-
-def _recognise(path: Path) -> str:
-    if not path.is_dir():
-        return SAFETENSORS if path.suffix == ".safetensors" else STATE_DICT
-    if (path / MANIFEST_NAME).exists():
-        raise CheckpointError(f"{path} is a checkpoint already; load it as it is")
-    layouts = [(INSIGHTFACE, is_insightface(path)), (PLSC1, is_plsc1(path))]
-    recognised = [name for name, is_one in layouts if is_one]
-    if len(recognised) != 1:
-        raise CheckpointError(
-            f"{path} holds {' and '.join(recognised) if recognised else 'no layout known here'}; "
-            f"name one with --layout ({', '.join(LAYOUTS[1:])}), or give one file"
-        )
-    return recognised[0]
-
-
 def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
     """Return the whole tensors by checkpoint key, the options of the network, and what of it matched."""
     options = Options()
@@ -161,8 +125,9 @@ def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options,
     if not found.backbone:
         return {}, options, None
     model = options.model
-    torch.manual_seed(options.train.seed)
-    built = build_model(model.name, model.emb_size, model.image_shape, model.dropout)
+    with torch.random.fork_rng(devices=[]):  # what the files lack begins as in a run of this seed
+        torch.manual_seed(options.train.seed)
+        built = build_model(model.name, model.emb_size, model.image_shape, model.dropout)
     state = built.state_dict()
     with torch.no_grad():
         match = match_into(state, found.backbone, source)

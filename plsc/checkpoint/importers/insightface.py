@@ -22,7 +22,6 @@ from plsc.checkpoint.importers.source import (
     Network,
     Source,
     files_by_rank,
-    has_names,
     names_in,
     square_side,
 )
@@ -49,9 +48,7 @@ def is_insightface(path: Path) -> bool:
 
 def is_iresnet(state: Mapping[str, object]) -> bool:
     """Whether a state dict has the names of an iresnet."""
-    return has_names(
-        state, "conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"
-    )
+    return {"conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"} <= set(state)
 
 
 def read_insightface(path: Path) -> Source:

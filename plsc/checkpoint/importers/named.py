@@ -12,7 +12,9 @@ from plsc.errors import CheckpointError
 
 
 def read_named(path: Path, layout: str, given: Network) -> Source:
-    """Return the tensors of one file; class rows are those named head.weight (and head.bias).
+    """Return the tensors of one file; class rows are named head.weight (and head.bias).
+
+    See `read_state_dict` for when they are.
 
     given: the network. An iresnet of insightface is recognised without it.
 

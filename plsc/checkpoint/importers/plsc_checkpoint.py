@@ -18,12 +18,12 @@ _HEADS = ("head.", "heads.")
 
 
 def read_checkpoint_weights(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str], rank: int = 0, ranks: int = 1
 ) -> tuple[dict[str, FileTensor], dict[str, RowParts]]:
     """Return the backbone's tensors by name, and the head's, whose names begin with ``head.``
     or, of several, ``heads.<name>.``.
 
-    All files are compared with their checksums first.
+    This rank's share of the files is compared with their checksums first.
 
     Raises:
         CheckpointError: no such checkpoint, or it is damaged.
@@ -33,7 +33,7 @@ def read_checkpoint_weights(
     check_files(folder, manifest)
     wanted = {key for key in manifest.tensors if key.startswith(("backbone.", *_HEADS))}
     parts: dict[str, list[tuple[int, FileTensor]]] = {key: [] for key in wanted}
-    check_checksums(folder, manifest, sorted(manifest.files))
+    check_checksums(folder, manifest, sorted(manifest.files)[rank::ranks])
     for name in sorted(manifest.files):
         with safe_open(folder / name, framework="pt") as file:
             places = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen

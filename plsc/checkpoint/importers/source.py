@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,8 +93,3 @@ def square_side(cells: int, downsampling: int) -> int | None:
     """Return the side of a square image that ends in so many cells, or None if there is none."""
     side = round(cells**0.5)
     return side * downsampling if side * side == cells else None
-
-
-def has_names(state: Iterable[str], *names: str) -> bool:
-    """Whether all of the names are there."""
-    return set(names) <= set(state)

@@ -29,7 +29,10 @@ def read_tensors(path: str | os.PathLike[str], follow_links: bool = False) -> An
 def read_state_dict(
     path: str | os.PathLike[str], follow_links: bool = False
 ) -> tuple[dict[str, FileTensor], dict[str, FileTensor]]:
-    """Return the backbone's tensors by name, and those whose name began with ``head.``.
+    """Return the backbone's tensors by name, and those of the class rows.
+
+    The latter are named ``head.``, and then the former ``backbone.``, as in checkpoints of ours: where there
+    is no such prefix, a head is a layer of the network (of many vision transformers, the last).
 
     Raises:
         CheckpointError: no such file, a damaged or malicious one, or no tensors in it.
@@ -40,12 +43,11 @@ def read_state_dict(
             f"{path} holds no state dict: expected tensors by name, perhaps under "
             f"{', '.join(_WRAPPERS)}"
         )
-    head = {name: tensor for name, tensor in state.items() if name.startswith(_HEAD)}
     inside = {name: tensor for name, tensor in state.items() if name.startswith(_BACKBONE)}
-    if inside:
-        return strip({name.removeprefix(_BACKBONE): t for name, t in inside.items()}), head
-    # A head of its own is no part of ours; vision transformers call their last layer so.
-    return state, {} if "head.weight" not in state else head
+    if not inside:
+        return state, {}
+    head = {name: tensor for name, tensor in state.items() if name.startswith(_HEAD)}
+    return strip({name.removeprefix(_BACKBONE): t for name, t in inside.items()}), head
 
 
 def unwrap(value: Any) -> dict[str, FileTensor]:

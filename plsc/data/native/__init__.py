@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
-_ABI = 1  # PLSC_DATA_ABI of native.h
+_ABI = 2  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 
@@ -24,3 +25,14 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     return loaded if abi == _ABI else None
+
+
+@functools.cache
+def function(name: str, argument_types: tuple[Any, ...]) -> Any:
+    """Return a function of the library, which returns an int64; None where there is no library."""
+    loaded = library()
+    if loaded is None:
+        return None
+    found = getattr(loaded, name)
+    found.argtypes, found.restype = argument_types, ctypes.c_int64
+    return found

@@ -1,7 +1,6 @@
 """Lines spread over files by the first bits of their keys, so that each file can be sorted in memory.
 
-A bucket file is a row of frames: the number of lines (uint64), their numbers (uint64 each), their lengths
-(uint32 each, newline included), and their bytes. A frame is what one block of an input gave the bucket.
+A bucket file is a row of frames (`plsc.data.partition.frames`), each what one block of an input gave it.
 """
 
 from __future__ import annotations
@@ -9,20 +8,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from plsc.data.lines import line_slices
-from plsc.data.partition.files import read_exactly
+from plsc.data.native import partition as native
+from plsc.data.native.partition import LinePlaces
+from plsc.data.partition.copying import pieces_of
+from plsc.data.partition.files import map_file, read_exactly, write_all
+from plsc.data.partition.frames import COUNT_BYTES, frame_bytes, frame_head, read_frames, read_head
 from plsc.data.partition.memory import BYTES_A_LINE
 from plsc.data.partition.order import line_keys
 from plsc.errors import DataError
+from plsc.keys import hash_key
 
 MOST_BUCKETS = 256
-_IOV_MAX = 1024
-_COUNT = np.dtype("<u8")
 _PIECE = 2**20
 
 
@@ -35,7 +36,6 @@ class Bucket:
     bits: int
     lines: int = 0
     size: int = 0  # of the file
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def memory(self) -> int:
@@ -50,129 +50,149 @@ class Bucket:
 class Spread:
     """Appends lines to the buckets below `parent`, which are `2**bits`; threads may add at once.
 
-    Used as a context: the files are open in it.
+    Used as a context: the files are open in it, and their buckets know their sizes when it is left.
     """
 
     def __init__(self, folder: Path, seed: int, bits: int, parent: Bucket | None = None) -> None:
         self._seed = seed
-        above, prefix = (parent.bits, parent.prefix) if parent else (0, 0)
-        self._shift = np.uint64(64 - above - bits)
-        self._mask = np.uint64(2**bits - 1)
+        self._bits = bits
+        self._above, prefix = (parent.bits, parent.prefix) if parent else (0, 0)
         self.buckets = []
         for index in range(2**bits):
             full = prefix << bits | index
-            path = folder / f"bucket_{above + bits}_{full:x}"
-            self.buckets.append(Bucket(path, full, above + bits))
-        self._handles: list[int] = []
+            path = folder / f"bucket_{self._above + bits}_{full:x}"
+            self.buckets.append(Bucket(path, full, self._above + bits))
+        self._handles = np.empty(0, dtype=np.int32)
+        self._sizes = np.zeros(2**bits, dtype=np.int64)
+        self._lines = np.zeros(2**bits, dtype=np.int64)
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Spread:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        for bucket in self.buckets:
-            self._handles.append(os.open(bucket.path, flags, 0o600))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        handles: list[int] = []
+        try:
+            for bucket in self.buckets:
+                handles.append(os.open(bucket.path, flags, 0o600))
+        finally:  # also if one could not be opened: __exit__ does not come then
+            self._handles = np.array(handles, dtype=np.int32)
+            if len(handles) < len(self.buckets):
+                self._close()
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._handles:
-            os.close(self._handles.pop())
+        self._close()
+        for index, bucket in enumerate(self.buckets):
+            bucket.lines, bucket.size = int(self._lines[index]), int(self._sizes[index])
 
-    def add(
-        self, view: memoryview, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray
-    ) -> None:
-        """Append lines, given as bytes [start, end) of `view`, newline excluded, with their numbers."""
-        which = self._which(numbers)
-        order = np.argsort(which, kind="stable")
-        bounds = np.searchsorted(which[order], np.arange(len(self.buckets) + 1))
-        lengths = (ends - starts + 1).astype("<u4")
-        for index in np.flatnonzero(np.diff(bounds)).tolist():
-            chosen = order[bounds[index] : bounds[index + 1]]
-            bucket, handle = self.buckets[index], self._handles[index]
-            head = _frame_head(numbers[chosen], lengths[chosen])
-            with bucket.lock:
-                _write_all(handle, [memoryview(head)])
-                for begin in range(0, len(chosen), _IOV_MAX // 2):
-                    some = chosen[begin : begin + _IOV_MAX // 2]
-                    _write_all(handle, line_slices(view, starts[some], ends[some]))
-                bucket.lines += len(chosen)
-                bucket.size += len(head) + int(lengths[chosen].sum())
+    def add(self, lines: LinePlaces, numbers: np.ndarray) -> None:
+        """Append lines of memory with their numbers, int64. A full disk raises OSError."""
+        library = native.functions()
+        if library is None:
+            order, counts, sizes = self._sort_plainly(lines, numbers)
+        else:
+            key = hash_key(self._seed)
+            order, counts, sizes = native.sort_to_buckets(
+                library, numbers, lines.lengths, key, self._above, self._bits
+            )
+        offsets = self._claim(counts, sizes + (counts > 0) * frame_bytes(counts))
+        if library is None:
+            self._write_plainly(lines, numbers, order, counts, offsets)
+        else:
+            native.write_frames(library, lines, numbers, order, counts, self._handles, offsets)
 
     def add_long(self, source: int, offset: int, length: int, number: int) -> None:
         """Append a line of `length` bytes, newline excluded, at `offset` of an open file, piece by piece."""
         numbers = np.array([number], dtype=np.int64)
         index = int(self._which(numbers)[0])
-        head = _frame_head(numbers, np.array([length + 1], dtype="<u4"))
-        bucket, handle = self.buckets[index], self._handles[index]
-        with bucket.lock:
-            _write_all(handle, [memoryview(head)])
-            for begin in range(0, length, _PIECE):
-                piece = read_exactly(source, min(_PIECE, length - begin), offset + begin)
-                _write_all(handle, [memoryview(piece)])
-            _write_all(handle, [memoryview(b"\n")])
-            bucket.lines += 1
-            bucket.size += len(head) + length + 1
+        head = frame_head(numbers, np.array([length]))
+        counts = np.zeros(len(self.buckets), dtype=np.int64)
+        counts[index] = 1
+        at = int(self._claim(counts, counts * (len(head) + length + 1))[index])
+        handle = int(self._handles[index])
+        write_all(handle, memoryview(head), at)
+        at += len(head)
+        for begin in range(0, length, _PIECE):
+            piece = read_exactly(source, min(_PIECE, length - begin), offset + begin)
+            write_all(handle, memoryview(piece), at + begin)
+        write_all(handle, memoryview(b"\n"), at + length)
+
+    def _claim(self, lines: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return where in each bucket so many bytes, that hold so many lines, may be written."""
+        with self._lock:
+            offsets = self._sizes.copy()
+            self._sizes += sizes
+            self._lines += lines
+        return offsets
 
     def _which(self, numbers: np.ndarray) -> np.ndarray:
-        if self._shift == 64:  # one bucket; a shift by all bits is undefined
+        if self._bits == 0:  # one bucket; a shift by all bits is undefined
             return np.zeros(len(numbers), dtype=np.uint16)
-        keys = line_keys(self._seed, numbers)
-        return ((keys >> self._shift) & self._mask).astype(np.uint16)
+        keys = line_keys(self._seed, numbers) >> np.uint64(64 - self._above - self._bits)
+        return (keys & np.uint64(2**self._bits - 1)).astype(np.uint16)
 
+    def _sort_plainly(
+        self, lines: LinePlaces, numbers: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what native.sort_to_buckets does, without the library."""
+        which, buckets = self._which(numbers), len(self.buckets)
+        sizes = np.zeros(buckets, dtype=np.int64)
+        np.add.at(sizes, which, lines.lengths + 1)
+        return np.argsort(which, kind="stable"), np.bincount(which, minlength=buckets), sizes
 
-def _frame_head(numbers: np.ndarray, lengths: np.ndarray) -> bytes:
-    count = np.array([len(numbers)], dtype=_COUNT).tobytes()
-    return count + numbers.astype("<u8").tobytes() + lengths.tobytes()
+    def _write_plainly(
+        self,
+        lines: LinePlaces,
+        numbers: np.ndarray,
+        order: np.ndarray,
+        counts: np.ndarray,
+        offsets: np.ndarray,
+    ) -> None:
+        done = 0
+        for index in np.flatnonzero(counts).tolist():
+            chosen = order[done : done + int(counts[index])]
+            done += len(chosen)
+            at = int(offsets[index])
+            for piece in self._pieces(lines, numbers, chosen):
+                write_all(int(self._handles[index]), memoryview(piece), at)
+                at += len(piece)
 
+    @staticmethod
+    def _pieces(lines: LinePlaces, numbers: np.ndarray, chosen: np.ndarray) -> Iterator[bytes]:
+        yield frame_head(numbers[chosen], lines.lengths[chosen])
+        for begin in range(0, len(chosen), 512):
+            some = chosen[begin : begin + 512].tolist()
+            yield b"".join(piece for line in some for piece in pieces_of(lines, line))
 
-def _write_all(handle: int, pieces: list[memoryview]) -> None:
-    """Append at most _IOV_MAX pieces; a full disk raises OSError."""
-    left = sum(map(len, pieces)) - os.writev(handle, pieces)
-    if left:  # the disk is about to be full: the next write says so
-        rest = b"".join(pieces)[-left:]
-        while rest:
-            rest = rest[os.write(handle, rest) :]
+    def _close(self) -> None:
+        for handle in self._handles.tolist():
+            os.close(handle)
+        self._handles = self._handles[:0]
 
 
 @dataclass
 class Loaded:
-    """A bucket in memory: numbers, starts and ends (newline excluded) of its lines, int64 [n]."""
+    """A mapped bucket: its lines and their numbers, int64 [n]."""
 
-    view: memoryview
+    lines: LinePlaces
     numbers: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
 
 
-def load(bucket: Bucket, buffer: np.ndarray) -> Loaded:
-    """Read a bucket into the buffer (uint8, at least `bucket.size`). Raises DataError if it is not whole."""
-    view = buffer.data[: bucket.size]
-    with bucket.path.open("rb", buffering=0) as file:
-        got = 0
-        while got < bucket.size and (count := file.readinto(view[got:])):
-            got += count
-    numbers, lengths, heads, counts = [], [], [], []
-    position = 0
+def load(bucket: Bucket) -> Loaded:
+    """Return the lines of a bucket, which is mapped. Raises DataError if it is not whole."""
     try:
-        while position < got:
-            count, frame_numbers, frame_lengths = _read_head(view, position)
-            numbers.append(frame_numbers)
-            lengths.append(frame_lengths)
-            counts.append(count)
-            heads.append(_COUNT.itemsize + 12 * count)
-            position += heads[-1] + int(frame_lengths.sum(dtype=np.int64))
-    except ValueError:
-        position = -1
-    if position != bucket.size or sum(counts) != bucket.lines:
-        raise DataError(f"the temporary file {bucket.path} was changed while in use; start again")
-    all_lengths = np.concatenate(lengths).astype(np.int64)
-    # A line lies behind all lines before it and behind the heads up to its own frame's.
-    starts = np.cumsum(all_lengths) - all_lengths + np.repeat(np.cumsum(heads), counts)
-    return Loaded(view, np.concatenate(numbers).astype(np.int64), starts, starts + all_lengths - 1)
+        data = map_file(bucket.path, bucket.size, is_wanted_now=True)
+    except (ValueError, FileNotFoundError):
+        raise changed(bucket) from None
+    found = read_frames(data, bucket.lines)
+    if found is None:
+        raise changed(bucket)
+    numbers, starts, lengths = found
+    return Loaded(LinePlaces(starts, lengths, [data]), numbers)
 
 
-def _read_head(view: memoryview, position: int) -> tuple[int, np.ndarray, np.ndarray]:
-    count = int(np.frombuffer(view, _COUNT, 1, position)[0])
-    position += _COUNT.itemsize
-    numbers = np.frombuffer(view, "<u8", count, position)
-    return count, numbers, np.frombuffer(view, "<u4", count, position + 8 * count)
+def changed(bucket: Bucket) -> DataError:
+    """Return the error for a bucket that is not what was written."""
+    return DataError(f"the temporary file {bucket.path} was changed while in use; start again")
 
 
 def split(bucket: Bucket, folder: Path, seed: int, bits: int, block_bytes: int) -> list[Bucket]:
@@ -187,7 +207,7 @@ def split(bucket: Bucket, folder: Path, seed: int, bits: int, block_bytes: int) 
     finally:
         os.close(handle)
     if sum(new.lines for new in spread.buckets) != bucket.lines:
-        raise DataError(f"the temporary file {bucket.path} was changed while in use; start again")
+        raise changed(bucket)
     bucket.remove()
     return [new for new in spread.buckets if new.lines]
 
@@ -195,16 +215,14 @@ def split(bucket: Bucket, folder: Path, seed: int, bits: int, block_bytes: int) 
 def _frames(bucket: Bucket, handle: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     position = 0
     while position < bucket.size:
-        count = int.from_bytes(read_exactly(handle, _COUNT.itemsize, position), "little")
+        count = int.from_bytes(read_exactly(handle, COUNT_BYTES, position), "little")
         if count > bucket.lines:
-            raise DataError(
-                f"the temporary file {bucket.path} was changed while in use; start again"
-            )
-        head = memoryview(read_exactly(handle, _COUNT.itemsize + 12 * count, position))
-        _, numbers, lengths = _read_head(head, 0)
+            raise changed(bucket)
+        head = memoryview(read_exactly(handle, frame_bytes(count), position))
+        _, numbers, lengths = read_head(head, 0)
         position += len(head)
-        yield numbers.astype(np.int64), lengths.astype(np.int64), position
-        position += int(lengths.sum(dtype=np.int64))
+        yield numbers.astype(np.int64), lengths, position
+        position += int(lengths.sum())
 
 
 def _move_frame(
@@ -215,7 +233,7 @@ def _move_frame(
     offset: int,
     buffer: np.ndarray,
 ) -> None:
-    """Add a frame's lines to `spread`, as many at once as the buffer holds."""
+    """Add a frame's lines to `spread`, as many at once as the buffer holds. lengths: with newline."""
     stops = np.cumsum(lengths)
     begin = 0
     while begin < len(lengths):
@@ -228,7 +246,7 @@ def _move_frame(
             continue
         size = int(stops[end - 1]) - base
         buffer[:size] = np.frombuffer(read_exactly(handle, size, offset + base), dtype=np.uint8)
-        ends = stops[begin:end] - base - 1
-        starts = ends - lengths[begin:end] + 1
-        spread.add(buffer.data[:size], starts, ends, numbers[begin:end])
+        some = lengths[begin:end]
+        places = LinePlaces(stops[begin:end] - base - some, some - 1, [buffer[:size]])
+        spread.add(places, numbers[begin:end])
         begin = end

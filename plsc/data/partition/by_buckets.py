@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.line_reader import Buffers, LineReader, LongLine
-from plsc.data.lines import Lines, line_slices
+from plsc.data.lines import Lines
+from plsc.data.native.partition import CopyError, LinePlaces, truncation_caught
 from plsc.data.partition.buckets import (
     MOST_BUCKETS,
     Bucket,
-    Loaded,
     Spread,
+    changed,
     load,
     split,
 )
@@ -111,7 +111,8 @@ class Spreader:
 
     def _put(self, lines: Lines, numbers: np.ndarray) -> None:
         try:
-            self._spread.add(lines.data.data, lines.starts, lines.ends, numbers)
+            places = LinePlaces(lines.starts, lines.ends - lines.starts, [lines.data])
+            self._spread.add(places, numbers)
         finally:
             self._buffers.give_back(lines.data)
 
@@ -146,15 +147,11 @@ class Sorter:
         self._budget = budget
         self._turns = Turns()
         self._position = 0
-        self._buffers: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
 
     def run(self, buckets: list[Bucket]) -> None:
         """Write all lines of the buckets, which come in key order, then the padding."""
         workers = self._budget.workers
-        largest = max((b.size for b in buckets if b.memory <= self._budget.bucket), default=0)
-        for _ in range(workers):
-            self._buffers.put(np.empty(largest, dtype=np.uint8))
-        with pool_of(workers) as pool:
+        with truncation_caught(), pool_of(workers) as pool:
             futures = [pool.submit(self._write, *numbered) for numbered in enumerate(buckets)]
             errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenTurn)):
@@ -164,11 +161,7 @@ class Sorter:
     def _write(self, turn: int, bucket: Bucket) -> None:
         try:
             if bucket.memory <= self._budget.bucket:
-                buffer = self._buffers.get()
-                try:
-                    self._write_sorted(turn, load(bucket, buffer))
-                finally:
-                    self._buffers.put(buffer)
+                self._write_sorted(turn, bucket)
             else:
                 self._write_single(turn, bucket)
             bucket.remove()
@@ -176,20 +169,21 @@ class Sorter:
             self._turns.give_up()
             raise
 
-    def _write_sorted(self, turn: int, lines: Loaded) -> None:
-        order = np.argsort(line_keys(self._seed, lines.numbers))
-        numbers, starts, ends = lines.numbers[order], lines.starts[order], lines.ends[order]
-        lengths = ends - starts + 1
+    def _write_sorted(self, turn: int, bucket: Bucket) -> None:
+        loaded = load(bucket)
+        lines = loaded.lines
+        order = np.argsort(line_keys(self._seed, loaded.numbers)).astype(np.int64)
+        numbers, lengths = loaded.numbers[order], lines.lengths[order] + 1
         with self._turns.take(turn):
             runs = self._parts.claim(self._position, lengths)
             self._position += len(lengths)
-
-        def slices(begin: int, end: int) -> list[memoryview]:
-            return line_slices(lines.view, starts[begin:end], ends[begin:end])
-
         for run in runs:
             self._padding.note(run, numbers, lengths)
-            self._parts.write(run, slices, lengths)
+            for piece in run.cut(lengths):
+                try:
+                    self._parts.write(piece, lines, order)
+                except CopyError:
+                    raise changed(bucket) from None
 
     def _write_single(self, turn: int, bucket: Bucket) -> None:
         """Copy a line that is larger than the memory for a bucket, piece by piece."""

@@ -1,8 +1,13 @@
-"""Reading and writing at a place of an open file: all of it, or an error."""
+"""Reading and writing at a place of a file: all of it, or an error."""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
+from pathlib import Path
+
+import numpy as np
 
 from plsc.errors import DataError
 
@@ -23,3 +28,24 @@ def write_all(handle: int, data: memoryview, offset: int) -> None:
     while len(data):
         count = os.pwrite(handle, data, offset)
         data, offset = data[count:], offset + count
+
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: maps all pages at once, not one by one
+
+
+def map_file(path: str | Path, size: int, is_wanted_now: bool = False) -> np.ndarray:
+    """Return the first `size` bytes of a file, mapped, uint8. is_wanted_now: all of it is read before long.
+
+    Raises OSError, and ValueError if the file is shorter. If it is cut short later, reading what is missing
+    is SIGBUS (see plsc.data.native.partition.truncation_caught).
+    """
+    if size == 0:  # cannot be mapped
+        return np.empty(0, dtype=np.uint8)
+    with Path(path).open("rb") as file:
+        if is_wanted_now:
+            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
+        mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+    if is_wanted_now:
+        with contextlib.suppress(OSError):
+            mapped.madvise(_POPULATE_READ)
+    return np.frombuffer(mapped, dtype=np.uint8)

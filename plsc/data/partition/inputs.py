@@ -16,7 +16,8 @@ from plsc.data.file_list import read_file_list
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.retry import reason_of
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.stamp import FileStamp, stamp_of
+from plsc.storage.urls import is_url, shown
 
 _FAILURES = (OSError, EOFError, zlib.error)
 _CLIENTS = ("pyarrow", "botocore", "aiobotocore", "hdfs_native")  # have exceptions of their own
@@ -25,11 +26,15 @@ _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 @dataclass(frozen=True)
 class Input:
-    """One data file. size: bytes as stored. stamp: changes when the file does, where that is known."""
+    """One data file, and what shows whether it is still the one that was listed."""
 
     location: str
-    size: int
-    stamp: int | None
+    stamp: FileStamp
+
+    @property
+    def size(self) -> int:
+        """Bytes as stored."""
+        return self.stamp.size
 
     @property
     def name(self) -> str:
@@ -56,8 +61,7 @@ class Input:
 
     def check_unchanged(self) -> None:
         """Raise DataError if the file is not what it was when it was listed."""
-        now = _inspect(self.location)
-        if (now.size, now.stamp) != (self.size, self.stamp):
+        if stamp_of(self.location) != self.stamp:
             raise DataError(f"{self.name} changed while it was read; start again when it is whole")
 
     def _open(self, stack: ExitStack) -> Any:
@@ -112,7 +116,8 @@ def list_inputs(data_dir: str, file_list: str) -> list[Input]:
 
     A file that is listed under two names is refused too.
     """
-    inputs = [_inspect(location) for location in read_file_list(data_dir, file_list)]
+    locations = read_file_list(data_dir, file_list)
+    inputs = [Input(location, stamp_of(location)) for location in locations]
     seen: dict[tuple[int, int], Input] = {}
     for one in inputs:
         if is_url(one.location):
@@ -125,14 +130,3 @@ def list_inputs(data_dir: str, file_list: str) -> list[Input]:
             )
         seen[identity] = one
     return inputs
-
-
-def _inspect(location: str) -> Input:
-    if is_url(location):
-        filesystem, inside = open_filesystem(location)
-        return Input(location, int(filesystem.info(inside)["size"] or 0), None)
-    try:
-        status = Path(location).stat()
-    except OSError as error:
-        raise DataError(f"{location} cannot be read: {error.strerror}") from error
-    return Input(location, status.st_size, status.st_mtime_ns)

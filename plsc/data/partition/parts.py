@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,23 +12,39 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.partition.checksum import checksum_of_words
-from plsc.data.partition.files import read_exactly, write_all
+from plsc.data.native.partition import LinePlaces, start_writeback
+from plsc.data.partition.copying import copy_lines, put
+from plsc.data.partition.files import read_exactly
 from plsc.storage.sync import sync
 
-_CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
-_CHUNK_LINES = 1024
+_TASK_BYTES = 2**24  # of a run that is cut up: what one thread writes in a few milliseconds
+_CHUNK_BYTES = 2**18
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Run:
-    """Lines [begin, end) of those at hand go to a part, one after another from byte `offset`."""
+    """Lines [begin, end) of those at hand go to a part, one after another: `size` bytes from `offset` on."""
 
     rank: int
     offset: int
+    size: int
     begin: int
     end: int
+
+    def cut(self, lengths: np.ndarray) -> list[Run]:
+        """Return the run in pieces that several threads can share. lengths: as those given to `claim`."""
+        ends = np.cumsum(lengths[self.begin : self.end])
+        pieces, begin, offset = [], 0, 0
+        while begin < len(ends):
+            end = int(np.searchsorted(ends, offset + _TASK_BYTES))
+            end = min(end + 1, len(ends))
+            size = int(ends[end - 1]) - offset
+            pieces.append(
+                Run(self.rank, self.offset + offset, size, self.begin + begin, self.begin + end)
+            )
+            begin, offset = end, offset + size
+        return pieces
 
 
 def part_names(nranks: int) -> list[str]:
@@ -40,8 +56,8 @@ def part_names(nranks: int) -> list[str]:
 class Parts:
     """One file a rank, each with `lines_each` lines. Several threads may write runs at once.
 
-    on_bytes is called with the number of bytes after each write. syncer: a pool in which each part that is
-    complete is brought to the disk, while the others are written.
+    on_bytes is called with the number of bytes after each write. syncer: a pool that brings to the disk what
+    is written, while more is written.
     """
 
     def __init__(
@@ -72,27 +88,20 @@ class Parts:
         while begin < len(lengths):
             rank, inside = divmod(position + begin, self.lines_each)
             end = min(len(lengths), begin + self.lines_each - inside)
-            runs.append(Run(rank, self.sizes[rank], begin, end))
-            self.sizes[rank] += int(ends[end] - ends[begin])
+            size = int(ends[end] - ends[begin])
+            runs.append(Run(rank, self.sizes[rank], size, begin, end))
+            self.sizes[rank] += size
             begin = end
         return runs
 
-    def write(
-        self, run: Run, slices: Callable[[int, int], Sequence[memoryview]], lengths: np.ndarray
-    ) -> None:
-        """Write a run. slices(a, b) gives the bytes of lines [a, b), each closed by a newline."""
-        ends = np.cumsum(lengths[run.begin : run.end])
-        done, offset, total = 0, run.offset, 0
+    def write(self, run: Run, lines: LinePlaces, order: np.ndarray) -> None:
+        """Write a run of the lines at hand, which are `order` (int64) of `lines`.
+
+        Raises CopyError for a line that is not where it should be, OSError if the part cannot be written.
+        """
         with self._opened(run.rank) as handle:
-            while done < len(ends):
-                reach = int(ends[done - 1] if done else 0) + _CHUNK_BYTES
-                stop = int(np.searchsorted(ends, reach, side="right"))
-                stop = max(done + 1, min(stop, done + _CHUNK_LINES))
-                for pieces in _in_chunks(slices(run.begin + done, run.begin + stop)):
-                    count, part = self._put(handle, pieces, offset)
-                    offset, total = offset + count, total + part
-                done = stop
-        self._count(run.rank, len(ends), total)
+            total = copy_lines(lines, order[run.begin : run.end], handle, run.offset)
+        self._count(run, total)
 
     def copy_line(self, run: Run, source: int, offset: int, length: int) -> None:
         """Write a run of one line, which lies in an open file, piece by piece."""
@@ -100,21 +109,29 @@ class Parts:
         with self._opened(run.rank) as handle:
             for begin in range(0, length, _CHUNK_BYTES):
                 size = min(_CHUNK_BYTES, length - begin)
-                piece = memoryview(read_exactly(source, size, offset + begin))
-                total += self._put(handle, [piece], run.offset + begin)[1]
-        self._count(run.rank, 1, total)
+                total += put(handle, read_exactly(source, size, offset + begin), run.offset + begin)
+        self._count(run, total)
 
     def finish(self) -> None:
         """Wait until all parts are on the disk. Raises OSError if that fails."""
         for future in self._syncs:
             future.result()
 
-    def _count(self, rank: int, lines: int, total: int) -> None:
+    def _count(self, run: Run, total: int) -> None:
+        self._on_bytes(run.size)
+        rank = run.rank
         with self._lock:
             self.checksums[rank] = (self.checksums[rank] + total) & _MASK
-            self._missing[rank] -= lines
-            if self._missing[rank] == 0:
-                self._syncs.append(self._syncer.submit(sync, self.paths[rank]))
+            self._missing[rank] -= run.end - run.begin
+            is_whole = self._missing[rank] == 0
+        if is_whole:
+            self._syncs.append(self._syncer.submit(sync, self.paths[rank]))
+        else:
+            self._syncs.append(self._syncer.submit(self._begin_sync, run))
+
+    def _begin_sync(self, run: Run) -> None:
+        with self._opened(run.rank) as handle:
+            start_writeback(handle, run.offset, run.size)
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[int]:
@@ -123,24 +140,3 @@ class Parts:
             yield handle
         finally:
             os.close(handle)
-
-    def _put(self, handle: int, pieces: Sequence[memoryview], offset: int) -> tuple[int, int]:
-        """Write the pieces at `offset`; return (their bytes, what they add to the checksum)."""
-        lead = offset % 8
-        # Zeros around bring the words of the file to where words of memory are.
-        data = b"".join([b"\0" * lead, *pieces, b"\0" * 8])
-        size = len(data) - 8
-        words = np.frombuffer(data, dtype="<u8", count=-(-size // 8))
-        write_all(handle, memoryview(data)[lead:size], offset)
-        self._on_bytes(size - lead)
-        return size - lead, checksum_of_words(words, offset // 8)
-
-
-def _in_chunks(pieces: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
-    """Yield the pieces at once, but a line that is longer than a chunk cut up."""
-    if len(pieces) > 2:
-        yield pieces
-        return
-    for piece in pieces:
-        for begin in range(0, len(piece), _CHUNK_BYTES):
-            yield [piece[begin : begin + _CHUNK_BYTES]]

@@ -18,6 +18,7 @@ from plsc.data.partition import remote
 from plsc.data.partition.buckets import Bucket, Spread
 from plsc.data.partition.by_buckets import Sorter, Spreader, bits_for, fitting_buckets
 from plsc.data.partition.counts import Counts
+from plsc.data.partition.indexing import Index, TooManyLines
 from plsc.data.partition.inputs import Input, list_inputs
 from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import lines_per_rank
@@ -27,11 +28,12 @@ from plsc.data.partition.parts import Parts
 from plsc.data.partition.progress import Progress
 from plsc.data.partition.space import Space
 from plsc.data.partition.survey import survey
-from plsc.data.partition.within_memory import Index, TooManyLines, fits, gather, index_inputs
+from plsc.data.partition.within_memory import fits, gather, index_inputs
 from plsc.data.partition.workspace import Workspace
 from plsc.errors import DataError
 from plsc.storage.urls import is_url, shown
 
+_SYNCERS = 2  # one may wait for a part to be on the disk while the other starts the next
 _EXPANSION = 4  # how much larger compressed inputs are taken to be, until they have been read
 
 
@@ -73,13 +75,13 @@ def _write(
     progress: Progress,
 ) -> dict[str, Any]:
     """Write the parts, their list and the manifest into `folder`, which is not published yet."""
-    with pool_of(1) as syncer:
+    with pool_of(_SYNCERS) as syncer:
         target = _Target(options, folder, progress, syncer)
         found = _index_if_it_fits(options, inputs, folder, progress)
         if found is not None:
             index, counts = found
             parts, padding = target.open(counts)
-            gather(index, options.seed, parts, padding, options.budget.workers)
+            gather(index, inputs, options.seed, parts, padding, options.budget.workers)
         else:
             buckets, counts = _spread(options, inputs, folder, temporary, progress)
             parts, padding = target.open(counts)

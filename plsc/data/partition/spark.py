@@ -144,16 +144,17 @@ def _plan(options: PartitionOptions, lines: int) -> tuple[_Plan, int]:
 def _count(split: Split, skip_bad: bool) -> tuple[InputCount, list[str], str]:
     """Return (counts of a split, messages about skipped lines, the error if there is one)."""
     count = InputCount(split.source)
-    start = 0
 
     def on_bytes(piece: np.ndarray, offset: int) -> None:
-        count.checksum = (count.checksum + checksum(piece, start + offset)) % 2**64
+        count.checksum = (count.checksum + checksum(piece, offset)) % 2**64
         count.content_bytes += len(piece)
 
     buffers = Buffers(1, _BLOCK)
     try:
         with open_split(split) as (stream, start):
-            reader = LineReader(stream, split.name, buffers, on_bytes, skip_bad)
+            reader = LineReader(
+                stream, split.name, buffers, on_bytes, skip_bad, start=start, keeps_long=False
+            )
             for lines in reader:
                 if isinstance(lines, LongLine):
                     count.lines += 1
@@ -169,8 +170,9 @@ def _count(split: Split, skip_bad: bool) -> tuple[InputCount, list[str], str]:
 def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
     """Yield the lines of a split, newline included, with where they go; padding again for its places."""
     buffers = Buffers(1, _BLOCK)
-    with open_split(split) as (stream, _):
-        for lines in LineReader(stream, split.name, buffers, skip_bad=plan.skip_bad):
+    with open_split(split) as (stream, start):
+        reader = LineReader(stream, split.name, buffers, skip_bad=plan.skip_bad, start=start)
+        for lines in reader:
             if isinstance(lines, LongLine):
                 lines.file.seek(0)
                 contents = [lines.file.read(lines.length)]

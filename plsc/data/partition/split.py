@@ -38,6 +38,25 @@ def split_inputs(inputs: list[Input], split_bytes: int = SPLIT_BYTES) -> list[Sp
     return splits
 
 
+def split_at_lines(inputs: list[Input], split_bytes: int | None) -> list[Split]:
+    """Return splits of plain inputs that begin where lines do; whole files without `split_bytes`.
+
+    Reads a little of the files; where a line is longer than a split, all of the line, once.
+    """
+    splits = []
+    for number, one in enumerate(inputs):
+        begin = 0
+        with one.open() as stream:
+            for position in range(split_bytes or one.size, one.size, split_bytes or one.size or 1):
+                if position > begin:
+                    end = _start_of_line(stream, position, one.size)
+                    splits.append(Split(one, number, begin, end))
+                    begin = end
+        if begin < one.size or one.size == 0:
+            splits.append(Split(one, number, begin, one.size))
+    return splits
+
+
 @contextmanager
 def open_split(split: Split) -> Iterator[tuple[Any, int]]:
     """Yield (a stream of the lines of a split, its offset in the content of the file)."""

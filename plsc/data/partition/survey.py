@@ -26,7 +26,9 @@ def survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
 
         for one in inputs:
             with one.open() as stream:
-                reader = LineReader(stream, one.name, buffers, on_bytes, options.skip_bad)
+                reader = LineReader(
+                    stream, one.name, buffers, on_bytes, options.skip_bad, keeps_long=False
+                )
                 for some in reader:
                     if isinstance(some, LongLine):
                         lines += 1

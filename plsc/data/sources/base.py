@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES, Image
+from plsc.data.native.files import read_files
 from plsc.data.sources.paths import PathTable, printable
 from plsc.errors import DataError
 
@@ -35,7 +38,63 @@ class Source(Protocol):
         ...
 
 
-class FileSource:
+class IndexedSource:
+    """A source whose labels are known; the base of those that read something stored for a sample.
+
+    A format gives `name` and `_stored_at`, or `_image_at`; and `_stored_many`, if it can read many at once.
+    """
+
+    _labels: np.ndarray  # int64 [N]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        if not 0 <= index < len(self._labels):
+            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
+        try:
+            return self._image_at(index), self._labels.item(index)
+        except DataError as error:
+            raise error.at(self.name(index)) from error
+
+    def read_many(self, indices: np.ndarray) -> Iterator[tuple[bytes, int] | None]:
+        """Yield what ``self[index]`` gives for each index, int64 [n], read by far fewer calls.
+
+        None stands for a sample that has to be asked for by its index: that gives it, or says its fault.
+        """
+        labels = self._labels[indices].tolist()
+        for label, stored in zip(labels, self._stored_many(indices), strict=False):
+            try:
+                yield None if stored is None else (self._image_in(stored), label)
+            except DataError:
+                yield None
+
+    def name(self, index: int) -> str:
+        """Return where the sample is, for messages."""
+        raise NotImplementedError
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N]."""
+        return self._labels
+
+    def _image_at(self, index: int) -> bytes:
+        """Return the encoded image; DataError, which need not name the sample, if it cannot be had."""
+        return self._image_in(self._stored_at(index))
+
+    def _stored_at(self, index: int) -> bytes:
+        """Return what is stored for a sample."""
+        raise NotImplementedError
+
+    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        """Yield what is stored for each sample; None for what cannot be read together with others."""
+        return itertools.repeat(None)
+
+    def _image_in(self, stored: bytes) -> bytes:
+        """Return the image in what is stored."""
+        return stored
+
+
+class FileSource(IndexedSource):
     """Image files below one folder, with a label each; the base of the sources that read files."""
 
     def __init__(self, root: Path, paths: PathTable, labels: np.ndarray) -> None:
@@ -44,15 +103,11 @@ class FileSource:
         self._paths = paths
         self._labels = labels
 
-    def __len__(self) -> int:
-        return len(self._paths)
+    def _stored_at(self, index: int) -> bytes:
+        return read_image_file(os.path.join(self._root, self._paths[index]))  # noqa: PTH118 - a hot path
 
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        path = os.path.join(self._root, self._paths[index])  # noqa: PTH118 - a hot path
-        try:
-            return read_image_file(path), int(self._labels[index])
-        except DataError as error:
-            raise error.at(self.name(index)) from error
+    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        return read_files(self._root, *self._paths.arrays(), indices)
 
     def path(self, index: int) -> Path:
         """Return the path of the image file."""
@@ -61,10 +116,6 @@ class FileSource:
     def name(self, index: int) -> str:
         """Return the path below the folder."""
         return printable(self._paths[index])
-
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
 
 
 def read_image_file(path: bytes | str | Path) -> bytes:

@@ -14,6 +14,7 @@ import pybase64
 
 from plsc.data.file_list import read_file_list
 from plsc.data.line_reader import Buffers, LineReader, LongLine, Stream
+from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.shards import Shards
 from plsc.errors import DataError
@@ -26,7 +27,7 @@ _BLOCK = 4 * 2**20
 _COMPRESSED = (".gz", ".zst")
 
 
-class Base64Source:
+class Base64Source(IndexedSource):
     """The samples of the files that ``file_list`` names, in its order: a local folder or an fsspec URL.
 
     ``files``: their paths or URLs, instead of what the list names.
@@ -60,20 +61,6 @@ class Base64Source:
         self._firsts: list[int] = index["firsts"].tolist()
         self._blanks, self._first_blanks = index["blanks"], index["first_blanks"]
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        file = self._file(index)
-        text = self._files[file].read_at(self._starts.item(index), self._lengths.item(index))
-        try:  # the checking decoder is the fast one
-            return pybase64.b64decode(text, validate=True), self._labels.item(index)
-        except (binascii.Error, ValueError) as error:
-            raise DataError(
-                f"{self.name(index)}: the text before the tab is not base64 ({error}); fix the line",
-                kind="base64",
-            ) from None
-
     def name(self, index: int) -> str:
         """Return ``part_3.txt:12``: the file and the line."""
         file = self._file(index)
@@ -81,10 +68,6 @@ class Base64Source:
         before = int(np.searchsorted(self._blanks[low:high], index, side="right"))
         line = index - self._firsts[file] + before + 1
         return f"{base_name(self.locations[file])}:{line}"
-
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
 
     @property
     def blank_lines(self) -> int:
@@ -96,9 +79,23 @@ class Base64Source:
         """Samples of each file, int64: what ranks that read a part each must agree on."""
         return np.diff(self._firsts)
 
+    def _stored_at(self, index: int) -> bytes:
+        file = self._files[self._file(index)]
+        return file.read_at(self._starts.item(index), self._lengths.item(index))
+
+    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        shards = np.searchsorted(self._firsts, indices, side="right") - 1
+        return self._files.read_many(shards, self._starts[indices], self._lengths[indices])
+
+    def _image_in(self, stored: bytes) -> bytes:
+        try:  # the checking decoder is the fast one
+            return pybase64.b64decode(stored, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise DataError(
+                f"the text before the tab is not base64 ({error}); fix the line", kind="base64"
+            ) from None
+
     def _file(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
         return bisect_right(self._firsts, index) - 1
 
     def _build(self) -> dict[str, np.ndarray]:

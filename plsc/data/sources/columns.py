@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.image_folder import read_label_map
 from plsc.data.sources.paths import printable
 from plsc.errors import DataError, OptionError
@@ -55,7 +56,7 @@ class LabelReader:
     """
 
     def __init__(self, names_wanted: bool) -> None:
-        self._names_wanted = names_wanted
+        self.names_wanted = names_wanted
         self._numbers = array("q")
         self._codes: dict[str, int] | None = {} if names_wanted else None
 
@@ -74,6 +75,13 @@ class LabelReader:
             except (DataError, UnicodeDecodeError) as error:
                 fault = error if isinstance(error, DataError) else "the label is no UTF-8 text"
                 raise DataError(f"{place(position)}: {fault}; fix it") from error
+
+    def extend_numbers(self, numbers: np.ndarray) -> bool:
+        """Add labels that are whole numbers, int64 [n]; False, and nothing done, where names are wanted."""
+        if self._codes is not None:
+            return False
+        self._numbers.frombytes(numbers.tobytes())
+        return True
 
     def _add(self, text: str) -> None:
         text = text.strip()
@@ -135,7 +143,7 @@ def text_at(text: np.ndarray, ends: np.ndarray, index: int) -> bytes:
     return text[ends.item(index - 1) if index else 0 : ends.item(index)].tobytes()
 
 
-def class_names_of(arrays: dict[str, np.ndarray]) -> list[str] | None:
+def class_names_of(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
     """Return the sorted class names in what `LabelReader.arrays` gave; None if labels are numbers."""
     if "names" not in arrays:
         return None
@@ -157,3 +165,35 @@ def with_label_map(
             f"({len(missing)} of {len(names or [])} have none); add it"
         )
     return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
+
+
+class NamedLabelSource(IndexedSource):
+    """A source whose labels may be names: `class_names` has them sorted, or None if they are numbers."""
+
+    class_names: list[str] | None
+
+    def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
+        """Take over what `LabelReader.arrays` gave."""
+        self.class_names = class_names_of(found)
+        self._labels = with_label_map(found["labels"], self.class_names, label_map)
+
+
+class ColumnSource(NamedLabelSource):
+    """A source of an image column and a label column, by name; ``label_map`` gives ids to labels."""
+
+    def __init__(
+        self,
+        location: str | Path,
+        *,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        label_map: str | Path | None = None,
+    ) -> None:
+        labels = LabelReader(names_wanted=label_map is not None)
+        self._set_labels(self._open(str(location), image_column, label_column, labels), label_map)
+
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
+        """Open it with these columns; return what `labels`, or a kept index, has of labels."""
+        raise NotImplementedError

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
-from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
-from plsc.data.sources.lines import MAX_LINE_BYTES, first_line, line_blocks
+import numpy as np
+
+from plsc.data.native.rows import FoundRows, find_csv_rows
+from plsc.data.sources.columns import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    Label,
+    LabelReader,
+    choose_column,
+)
+from plsc.data.sources.lines import MAX_LINE_BYTES, Block, first_line, line_at, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import Rows, RowSource, starts_of
+from plsc.data.sources.rows import RowSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.urls import shown
@@ -28,27 +36,21 @@ class CsvSource(RowSource):
     many or too few fields, or with a label that is none.
     """
 
-    def __init__(
-        self,
-        location: str | Path,
-        *,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        label_map: str | Path | None = None,
-    ) -> None:
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
         data = open_bytes(location)
         header = first_line(data)
         self._delimiter = max(b",;\t|".decode(), key=header.decode("utf-8", "replace").count)
         self._separator = self._delimiter.encode()
         try:
             self.columns = [name.strip() for name in self._split(header)]
-            image = choose_column(image_column, self.columns, IMAGE_COLUMNS, "image")
-            label = choose_column(label_column, self.columns, LABEL_COLUMNS, "label")
+            image = choose_column(image, self.columns, IMAGE_COLUMNS, "image")
+            label = choose_column(label, self.columns, LABEL_COLUMNS, "label")
         except (DataError, OptionError) as error:
-            raise type(error)(f"{shown(str(location))}: {error}") from error
+            raise type(error)(f"{shown(location)}: {error}") from error
         self._image, self._label = self.columns.index(image), self.columns.index(label)
-        self.kind = f"csv-1-{self._label}"
-        super().__init__(data, label_map)
+        return self._load(data, f"csv-1-{self._label}", labels)
 
     def _split(self, row: bytes) -> list[str]:
         """Return the fields of a row; DataError if it is no UTF-8, or its quotes do not close."""
@@ -77,64 +79,44 @@ class CsvSource(RowSource):
                 return parts[self._image].decode("utf-8", "surrogateescape").strip()
         raise DataError("the image column is missing; the file changed while it was in use")
 
-    def _rows(self, data: Bytes) -> Iterator[Rows]:
-        is_header = True
-        for offset, line, text in _whole_rows(data):
-            lines = text.split(b"\n")
-            if is_header:  # and blank lines before it
-                skipped = self._lines_of_header(lines)
-                offset += sum(map(len, lines[:skipped])) + skipped
-                line, lines = line + skipped, lines[skipped:]
-                is_header = not skipped
-            parts = None if _QUOTE in text else [row.split(self._separator) for row in lines]
-            if parts is not None and set(map(len, parts)) == {len(self.columns)}:
-                starts, lengths = starts_of(offset, lines)
-                yield Rows(
-                    starts, lengths, list(range(line, line + len(lines))), self._labels_in(parts)
-                )
-            elif lines:
-                yield self._rows_one_by_one(offset, line, lines)
+    def _blocks(self, data: Bytes) -> Iterator[Block]:
+        is_header, lines = True, 0
+        for block in _whole_rows(data):
+            position = 0
+            while is_header and position <= block.end:
+                end = self._row_end(block, position)
+                row = block.text[position:end]
+                is_header = not row or row.isspace()  # blank lines before it
+                position, lines = end + 1, lines + 1 + row.count(b"\n")
+            if not lines:
+                yield block
+            elif position <= block.end:
+                text = block.text[position : block.end]
+                yield Block(block.offset + position, text, len(text), lines)
+                lines = 0
 
-    def _labels_in(self, parts: list[list[bytes]]) -> list[Label]:
-        label = self._label
-        if label == len(self.columns) - 1:
-            return [fields[label].removesuffix(b"\r") for fields in parts]
-        return [fields[label] for fields in parts]
+    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
+        fields = len(self.columns)
+        return find_csv_rows(block.text, block.end, position, self._separator, fields, self._label)
 
-    def _lines_of_header(self, lines: list[bytes]) -> int:
-        """Return how many lines go by until the header is read; 0 if it is not among them."""
-        blank = next((i for i, row in enumerate(lines) if row and not row.isspace()), len(lines))
-        quotes = 0
-        for number, row in enumerate(lines[blank:], start=blank + 1):
-            quotes += row.count(_QUOTE)
+    def _row_end(self, block: Block, start: int) -> int:
+        """Return where a line ends behind which no quote is open."""
+        quotes, position = 0, start
+        while (end := block.text.find(b"\n", position, block.end)) >= 0:
+            quotes += block.text.count(_QUOTE, position, end)
             if quotes % 2 == 0:
-                return number
-        return 0
+                return end
+            position = end + 1
+        return block.end
 
-    def _rows_one_by_one(self, offset: int, line: int, lines: list[bytes]) -> Rows:
-        """Return the rows of a block that has blank lines, quoted fields or a fault."""
-        rows = Rows([], [], [], [])
-        position = 0
-        while position < len(lines):
-            start = position
-            is_open = lines[position].count(_QUOTE) % 2
-            while is_open and position + 1 < len(lines):
-                position += 1
-                is_open ^= lines[position].count(_QUOTE) % 2
-            row = b"\n".join(lines[start : position + 1])
-            if row and not row.isspace():
-                rows.offsets.append(offset)
-                rows.lengths.append(len(row))
-                rows.lines.append(line + start)
-                rows.labels.append(self._label_in(row, line + start))
-            offset += len(row) + 1
-            position += 1
-        return rows
-
-    def _label_in(self, row: bytes, line: int) -> str:
+    def _label_in(self, row: bytes, line: int) -> Label:
         name, wanted = shown(self.location), len(self.columns)
         try:
-            fields = self._split(row)
+            fields: Sequence[Label] = (
+                self._split(row)
+                if _QUOTE in row
+                else row.removesuffix(b"\r").split(self._separator)
+            )
         except DataError as error:
             raise DataError(f"{name}:{line} {error}; fix the line") from error
         if len(fields) != wanted:
@@ -145,23 +127,30 @@ class CsvSource(RowSource):
         return fields[self._label]
 
 
-def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
+def _whole_rows(data: Bytes) -> Iterator[Block]:
     """Yield blocks of lines as `line_blocks` does, that end where no quote is open."""
     held: list[bytes] = []
-    start = first = quotes = held_bytes = held_lines = 0
-    for offset, line, text in line_blocks(data):
+    start = held_bytes = held_lines = 0
+    is_open = False
+    for block in line_blocks(data):
+        quotes = block.text.count(_QUOTE, 0, block.end) if _QUOTE in block.text else 0
+        is_open ^= quotes % 2 == 1
+        if not held and not is_open:
+            yield block
+            continue
         if not held:
-            start, first = offset, line
-        held.append(text)
-        held_bytes += len(text)
-        held_lines += text.count(b"\n")
-        quotes += text.count(_QUOTE)
-        if quotes % 2 == 0:
-            yield start, first, held[0] if len(held) == 1 else b"\n".join(held)
-            held, held_bytes, held_lines, quotes = [], 0, 0, 0
+            start = block.offset
+        held.append(block.text[: block.end])
+        held_bytes += block.end
+        held_lines += held[-1].count(b"\n")
+        if not is_open:
+            text = b"\n".join(held)
+            yield Block(start, text, len(text))
+            held, held_bytes, held_lines = [], 0, 0
         elif held_bytes > MAX_LINE_BYTES or held_lines > _MAX_LINES:
             break
     if held:
         raise DataError(
-            f"{shown(data.location)}: a quote that opens after line {first - 1} does not close; fix it"
+            f"{shown(data.location)}: a quote that opens after line {line_at(data, start) - 1} does not "
+            "close; fix it"
         )

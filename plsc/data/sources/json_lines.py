@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Label, choose_column
-from plsc.data.sources.lines import first_line, line_blocks
+import numpy as np
+
+from plsc.data.native.rows import FoundRows, find_json_rows
+from plsc.data.sources.columns import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    Label,
+    LabelReader,
+    choose_column,
+)
+from plsc.data.sources.lines import Block, first_line, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import Rows, RowSource, starts_of
+from plsc.data.sources.rows import RowSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.urls import shown
@@ -30,26 +38,19 @@ class JsonLinesSource(RowSource):
     object does not have, DataError that names the line for one that is no object, or lacks the label.
     """
 
-    def __init__(
-        self,
-        location: str | Path,
-        *,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        label_map: str | Path | None = None,
-    ) -> None:
-        name = shown(str(location))
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
         data = open_bytes(location)
         first = first_line(data) or b"{}"
         try:
             columns = list(_object(first))
-            self._image = choose_column(image_column, columns, IMAGE_COLUMNS, "image")
-            self._label = choose_column(label_column, columns, LABEL_COLUMNS, "label")
+            self._image = choose_column(image, columns, IMAGE_COLUMNS, "image")
+            self._label = choose_column(label, columns, LABEL_COLUMNS, "label")
         except (DataError, OptionError) as error:
-            raise type(error)(f"{name}: {error}") from error
+            raise type(error)(f"{shown(location)}: {error}") from error
         # A hash of the name, which may hold what a file's name may not.
-        self.kind = f"json-1-{self._label.encode().hex()[:40]}"
-        super().__init__(data, label_map)
+        return self._load(data, f"json-1-{self._label.encode().hex()[:40]}", labels)
 
     def _image_text(self, row: bytes) -> str:
         image = _object(row).get(self._image)
@@ -57,35 +58,26 @@ class JsonLinesSource(RowSource):
             raise DataError(f"{self._image!r} is {_kind(image)}; expected a path or base64")
         return image.strip()
 
-    def _rows(self, data: Bytes) -> Iterator[Rows]:
-        for offset, first, text in line_blocks(data):
-            lines = text.split(b"\n")
-            starts, lengths = starts_of(offset, lines)
-            numbers = list(range(first, first + len(lines)))
-            chosen = [i for i, line in enumerate(lines) if line and not line.isspace()]
-            if len(chosen) < len(lines):
-                starts, lengths = [starts[i] for i in chosen], [lengths[i] for i in chosen]
-                numbers, lines = [numbers[i] for i in chosen], [lines[i] for i in chosen]
-            yield Rows(starts, lengths, numbers, self._labels_in(lines, numbers))
+    def _blocks(self, data: Bytes) -> Iterator[Block]:
+        return line_blocks(data)
 
-    def _labels_in(self, lines: list[bytes], numbers: list[int]) -> list[Label]:
-        try:
-            labels = [_decode(line.decode())[self._label] for line in lines]
-            if set(map(type, labels)) <= {int, str}:
-                return labels
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # which line it is, and why, is told below
-        return [self._label_in(*each) for each in zip(lines, numbers, strict=True)]
+    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
+        key = self._label.encode("utf-8", "surrogatepass")
+        return find_json_rows(block.text, block.end, position, key)
 
-    def _label_in(self, line: bytes, number: int) -> Label:
+    def _row_end(self, block: Block, start: int) -> int:
+        end = block.text.find(b"\n", start, block.end)
+        return end if end >= 0 else block.end
+
+    def _label_in(self, row: bytes, line: int) -> Label:
         try:
-            label = _object(line).get(self._label)
+            label = _object(row).get(self._label)
             if type(label) is not int and not isinstance(label, str):
                 raise DataError(
                     f"the label {self._label!r} is {_kind(label)}; expected a number or a name"
                 )
         except DataError as error:
-            raise DataError(f"{shown(self.location)}:{number}: {error}; fix the line") from error
+            raise DataError(f"{shown(self.location)}:{line}: {error}; fix the line") from error
         return label
 
 

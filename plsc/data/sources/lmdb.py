@@ -7,16 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from plsc.data.sources.columns import LabelReader, class_names_of, with_label_map
+from plsc.data.sources.columns import LabelReader, NamedLabelSource
 from plsc.data.sources.limits import check_image_bytes
 from plsc.errors import DataError
 from plsc.storage.names import base_name
 from plsc.storage.urls import is_url
 
 
-class LmdbSource:
+class LmdbSource(NamedLabelSource):
     """An LMDB folder, or file, of this machine, in the layout that sets for text recognition made common.
 
     Keys count from 1, in 9 digits. Images are encoded; labels are texts: whole numbers, or names as in
@@ -37,37 +35,23 @@ class LmdbSource:
                     f"{location}: 'num-samples' is {text[:40]!r} of {entries} entries; expected the "
                     "number of samples"
                 )
-            self._count = int(text)
+            count = int(text)
             labels = LabelReader(names_wanted=label_map is not None)
-            found = [transaction.get(b"label-%09d" % (i + 1)) or b"" for i in range(self._count)]
+            found = [transaction.get(b"label-%09d" % (i + 1)) or b"" for i in range(count)]
         labels.extend(found, lambda i: f"{location} label-{i + 1:09d}")
-        arrays = labels.arrays()
-        self.class_names = class_names_of(arrays)
-        self._labels = with_label_map(arrays["labels"], self.class_names, label_map)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        if not 0 <= index < self._count:
-            raise IndexError(f"sample {index} is outside 0..{self._count - 1}")
-        with self._begin() as transaction:
-            image = transaction.get(b"image-%09d" % (index + 1))
-        try:
-            if image is None:
-                raise DataError("the image is missing; add the entry", kind="missing")
-            check_image_bytes(len(image))
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-        return image, self._labels.item(index)
+        self._set_labels(labels.arrays(), label_map)
 
     def name(self, index: int) -> str:
         """Return ``train.lmdb:image-000000013``."""
         return f"{base_name(str(self._path))}:image-{index + 1:09d}"
 
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
+    def _image_at(self, index: int) -> bytes:
+        with self._begin() as transaction:
+            image: bytes | None = transaction.get(b"image-%09d" % (index + 1))
+        if image is None:
+            raise DataError("the image is missing; add the entry", kind="missing")
+        check_image_bytes(len(image))
+        return image
 
     def _begin(self) -> Any:
         return _environment(os.getpid(), str(self._path.absolute())).begin(buffers=False)

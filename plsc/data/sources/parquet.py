@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from pathlib import Path
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -12,10 +12,9 @@ import pyarrow.types as kinds
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
+    ColumnSource,
     LabelReader,
     choose_column,
-    class_names_of,
-    with_label_map,
 )
 from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.parquet_groups import RowGroups
@@ -24,7 +23,7 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.names import base_name
 
 
-class ParquetSource:
+class ParquetSource(ColumnSource):
     """Samples of a Parquet file or of several (`shard_files`), local or remote.
 
     The image column holds encoded images: binary, or a struct with ``bytes`` (as Hugging Face's datasets
@@ -35,20 +34,14 @@ class ParquetSource:
     not there or of another type, DataError for a damaged file and for a label that is missing.
     """
 
-    def __init__(
-        self,
-        location: str | Path,
-        *,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        label_map: str | Path | None = None,
-    ) -> None:
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
         self._groups = RowGroups(Shards(shard_files(location, ".parquet")))
-        self._choose(image_column, label_column)
+        self._choose(image, label)
         self._place_of_group: list[tuple[int, int]] = []  # (file, row group in it)
         self._ends: list[int] = []  # of each row group, in rows of the whole set
         self._first_rows: list[int] = []  # of each file
-        labels = LabelReader(names_wanted=label_map is not None)
         rows = 0
         for shard in range(len(self._groups.shards.locations)):
             self._first_rows.append(rows)
@@ -63,28 +56,7 @@ class ParquetSource:
                 )
         if not rows:
             raise DataError(f"{self._groups.title(0)} holds no rows")
-        arrays = labels.arrays()
-        self.class_names = class_names_of(arrays)
-        self._labels = with_label_map(arrays["labels"], self.class_names, label_map)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        if not 0 <= index < len(self._labels):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        group = bisect_right(self._ends, index)
-        row = index - (self._ends[group - 1] if group else 0)
-        try:
-            image = self._groups.group(*self._place_of_group[group], self._leaf).value(row)
-            if image is None:
-                raise DataError(
-                    "the image is missing; fill it in, or take the row out", kind="missing"
-                )
-            check_image_bytes(len(image))
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-        return image, self._labels.item(index)
+        return labels.arrays()
 
     def name(self, index: int) -> str:
         """Return ``train.parquet row 12``, counted from 0 in its file."""
@@ -92,9 +64,14 @@ class ParquetSource:
         title = base_name(self._groups.shards.locations[shard])
         return f"{title} row {index - self._first_rows[shard]}"
 
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
+    def _image_at(self, index: int) -> bytes:
+        group = bisect_right(self._ends, index)
+        row = index - (self._ends[group - 1] if group else 0)
+        image = self._groups.group(*self._place_of_group[group], self._leaf).value(row)
+        if image is None:
+            raise DataError("the image is missing; fill it in, or take the row out", kind="missing")
+        check_image_bytes(len(image))
+        return image
 
     def _choose(self, image_column: str | None, label_column: str | None) -> None:
         schema = self._groups.schema(0)

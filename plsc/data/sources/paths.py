@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
+
 
 class PathTable:
     """A list of paths as one run of bytes and its offsets.
@@ -24,6 +26,13 @@ class PathTable:
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of all paths, uint8, and where each ends in them, int64 [paths + 1], from 0.
+
+        They are the table's own memory: nothing can be added to it while they are in use.
+        """
+        return np.frombuffer(self._text, np.uint8), np.frombuffer(self._ends, np.int64)
 
     def __getitem__(self, index: int) -> bytes:
         if not 0 <= index < len(self):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from plsc.data.recordio import image_of, unframe
+from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
+from plsc.data.sources.ranges import read_from
 from plsc.data.sources.recordio_index import insightface_images, read_idx, scan
 from plsc.errors import DataError
 from plsc.storage.blocks import open_bytes
@@ -16,7 +19,7 @@ from plsc.storage.names import base_name, exists
 from plsc.storage.urls import shown
 
 
-class RecordIOSource:
+class RecordIOSource(IndexedSource):
     """Images of a ``.rec`` file: a local path or an fsspec URL.
 
     The order is that of the ``.idx`` beside it, or of the file when there is none. A record with several
@@ -38,29 +41,22 @@ class RecordIOSource:
         self._offsets, self._lengths = index["offsets"], index["lengths"]
         self._labels, self._keys = index["labels"], index["keys"]
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        if not 0 <= index < len(self._offsets):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        try:
-            return self._image(index), self._labels.item(index)
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-
     def name(self, index: int) -> str:
         """Return ``train.rec record 12``, with the number from the .idx where there is one."""
         return f"{self._title} record {self._keys[index]}"
 
-    def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]."""
-        return self._labels
-
-    def _image(self, index: int) -> bytes:
+    def _stored_at(self, index: int) -> bytes:
         length = self._lengths.item(index)
         check_image_bytes(length)
-        return image_of(unframe(self._data.read_at(self._offsets.item(index), length)))
+        return self._data.read_at(self._offsets.item(index), length)
+
+    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        return read_from(
+            [self._data] * len(indices), self._offsets[indices], self._lengths[indices]
+        )
+
+    def _image_in(self, stored: bytes) -> bytes:
+        return image_of(unframe(stored))
 
     def _build(self, files: list[str]) -> dict[str, np.ndarray]:
         records = scan(self._data)

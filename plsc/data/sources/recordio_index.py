@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import struct
-from array import array
 from typing import NamedTuple
 
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES
+from plsc.data.native.records import MOST_RECORDS, find_records
 from plsc.data.recordio import HEADER, LAST, LENGTH_MASK, MAGIC, PART, WHOLE, fits, unframe
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered
@@ -17,6 +17,7 @@ from plsc.storage.urls import shown
 
 _HEAD = struct.Struct("<IIIfQQf")  # a part, an image header, the first label behind it
 _FLOAT = struct.Struct("<f")
+_PIECE = 2**20  # stays in the cache of a processor
 _MAX_JOINED = MAX_FILE_BYTES + 2**20  # of a record in several parts
 _IDX_CHUNK = 4 * 2**20
 _MAX_IDX_LINE = 1000
@@ -43,39 +44,59 @@ class Records(NamedTuple):
 
 def scan(data: Bytes) -> Records:
     """Find all records of a file, from their lengths; DataError names the record that is damaged."""
-    offsets, lengths, labels = array("q"), array("q"), array("f")
-    flags, image_bytes = array("q"), array("q")
+    parts: list[Records] = []
+    position = count = 0
+    slow = 1
+    while position < data.size:
+        piece = data.read_at(position, min(_PIECE, data.size - position))
+        found = find_records(piece, position, data.size)
+        if found is not None:
+            parts.append(Records(found.offsets, found.lengths, found.labels, *found[2:4]))
+            count, position = count + len(found.offsets), position + found.position
+            slow = 1 if len(found.offsets) > slow else min(2 * slow, MOST_RECORDS)
+            if found.ended and len(found.offsets):
+                continue
+        else:
+            slow = MOST_RECORDS
+        some, position = _scan_one_by_one(data, position, count, slow)
+        parts.append(some)
+        count += len(some.offsets)
+    if not parts:
+        parts.append(_of([]))
+    return Records(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _scan_one_by_one(data: Bytes, position: int, number: int, most: int) -> tuple[Records, int]:
+    """Find some records from a byte on, the first is `number`, and where they end: the plain way."""
+    found: list[tuple[int, int, float, int, int]] = []
     file = buffered(data)
+    file.seek(position)
     read, seek, size = file.read, file.seek, data.size
     unpack = _HEAD.unpack_from
-    position = 0
-    while position < size:
+    while position < size and len(found) < most:
         head = read(_HEAD.size)
         magic, word, flag, label, _, _, first_label = unpack(head.ljust(_HEAD.size, b"\0"))
         content_bytes = word & LENGTH_MASK
         end = position + 8 + (content_bytes + 3 & ~3)
         if magic != MAGIC or word >> 29 != WHOLE:
-            end, content = _join(data, position, len(offsets))
+            end, content = _join(data, position, number + len(found))
             content_bytes = len(content)
             flag, label, _, _ = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
             first_label = _FLOAT.unpack_from(content.ljust(HEADER.size + 4, b"\0"), HEADER.size)[0]
         image = content_bytes - HEADER.size - 4 * flag
         if end > size or image < 0:
-            raise _damaged(data, position, len(offsets), end, content_bytes, flag)
-        offsets.append(position)
-        lengths.append(end - position)
-        labels.append(first_label if flag else label)
-        flags.append(flag)
-        image_bytes.append(image)
+            raise _damaged(data, position, number + len(found), end, content_bytes, flag)
+        found.append((position, end - position, first_label if flag else label, flag, image))
         position = end
         seek(position)
-    return Records(
-        np.frombuffer(offsets, np.int64),
-        np.frombuffer(lengths, np.int64),
-        np.frombuffer(labels, np.float32),
-        np.frombuffer(flags, np.int64),
-        np.frombuffer(image_bytes, np.int64),
-    )
+    return _of(found), position
+
+
+def _of(found: list[tuple[int, int, float, int, int]]) -> Records:
+    columns = list(zip(*found, strict=True)) or [()] * 5
+    kinds = (np.int64, np.int64, np.float32, np.int64, np.int64)
+    arrays = (np.array(column, kind) for column, kind in zip(columns, kinds, strict=True))
+    return Records(*arrays)
 
 
 def _join(data: Bytes, position: int, number: int) -> tuple[int, bytes]:

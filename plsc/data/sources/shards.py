@@ -6,10 +6,13 @@ import glob
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from plsc.data.sources.ranges import read_from
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.names import base_name, join
@@ -92,6 +95,21 @@ class Shards:
             else:
                 self._open.move_to_end(shard)
             return found
+
+    def read_many(
+        self, shards: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
+    ) -> Iterator[bytes | None]:
+        """Yield ranges of the files `shards`, int64 [n], as `read_from`."""
+        for start in range(0, len(shards), _MOST_OPEN):
+            some = slice(start, start + _MOST_OPEN)
+            chosen = shards[some].tolist()
+            try:
+                opened = {shard: self[shard] for shard in dict.fromkeys(chosen)}
+            except DataError:
+                yield from [None] * len(chosen)
+                continue
+            files = [opened[shard] for shard in chosen]
+            yield from read_from(files, offsets[some], lengths[some])
 
     def __getstate__(self) -> dict[str, Any]:
         return {"locations": self.locations}

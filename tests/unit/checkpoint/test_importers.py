@@ -182,6 +182,17 @@ def test_a_single_file_comes_over_by_name_and_says_what_did_not_match(tmp_path, 
     assert 0.99 < imported.match.share < 1
 
 
+def test_a_file_with_a_backbone_and_a_head_brings_both(tmp_path):
+    network = random_network("SmallResNet", EMB, (1, 16, 16))
+    state = {f"backbone.{name}": value for name, value in network.state_dict().items()}
+    save_file({**state, "head.weight": ROWS.double()}, tmp_path / "a.safetensors")
+    model = Network("SmallResNet", EMB, (1, 16, 16))
+    import_checkpoint(tmp_path / "a.safetensors", tmp_path / "ck", ranks=2, network=model)
+    tensors, _ = tensors_of(tmp_path / "ck")
+    same_backbone(tensors, network)
+    assert torch.equal(tensors["head.weight"], ROWS)
+
+
 def test_half_precision_rows_are_widened(tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS.half(), 2)
     import_checkpoint(source, tmp_path / "ck")
@@ -196,12 +207,27 @@ def test_the_command_prints_what_came_over(arcface_torch, tmp_path, capsys):
     assert "11 classes" in printed
     assert main(["import", str(arcface_torch), str(tmp_path / "ck")]) == 1
     assert "is there already" in capsys.readouterr().err
+    assert main(["import", str(arcface_torch), str(tmp_path / "b"), "--image_shape", "3,x"]) == 1
+    assert "expected channels,height,width" in capsys.readouterr().err
 
 
 @pytest.fixture
 def broken(arcface_torch, tmp_path):
     """A copy of the arcface_torch run, to be damaged."""
     return shutil.copytree(arcface_torch, tmp_path / "broken")
+
+
+def test_momentum_of_sampled_rows_only_is_not_taken(broken, tmp_path):
+    path = broken / "checkpoint_gpu_0.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    head = checkpoint["state_optimizer"]["param_groups"][-1]["params"][0]
+    checkpoint["state_optimizer"]["state"][head]["momentum_buffer"] = torch.ones(2, EMB)
+    torch.save(checkpoint, path)
+    imported = import_checkpoint(broken, tmp_path / "ck")
+    assert "the momentum of head.weight starts afresh" in imported.notes
+    tensors, _ = tensors_of(tmp_path / "ck")
+    assert not tensors["rows.weight.momentum_buffer"].any()
+    assert torch.equal(tensors["head.weight"], ROWS)
 
 
 def test_a_missing_shard_is_noticed(broken, tmp_path):
@@ -322,6 +348,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_the_rows_are_streamed(tmp_path):
     rows = torch.randn(120_000, 256)  # 117 MiB
     source = save_plsc1(tmp_path / "old", rows, 2)

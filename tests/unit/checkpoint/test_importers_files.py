@@ -314,6 +314,14 @@ def test_wrappers_and_prefixes_are_taken_off(tmp_path, wrap):
     assert list(head) in ([], ["head.weight"])
 
 
+def test_the_last_layer_of_a_vision_transformer_is_not_taken_for_class_rows(tmp_path):
+    save_file(
+        {"cls_token": torch.ones(2), "head.weight": torch.ones(2, 2)}, tmp_path / "a.safetensors"
+    )
+    backbone, head = read_state_dict(tmp_path / "a.safetensors")
+    assert (len(backbone), head) == (2, {})
+
+
 @pytest.mark.parametrize("value", [[1, 2], {"a": 3}, torch.ones(2), {"state_dict": {}}])
 def test_a_file_without_a_state_dict_says_what_was_expected(tmp_path, value):
     torch.save(value, tmp_path / "a.pth")

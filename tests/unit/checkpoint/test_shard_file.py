@@ -23,6 +23,7 @@ def make_tensors():
     tensors["scalar"] = torch.tensor(2.5)
     tensors["empty"] = torch.zeros(0, 4)
     tensors["turned"] = torch.arange(12.0).view(3, 4).T
+    tensors["one of a column"] = torch.ones(1, 300)[:, 0]
     tensors["large"] = torch.randn(3 << 20)  # several pieces
     return tensors
 

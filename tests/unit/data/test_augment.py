@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import smooth_picture
 
-from plsc.data.augment import Augmentation, Draws, Operation, augment, is_mirrored
+from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augment, is_mirrored
 from plsc.data.isolated import IsolatedRandom
 from plsc.data.transform import apply_transform, takes_image_by_name
 from plsc.errors import DataError
@@ -46,6 +46,13 @@ def test_about_half_of_the_images_are_flipped_and_each_epoch_others():
     flips = np.array([[is_mirrored(Draws(1, e, i)) for i in range(4000)] for e in (0, 1)])
     assert abs(flips.mean() - 0.5) < 0.03
     assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.05
+
+
+def test_the_flips_of_a_batch_are_those_of_its_samples():
+    samples = np.array([0, 1, 7, 2**31, 2**62, *range(100, 300)])
+    for seed, epoch in ((0, 0), (11, 3), (2**63 - 1, 10**6)):
+        expected = [is_mirrored(Draws(seed, epoch, sample)) for sample in samples.tolist()]
+        assert are_mirrored(seed, epoch, samples).tolist() == expected
 
 
 def test_with_everything_off_the_image_is_untouched():

@@ -265,3 +265,12 @@ def test_a_jpeg_of_thousands_of_scans_is_refused():
     bomb = good[:-2] + scan * (3000 + 20_000 // len(scan)) + b"\xff\xd9"
     with pytest.raises(DataError, match="over 200 scans"):
         decoded_into(bomb)
+
+
+@pytest.mark.parametrize("size", [(12, 10), (48, 40), (10, 48)])
+def test_bytes_that_look_like_a_frame_header_of_the_wanted_size_do_no_harm(size):
+    picture = smooth_picture(1, *size)
+    data = encode(picture, "JPEG", comment=b"\x08\x00\x18\x00\x14")
+    out = np.empty((24, 20, 3), np.uint8)
+    assert decode_into(data, out) is None
+    assert np.array_equal(out, decode_image(data, (3, 24, 20)).numpy().transpose(1, 2, 0))

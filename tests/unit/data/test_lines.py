@@ -37,11 +37,9 @@ def read(data: bytes, block: int, **options) -> list[tuple[int, bytes, int]]:
             assert content[lines.tab :].strip() == b"%d" % lines.label
             found.append((lines.number, content, lines.label))
             continue
-        joined = b"".join(lines.slices())
         contents = [
             lines.data[a:b].tobytes() for a, b in zip(lines.starts, lines.ends, strict=True)
         ]
-        assert joined == b"".join(content + b"\n" for content in contents)
         places = zip((lines.starts + reader.base).tolist(), contents, strict=True)
         assert all(data[place : place + len(content)] == content for place, content in places)
         for content, tab in zip(contents, lines.tabs - lines.starts, strict=True):

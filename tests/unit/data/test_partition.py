@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.data.partition import PartitionOptions, partition, run, verify
+from plsc.data.partition import PartitionOptions, indexing, partition, run, verify, within_memory
 from plsc.data.partition.checksum import checksum
 from plsc.data.partition.memory import LEAST, Budget, read_size
 from plsc.data.partition.options import fields
@@ -71,14 +71,21 @@ class TinyBudget(Budget):
     bucket = 700
 
 
-WAYS = ["within memory", "one bucket", "many buckets"]
+WAYS = ["within memory", "small pieces", "one bucket", "many buckets", "plain", "plain buckets"]
 
 
 def choose(monkeypatch, way: str, workers: int = 2) -> None:
-    if way != "within memory":
+    """within memory in one piece, or cut up; through buckets; each of both without the C library."""
+    if "bucket" in way:
         monkeypatch.setattr(run, "fits", lambda *_: False)
-    if way == "many buckets":
+    if way in ("many buckets", "plain buckets"):
         monkeypatch.setattr(PartitionOptions, "budget", TinyBudget(LEAST, workers))
+    if way in ("small pieces", "plain"):
+        monkeypatch.setattr(indexing, "_PIECE_BYTES", 100)
+        monkeypatch.setattr(indexing, "BLOCK_BYTES", 64)
+    if "plain" in way:
+        monkeypatch.setattr("plsc.data.native.lines.functions", lambda: None)
+        monkeypatch.setattr("plsc.data.native.partition.functions", lambda: None)
 
 
 @pytest.fixture(params=WAYS)
@@ -103,6 +110,8 @@ def test_the_parts_are_those_of_the_definition(tmp_path, way):
 @pytest.mark.parametrize("way", ["within memory", "many buckets"])
 def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
     choose(monkeypatch, way)
+    for module in ("parts", "workspace"):  # thousands of files need not be on the disk
+        monkeypatch.setattr(f"plsc.data.partition.{module}.sync", lambda _: None)
     for count in range(1, 41):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
         for nranks in range(1, 10):
@@ -126,7 +135,7 @@ blank = st.sampled_from([b"", b"", b" ", b"\t"])
     has_bom=st.booleans(),
     is_cut=st.booleans(),
     nranks=st.integers(1, 5),
-    way=st.sampled_from(["within memory", "many buckets"]),
+    way=st.sampled_from(["within memory", "small pieces", "many buckets", "plain", "plain buckets"]),
 )  # fmt: skip
 @settings(max_examples=150)
 def test_any_content_keeps_its_bytes(tmp_path_factory, files, end, has_bom, is_cut, nranks, way):
@@ -364,6 +373,30 @@ def test_an_input_that_changes_meanwhile_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"data0\.txt changed while it was read"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
+
+
+def test_an_input_that_is_cut_short_while_it_is_copied_stops_the_run(tmp_path, monkeypatch):
+    folder = write_set(tmp_path, some_lines(300, longest=2000))
+    map_file = within_memory.map_file
+
+    def map_and_cut(location, size):
+        mapped = map_file(location, size)
+        Path(location).write_bytes(b"")
+        return mapped
+
+    monkeypatch.setattr(within_memory, "map_file", map_and_cut)
+    with pytest.raises(DataError, match=r"data[012]\.txt changed while it was read"):
+        partition(PartitionOptions(str(folder), 2))
+    assert not (folder / "partition_2").exists()
+
+
+def test_a_byte_order_mark_within_a_file_is_a_part_of_its_line(tmp_path, monkeypatch):
+    lines = [b"\xef\xbb\xbf" + line for line in some_lines(60)]
+    folder = write_set(tmp_path, lines, files=1)
+    choose(monkeypatch, "small pieces")
+    partition(PartitionOptions(str(folder), 2))
+    expected = expected_parts([lines[0][3:], *lines[1:]], 2, 0)
+    assert read_parts(folder / "partition_2") == expected
 
 
 def test_more_lines_than_the_index_may_hold_go_through_buckets(tmp_path, monkeypatch):

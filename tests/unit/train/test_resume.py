@@ -75,6 +75,13 @@ def kinds_of_data(dataset):
             },
             None,
         ),
+        "adam, polynomial": (
+            {
+                "optim__optimizer": "adam", "head__optimizer": "adamw", "optim__lr": 0.5,
+                "optim__schedule": "polynomial", "optim__warmup_epochs": 1,
+            },
+            None,
+        ),
         "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
         "dataset": ({"data__crop_padding": 2}, samples),
         # Its steps end with an epoch, whose length only an epoch seen to its end has told.
@@ -88,6 +95,7 @@ def kinds_of_data(dataset):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_any_step_with_any_data_to_the_same_bits(dataset, tmp_path):
     for kind, (settings, reader) in kinds_of_data(dataset).items():
         folder = tmp_path / kind

@@ -1,0 +1,100 @@
+/* Read many small files, or many ranges of open files, in one call: the interpreter lock is given up once
+   for all of them, and not several times for each. Nothing here explains a fault: what cannot be read at
+   once is marked with -1, and the caller reads it again by the way that does explain. */
+#include "native.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+PLSC_API int64_t plsc_read_files(const char *folder, int64_t folder_bytes, const char *text,
+                                 const int64_t *ends, int64_t paths, const int64_t *chosen,
+                                 int64_t count, unsigned char *buffer, int64_t capacity,
+                                 int64_t *sizes);
+PLSC_API int64_t plsc_read_ranges(const int32_t *descriptors, const int64_t *offsets,
+                                  const int64_t *lengths, int64_t count, unsigned char *buffer,
+                                  int64_t capacity, int64_t *sizes);
+
+static int read_whole(int descriptor, unsigned char *to, int64_t length, int64_t offset) {
+    while (length > 0) {
+        ssize_t got = pread(descriptor, to, (size_t)length, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return 0;
+        to += got;
+        length -= got;
+        offset += got;
+    }
+    return 1;
+}
+
+/* Returns the bytes of the file that are now at `to`; -1 if it cannot be read at once; -2 for want of room. */
+static int64_t read_file(const char *path, unsigned char *to, int64_t room) {
+    struct stat status;
+    /* A named pipe would wait for a writer without O_NONBLOCK. */
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    int64_t result = -1;
+    if (descriptor < 0) return -1;
+    if (fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode) && status.st_size > 0) {
+        if (status.st_size > room)
+            result = -2;
+        else if (read_whole(descriptor, to, (int64_t)status.st_size, 0))
+            result = (int64_t)status.st_size;
+    }
+    close(descriptor);
+    return result;
+}
+
+/* Reads the files `chosen` [count] of a table of paths below a folder: path i is text[ends[i]..ends[i + 1]).
+   They follow each other in the buffer; sizes [count] are their bytes, or -1. Returns how many of the chosen
+   were dealt with, which are fewer than `count` when the buffer is full. */
+int64_t plsc_read_files(const char *folder, int64_t folder_bytes, const char *text,
+                        const int64_t *ends, int64_t paths, const int64_t *chosen, int64_t count,
+                        unsigned char *buffer, int64_t capacity, int64_t *sizes) {
+    char path[PATH_MAX];
+    int64_t used = 0;
+    int fits_folder = folder_bytes > 0 && folder_bytes + 2 < (int64_t)sizeof path;
+    if (fits_folder) {
+        memcpy(path, folder, (size_t)folder_bytes);
+        path[folder_bytes] = '/';
+    }
+    for (int64_t i = 0; i < count; i++) {
+        sizes[i] = -1;
+        if (!fits_folder || chosen[i] < 0 || chosen[i] >= paths) continue;
+        const char *name = text + ends[chosen[i]];
+        int64_t length = ends[chosen[i] + 1] - ends[chosen[i]];
+        if (length <= 0 || folder_bytes + 2 + length > (int64_t)sizeof path || name[0] == '/' ||
+            memchr(name, 0, (size_t)length))
+            continue;
+        memcpy(path + folder_bytes + 1, name, (size_t)length);
+        path[folder_bytes + 1 + length] = 0;
+        int64_t size = read_file(path, buffer + used, capacity - used);
+        if (size == -2) {
+            if (used) return i;
+            continue; /* larger than the whole buffer */
+        }
+        sizes[i] = size;
+        if (size > 0) used += size;
+    }
+    return count;
+}
+
+/* The same for ranges of open files: lengths[i] bytes at offsets[i] of descriptors[i]. */
+int64_t plsc_read_ranges(const int32_t *descriptors, const int64_t *offsets, const int64_t *lengths,
+                         int64_t count, unsigned char *buffer, int64_t capacity, int64_t *sizes) {
+    int64_t used = 0;
+    for (int64_t i = 0; i < count; i++) {
+        sizes[i] = -1;
+        if (descriptors[i] < 0 || offsets[i] < 0 || lengths[i] <= 0) continue;
+        if (lengths[i] > capacity - used) {
+            if (used) return i;
+            continue;
+        }
+        if (!read_whole(descriptors[i], buffer + used, lengths[i], offsets[i])) continue;
+        sizes[i] = lengths[i];
+        used += lengths[i];
+    }
+    return count;
+}
