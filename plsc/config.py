@@ -460,6 +460,13 @@ class TrainOptions:
         120, "images per rank in test and predict", "set_test_batch_size(batch_size)", at_least(1)
     )
     epochs: int = declare(120, "passes over the data", "set_train_epochs(num)", at_least(1))
+    epoch_steps: int | None = declare(
+        None,
+        "over several data sets: steps in an epoch of the run; when not set, as many as make the images of "
+        "all of them",
+        "set_epoch_steps(num)",
+        at_least(1),
+    )
     steps: int | None = declare(
         None, "stop after this many steps, if before the last epoch", "set_train_steps(num)",
         at_least(1),

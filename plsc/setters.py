@@ -444,6 +444,12 @@ class Setters:
         """Set ``train.epochs``: passes over the data. Default: 120."""
         self.options.set("train.epochs", num)
 
+    def set_epoch_steps(self, num: int | None) -> None:
+        """Set ``train.epoch_steps``: over several data sets: steps in an epoch of the run;
+        when not set, as many as make the images of all of them. Default: None.
+        """
+        self.options.set("train.epoch_steps", num)
+
     def set_train_steps(self, num: int | None) -> None:
         """Set ``train.steps``: stop after this many steps, if before the last epoch. Default:
         None.

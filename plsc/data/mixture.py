@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from plsc.data.decode import Image
-from plsc.data.order import BatchPlan, count_steps
+from plsc.data.order import BatchPlan
 from plsc.data.sources.base import Source
 from plsc.errors import DataError, OptionError
 
@@ -97,8 +97,7 @@ class MixturePlan:
     """The steps of a run over several data sets, in the joint numbering of `JoinedSource`.
 
     Every step takes the same number of images of each, so that what a step reads is a function of its
-    number alone; each data set goes through epochs of its own. An epoch of the run is as many steps as
-    make the images of all data sets together, the last one whole (last_batch 'pad') or left out ('drop').
+    number alone; each data set goes through epochs of its own. An epoch of the run is `steps_per_epoch`.
 
     The samples of each data set are dealt out over the ranks in turn: a rank has a part of each, as equal as
     can be, and as many images as any other rank, or one less.
@@ -106,14 +105,7 @@ class MixturePlan:
 
     shares: tuple[Share, ...]
     ranks: int
-    last_batch: str = "pad"
-
-    def __post_init__(self) -> None:
-        if self.steps_per_epoch == 0:
-            raise DataError(
-                f"last_batch 'drop' leaves no step: all data sets have {self.num_samples} samples, fewer "
-                f"than the global batch of {self.global_batch}; use a smaller batch, or 'pad'"
-            )
+    steps_per_epoch: int
 
     @cached_property
     def num_samples(self) -> int:
@@ -124,11 +116,6 @@ class MixturePlan:
     def global_batch(self) -> int:
         """The number of images of a step over all ranks."""
         return sum(share.per_step for share in self.shares)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of steps in each epoch, the same on every rank."""
-        return count_steps(self.num_samples, self.global_batch, self.last_batch)
 
     @property
     def largest_batch(self) -> int:

@@ -128,6 +128,10 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    if "train.epoch_steps" in options.explicit and not options.data.datasets:
+        raise OptionError(
+            "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
+        )
     _check_pretrained(options)
     total = options.train.global_batch_size
     if total is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from plsc.config import Options, find_option
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
-from plsc.data.order import BatchPlan
+from plsc.data.order import BatchPlan, count_steps
 from plsc.data.sources.base import Source
 from plsc.data.transform import Transform
 from plsc.data_set import HEAD_OPTIONS, DataSet
@@ -80,9 +80,8 @@ def _joint_feed(
             f"data.train_image_num is {options.data.train_image_num}, but the data sets have {len(source)} "
             "images; leave it out, or mend them"
         )
-    plan = MixturePlan(
-        tuple(_share(one, options) for one in sets), world.size, options.data.last_batch
-    )
+    steps = _epoch_steps(options, len(source), sum(one.per_step for one in sets))
+    plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
     recipe = make_recipe(options, transform, sum(class_nums))
     loader = source_loader(source, plan, world.rank, recipe, options, world)
     return Feed(
@@ -92,6 +91,23 @@ def _joint_feed(
         join_notes(*notes, loader.describe()),
         sets=sets,
     )
+
+
+def _epoch_steps(options: Options, num_samples: int, global_batch: int) -> int:
+    """Return the steps of an epoch of the run, and note them in the options.
+
+    By that a run that goes on with other data sets keeps them: its epochs and schedule stay what they were.
+    """
+    train = options.train
+    is_given = "train.epoch_steps" in options.explicit or "train.epoch_steps" in options.adopted
+    if not is_given or train.epoch_steps is None:
+        train.epoch_steps = count_steps(num_samples, global_batch, options.data.last_batch)
+    if train.epoch_steps == 0:
+        raise DataError(
+            f"last_batch 'drop' leaves no step: all data sets have {num_samples} samples, fewer than the "
+            f"global batch of {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
+        )
+    return train.epoch_steps
 
 
 def options_of(options: Options, one: DataSet) -> Options:

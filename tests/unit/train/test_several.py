@@ -159,7 +159,10 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
         ),
         WORLD,
     )
-    assert list(read_manifest(tmp_path / "run/1").scalars["heads"]) == ["cars", "glyphs"]
+    manifest = read_manifest(tmp_path / "run/1")
+    assert list(manifest.scalars["heads"]) == ["cars", "glyphs"]
+    # 14 images would be an epoch of 3 steps: that of the run stays, and the schedule with it.
+    assert (manifest.step, manifest.scalars["steps_per_epoch"]) == (10, 5)
     after = tensors_of(path)
     assert all(tensor.equal(after[key]) for key, tensor in before.items())
 
@@ -272,6 +275,14 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
     refused("data set glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})
     refused(r"data set glyphs: label 3 .* outside 0\.\.2", DataError, values={"class_num": 3})
     refused("'drop' leaves no step", DataError, data__last_batch="drop", train__batch_size=30)
+
+
+def test_the_length_of_an_epoch_can_be_set_over_several_data_sets_only(sets, tmp_path):
+    made = options(sets, tmp_path, train__epoch_steps=3)
+    assert build_run(made, WORLD, UserParts(Drawing())).total_steps == 6
+    made.set("data.datasets", [])
+    with pytest.raises(OptionError, match="epoch_steps is for several data sets"):
+        build_run(made, WORLD, UserParts(Drawing()))
 
 
 def test_a_label_out_of_range_is_passed_over_and_never_a_class_of_the_next_data_set(sets, tmp_path):
