@@ -12,6 +12,7 @@ ROOMS = [
     {"version", "errors", "keys"},
     {"option", "verbs"},
     {"config"},
+    {"flags"},
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
