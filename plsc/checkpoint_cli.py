@@ -27,6 +27,7 @@ _RUN = Argument(
 
 def run_list(folder: str) -> None:
     """Print a line for each checkpoint, oldest first."""
+    from plsc.checkpoint.manifest import HEADS_KEY
     from plsc.checkpoint.retention import METRICS_KEY
     from plsc.checkpoint.tools import list_at
     from plsc.errors import CheckpointError
@@ -40,8 +41,10 @@ def run_list(folder: str) -> None:
         size = in_words(sum(file.bytes for file in manifest.files.values()))
         metrics = manifest.scalars.get(METRICS_KEY) or {}
         shown_metrics = "".join(f", {key} {value:.4g}" for key, value in metrics.items())
+        heads = manifest.scalars.get(HEADS_KEY)
+        of = f" of {len(heads)} heads" if isinstance(heads, dict) else ""
         print(
-            f"{name}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes, "
+            f"{name}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes{of}, "
             f"saved by {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, {size}{shown_metrics}"
         )
 

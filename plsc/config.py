@@ -13,6 +13,7 @@ from collections.abc import Iterator, MutableSet
 from dataclasses import dataclass, field
 from typing import Any
 
+from plsc.data_set import DataSet, read_data_sets
 from plsc.errors import OptionError, suggest
 from plsc.option import OptionSpec, at_least, between, declare, more_than, not_empty, one_of
 
@@ -74,6 +75,10 @@ def _two_decays(values: tuple[float, ...]) -> str | None:
 def _rising_pair(values: tuple[float, ...]) -> str | None:
     good = len(values) == 2 and 0 < values[0] < values[1]
     return None if good else "two positive numbers, the lower one first"
+
+
+def _data_sets(values: tuple[dict[str, Any], ...]) -> None:
+    read_data_sets(values, find_option)
 
 
 def _ratio(value: float) -> str | None:
@@ -242,6 +247,13 @@ class DataOptions:
         "parts), a file or shards of .rec, .parquet, .tar, .csv, .jsonl or .lmdb, or an fsspec URL of one",
         "set_dataset_dir(directory)",
         not_empty,
+    )
+    datasets: tuple[dict[str, Any], ...] = declare(
+        (),
+        "several data sets with a head each, instead of dataset_dir: each has a name and a path, and may "
+        "have a weight, class_num, loss_type, margin, scale and sample_ratio; add_dataset adds one",
+        "set_datasets(datasets)",
+        _data_sets,
     )
     train_image_num: int | None = declare(
         None,
@@ -448,6 +460,13 @@ class TrainOptions:
         120, "images per rank in test and predict", "set_test_batch_size(batch_size)", at_least(1)
     )
     epochs: int = declare(120, "passes over the data", "set_train_epochs(num)", at_least(1))
+    epoch_steps: int | None = declare(
+        None,
+        "over several data sets: steps in an epoch of the run; when not set, as many as make the images of "
+        "all of them",
+        "set_epoch_steps(num)",
+        at_least(1),
+    )
     steps: int | None = declare(
         None, "stop after this many steps, if before the last epoch", "set_train_steps(num)",
         at_least(1),
@@ -621,6 +640,16 @@ class Options:
         spec = find_option(path)
         setattr(getattr(self, spec.group), spec.name, spec.checked(value))
         self.explicit.add(path)
+
+    def data_sets(self) -> list[DataSet]:
+        """Return the data sets of `data.datasets`; none if there is one data set, of `data.dataset_dir`."""
+        return read_data_sets(self.data.datasets, find_option)
+
+    def add_data_set(self, **values: Any) -> None:
+        """Add one to `data.datasets`; see `Entry.add_dataset`."""
+        given = {key: value for key, value in values.items() if value is not None}
+        one = read_data_sets([given], find_option)[0]
+        self.set("data.datasets", (*self.data.datasets, one.as_dict()))
 
     def set_hdfs(
         self,

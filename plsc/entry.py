@@ -97,6 +97,38 @@ class Entry(Setters):
         super().set_seed(seed)
         torch.manual_seed(seed)
 
+    def add_dataset(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        weight: float = 1.0,
+        *,
+        class_num: int | None = None,
+        loss_type: str | None = None,
+        margin: float | None = None,
+        scale: float | None = None,
+        sample_ratio: float | None = None,
+    ) -> None:
+        """Train on several data sets, each with its own classes and head: add one to ``data.datasets``.
+
+        name: of letters, digits, _ and -; the head's in logs and checkpoints. path: as `set_dataset_dir`
+        takes it. weight: its share of the images of a step, beside the weights of the others. The rest: of
+        its head alone; what is not given is as the run's. OptionError for a name that is there, or a wrong
+        value.
+
+        See docs/several.md.
+        """
+        self.options.add_data_set(
+            name=name,
+            path=path,
+            weight=weight,
+            class_num=class_num,
+            loss_type=loss_type,
+            margin=margin,
+            scale=scale,
+            sample_ratio=sample_ratio,
+        )
+
     def set_hdfs_info(
         self,
         fs_name: str,

@@ -6,7 +6,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,11 +85,12 @@ def describe_kind(kind: Any) -> str:
     if _is_optional(kind):
         return f"{describe_kind(_without_none(kind))} or None"
     if typing.get_origin(kind) is tuple:
-        whole = typing.get_args(kind)[0] is int
-        return f"a sequence of {'integers' if whole else 'numbers'}"
+        item = typing.get_args(kind)[0]
+        return f"a sequence of {_ITEMS[typing.get_origin(item) or item]}"
     return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
 
 
+_ITEMS = {int: "integers", float: "numbers", dict: "mappings"}
 _WRONG = object()
 
 
@@ -101,7 +102,9 @@ def _convert(value: Any, kind: Any) -> Any:
         if isinstance(value, str) or not hasattr(value, "__iter__"):
             return _WRONG
         items = tuple(_convert(item, typing.get_args(kind)[0]) for item in value)
-        return _WRONG if _WRONG in items else items
+        return _WRONG if any(item is _WRONG for item in items) else items
+    if typing.get_origin(kind) is dict:
+        return dict(value) if isinstance(value, Mapping) else _WRONG
     if kind is bool:
         return value if isinstance(value, bool) else _WRONG
     if kind is int:

@@ -6,6 +6,7 @@ Written by tools/generate.py from the table in plsc/config.py; edit that instead
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from plsc.config import Options
 
@@ -199,6 +200,13 @@ class Setters:
         .tar, .csv, .jsonl or .lmdb, or an fsspec URL of one. Default: './train_data'.
         """
         self.options.set("data.dataset_dir", directory)
+
+    def set_datasets(self, datasets: Sequence[dict[str, Any]]) -> None:
+        """Set ``data.datasets``: several data sets with a head each, instead of dataset_dir:
+        each has a name and a path, and may have a weight, class_num, loss_type, margin,
+        scale and sample_ratio; add_dataset adds one. Default: ().
+        """
+        self.options.set("data.datasets", datasets)
 
     def set_train_image_num(self, num: int | None) -> None:
         """Set ``data.train_image_num``: images per epoch, for readers that cannot tell; when
@@ -435,6 +443,12 @@ class Setters:
     def set_train_epochs(self, num: int) -> None:
         """Set ``train.epochs``: passes over the data. Default: 120."""
         self.options.set("train.epochs", num)
+
+    def set_epoch_steps(self, num: int | None) -> None:
+        """Set ``train.epoch_steps``: over several data sets: steps in an epoch of the run;
+        when not set, as many as make the images of all of them. Default: None.
+        """
+        self.options.set("train.epoch_steps", num)
 
     def set_train_steps(self, num: int | None) -> None:
         """Set ``train.steps``: stop after this many steps, if before the last epoch. Default:

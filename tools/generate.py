@@ -27,6 +27,7 @@ Written by tools/generate.py from the table in plsc/config.py; edit that instead
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from plsc.config import Options
 
@@ -48,6 +49,8 @@ or in a YAML file (`plsc train --config run.yaml`).
 def annotation(kind: Any) -> str:
     """Return the type as a setter takes it."""
     text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    text = text.replace("typing.Any", "Any")
+    text = re.sub(r"tuple\[(dict\[.*?\]), \.\.\.\]", r"Sequence[\1]", text)
     return re.sub(r"tuple\[(int|float)[^]]*\]", r"Sequence[\1]", text)
 
 

@@ -19,6 +19,7 @@ from plsc.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
 
@@ -43,7 +44,8 @@ class FileInfo:
 class Manifest:
     """Everything of a checkpoint that is not tensor data.
 
-    class_ranges: [start, stop) of the head's classes on each rank that saved. options: nested and plain,
+    class_num: of all heads together. class_ranges: [start, stop) of the head's classes on each rank that
+    saved; of several heads they are in the scalars, under HEADS_KEY. options: nested and plain,
     as the run was configured. scalars: JSON state of optimizer, schedule and the like. tensors and
     files are filled in by `save_checkpoint`. lineage: the changes of its classes that the run went through,
     the first one first (`plsc.checkpoint.classes`).

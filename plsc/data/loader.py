@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from plsc.data.bad_samples import POLICIES
 from plsc.data.batch import Batch, NamesOf, to_input
+from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
 from plsc.data.processes import WorkerProcesses
 from plsc.data.reader import ReaderLoader
@@ -37,7 +38,7 @@ class SourceLoader:
     def __init__(
         self,
         source: Source,
-        plan: BatchPlan,
+        plan: BatchPlan | MixturePlan,
         rank: int,
         recipe: Recipe,
         *,
@@ -98,10 +99,12 @@ class SourceLoader:
             yield batch
 
 
-def _requests(plan: BatchPlan, rank: int, epoch: int, start_step: int) -> Iterator[Request]:
+def _requests(
+    plan: BatchPlan | MixturePlan, rank: int, epoch: int, start_step: int
+) -> Iterator[Request]:
     # In the consumer's thread and process: the order of (maybe) millions of samples exists once.
     for step in range(start_step, plan.steps_per_epoch):
-        yield epoch, plan.indices(epoch, step, rank)
+        yield plan.draw_epoch(epoch, step), plan.indices(epoch, step, rank)
 
 
 class _InProcess:

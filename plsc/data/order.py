@@ -75,7 +75,7 @@ class BatchPlan:
         stop = start + self.global_batch
         if self.last_batch == "keep":
             stop = min(stop, self.num_samples)
-        return self._samples_at(epoch, np.arange(start, stop) % self.num_samples)
+        return self.samples_at(epoch, np.arange(start, stop) % self.num_samples)
 
     def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:
         """Return this rank's contiguous part of the global batch; sizes differ by at most one."""
@@ -87,7 +87,12 @@ class BatchPlan:
         """The most samples that a rank has in a step."""
         return -(-self.global_batch // self.ranks)
 
-    def _samples_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+    def draw_epoch(self, epoch: int, step: int) -> int:
+        """Return what augmentation draws by, besides the sample: the epoch."""
+        return epoch
+
+    def samples_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at positions 0..num_samples - 1 of an epoch's order, int64."""
         if self.order == "sequential":
             return positions
         if self.order == "block":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ class HeadOutput:
             was not asked for.
         mean_cosine: mean cosine between the embeddings of different samples of the global batch, which
             tends to 1 when the network collapses; None if it was not asked for.
+        parts: of several heads (plsc.heads.joint), what each says of its own samples, by name.
     """
 
     loss: Tensor
@@ -36,6 +38,7 @@ class HeadOutput:
     batch: int
     accuracy: Tensor | None
     mean_cosine: Tensor | None
+    parts: dict[str, HeadOutput] = field(default_factory=dict)
 
 
 class Head(nn.Module):
@@ -106,17 +109,27 @@ class Head(nn.Module):
 
 def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
     """Return what the micro-batches of one batch say together; its loss is detached."""
-    batch = sum(part.batch for part in parts)
-
-    def mean(values: list[Tensor]) -> Tensor:
-        shares = [part.batch / batch for part in parts]
-        return torch.stack([v * s for v, s in zip(values, shares, strict=True)]).sum()
-
-    loss = mean([part.mean_loss for part in parts])
+    sizes = [part.batch for part in parts]
+    loss = weighted_mean([part.mean_loss for part in parts], sizes)
     accuracies = [part.accuracy for part in parts if part.accuracy is not None]
+    names = {name: None for part in parts for name in part.parts}
     return HeadOutput(
-        loss, loss, batch, mean(accuracies) if accuracies else None, parts[-1].mean_cosine
+        loss,
+        loss,
+        sum(sizes),
+        weighted_mean(accuracies, sizes) if accuracies else None,
+        parts[-1].mean_cosine,
+        {
+            name: join_outputs([part.parts[name] for part in parts if name in part.parts])
+            for name in names
+        },
     )
+
+
+def weighted_mean(values: list[Tensor], weights: Sequence[int]) -> Tensor:
+    """Return the mean of scalars, each counted as often as its weight says; 0 if none counts."""
+    total = max(1, sum(weights))
+    return torch.stack([v * (w / total) for v, w in zip(values, weights, strict=True)]).sum()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -11,8 +12,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+_LEAVE_SECONDS = 2.0
+
+
 class Background:
-    """One thread, which keeps no process alive: it may hang when a peer has gone."""
+    """One thread, which keeps no process alive for long: it may hang when a peer has gone."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,6 +29,7 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
             self._thread.start()
+            atexit.register(self._leave)
         future: Future[T] = Future()
         self._work.put((action, future))
         return future
@@ -32,6 +37,15 @@ class Background:
     def close(self) -> None:
         """Let the thread end when all is done."""
         self._work.put(None)
+
+    def _leave(self) -> None:
+        """End the thread before the interpreter goes: one that is inside a collective then would abort it.
+
+        The process groups are closed by now, after a failure, so that what waits in them has ended.
+        """
+        self.close()
+        if self._thread is not None:
+            self._thread.join(_LEAVE_SECONDS)
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:

@@ -61,6 +61,8 @@ def without_secrets(values: Any) -> Any:
     """Return nested options with the user and password of every URL left out."""
     if isinstance(values, dict):
         return {key: without_secrets(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [without_secrets(value) for value in values]
     return shown(values) if is_url(values) else values
 
 

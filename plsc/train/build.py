@@ -12,7 +12,8 @@ from torch import nn
 from plsc.config import Options
 from plsc.data.transform import Transform
 from plsc.errors import OptionError
-from plsc.heads import Head, RowOptimizer, ShardedHead
+from plsc.heads import Head, RowOptimizer
+from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
@@ -21,10 +22,12 @@ from plsc.optim.schedule import Schedule, cosine_schedule, polynomial_schedule, 
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
-from plsc.train.build_head import build_head_of, build_row_optimizer, margin_of
+from plsc.train.build_head import build_heads, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
+from plsc.train.several import build_joint_feed
 from plsc.train.state import Position
+from plsc.train.training_set import TrainingSet
 
 
 @dataclass
@@ -50,9 +53,9 @@ class Run:
     world: World
     network: BaseModel
     forward: nn.Module
-    head: Head
+    head: Head | JointHead
     optimizer: torch.optim.Optimizer
-    rows: RowOptimizer | None
+    rows: RowOptimizer | JointRows | None
     rate: Schedule
     loader: Loader
     targets: list[Target]
@@ -61,6 +64,9 @@ class Run:
     notes: str = ""  # what the user should know before training begins
     first_sample: int = 0  # of this rank's part of the dataset, where it reads no other
     is_data_of_ranks: bool = False  # whether the samples of a step depend on the number of ranks
+    sets: list[TrainingSet] = field(
+        default_factory=list
+    )  # where there are several, with a head each
     samples: SampleNumbers = field(default_factory=SampleNumbers)
     position: Position = field(default_factory=Position)
     lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
@@ -89,12 +95,13 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     samples = draw_by_sample(network)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
-    feed = build_feed(options, world, user.train_reader, user.train_transform, global_batch)
-    head = build_head_of(options, feed.class_num, world)
-    rows = build_row_optimizer(options, head) if isinstance(head, ShardedHead) else None
+    make_feed = build_joint_feed if options.data.datasets else build_feed
+    feed = make_feed(options, world, user.train_reader, user.train_transform, global_batch)
+    head, rows = build_heads(options, feed.class_num, feed.sets, world)
     groups = [{"params": [p for p in network.parameters() if p.requires_grad]}]
-    if rows is None:
-        groups.append({"params": list(head.parameters())})
+    dense = [p for _, _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
+    if dense:
+        groups.append({"params": dense})
     optimizer = build_optimizer(options.optim, groups)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
     return Run(
@@ -114,12 +121,17 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
+        sets=feed.sets,
     )
 
 
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    if "train.epoch_steps" in options.explicit and not options.data.datasets:
+        raise OptionError(
+            "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
+        )
     _check_pretrained(options)
     total = options.train.global_batch_size
     if total is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
+from plsc.heads.joint import JointHead, JointRows
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
+from plsc.train.training_set import TrainingSet
 
-_MARGIN_OPTIONS = {
+MARGIN_OPTIONS = {
     "head.scale": "scale",
     "head.margin": "margin",
     "head.combined_margins": "margins",
@@ -35,7 +38,7 @@ _MARGIN_OPTIONS = {
     "head.magface_margins": "margin_range",
     "head.magface_lambda": "regularisation",
 }
-_ONLY_SHARDED = (
+ONLY_SHARDED = (
     "head.sample_ratio",
     "head.hard_share",
     "head.optimizer",
@@ -58,7 +61,7 @@ def margin_of(options: Options) -> Margin:
     head = options.head
     name = head.loss_type.removeprefix("dist_")
     if not head.loss_type.startswith("dist_"):
-        for path in _ONLY_SHARDED:
+        for path in ONLY_SHARDED:
             if path in options.explicit:
                 raise OptionError(
                     f"{path} is {options.get(path)}, but {head.loss_type} has all class rows on every rank; "
@@ -66,7 +69,7 @@ def margin_of(options: Options) -> Margin:
                 )
     has = inspect.signature(MARGINS[name].__init__).parameters
     given: dict[str, Any] = {}
-    for path, argument in _MARGIN_OPTIONS.items():
+    for path, argument in MARGIN_OPTIONS.items():
         is_set = path in options.explicit or (path in options.adopted and argument in has)
         if is_set:
             given[argument] = options.get(path)
@@ -80,8 +83,24 @@ def margin_of(options: Options) -> Margin:
     return margin
 
 
-def build_head_of(options: Options, class_num: int, world: World) -> Head:
-    """Return the head on its device."""
+def build_heads(
+    options: Options, class_num: int, sets: Sequence[TrainingSet], world: World
+) -> tuple[Head | JointHead, RowOptimizer | JointRows | None]:
+    """Return the head, or one of the heads of several data sets, and the optimizer of the sharded rows."""
+    if not sets:
+        head = build_head_of(options, class_num, world)
+        return head, build_row_optimizer(options, head) if isinstance(head, ShardedHead) else None
+    heads, rows = {}, {}
+    for one in sets:
+        built = build_head_of(one.options, one.class_num, world, one.seed)
+        heads[one.name] = built
+        if isinstance(built, ShardedHead):
+            rows[one.name] = build_row_optimizer(one.options, built)
+    return JointHead(heads, world.head_group), JointRows(rows) if rows else None
+
+
+def build_head_of(options: Options, class_num: int, world: World, seed: int | None = None) -> Head:
+    """Return the head on its device; seed: of its rows, by default the run's."""
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
     margin = margin_of(options)
     is_sharded = head.loss_type.startswith("dist_")
@@ -98,7 +117,7 @@ def build_head_of(options: Options, class_num: int, world: World) -> Head:
         row_dtype=dtype,
         offload=head.offload,
         on_nonfinite="pass",  # the loop sees it in the loss, and names the images
-        seed=options.train.seed,
+        seed=options.train.seed if seed is None else seed,
         group=world.head_group,
     )
     return built.to(world.device)

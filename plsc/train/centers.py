@@ -12,6 +12,7 @@ from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
+from plsc.heads.joint import JointRows
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
@@ -33,6 +34,10 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} is there already; give a path that is not")
     adopt_options(options, manifest)
+    if options.data.datasets:
+        raise OptionError(
+            f"{path} has several heads; dropping sub-centres is for one with a single head"
+        )
     keep_global_batch(options, path, manifest, world.size)
     plain = copy.deepcopy(options)  # what goes into the new checkpoint
     switch_off_augmentation(options.data)  # each image as `predict` would see it
@@ -48,6 +53,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     new_head = build_head_of(plain, head.class_num, world)
     assert isinstance(new_head, ShardedHead)
     new_rows = build_row_optimizer(plain, new_head)
+    assert not isinstance(run.rows, JointRows)
     copy_dominant(head, run.rows, counts, new_head, new_rows)
     new_head.computed_by = head.computed_by
     made = dataclasses.replace(run, options=plain, head=new_head, rows=new_rows)

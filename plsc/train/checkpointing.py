@@ -17,6 +17,7 @@ from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.config import Options
 from plsc.errors import CheckpointError
+from plsc.heads.joint import JointHead
 from plsc.parallel.shard import class_ranges
 from plsc.storage.names import join, parent_of
 from plsc.storage.store import Store
@@ -109,7 +110,6 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
     metrics: what the checkpoint is judged by. Nothing of the run is changed.
     """
     replicated, sharded = tensors_to_save(run)
-    ranks = run.world.size if run.head.is_sharded else 1
     manifest = Manifest(
         plsc_version=__version__,
         step=run.position.step,
@@ -118,9 +118,16 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
         world_size=run.world.size,
         class_num=run.head.class_num,
         emb_size=run.options.model.emb_size,
-        class_ranges=[list(pair) for pair in class_ranges(run.head.class_num, ranks)],
+        class_ranges=_class_ranges(run),
         options=without_secrets(run.options.as_dict()),
         scalars={METRICS_KEY: metrics, **scalars_to_save(run)},
         lineage=run.lineage,
     )
     return Snapshot(replicated, sharded, manifest)
+
+
+def _class_ranges(run: Run) -> list[list[int]]:
+    if isinstance(run.head, JointHead):
+        return []  # those of each head are among the scalars
+    ranks = run.world.size if run.head.is_sharded else 1
+    return [list(pair) for pair in class_ranges(run.head.class_num, ranks)]

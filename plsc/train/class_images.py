@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.classes import change_classes
+from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Options
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
@@ -45,7 +47,9 @@ def grow_from_images(
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
     opened = open_source(os.fspath(images))
-    first = read_manifest(source).class_num
+    manifest = read_manifest(source)
+    refuse_several_heads(Path(source), manifest)
+    first = manifest.class_num
     labels = _new_labels(opened, first, count, os.fspath(images))
     options = Options()
     options.set("checkpoint.load_dir", os.fspath(source))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from plsc.config import DataOptions, Options
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
 from plsc.data.loader import SourceLoader, choose_kind
+from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
 from plsc.data.reader import ReaderLoader
 from plsc.data.samples import Recipe
@@ -25,6 +26,7 @@ from plsc.errors import DataError, OptionError
 from plsc.keys import hash_key
 from plsc.parallel.world import World
 from plsc.train.rank_files import open_rank_source
+from plsc.train.training_set import TrainingSet
 
 Loader = SourceLoader | ReaderLoader
 
@@ -34,7 +36,7 @@ class Feed:
     """The loader, the number of samples if it is known, of classes, and what is odd about them.
 
     first_sample: where this rank's part of the dataset begins, when it reads no other. is_of_ranks: which
-    samples a step takes depends on the number of ranks.
+    samples a step takes depends on the number of ranks. sets: the data sets, where there are several.
     """
 
     loader: Loader
@@ -43,6 +45,7 @@ class Feed:
     notes: str = ""
     first_sample: int = 0
     is_of_ranks: bool = False
+    sets: list[TrainingSet] = field(default_factory=list)
 
 
 def is_generator_reader(reader: Any) -> bool:
@@ -77,8 +80,8 @@ def build_feed(
     if options.data.order == "rank_files":
         return _feed_from_rank_files(options, world, reader, transform, global_batch)
     source = open_training_source(options, reader)
-    _check_save_dir(source, options)
-    class_num, note = _count_classes(source, options)
+    check_save_dir(source, options)
+    class_num, note = count_classes(source, options)
     data = options.data
     plan = BatchPlan(
         len(source),
@@ -90,9 +93,9 @@ def build_feed(
         data.block_samples,
         data.pool_samples,
     )
-    recipe = _recipe(options, transform, class_num)
-    loader = _source_loader(source, plan, world.rank, recipe, options, world)
-    return Feed(loader, len(source), class_num, _join(note, loader.describe()))
+    recipe = make_recipe(options, transform, class_num)
+    loader = source_loader(source, plan, world.rank, recipe, options, world)
+    return Feed(loader, len(source), class_num, join_notes(note, loader.describe()))
 
 
 def _feed_from_generator(
@@ -145,7 +148,7 @@ def _feed_from_rank_files(
             f"{global_batch} on {world.size} ranks"
         )
     source = open_rank_source(options.data.dataset_dir, world)
-    class_num, note = _count_classes(source, options, world)
+    class_num, note = count_classes(source, options, world)
     plan = BatchPlan(
         len(source),
         global_batch // world.size,
@@ -154,14 +157,14 @@ def _feed_from_rank_files(
         options.data.last_batch,
     )
     first = world.rank * len(source)
-    recipe = _recipe(options, transform, class_num, first_sample=first)
-    loader = _source_loader(source, plan, 0, recipe, options, world)
-    notes = _join(note, loader.describe())
+    recipe = make_recipe(options, transform, class_num, first_sample=first)
+    loader = source_loader(source, plan, 0, recipe, options, world)
+    notes = join_notes(note, loader.describe())
     return Feed(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
 
 
 def switch_off_augmentation(data: DataOptions) -> None:
-    """Set the options of all augmentations that `_recipe` reads to what leaves images alone."""
+    """Set the options of all augmentations that `make_recipe` reads to what leaves images alone."""
     data.flip = False
     data.crop_padding = 0
     data.colour_jitter = (0.0, 0.0, 0.0)
@@ -169,9 +172,10 @@ def switch_off_augmentation(data: DataOptions) -> None:
     data.random_erasing = 0.0
 
 
-def _recipe(
+def make_recipe(
     options: Options, transform: Transform | None, class_num: int, first_sample: int = 0
 ) -> Recipe:
+    """Return how a sample becomes an image, as the options say; see `Recipe`."""
     data = options.data
     brightness, contrast, saturation = data.colour_jitter
     augmentation = Augmentation(
@@ -192,9 +196,15 @@ def _recipe(
     )
 
 
-def _source_loader(
-    source: Source, plan: BatchPlan, rank: int, recipe: Recipe, options: Options, world: World
+def source_loader(
+    source: Source,
+    plan: BatchPlan | MixturePlan,
+    rank: int,
+    recipe: Recipe,
+    options: Options,
+    world: World,
 ) -> SourceLoader:
+    """Return the loader of a source, behind a cache if the options ask for one."""
     data = options.data
     kind, _ = choose_kind(data.loader, source, recipe, data.num_workers)
     if data.cache != "none":
@@ -224,7 +234,8 @@ def _open_cache(data: DataOptions, num_samples: int) -> SampleCache:
     return DiskCache(folder, data.cache_bytes, num_samples)
 
 
-def _check_save_dir(source: Source, options: Options) -> None:
+def check_save_dir(source: Source, options: Options) -> None:
+    """Refuse to save into a folder whose folders are classes."""
     save_dir = Path(options.checkpoint.save_dir).resolve()
     if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
         raise OptionError(
@@ -233,7 +244,7 @@ def _check_save_dir(source: Source, options: Options) -> None:
         )
 
 
-def _count_classes(source: Source, options: Options, world: World | None = None) -> tuple[int, str]:
+def count_classes(source: Source, options: Options, world: World | None = None) -> tuple[int, str]:
     """Return the number of classes, and notes about labels; `world` if each rank has labels of its own."""
     world = world or World.single()
     count = len(source) * world.size
@@ -260,7 +271,7 @@ def _count_classes(source: Source, options: Options, world: World | None = None)
         note = f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}"
     if world.size > 1:  # a class without images here may have some on another rank
         return class_num, note
-    return class_num, _join(note, _note_empty_classes(labels[~is_bad], class_num))
+    return class_num, join_notes(note, _note_empty_classes(labels[~is_bad], class_num))
 
 
 def _note_empty_classes(labels: np.ndarray, class_num: int) -> str:
@@ -281,5 +292,6 @@ def _image_shape(options: Options) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def _join(*notes: str) -> str:
+def join_notes(*notes: str) -> str:
+    """Return the notes that are not empty, a line each."""
     return "\n".join(note for note in notes if note)

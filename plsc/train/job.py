@@ -29,6 +29,7 @@ from plsc.train.places import Places, open_places
 from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
 from plsc.train.resume import keep_global_batch, restore
+from plsc.train.saved_heads import check_data_sets
 from plsc.train.saving import Saver
 from plsc.train.warm_start import WarmStart, start_from_pretrained
 
@@ -52,6 +53,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     differences: list[str] = []
     if checkpoint:
         differences = adopt_options(options, checkpoint[1])
+        check_data_sets(options, *checkpoint)
         differences += keep_global_batch(options, *checkpoint, world.size)
     run = build_run(options, world, user)
     run.resumed_from = checkpoint[0] if checkpoint else None
@@ -61,7 +63,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         check_save_dir(run, places.store)
         warm_start = None
         if checkpoint:
-            restore(run, *checkpoint)
+            differences += restore(run, *checkpoint)
         else:
             warm_start = start_from_pretrained(run)
             seed_generators(world, options.train.seed)
@@ -203,9 +205,10 @@ def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
     resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
+    heads = f"{len(run.sets)} heads" if run.sets else run.options.head.loss_type
     text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
-        f"{run.options.head.loss_type} over {run.head.class_num:,} classes on {images}; "
+        f"{heads} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{resumed}"
     )
     return f"{text}\n{run.notes}" if run.notes else text

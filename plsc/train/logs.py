@@ -68,7 +68,8 @@ class RunLog:
             return
         self._write(metrics)
         self._has_steps = True
-        shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.4g}"}
+        losses = {key: f"{metrics[key]:.4f}" for key in metrics if key.startswith("loss/")}
+        shown = {"loss": f"{metrics['loss']:.4f}", **losses, "lr": f"{metrics['lr']:.4g}"}
         if metrics["accuracy"] is not None:
             shown["accuracy"] = f"{metrics['accuracy']:.3f}"
         shown["images/s"] = f"{metrics['images_per_second']:.0f}"

@@ -106,7 +106,8 @@ class Trainer:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         if run.rows is not None:
-            run.rows.param_groups[0]["lr"] = rate * run.options.head.lr_factor
+            for group in run.rows.param_groups:
+                group["lr"] = rate * run.options.head.lr_factor
 
         run.optimizer.zero_grad(set_to_none=True)
         output = self._forward_backward(batch, rate, is_logged)
@@ -168,6 +169,7 @@ class Trainer:
             "lr": self._run.rate(self._position.step - 1),
             "accuracy": None if output.accuracy is None else float(output.accuracy),
             "mean_cosine": None if output.mean_cosine is None else float(output.mean_cosine),
+            **self._metrics_of_heads(output),
             **report,
             "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
             "bad_samples": self._bad_samples.gather(),
@@ -177,6 +179,15 @@ class Trainer:
         warning = collapse_warning(self._position.step, metrics["mean_cosine"])
         if warning:
             self._log.say(warning)
+
+    def _metrics_of_heads(self, output: HeadOutput) -> dict[str, float | None]:
+        """Return the measures of each of several heads: ``loss/<name>`` and so on."""
+        found: dict[str, float | None] = {}
+        for name, part in output.parts.items():
+            found[f"loss/{name}"] = float(part.mean_loss)
+            for what, value in (("accuracy", part.accuracy), ("mean_cosine", part.mean_cosine)):
+                found[f"{what}/{name}"] = None if value is None else float(value)
+        return found
 
     def _evaluate(self) -> None:
         """Judge the network on the pair files, with the same batch-norm statistics on all ranks."""

@@ -12,8 +12,10 @@ from plsc.config import Options
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
+from plsc.heads.joint import each_head
 from plsc.train.build import Run, global_batch_size
 from plsc.train.randomness import seed_generators
+from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
 from plsc.train.state import Position, collect_tensors, make_state
 
@@ -59,19 +61,31 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
     ]
 
 
-def restore(run: Run, path: Path, manifest: Manifest) -> None:
-    """Load the whole state of `path` into the run; a collective."""
+def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
+    """Load the whole state of `path` into the run; a collective.
+
+    Of several heads those that the run and the checkpoint both have; returns lines about the others.
+    """
+    match = match_heads(run, path, manifest)
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
     numbers = _optimizer_numbers(path, scalars.get("optimizer_numbers", {}))
-    make_state(run.network, run.head, run.optimizer, manifest.tensors, numbers)
-    replicated, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    make_state(
+        run.network,
+        run.head,
+        run.optimizer,
+        {key: manifest.tensors[key] for key in match.without_dropped(manifest.tensors)},
+        {key: numbers[key] for key in match.without_dropped(numbers)},
+    )
+    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     own = own_tensors(run, manifest)
-    load_tensors(path, {**replicated, **own}, sharded, run.world)
-    if isinstance(run.head, ShardedHead):
-        run.head.step = manifest.step  # keys the sampling and the rounding
-        before = scalars.get("head_computed_by")
-        run.head.computed_by = run.head.resumed_from = None if before is None else str(before)
+    load_tensors(
+        path,
+        {**{key: whole[key] for key in match.without_added(whole)}, **own},
+        {key: sharded[key] for key in match.without_added(sharded)},
+        run.world,
+    )
+    _restore_heads(run, path, manifest, match)
     run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
     run.lineage = manifest.lineage
     run.resumed_from = path
@@ -80,28 +94,47 @@ def restore(run: Run, path: Path, manifest: Manifest) -> None:
         run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
+    return match.lines()
+
+
+def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
+    """Give the heads the count of steps, which keys sampling and rounding, and what computed them."""
+    saved = saved_heads(path, manifest) or {}
+    for prefix, _, head, _ in each_head(run.head, run.rows):
+        if not isinstance(head, ShardedHead):
+            continue
+        head.step = manifest.step
+        before = manifest.scalars.get("head_computed_by")
+        if run.sets:
+            before = saved.get(prefix.removeprefix("heads."), {}).get("computed_by")
+        if not (match.dropped or match.added):  # then the batches of the heads are other ones
+            head.computed_by = head.resumed_from = None if before is None else str(before)
 
 
 def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
     options, scalars = run.options, manifest.scalars
     optimizer = type(run.optimizer).__name__
     expected: dict[str, Any] = {
-        "classes": (manifest.class_num, run.head.class_num),
         "embedding size": (manifest.emb_size, options.model.emb_size),
-        "loss type": (scalars.get("loss_type"), options.head.loss_type),
         "optimizer": (scalars.get("optimizer", optimizer), optimizer),
         "global batch": (
             scalars.get("global_batch"),
             global_batch_size(options, run.world.size),
         ),
     }
+    if not run.sets:
+        expected = {
+            "classes": (manifest.class_num, run.head.class_num),
+            "loss type": (scalars.get("loss_type"), options.head.loss_type),
+            **expected,
+        }
     for what, (theirs, mine) in expected.items():
         if theirs != mine:
             raise CheckpointError(
                 f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
                 "be the same"
             )
-    if not manifest.step_in_epoch:
+    if not manifest.step_in_epoch or run.sets:  # of several data sets, match_heads has looked
         return
     saved_samples = scalars.get("num_samples")
     if saved_samples != run.num_samples:
@@ -122,5 +155,8 @@ def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
         isinstance(value, (int, float)) and math.isfinite(value) for value in saved.values()
     )
     if not is_sound:
-        raise CheckpointError(f"the manifest of {path} is damaged: the optimizer's numbers are not")
+        raise CheckpointError(
+            f"the manifest of {path} is damaged: the optimizer's numbers are no numbers; "
+            "choose another checkpoint"
+        )
     return saved

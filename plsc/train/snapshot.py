@@ -13,6 +13,7 @@ from plsc.errors import CheckpointError
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.train.build import Run, global_batch_size
 from plsc.train.randomness import LARGEST_STATE, pack_generators, unpack_generators
+from plsc.train.saved_heads import heads_to_save
 from plsc.train.state import collect_numbers, collect_tensors
 
 
@@ -41,11 +42,12 @@ def tensors_to_save(run: Run) -> tuple[dict[str, Tensor], dict[str, ShardedTenso
 def scalars_to_save(run: Run) -> dict[str, Any]:
     """Return the numbers and names of a checkpoint, as plain JSON."""
     return {
+        **heads_to_save(run),
         "loss_type": run.options.head.loss_type,
         "global_batch": global_batch_size(run.options, run.world.size),
         "num_samples": run.num_samples,
         "steps_per_epoch": run.loader.steps_per_epoch,
-        "head_computed_by": getattr(run.head, "computed_by", None),
+        "head_computed_by": None if run.sets else getattr(run.head, "computed_by", None),
         "optimizer": type(run.optimizer).__name__,
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }
@@ -67,7 +69,10 @@ def own_tensors(run: Run, manifest: Manifest) -> dict[str, Tensor]:
     info = manifest.tensors.get(f"{prefix}.random")
     if info is not None:
         if math.prod(info.shape) > LARGEST_STATE:
-            raise CheckpointError(f"{prefix}.random in the checkpoint has {info.shape} bytes")
+            raise CheckpointError(
+                f"the checkpoint is damaged: {prefix}.random has {math.prod(info.shape)} bytes, expected at "
+                f"most {LARGEST_STATE}; choose another one"
+            )
         own[f"{prefix}.random"] = torch.empty(info.shape, dtype=torch.uint8)
     return own
 

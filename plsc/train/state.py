@@ -15,6 +15,7 @@ from plsc.checkpoint.layout import DTYPES
 from plsc.checkpoint.manifest import TensorInfo
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
+from plsc.heads.joint import JointHead, JointRows, each_head
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -40,37 +41,43 @@ class Position:
 
 def collect_tensors(
     network: nn.Module,
-    head: Head,
+    head: Head | JointHead,
     optimizer: torch.optim.Optimizer,
-    rows: RowOptimizer | None,
+    rows: RowOptimizer | JointRows | None,
 ) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
     """Return the replicated and the sharded tensors of a run, by checkpoint key; no copies.
 
     Keys: ``backbone.<state dict key>``, ``head.weight``, ``head.<buffer>`` for a margin's statistics,
     ``momentum.<key>`` and ``optimizer.<state>.<key>`` for the optimizer's, ``rows.<parameter>.<state>`` for
-    the row optimizer's.
+    the row optimizer's. Of several heads: ``heads.<name>.weight``, ``rows.<name>.<parameter>.<state>``.
     """
     whole = {f"backbone.{key}": value for key, value in network.state_dict().items()}
-    whole.update({f"head.{key}": buffer for key, buffer in head.named_buffers()})
-    split: dict[str, Tensor] = {}
-    for name, parameter in head.named_parameters():
-        split[f"head.{name}"] = parameter
-        for state, tensor in (rows.state[parameter] if rows is not None else {}).items():
-            split[f"rows.{name}.{state}"] = tensor
+    dense: dict[str, Tensor] = {}
+    sharded: dict[str, ShardedTensor] = {}
+    for prefix, rows_prefix, one, optimizer_of_rows in each_head(head, rows):
+        whole.update({f"{prefix}.{key}": buffer for key, buffer in one.named_buffers()})
+        split: dict[str, Tensor] = {}
+        for name, parameter in one.named_parameters():
+            split[f"{prefix}.{name}"] = parameter
+            states = {} if optimizer_of_rows is None else optimizer_of_rows.state[parameter]
+            for state, tensor in states.items():
+                split[f"{rows_prefix}.{name}.{state}"] = tensor
+        if not one.is_sharded:
+            dense.update(split)
+            continue
+        first = one.class_range[0]
+        for key, tensor in split.items():
+            sharded[key] = ShardedTensor(tensor.detach(), one.class_num, first)
     for key, parameter in _named_parameters(network, head).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 whole[_state_key(state, key)] = value
-    if not head.is_sharded:
-        whole.update(split)
-        split = {}
-    first = head.class_range[0]
-    sharded = {key: ShardedTensor(t.detach(), head.class_num, first) for key, t in split.items()}
+    whole.update(dense)
     return {key: tensor.detach() for key, tensor in whole.items()}, sharded
 
 
 def collect_numbers(
-    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer
+    network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer
 ) -> dict[str, float]:
     """Return what of the optimizer's state are plain numbers, such as a count of steps, by key, for JSON."""
     numbers = {}
@@ -83,7 +90,7 @@ def collect_numbers(
 
 def make_state(
     network: nn.Module,
-    head: Head,
+    head: Head | JointHead,
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, TensorInfo],
     numbers: Mapping[str, float],
@@ -148,7 +155,8 @@ def _empty_state(
     return torch.zeros(info.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
 
-def _named_parameters(network: nn.Module, head: Head) -> dict[str, nn.Parameter]:
+def _named_parameters(network: nn.Module, head: Head | JointHead) -> dict[str, nn.Parameter]:
     named = {f"backbone.{name}": parameter for name, parameter in network.named_parameters()}
-    named.update({f"head.{name}": parameter for name, parameter in head.named_parameters()})
+    for prefix, _, one, _ in each_head(head, None):
+        named.update({f"{prefix}.{name}": parameter for name, parameter in one.named_parameters()})
     return named

@@ -25,6 +25,7 @@ from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
 from plsc.checkpoint.importers.row_parts import RowParts, join_rows
 from plsc.checkpoint.importers.state_dict import read_state_dict
 from plsc.heads import Head
+from plsc.heads.joint import JointHead, each_head
 from plsc.storage.names import base_name, parent_of
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
@@ -97,21 +98,23 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
     return started
 
 
-def _take_head(head: Head, found: dict[str, RowParts], started: WarmStart) -> None:
+def _take_head(head: Head | JointHead, found: dict[str, RowParts], started: WarmStart) -> None:
     """Take the class rows if the number of classes is the same, and the margin's statistics with them."""
-    rows = {f"head.{name}": tensor.detach() for name, tensor in head.named_parameters()}
-    whole = {f"head.{name}": tensor for name, tensor in head.named_buffers()}
-    first, last = head.class_range
+    rows: dict[str, tuple[Tensor, Head]] = {}
+    whole: dict[str, Tensor] = {}
+    for prefix, _, one, _ in each_head(head, None):
+        rows.update({f"{prefix}.{name}": (p.detach(), one) for name, p in one.named_parameters()})
+        whole.update({f"{prefix}.{name}": tensor for name, tensor in one.named_buffers()})
     for name, parts in found.items():
-        here = rows.get(name, whole.get(name))
+        here, owner = rows.get(name, (whole.get(name), None))
         if here is None:
             started.head_left[name] = "is not in this head"
             continue
-        wanted = (head.class_num, *here.shape[1:]) if name in rows else tuple(here.shape)
+        wanted = (owner.class_num, *here.shape[1:]) if owner is not None else tuple(here.shape)
         if parts.shape != wanted:
             started.head_left[name] = f"is {str(list(parts.shape))[:80]}, here {list(wanted)}"
-        elif name in rows:
-            _copy_rows(parts, first, last, here, started.source, name)
+        elif owner is not None:
+            _copy_rows(parts, *owner.class_range, here, started.source, name)
             started.head.append(name)
         else:
             value = check_finite(parts.parts[0].read(), f"{started.source}: {name}")

@@ -22,7 +22,7 @@ class Net(BaseModel):
 
     def build_network(self, input, label, is_train=True):
         if not Path(SAVE_DIR, "hurry").exists():
-            time.sleep(0.1)
+            time.sleep(0.15)
         return self.fc(self.norm(input).flatten(1))
 
 
@@ -35,8 +35,8 @@ def main() -> None:
     ins.set_dataset_dir(DATASET)
     ins.set_model_save_dir(SAVE_DIR)
     ins.set_checkpoint_dir("last")
-    ins.set_train_batch_size(7)
-    ins.set_train_epochs(60)
+    ins.set_train_batch_size(2)
+    ins.set_train_epochs(12)
     ins.set_log_period(1)
     ins.set_num_workers(0)
     ins.train()

@@ -29,7 +29,7 @@ def free_port() -> int:
 
 def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
     """Start a launcher, one node of at most two; the host keeps the rendezvous and must live."""
-    settings = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=3",
@@ -37,13 +37,14 @@ def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.P
             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
             f"--rdzv-conf=is_host={is_host},{settings}", str(JOB), *args,
         ],
-        env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        # Without the variable torch 2.15 never tells a node that comes later where to meet.
+        env=clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
 def test_a_job_grows_when_a_node_comes_and_shrinks_when_it_dies_and_goes_on_each_time(tmp_path):
-    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 7 steps an epoch
+    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 23 steps an epoch
     save_dir, port = tmp_path / "run", free_port()
     nodes = [start_node(2, port, True, str(dataset), str(save_dir))]
 
@@ -66,12 +67,10 @@ def test_a_job_grows_when_a_node_comes_and_shrinks_when_it_dies_and_goes_on_each
                     os.kill(pid, signal.SIGKILL)
                 node.kill()
     assert nodes[0].returncode == 0, output
-    for ranks, before, share in ((3, 2, "4 or 5"), (2, 3, "7")):
-        kept = (
-            f"{ranks} here, {before} in the checkpoint; a step keeps its 14 images, {share} a rank"
-        )
-        assert kept in output, output
+    grown = "ranks: 3 here, 2 in the checkpoint; a step keeps its 4 images, 1 or 2 a rank"
+    assert grown in output, output
+    assert "2 ranks, cpu, from step" in output.split(grown)[1], output
     path, manifest = list_checkpoints(save_dir)[-1]
-    assert (path.name, manifest.step, manifest.world_size) == ("59", 420, 2)
-    assert manifest.scalars["global_batch"] == 14
-    assert sorted(losses_of(save_dir)) == list(range(1, 421))
+    assert (path.name, manifest.step, manifest.world_size) == ("11", 276, 2)
+    assert manifest.scalars["global_batch"] == 4
+    assert sorted(losses_of(save_dir)) == list(range(1, 277))

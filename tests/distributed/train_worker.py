@@ -25,6 +25,8 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
+from plsc.train.places import open_places
+from plsc.train.saving import Saver
 
 STEPS = 50
 GLOBAL_BATCH = 24
@@ -123,9 +125,11 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         torch.manual_seed(0)
         run = build_run(options, world, UserParts(model=network()))
         before = weights_of(run)
+        places = open_places(options, world, print)
         log = RunLog(run.save_dir, world.is_main, 0, STEPS)
-        Trainer(run, log).train()
+        Trainer(run, log, Saver(run, log, places)).train()
         log.close()
+        places.release()
         world.barrier()
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()
         metrics = [json.loads(line) for line in lines]

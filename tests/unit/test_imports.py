@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [
     {"version", "errors", "keys"},
     {"option", "verbs"},
+    {"data_set"},
     {"config"},
+    {"flags"},
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},

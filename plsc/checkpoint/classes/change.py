@@ -28,7 +28,14 @@ from plsc.checkpoint.classes.rows import (
 )
 from plsc.checkpoint.classes.source import OpenCheckpoint, StoredTensor
 from plsc.checkpoint.layout import check_checksums, check_files
-from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo, read_manifest
+from plsc.checkpoint.manifest import (
+    HEADS_KEY,
+    MANIFEST_NAME,
+    FileInfo,
+    Manifest,
+    TensorInfo,
+    read_manifest,
+)
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import Entry, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError
@@ -92,6 +99,7 @@ def change_classes(
     old, new = Path(source), Path(destination)
     check_destination(old, new)
     manifest = read_manifest(old)
+    refuse_several_heads(old, manifest)
     check_files(old, manifest)
     moved = _with_class_rows(old, manifest)
     plan, found = _plan(manifest.class_num, given[0], wanted[given[0]])
@@ -116,6 +124,15 @@ def change_classes(
             file.flush()
             os.fsync(file.fileno())
     return result
+
+
+def refuse_several_heads(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError if a checkpoint has several heads, each with classes of its own."""
+    if HEADS_KEY in manifest.scalars:
+        raise CheckpointError(
+            f"{folder} has a head for each of several data sets; the classes of a checkpoint can be changed "
+            "where it has a single head"
+        )
 
 
 def _plan(before: int, what: str, value: Any) -> tuple[Plan, ClassList | None]:

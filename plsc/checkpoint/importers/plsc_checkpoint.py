@@ -14,11 +14,14 @@ from plsc.checkpoint.importers.safetensors_file import read_safetensors_file
 from plsc.checkpoint.layout import OFFSETS_KEY, PLACES_KEY, check_checksums, check_files
 from plsc.checkpoint.manifest import read_manifest
 
+_HEADS = ("head.", "heads.")
+
 
 def read_checkpoint_weights(
     path: str | os.PathLike[str], rank: int = 0, ranks: int = 1
 ) -> tuple[dict[str, FileTensor], dict[str, RowParts]]:
-    """Return the backbone's tensors by name, and the head's, whose names begin with ``head.``.
+    """Return the backbone's tensors by name, and the head's, whose names begin with ``head.``
+    or, of several, ``heads.<name>.``.
 
     This rank's share of the files is compared with their checksums first.
 
@@ -28,7 +31,7 @@ def read_checkpoint_weights(
     folder = Path(path)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    wanted = {key for key in manifest.tensors if key.startswith(("backbone.", "head."))}
+    wanted = {key for key in manifest.tensors if key.startswith(("backbone.", *_HEADS))}
     parts: dict[str, list[tuple[int, FileTensor]]] = {key: [] for key in wanted}
     check_checksums(folder, manifest, sorted(manifest.files)[rank::ranks])
     for name in sorted(manifest.files):
@@ -45,6 +48,6 @@ def read_checkpoint_weights(
     head = {
         key: RowParts(tuple(tensor for _, tensor in sorted(pieces, key=lambda item: item[0])))
         for key, pieces in parts.items()
-        if key.startswith("head.")
+        if key.startswith(_HEADS)
     }
     return backbone, head

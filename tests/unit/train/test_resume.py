@@ -95,6 +95,7 @@ def kinds_of_data(dataset):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_any_step_with_any_data_to_the_same_bits(dataset, tmp_path):
     for kind, (settings, reader) in kinds_of_data(dataset).items():
         folder = tmp_path / kind

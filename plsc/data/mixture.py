@@ -1,0 +1,175 @@
+"""Several data sets as one: a source of all their samples, and steps that take so many of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from plsc.data.decode import Image
+from plsc.data.order import BatchPlan
+from plsc.data.sources.base import Source
+from plsc.errors import DataError, OptionError
+
+
+class JoinedSource:
+    """The samples of several sources end to end; the classes of each are numbered behind those before it.
+
+    class_nums: of each source. A label outside of its own source's classes is a bad sample (DataError),
+    never one of another source's.
+    """
+
+    def __init__(
+        self, names: Sequence[str], sources: Sequence[Source], class_nums: Sequence[int]
+    ) -> None:
+        self._names = list(names)
+        self._sources = list(sources)
+        self._class_nums = list(class_nums)
+        self._starts = np.array(list(accumulate(map(len, sources), initial=0)))
+        self._first_classes = list(accumulate(class_nums, initial=0))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> tuple[Image, int]:
+        which, inside = self._find(index)
+        try:
+            image, label = self._sources[which][inside]
+        except DataError as error:
+            raise error.at(self._names[which]) from error
+        if not 0 <= label < self._class_nums[which]:
+            raise DataError(
+                f"{self.name(index)}: label {label} is outside 0..{self._class_nums[which] - 1}",
+                kind="label",
+            )
+        return image, self._first_classes[which] + label
+
+    def name(self, index: int) -> str:
+        """Return the name of the data set, and what its source calls the sample."""
+        which, inside = self._find(index)
+        return f"{self._names[which]}: {self._sources[which].name(inside)}"
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N]; -1 where one is outside of its source's classes."""
+        parts = []
+        for source, first, count in zip(
+            self._sources, self._first_classes, self._class_nums, strict=False
+        ):
+            labels = source.labels()
+            is_good = (labels >= 0) & (labels < count)
+            parts.append(np.where(is_good, labels + first, -1))
+        return np.concatenate(parts)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
+        which = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return which, index - int(self._starts[which])
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a data set gives to each step: `per_step` images, in the order of its own epochs.
+
+    plan: of a data set by itself; its order of the samples alone is used.
+    """
+
+    plan: BatchPlan
+    per_step: int
+
+    def indices(self, step: int) -> np.ndarray:
+        """Return the samples of a step, counted from the run's first: int64 [per_step].
+
+        The epochs follow each other without a gap: a step may begin in one and end in the next.
+        """
+        epochs, places = np.divmod(
+            np.arange(step * self.per_step, (step + 1) * self.per_step), self.plan.num_samples
+        )
+        parts = [self.plan.samples_at(int(e), places[epochs == e]) for e in np.unique(epochs)]
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class MixturePlan:
+    """The steps of a run over several data sets, in the joint numbering of `JoinedSource`.
+
+    Every step takes the same number of images of each, so that what a step reads is a function of its
+    number alone; each data set goes through epochs of its own. An epoch of the run is `steps_per_epoch`.
+
+    The samples of each data set are dealt out over the ranks in turn: a rank has a part of each, as equal as
+    can be, and as many images as any other rank, or one less.
+    """
+
+    shares: tuple[Share, ...]
+    ranks: int
+    steps_per_epoch: int
+
+    @cached_property
+    def num_samples(self) -> int:
+        """The number of samples of all data sets."""
+        return sum(share.plan.num_samples for share in self.shares)
+
+    @cached_property
+    def global_batch(self) -> int:
+        """The number of images of a step over all ranks."""
+        return sum(share.per_step for share in self.shares)
+
+    @property
+    def largest_batch(self) -> int:
+        """The most samples that a rank has in a step."""
+        return -(-self.global_batch // self.ranks)
+
+    def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:
+        """Return this rank's samples of a step of an epoch, int64.
+
+        The data sets are interleaved, so that each part of a batch has images of all, as far as it goes.
+        """
+        if not 0 <= step < self.steps_per_epoch:
+            raise IndexError(f"step {step} is outside 0..{self.steps_per_epoch - 1}")
+        parts, places, before, first = [], [], 0, 0
+        for share in self.shares:
+            dealt = np.arange(before, before + share.per_step) % self.ranks
+            sizes = np.bincount(dealt, minlength=self.ranks)
+            start, size = int(sizes[:rank].sum()), int(sizes[rank])
+            every = share.indices(self.draw_epoch(epoch, step))
+            parts.append(first + every[start : start + size])
+            places.append((np.arange(size) + 0.5) / max(1, size))
+            before += share.per_step
+            first += share.plan.num_samples
+        order = np.argsort(np.concatenate(places), kind="stable")
+        return np.concatenate(parts)[order]
+
+    def draw_epoch(self, epoch: int, step: int) -> int:
+        """Return what augmentation draws by instead of the epoch: the step of the run.
+
+        A small data set comes round many times in an epoch of the run, and is to be augmented anew each time.
+        """
+        return epoch * self.steps_per_epoch + step
+
+
+def split_batch(global_batch: int, weights: Sequence[float]) -> list[int]:
+    """Return how many images of a step each data set gives: in proportion to the weights, each at least one.
+
+    Rounded by largest remainders, the first of equals first; who would have none takes one from the
+    largest. Raises OptionError if there are more data sets than images.
+    """
+    if global_batch < len(weights):
+        raise OptionError(
+            f"a step of {global_batch} images cannot have one of each of {len(weights)} data sets; use a "
+            "larger batch"
+        )
+    largest = max(weights)  # a sum of huge weights would overflow
+    total = sum(weight / largest for weight in weights)
+    wanted = [global_batch * (weight / largest) / total for weight in weights]
+    counts = [int(share) for share in wanted]
+    by_remainder = sorted(range(len(wanted)), key=lambda k: counts[k] - wanted[k])
+    for k in by_remainder[: global_batch - sum(counts)]:
+        counts[k] += 1
+    for k, count in enumerate(counts):
+        if count == 0:
+            counts[counts.index(max(counts))] -= 1
+            counts[k] = 1
+    return counts

@@ -1,0 +1,143 @@
+"""Several heads over one backbone: each has classes of its own, and sees the samples of these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plsc.errors import DataError
+from plsc.heads.base import Head, HeadOutput, check_batch, weighted_mean
+from plsc.heads.optimizers import RowOptimizer
+from plsc.parallel.collectives import sum_over_ranks
+
+
+class JointHead(nn.Module):
+    """Heads by name, whose classes are numbered one head after the other; in use as a `Head`.
+
+    The loss is the mean over the images of the step, whichever head they belong to: the sum over the heads of
+    (images of the head / images) times the head's mean loss.
+    """
+
+    def __init__(self, heads: Mapping[str, Head], group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.heads = dict(heads)
+        for name, head in heads.items():
+            self.add_module(f"head_{name}", head)
+        self.group = group
+        self.class_num = sum(head.class_num for head in heads.values())
+        self._first_classes = list(
+            accumulate((head.class_num for head in heads.values()), initial=0)
+        )
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        with_accuracy: bool = False,
+        with_gauge: bool = False,
+    ) -> HeadOutput:
+        """Return the mean loss of the global batch, and what each head says in `parts`; a collective.
+
+        embeddings [b, D]; labels [b], int64, in the joint numbering of the classes. A head of which no rank
+        has an image is left out. The mean cosine is over pairs of samples of the same head.
+
+        Raises DataError, on every rank alike, for a label out of range and where no rank has an image.
+        """
+        check_batch(embeddings, labels, next(iter(self.heads.values())).emb_size)
+        ends = torch.tensor(self._first_classes[1:-1], device=labels.device)
+        owners = torch.bucketize(labels, ends, right=True)
+        rows = [(owners == place).nonzero()[:, 0] for place in range(len(self.heads))]
+        counts = self._count(rows, (labels < 0) | (labels >= self.class_num))
+        parts: dict[str, HeadOutput] = {}
+        for place, (name, head) in enumerate(self.heads.items()):
+            if counts[place]:
+                mine = labels[rows[place]] - self._first_classes[place]
+                parts[name] = head(embeddings[rows[place]], mine, with_accuracy, with_gauge)
+        return _joined(parts)
+
+    def sync_gradients(self) -> None:
+        """Make the gradients of the parameters whole after backward(); a collective."""
+        for head in self.heads.values():
+            head.sync_gradients()
+
+    def _count(self, rows: list[Tensor], wrong: Tensor) -> list[int]:
+        """Return how many images of the global batch each head has; one collective.
+
+        rows: of each head; wrong: bool [b], which labels are out of range.
+        """
+        mine = torch.tensor([len(part) for part in rows] + [int(wrong.sum())], device=wrong.device)
+        *counts, outside = sum_over_ranks(mine, self.group).tolist()
+        if outside:
+            raise DataError(
+                f"{outside} labels of the global batch are outside 0..{self.class_num - 1}"
+            )
+        if not any(counts):
+            raise DataError(
+                "the global batch is empty: no rank has a sample (were all its images bad? look above)"
+            )
+        return counts
+
+
+def _joined(parts: dict[str, HeadOutput]) -> HeadOutput:
+    outputs = list(parts.values())
+    batch = sum(part.batch for part in outputs)
+    loss = torch.stack([part.loss * (part.batch / batch) for part in outputs]).sum()
+    sizes = [part.batch for part in outputs]
+    pairs = [size * (size - 1) for size in sizes]
+    return HeadOutput(
+        loss=loss,
+        mean_loss=weighted_mean([part.mean_loss for part in outputs], sizes),
+        batch=batch,
+        accuracy=_mean_of_known([part.accuracy for part in outputs], sizes),
+        mean_cosine=_mean_of_known([part.mean_cosine for part in outputs], pairs),
+        parts=parts,
+    )
+
+
+def _mean_of_known(values: list[Tensor | None], weights: list[int]) -> Tensor | None:
+    known = [value for value in values if value is not None]
+    return weighted_mean(known, weights) if len(known) == len(values) else None
+
+
+class JointRows:
+    """The row optimizers of the sharded heads among several, by name; in use as a `RowOptimizer`."""
+
+    def __init__(self, optimizers: Mapping[str, RowOptimizer]) -> None:
+        self.optimizers = dict(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all of them."""
+        return [group for each in self.optimizers.values() for group in each.param_groups]
+
+    def step(self, *, clip: float = 1.0) -> None:
+        """Update all rows; see `RowOptimizer.step`."""
+        for each in self.optimizers.values():
+            each.step(clip=clip)
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of the gradient of all rows of all heads; a collective."""
+        norms = [each.gradient_norm() for each in self.optimizers.values()]
+        return torch.stack(norms).norm()
+
+
+def each_head(
+    head: Head | JointHead, rows: RowOptimizer | JointRows | None
+) -> Iterator[tuple[str, str, Head, RowOptimizer | None]]:
+    """Yield every head, with its row optimizer if it has one.
+
+    Before them come the prefixes of their tensors' keys in a checkpoint: ``head`` and ``rows`` for a head by
+    itself, ``heads.<name>`` and ``rows.<name>`` for one of several.
+    """
+    if isinstance(head, JointHead):
+        optimizers = rows.optimizers if isinstance(rows, JointRows) else {}
+        for name, one in head.heads.items():
+            yield f"heads.{name}", f"rows.{name}", one, optimizers.get(name)
+        return
+    assert not isinstance(rows, JointRows)
+    yield "head", "rows", head, rows
