@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,12 @@ def main() -> int:
     return 0
 
 
-def measure_round(turn: int, work: Path, classes: int, dimension: int) -> list[Sample]:
+def measure_round(turn: int, work: Path, classes: int, dimension: int) -> Iterator[Sample]:
     """Let every way save, and then load on other numbers of ranks."""
-    samples = []
     for way in _rotated(SAVES, turn):
         folder = work / way.name.replace(" ", "-")
         sample = measure(way, 2, folder, classes, dimension)
-        samples.append({"op": "save", "way": way.name, "ranks": 2, **sample})
+        yield {"op": "save", "way": way.name, "ranks": 2, **sample}
         if way.name not in (OURS, TORCH, DCP):
             shutil.rmtree(folder)
     for ranks in (2, 3, 1):
@@ -100,8 +100,7 @@ def measure_round(turn: int, work: Path, classes: int, dimension: int) -> list[S
             assert way.reads is not None
             folder = work / way.reads.replace(" ", "-")
             sample = measure(way, ranks, folder, classes, dimension)
-            samples.append({"op": "load", "way": way.name, "ranks": ranks, **sample})
-    return samples
+            yield {"op": "load", "way": way.name, "ranks": ranks, **sample}
 
 
 def _rotated(ways: tuple[Way, ...], turn: int) -> tuple[Way, ...]:
@@ -111,8 +110,9 @@ def _rotated(ways: tuple[Way, ...], turn: int) -> tuple[Way, ...]:
 def measure(way: Way, ranks: int, folder: Path, classes: int, dimension: int) -> Sample:
     """Have fresh processes do it once; return the times of the slowest rank, and the memory.
 
-    waited: seconds that training would wait; seconds: until all is done. peak: bytes beyond what the ranks
-    had before, all together; on_one_rank: the most that one had; mapped: pages of files.
+    waited: seconds that training would wait; seconds: until all is done; cpu: processor seconds of all ranks.
+    peak: bytes beyond what the ranks had before, all together; on_one_rank: the most that one had; mapped:
+    pages of files.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -137,7 +137,8 @@ def measure(way: Way, ranks: int, folder: Path, classes: int, dimension: int) ->
     if any(statuses):
         raise SystemExit(f"{way.name} on {ranks} ranks failed: see above")
     times = [json.loads(text) for text in texts]
-    return {key: max(one[key] for one in times) for key in times[0]} | memory
+    slowest = {key: max(one[key] for one in times) for key in ("waited", "seconds")}
+    return {**slowest, "cpu": sum(one["cpu"] for one in times), **memory}
 
 
 def _run_rank(
@@ -165,14 +166,14 @@ def _run_rank(
         board[rank] = _READY
         while not board[ranks]:
             time.sleep(0.001)
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         waited = way.act(state, folder, world)
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - worked
         board[rank] = _DONE
         if is_load:
             check_state(state)
         with os.fdopen(answer, "w") as file:
-            json.dump({"waited": waited, "seconds": seconds}, file)
+            json.dump({"waited": waited, "seconds": seconds, "cpu": cpu}, file)
         world.close()
         status = 0
     except BaseException:
@@ -239,9 +240,9 @@ def render(samples: list[Sample]) -> str:
         chosen = [one for one in samples if (one["op"], one["ranks"]) == (op, ranks)]
         title = "save on 2 ranks" if op == "save" else f"load on {ranks}, saved by 2"
         lines += [
-            f"| {title} | training waits, s | all, s (least to most) | x ours | memory beyond the state, GB "
+            f"| {title} | training waits, s | all, s (least to most) | x ours | CPU, s | memory beyond the state, GB "
             "| on one rank, GB |",
-            "|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|",
         ]
         for way in dict.fromkeys(one["way"] for one in sorted(chosen, key=lambda one: one["way"])):
             lines.append(_row(way, chosen))
@@ -261,11 +262,12 @@ def _row(way: str, samples: list[Sample]) -> str:
     ratio = statistics.median(one["seconds"] / ours[one["round"]] for one in mine)
     middle = {
         key: statistics.median(one[key] for one in mine)
-        for key in ("waited", "peak", "on_one_rank")
+        for key in ("waited", "cpu", "peak", "on_one_rank")
     }
     return (
         f"| {way} | {middle['waited']:.2f} | {statistics.median(seconds):.2f} ({seconds[0]:.2f} to "
-        f"{seconds[-1]:.2f}) | {ratio:.2f} | {middle['peak'] / 1e9:.2f} | {middle['on_one_rank'] / 1e9:.2f} |"
+        f"{seconds[-1]:.2f}) | {ratio:.2f} | {middle['cpu']:.2f} | {middle['peak'] / 1e9:.2f} | "
+        f"{middle['on_one_rank'] / 1e9:.2f} |"
     )
 
 
