@@ -205,7 +205,8 @@ def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
     resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
-    heads = f"{len(run.sets)} heads" if run.sets else run.options.head.loss_type
+    count = len(run.sets)
+    heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
     text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
         f"{heads} over {run.head.class_num:,} classes on {images}; "
