@@ -240,8 +240,8 @@ def render(samples: list[Sample]) -> str:
         chosen = [one for one in samples if (one["op"], one["ranks"]) == (op, ranks)]
         title = "save on 2 ranks" if op == "save" else f"load on {ranks}, saved by 2"
         lines += [
-            f"| {title} | training waits, s | all, s (least to most) | x ours | CPU, s | memory beyond the state, GB "
-            "| on one rank, GB |",
+            f"| {title} | training waits, s | all, s (least to most) | x ours | CPU, s "
+            "| memory beyond the state, GB | on one rank, GB |",
             "|---|---|---|---|---|---|---|",
         ]
         for way in dict.fromkeys(one["way"] for one in sorted(chosen, key=lambda one: one["way"])):
