@@ -167,6 +167,16 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
     assert all(tensor.equal(after[key]) for key, tensor in before.items())
 
 
+def test_the_optimizers_state_of_a_dense_head_that_is_left_out_is_passed_over(
+    sets, trained, tmp_path
+):
+    run, said, path = resumed_run(sets, trained, tmp_path, "faces")
+    assert len(said) == 1
+    assert "momentum.heads.glyphs.weight" in read_manifest(path).tensors
+    assert "momentum.backbone.fc.weight" in state_of(run)
+    assert not any("glyphs" in key for key in state_of(run))
+
+
 def test_a_script_that_names_no_data_sets_goes_on_with_those_of_the_checkpoint(trained, tmp_path):
     options = run_options("unused", tmp_path / "run", checkpoint__load_dir=str(trained / "0"))
     options.explicit.discard("data.dataset_dir")
