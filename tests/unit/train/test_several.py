@@ -97,6 +97,7 @@ def test_a_run_goes_on_from_any_step_to_the_same_bits(sets, trained, tmp_path, c
 def test_the_log_has_the_losses_of_each_head_and_their_mean_over_the_images(trained):
     for line in (trained / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
+        assert entry["loss/faces"] != entry["loss/glyphs"]
         for what in ("loss", "accuracy"):
             mean = (4 * entry[f"{what}/faces"] + 2 * entry[f"{what}/glyphs"]) / 6
             assert entry[what] == pytest.approx(mean)
