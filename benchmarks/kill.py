@@ -18,9 +18,9 @@ the summary. Stops at the first thing that is not as it should be, and leaves al
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-import json
 import os
 import random
 import shutil
@@ -42,8 +42,8 @@ from kill_job import (  # noqa: E402
     launch,
     plan_as_dict,
 )
+from kill_log import Log, summarise  # noqa: E402
 from kill_look import (  # noqa: E402
-    END_OF_LINE,
     Death,
     Typical,
     compare,
@@ -61,33 +61,6 @@ from tests.images import write_dataset  # noqa: E402
 
 START = "start"
 WEIGHTS = {SAVE: 38, UPLOAD: 30, DELETION: 11, REMOTE_DELETION: 11, START: 10}
-REQUIRED = {"a save": ({SAVE}, 25), "an upload": ({UPLOAD}, 15)}
-REQUIRED["retention"] = ({DELETION, REMOTE_DELETION}, 5)
-
-
-class Log:
-    """The lines of kill.jsonl, those of earlier calls included."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        text = path.read_text() if path.exists() else ""
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
-
-    def add(self, **facts: Any) -> None:
-        """Append a line."""
-        self.lines.append(facts)
-        with self._path.open("a") as file:
-            file.write(json.dumps(facts) + END_OF_LINE)
-
-    @property
-    def kills(self) -> list[dict[str, Any]]:
-        """The kills so far."""
-        return [line for line in self.lines if "kill" in line]
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        """The runs that came to their end."""
-        return [line for line in self.lines if "run" in line and "kill" not in line]
 
 
 def main() -> int:
@@ -100,21 +73,25 @@ def main() -> int:
     parser.add_argument("--classes", type=int, default=200_000)
     parser.add_argument("--steps", type=int, default=40, help="of a run, in all")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="2,000 classes, 16 steps")
+    parser.add_argument("--quick", action="store_true", help="2,000 classes, 30 steps")
     parser.add_argument(
         "--phases", nargs="+", choices=WEIGHTS, default=[], help="die in these, in turn"
     )
+    parser.add_argument(
+        "--store", help="URL of an empty folder to send to, instead of an HDFS of its own"
+    )
     given = parser.parse_args()
     if given.quick:
-        given.classes, given.steps = 2000, 16
+        given.classes, given.steps = 2000, 30
     if given.phases:
         given.kills = len(given.phases)
     work = given.results.resolve() / "work"
     work.mkdir(parents=True, exist_ok=True)
     os.environ["PLSC_CACHE_DIR"] = str(work / "cache")
     log = Log(given.results / "kill.jsonl")
-    with hdfs_server() as hdfs:
-        Killer(given, work, hdfs.url, log).kill_all()
+    with contextlib.ExitStack() as stack:
+        url = given.store or stack.enter_context(hdfs_server()).url
+        Killer(given, work, url, log).kill_all()
     summary = summarise(log)
     (given.results / "kill.md").write_text(summary)
     print(summary)
@@ -261,37 +238,6 @@ class Killer:
 
 def _step(found: dict[str, Any] | None) -> str:
     return f"step {found['step']}" if found else "none"
-
-
-def summarise(log: Log) -> str:
-    """Return the table for the documentation."""
-    kills, runs = log.kills, log.runs
-    rows = [f"| kills | {len(kills)} |"]
-    rows.append(
-        f"| of the launcher and both ranks at once | {_count(kills, 'launcher and both ranks')} |"
-    )
-    for what, (phases, least) in REQUIRED.items():
-        count = sum(bool(phases & set(kill["in_phases"])) for kill in kills)
-        rows.append(f"| proven to be within {what} (wanted: {least}) | {count} |")
-    rows.append(f"| within none of these | {sum(not kill['in_phases'] for kill in kills)} |")
-    for place, name in (("local", "here"), ("remote", "in the store")):
-        whole = sum(bool(kill[place] and kill[place]["verified"]) for kill in kills)
-        rows.append(f"| newest checkpoint {name} verified | {whole} |")
-    rows.append(
-        f"| kills with any other trace than hidden leftovers | {sum(map(_is_bad, kills))} |"
-    )
-    rows.append(f"| starts from the store | {sum(kill['loaded_from_store'] for kill in kills)} |")
-    same = sum(run["same_bits"] for run in runs)
-    rows.append(f"| runs that came to their end, with the same bits | {len(runs)}, {same} |")
-    return "\n".join(["| | |", "|---|---|", *rows, ""])
-
-
-def _count(kills: list[dict[str, Any]], victims: str) -> int:
-    return sum(kill["victims"] == victims for kill in kills)
-
-
-def _is_bad(kill: dict[str, Any]) -> bool:
-    return bool(kill["problems"])
 
 
 if __name__ == "__main__":

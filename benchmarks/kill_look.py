@@ -21,7 +21,6 @@ from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.tools import verify
 from plsc.storage.store import Store
 
-END_OF_LINE = "\n"
 KNOWN = frozenset({"metrics.jsonl", "loss.png", "best.json", "bad_samples.txt"})
 LONGEST_RUN = 300.0  # seconds
 LONGEST_END = 60.0  # seconds for the launcher to notice that a rank is dead

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,11 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 import plsc.checkpoint_cli as checkpoint_cli
 import plsc.data_cli as data_cli
 from plsc.config import Options, all_options
-from plsc.errors import OptionError, PlscError, did_you_mean, report
+from plsc.errors import OptionError, PlscError, report, worded
+from plsc.flags import explain, in_flags, option_flags
 from plsc.plan import ARGUMENTS as PLAN_ARGUMENTS
 from plsc.plan import plan
+from plsc.verbs import in_words
 from plsc.version import __version__
 
 _VERBS = {
@@ -45,13 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _FAMILIES:
         return _FAMILIES[arguments[0]][1](arguments[1:])
-    try:
-        return _run(_parse(arguments))
-    except PlscError as error:
-        return report(error)
+    with worded(in_flags):
+        try:
+            return _run(_parse(arguments))
+        except PlscError as error:
+            return report(error)
 
 
-def _parse(arguments: Sequence[str] | None) -> Namespace:
+def _parse(arguments: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="plsc",
         description="Train classifiers over very many classes.",
@@ -79,7 +81,10 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     try:
         return parser.parse_args(arguments, defaults=False)
     except ArgumentError as error:
-        raise OptionError(_explain(str(error))) from error
+        called = next((word for word in arguments if word in (*_VERBS, "plan")), "")
+        flags = _plan_flags() if called == "plan" else option_flags()
+        program = f"plsc {called}".rstrip()
+        raise OptionError(explain(in_words(str(error)), flags, program)) from error
 
 
 def _plan_parser() -> ArgumentParser:
@@ -87,22 +92,21 @@ def _plan_parser() -> ArgumentParser:
     for argument in PLAN_ARGUMENTS:
         how: dict[str, Any] = {"type": argument.kind, "default": argument.default}
         if argument.kind is bool:
-            how = {"action": "store_true"}
+            how |= {"nargs": "?", "const": True}
         elif argument.name == "classes":
             how = {"type": argument.kind, "required": True}
-        parser.add_argument(f"--{argument.name}", help=argument.meaning, **how)
+        names = [f"--{name}" for name in (argument.name, argument.option) if name]
+        parser.add_argument(*names, help=argument.meaning, **how)
     return parser
 
 
-def _explain(problem: str) -> str:
-    """Return the parser's message in one line, with the nearest option where a name is wrong."""
-    line = " ".join(problem.split())
-    wrong = re.search(r"--([\w.]+)", line)
-    hint = ""
-    if "nrecognized" in line and wrong:
-        known = [spec.path for spec in all_options()] + [option.name for option in PLAN_ARGUMENTS]
-        hint = did_you_mean(wrong[1], known)
-    return f"{line}{hint}; see plsc --help"
+def _plan_flags() -> dict[str, tuple[Any, str]]:
+    return {
+        name: (argument.kind, argument.meaning)
+        for argument in PLAN_ARGUMENTS
+        for name in (argument.name, argument.option)
+        if name
+    }
 
 
 def _run(parsed: Namespace) -> int:

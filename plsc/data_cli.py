@@ -6,8 +6,11 @@ import dataclasses
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from plsc.errors import OptionError, worded
+from plsc.flags import in_short_flags
 from plsc.verbs import Argument, Verb, run_verb
 
 
@@ -107,11 +110,25 @@ def run_inspect(
     from plsc.data.overview import look_at
     from plsc.data.sources import open_source
 
+    if check < 0:
+        raise OptionError(f"--check is {check}; expected a number of samples, or 0 for all")
+    if sheet is not None:  # before all that is read for it
+        _check_sheet(sheet, sheet_images)
     source = open_source(location, **reading)
     print(look_at(source, checked=check, seed=seed).render())
     if sheet is not None:
         count = write_contact_sheet(source, sheet, images=sheet_images, seed=seed)
         print(f"wrote {count} pictures to {sheet}")
+
+
+def _check_sheet(sheet: str, sheet_images: int) -> None:
+    if sheet_images < 1:
+        raise OptionError(f"--sheet_images is {sheet_images}; expected at least 1")
+    if not sheet.lower().endswith(".png"):
+        raise OptionError(f"--sheet is {sheet!r}; expected a name that ends in .png")
+    folder = Path(sheet).absolute().parent
+    if not folder.is_dir():
+        raise OptionError(f"--sheet is {sheet!r}, but there is no folder {folder}; make it first")
 
 
 def pack_arguments() -> list[Argument]:
@@ -167,7 +184,8 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``plsc data <verb> --flag ...``; return the exit code."""
-    return run_verb("plsc data", "Prepare, convert and look at datasets.", VERBS, arguments)
+    with worded(in_short_flags):
+        return run_verb("plsc data", "Prepare, convert and look at datasets.", VERBS, arguments)
 
 
 def _without_none(kind: Any) -> Any:

@@ -7,10 +7,11 @@ keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class PlscError(Exception):
@@ -76,6 +77,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+_wording: Callable[[str], str] = str
+
+
+@contextlib.contextmanager
+def worded(wording: Callable[[str], str]) -> Iterator[None]:
+    """Let `report` pass its messages through `wording`: the command line speaks of flags, not of setters."""
+    global _wording  # a process has one user, who gave either flags or a script
+    before, _wording = _wording, wording
+    try:
+        yield
+    finally:
+        _wording = before
+
+
 def report(error: BaseException) -> int:
     """Print an error that ends the program, once, to stderr; return the exit code.
 
@@ -84,7 +99,7 @@ def report(error: BaseException) -> int:
     if not getattr(error, "is_reported", False):
         if isinstance(error, PlscError):
             kind = "" if isinstance(error, TrainingInterrupted) else "error: "
-            print(f"plsc: {kind}{error}", file=sys.stderr, flush=True)
+            print(f"plsc: {kind}{_wording(str(error))}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
             sys.stderr.flush()

@@ -32,27 +32,57 @@ _DRAW_INDICES = 6
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of `plan`, as a flag of the command line."""
+    """An argument of `plan`, as a flag of the command line. option: the same one of a run, another name."""
 
     name: str
     kind: Any
     default: Any
     meaning: str
+    option: str | None = None
 
 
 ARGUMENTS = (
-    Argument("classes", float, None, "number of classes, all ranks together; 1e8 is fine"),
-    Argument("ranks", int, 1, "number of ranks"),
-    Argument("embedding", int, 512, "embedding size"),
-    Argument("batch", int, 128, "samples a rank"),
-    Argument("ratio", float, 1.0, "share of a rank's classes that take part in a step, in (0, 1]"),
-    Argument("rows", str, "float32", "type of the class rows: float32 or bfloat16"),
-    Argument("optimizer", str, "sgd", "of the class rows: sgd (with momentum), adamw or adagrad"),
-    Argument("state", str, "float32", "type of its state: float32, bfloat16, or int8 (sgd only)"),
-    Argument("centers", int, 1, "rows a class (sub-centres)"),
-    Argument("offload", bool, False, "rows and states stay in CPU memory"),
     Argument(
-        "keep_bytes", float, 0, "bytes in which the first pass may leave terms for the second"
+        "classes",
+        float,
+        None,
+        "number of classes, all ranks together; 1e8 is fine",
+        "head.class_num",
+    ),
+    Argument("ranks", int, 1, "number of ranks"),
+    Argument("embedding", int, 512, "embedding size", "model.emb_size"),
+    Argument("batch", int, 128, "samples a rank", "train.batch_size"),
+    Argument(
+        "ratio",
+        float,
+        1.0,
+        "share of a rank's classes that take part in a step, in (0, 1]",
+        "head.sample_ratio",
+    ),
+    Argument(
+        "rows", str, "float32", "type of the class rows: float32 or bfloat16", "head.row_dtype"
+    ),
+    Argument(
+        "optimizer",
+        str,
+        "sgd",
+        "of the class rows: sgd (with momentum), adamw or adagrad",
+        "head.optimizer",
+    ),
+    Argument(
+        "state",
+        str,
+        "float32",
+        "type of its state: float32, bfloat16, or int8 (sgd only)",
+        "head.state_dtype",
+    ),
+    Argument("centers", int, 1, "rows a class (sub-centres)", "head.sub_centers"),
+    Argument("offload", bool, False, "rows and states stay in CPU memory", "head.offload"),
+    Argument(
+        "keep_bytes",
+        float,
+        0,
+        "bytes in which the first pass may leave terms for the second (head.keep_mb is in MiB)",
     ),
     Argument("embedding_dtype", str, "float32", "type the network gives: float32 or bfloat16"),
     Argument("product_rate", float, None, "TFLOP/s of the products, for an estimate of the time"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from plsc.errors import OptionError, PlscError, report
+from plsc.errors import OptionError, PlscError, did_you_mean, report
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,29 @@ class Verb:
     run: Callable[..., None]
 
 
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
+def in_words(problem: str) -> str:
+    """Return what argparse says in the words of the other messages: what came, what was expected."""
+    if found := re.fullmatch(r"argument (--\S+): invalid (\w+) value: (.*)", problem):
+        return f"{found[1]} is {found[3]}; expected {_KINDS.get(found[2], found[2])}"
+    if found := re.fullmatch(
+        r"argument verb: invalid choice: '(.*?)' \(choose from (.*)\)", problem
+    ):
+        known = [name.strip(" '") for name in found[2].split(",")]
+        hint = did_you_mean(found[1], known)
+        return f"there is no verb {found[1]!r}; known: {', '.join(known)}{hint}"
+    if found := re.fullmatch(r"argument (--\S+): expected one argument", problem):
+        return f"{found[1]} needs a value behind it"
+    if problem == "the following arguments are required: verb":
+        return "a verb must be given"
+    return problem
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message}; see {self.prog} --help")
+        raise OptionError(f"{in_words(message)}; see {self.prog} --help")
 
 
 def run_verb(

@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from plsc.checkpoint.layout import DTYPES, OFFSETS_KEY, PLACES_KEY, SUFFIX
 from plsc.checkpoint.manifest import FileInfo
+from plsc.data.crc import crc32
 
 PIECE_BYTES = 4 << 20
 LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one
@@ -154,7 +154,7 @@ class _Measured:
         if not data.nbytes:
             return
         data = data.cast("B")
-        self.crc = zlib.crc32(data, self.crc)
+        self.crc = crc32(data, self.crc)
         self.size += len(data)
         while data:
             data = data[self._file.write(data) :]  # a raw file may take less than it is given

@@ -72,7 +72,10 @@ def _read(path: str) -> str:
             with Path(path).open("rb") as file:
                 data = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise DataError(f"{shown(path)} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{shown(path)} cannot be read: {error.strerror or error}; expected the list of the data files, "
+            "one name a line"
+        ) from error
     if len(data) > _MAX_BYTES:
         raise DataError(f"{shown(path)} is over {_MAX_BYTES} bytes; is it a list of files?")
     try:

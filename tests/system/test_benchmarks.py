@@ -1,4 +1,4 @@
-"""The benchmark of the head compares what it says it compares: the same loss, the same update."""
+"""The benchmarks compare what they say they compare: the same loss, the same update, the same bytes."""
 
 from __future__ import annotations
 
@@ -85,3 +85,18 @@ def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_cla
     few, many = read(tmp_path, "traffic")
     assert many["C"] == 2 * few["C"]
     assert few["given"] == many["given"] == few["expected"]
+
+
+def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ranks(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/checkpoint.py", str(tmp_path), "--quick", "--rounds", "1"],
+        cwd=REPO,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr  # each load looks at every row
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 5 + 3 * 3
+    assert {sample["ranks"] for sample in samples if sample["op"] == "load"} == {1, 2, 3}
+    gathered = next(one for one in samples if one["way"] == "gather + torch.save")
+    assert gathered["on_one_rank"] >= 8 * gathered["classes"] * gathered["D"]

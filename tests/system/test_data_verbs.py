@@ -68,7 +68,11 @@ def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
         "does not exist": ["inspect", str(tmp_path / "gone")],
         "ends in .tar.zst": ["pack", str(dataset), str(tmp_path / "a.zip")],
         "label_map is set": ["convert", str(dataset), str(tmp_path / "a.rec"), "--label_map", "x"],
-        "invalid int value": ["inspect", str(dataset), "--check", "some"],
+        "--check is -1": ["inspect", str(dataset), "--check", "-1"],
+        "--sheet_images is 0": ["inspect", "x", "--sheet", "a.png", "--sheet_images", "0"],
+        "ends in .png": ["inspect", "x", "--sheet", "a.jpg"],
+        "no folder /nowhere": ["inspect", "x", "--sheet", "/nowhere/a.png"],
+        "expected a whole number": ["inspect", str(dataset), "--check", "some"],
     }
     for message, arguments in wrong.items():
         assert cli.main(["data", *arguments]) == 1

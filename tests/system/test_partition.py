@@ -337,7 +337,11 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
     [
         (["--nranks", "2"], "--data_dir"),
         (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt cannot be read"),
-        (["--data_dir", "/nope", "--nranks", "none"], "invalid int value: 'none'"),
+        (["--data_dir", "/nope", "--nranks", "2", "--verify"], "there is no output to verify"),
+        (
+            ["--data_dir", "/nope", "--nranks", "none"],
+            "--nranks is 'none'; expected a whole number",
+        ),
         (
             ["--data_dir", "/nope", "--nranks", "2", "--memory", "lots"],
             "expected a size such as 512M",

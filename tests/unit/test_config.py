@@ -107,7 +107,7 @@ def test_a_misspelt_attribute_or_setter_is_not_swallowed():
     [
         (["train", "--train.batchsize", "3"], "did you mean 'train.batch_size'"),
         (["train", "--train.epochs", "2.5"], "train.epochs"),
-        (["trian"], "invalid choice"),
+        (["trian"], "did you mean 'train'"),
         (["predict", "--output", "/no such folder/x.npz"], "there is no folder"),
     ],
 )

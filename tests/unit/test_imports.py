@@ -13,6 +13,7 @@ ROOMS = [
     {"option", "verbs"},
     {"data_set"},
     {"config"},
+    {"flags"},
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},

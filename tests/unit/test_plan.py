@@ -10,10 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from plsc.cli import main
+from plsc.config import all_options
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
 from plsc.heads.engines import choose_passes
-from plsc.plan import plan, tile_rows
+from plsc.plan import ARGUMENTS, plan, tile_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -243,8 +244,9 @@ def test_the_command_prints_exact_bytes_and_readable_units(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "classes"),
-        (["--classes", "many"], "many"),
+        ([], "--classes must be given"),
+        (["--classes", "many"], "--classes is 'many'; expected a number"),
+        (["--classes", "10", "--head.offload", "no way"], "expected true or false"),
         (["--classes", "10", "--rows", "fp8"], "rows is 'fp8'; expected one of"),
         (["--classes", "10", "--rankz", "8"], "did you mean 'ranks'?"),
     ],
@@ -255,6 +257,16 @@ def test_the_command_refuses_wrong_flags_in_a_line(arguments, expected, capsys):
     assert error.startswith("plsc: error: ")
     assert expected in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_a_plan_takes_the_names_that_a_run_has(capsys):
+    theirs = "plan --head.class_num 1e6 --ranks 8 --head.sample_ratio 0.1 --head.offload true"
+    assert main(theirs.split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() == plan(10**6, ranks=8, ratio=0.1, offload=True).render()
+    runs = {spec.path for spec in all_options()}
+    for argument in ARGUMENTS:
+        assert argument.option is None or argument.option in runs
 
 
 def test_planning_does_not_load_torch():

@@ -90,10 +90,18 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
     Raises DataError that names the part that is damaged, the input that has changed, or what does not agree.
     """
     output = options.output
-    with remote.opened(output, manifests.NAME) as file:
-        manifest = manifests.parse(
-            manifests.read_limited(file), f"{shown(output)}/{manifests.NAME}"
-        )
+    try:
+        with remote.opened(output, manifests.NAME) as file:
+            manifest = manifests.parse(
+                manifests.read_limited(file), f"{shown(output)}/{manifests.NAME}"
+            )
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise DataError(
+                f"{error}; there is no output to verify: make it first, without verify, or name it by "
+                "output_dir"
+            ) from error
+        raise
     if manifest["nranks"] != options.nranks:
         raise DataError(
             f"{shown(output)} has {manifest['nranks']} parts, expected {options.nranks}; "

@@ -45,7 +45,8 @@ def choose_column(
         if name in lower:
             return lower[name]
     raise OptionError(
-        f"no column is named like one of {what}s; the columns are: {shown}; name it: {what}_column"
+        f"no column is named like one of {what}s; the columns are: {shown}; "
+        f"name the right one by set_{what}_column()"
     )
 
 

@@ -1,0 +1,275 @@
+"""Time and memory of saving, loading and resharding 2 GB of head state, beside what people use otherwise.
+
+python benchmarks/checkpoint.py results/                    5 rounds of a minute each (needs 8 GB of disk)
+python benchmarks/checkpoint.py results/ --rounds 1 --add   one more round, added to the samples
+python benchmarks/checkpoint.py results/ --quick            16 MB, 2 rounds: does it run
+
+Two gloo ranks hold a weight and a momentum of a million classes. In each round every way saves, then every
+way loads on 2, 3 and 1 ranks what it saved; who begins changes from round to round. Every save is on the disk
+(fsync) when it ends; loads read from the page cache. Each measurement has fresh processes. Their memory is
+looked at every few milliseconds: anonymous and shared pages of all ranks together beyond the state itself;
+pages of files that are mapped are counted apart. Writes samples.jsonl and results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import socket
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO), str(REPO / "benchmarks")]
+os.environ.update(
+    OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"
+)  # before torch is imported: it is forked afterwards
+
+from checkpoint_ways import (  # noqa: E402
+    DCP,
+    LOADS,
+    OURS,
+    SAVES,
+    TORCH,
+    Way,
+    check_state,
+    make_state,
+)
+
+from plsc.parallel.world import World  # noqa: E402
+
+Sample = dict[str, Any]
+_READY, _DONE = 1, 2
+
+
+def main() -> int:
+    """Measure all ways in turns and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("results", type=Path, help="folder for the results and the checkpoints")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--classes", type=int, default=1_000_000)
+    parser.add_argument("--dimension", type=int, default=256)
+    parser.add_argument("--quick", action="store_true", help="8,000 classes, 2 rounds")
+    parser.add_argument("--add", action="store_true", help="to the samples that are there")
+    given = parser.parse_args()
+    if given.quick:
+        given.classes, given.rounds = 8_000, min(given.rounds, 2)
+    given.results.mkdir(parents=True, exist_ok=True)
+    path = given.results / "samples.jsonl"
+    if not given.add:
+        path.unlink(missing_ok=True)
+    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    first = 1 + max((sample["round"] for sample in earlier), default=-1)
+    work = given.results / "work"
+    for turn in range(first, first + given.rounds):
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        for sample in measure_round(turn, work, given.classes, given.dimension):
+            sample = {"round": turn, "classes": given.classes, "D": given.dimension, **sample}
+            earlier.append(sample)
+            print(json.dumps(sample), flush=True)
+            with path.open("a") as file:
+                file.write(json.dumps(sample) + "\n")
+    shutil.rmtree(work)
+    table = render(earlier)
+    (given.results / "results.md").write_text(table)
+    print(table)
+    return 0
+
+
+def measure_round(turn: int, work: Path, classes: int, dimension: int) -> Iterator[Sample]:
+    """Let every way save, and then load on other numbers of ranks."""
+    for way in _rotated(SAVES, turn):
+        folder = work / way.name.replace(" ", "-")
+        sample = measure(way, 2, folder, classes, dimension)
+        yield {"op": "save", "way": way.name, "ranks": 2, **sample}
+        if way.name not in (OURS, TORCH, DCP):
+            shutil.rmtree(folder)
+    for ranks in (2, 3, 1):
+        for way in _rotated(LOADS, turn):
+            assert way.reads is not None
+            folder = work / way.reads.replace(" ", "-")
+            sample = measure(way, ranks, folder, classes, dimension)
+            yield {"op": "load", "way": way.name, "ranks": ranks, **sample}
+
+
+def _rotated(ways: tuple[Way, ...], turn: int) -> tuple[Way, ...]:
+    return ways[turn % len(ways) :] + ways[: turn % len(ways)]
+
+
+def measure(way: Way, ranks: int, folder: Path, classes: int, dimension: int) -> Sample:
+    """Have fresh processes do it once; return the times of the slowest rank, and the memory.
+
+    waited: seconds that training would wait; seconds: until all is done; cpu: processor seconds of all ranks.
+    peak: bytes beyond what the ranks had before, all together; on_one_rank: the most that one had; mapped:
+    pages of files.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    board = mmap.mmap(-1, 4096)  # shared: a byte a rank, and one that lets them begin
+    pids, answers = [], []
+    for rank in range(ranks):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(read_end)
+            _run_rank(way, rank, ranks, port, board, write_end, folder, classes, dimension)
+        os.close(write_end)
+        pids.append(pid)
+        answers.append(read_end)
+    memory = _watch(pids, board)
+    texts = []
+    for answer in answers:
+        with os.fdopen(answer) as file:
+            texts.append(file.read())
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(statuses):
+        raise SystemExit(f"{way.name} on {ranks} ranks failed: see above")
+    times = [json.loads(text) for text in texts]
+    slowest = {key: max(one[key] for one in times) for key in ("waited", "seconds")}
+    return {**slowest, "cpu": sum(one["cpu"] for one in times), **memory}
+
+
+def _run_rank(
+    way: Way,
+    rank: int,
+    ranks: int,
+    port: int,
+    board: mmap.mmap,
+    answer: int,
+    folder: Path,
+    classes: int,
+    dimension: int,
+) -> None:
+    """Do it as one rank, once in small to have everything imported, and end the process."""
+    status = 1
+    try:
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks)
+        )
+        world = World.from_environment("cpu")
+        is_load = way.reads is not None
+        _warm_up(way, folder, world)
+        state = make_state(classes, dimension, world, fill=not is_load)
+        world.barrier()
+        board[rank] = _READY
+        while not board[ranks]:
+            time.sleep(0.001)
+        began, worked = time.perf_counter(), time.process_time()
+        waited = way.act(state, folder, world)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - worked
+        board[rank] = _DONE
+        if is_load:
+            check_state(state)
+        with os.fdopen(answer, "w") as file:
+            json.dump({"waited": waited, "seconds": seconds, "cpu": cpu}, file)
+        world.close()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _warm_up(way: Way, folder: Path, world: World) -> None:
+    """Do the same with 64 classes; a load needs a save before."""
+    small = folder.with_name(f"warm-{os.getppid()}-{folder.name}")
+    state = make_state(64, 8, world, fill=True)
+    save = way if way.reads is None else next(one for one in SAVES if one.name == way.reads)
+    if save.name != DCP or world.size > 1:
+        save.act(state, small, world)
+        if way is not save:
+            way.act(state, small, world)
+    world.barrier()
+    if world.is_main:
+        shutil.rmtree(small, ignore_errors=True)
+    world.barrier()
+
+
+def _watch(pids: list[int], board: mmap.mmap) -> dict[str, int]:
+    """Return what the processes needed at most beyond what they had when they were ready."""
+    count = len(pids)
+    while any(board[rank] != _READY for rank in range(count)):
+        if not all(Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z" for pid in pids):
+            raise SystemExit("a rank failed before it began: see above")
+        time.sleep(0.005)
+    before = [_resident(pid) for pid in pids]
+    board[count] = 1
+    peak = alone = mapped = 0
+    while any(board[rank] != _DONE for rank in range(count)):
+        now = [_resident(pid) for pid in pids]
+        more = [one[0] - earlier[0] for one, earlier in zip(now, before, strict=True)]
+        files = sum(one[1] - earlier[1] for one, earlier in zip(now, before, strict=True))
+        peak, alone = max(peak, sum(more)), max(alone, *more)
+        mapped = max(mapped, files)
+        if any(Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z" for pid in pids):
+            break  # it has failed: its status says so
+        time.sleep(0.004)
+    return {"peak": peak, "on_one_rank": alone, "mapped": mapped}
+
+
+def _resident(pid: int) -> tuple[int, int]:
+    """Return bytes of anonymous and shared pages, and of mapped files, that a process has in memory."""
+    found = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.startswith("Rss"):
+            found[name] = 1024 * int(value.split()[0])
+    if not found:
+        return 0, 0  # it has ended
+    return found["RssAnon"] + found["RssShmem"], found["RssFile"]
+
+
+def render(samples: list[Sample]) -> str:
+    """Return the tables: medians, and the median over the rounds of the ratio to ours in the same round."""
+    classes, dimension = samples[0]["classes"], samples[0]["D"]
+    size = 8 * classes * dimension
+    lines = [f"{size / 1e9:.2f} GB of rows and momentum, {_rounds(samples)} rounds", ""]
+    for op, ranks in (("save", 2), ("load", 2), ("load", 3), ("load", 1)):
+        chosen = [one for one in samples if (one["op"], one["ranks"]) == (op, ranks)]
+        title = "save on 2 ranks" if op == "save" else f"load on {ranks}, saved by 2"
+        lines += [
+            f"| {title} | training waits, s | all, s (least to most) | x ours | CPU, s "
+            "| memory beyond the state, GB | on one rank, GB |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for way in dict.fromkeys(one["way"] for one in sorted(chosen, key=lambda one: one["way"])):
+            lines.append(_row(way, chosen))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _rounds(samples: list[Sample]) -> int:
+    return len({sample["round"] for sample in samples})
+
+
+def _row(way: str, samples: list[Sample]) -> str:
+    mine = [one for one in samples if one["way"] == way]
+    rival = f"{OURS}, asynchronous" if "asynchronous" in way else OURS
+    ours = {one["round"]: one["seconds"] for one in samples if one["way"] == rival}
+    seconds = sorted(one["seconds"] for one in mine)
+    ratio = statistics.median(one["seconds"] / ours[one["round"]] for one in mine)
+    middle = {
+        key: statistics.median(one[key] for one in mine)
+        for key in ("waited", "cpu", "peak", "on_one_rank")
+    }
+    return (
+        f"| {way} | {middle['waited']:.2f} | {statistics.median(seconds):.2f} ({seconds[0]:.2f} to "
+        f"{seconds[-1]:.2f}) | {ratio:.2f} | {middle['cpu']:.2f} | {middle['peak'] / 1e9:.2f} | "
+        f"{middle['on_one_rank'] / 1e9:.2f} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

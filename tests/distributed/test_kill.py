@@ -1,0 +1,40 @@
+"""The kill benchmark in small: a training of two ranks that dies in a save, in an upload, in a deletion."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, clean_environment
+from tests.hdfs_server import hdfs_server
+
+PHASES = ("save", "upload", "retention")
+
+pytestmark = pytest.mark.slow
+
+
+def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_whole_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path,
+):
+    with hdfs_server() as hdfs:
+        script = [sys.executable, "benchmarks/kill.py", str(tmp_path), "--quick"]
+        done = subprocess.run(
+            [*script, "--store", hdfs.url, "--phases", *PHASES],
+            cwd=ROOT,
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "kill.jsonl").read_text().splitlines()]
+    kills = [line for line in lines if "kill" in line]
+    for kill, phase in zip(kills, PHASES, strict=True):
+        assert phase in kill["in_phases"], kill
+        assert [kill[place]["verified"] for place in ("local", "remote")] == [True, True], kill
+    assert all(run["same_bits"] for run in lines if "kill" not in run)
+    assert "same_bits" in lines[-1]  # the last one that was killed came to its end

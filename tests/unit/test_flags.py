@@ -1,0 +1,88 @@
+"""What the command line says of wrong flags and files of options, in words of its user."""
+
+import pytest
+
+from plsc import cli
+from plsc.errors import OptionError, report
+from plsc.flags import in_flags, in_short_flags
+
+
+def said_of(capsys, *arguments) -> str:
+    assert cli.main([str(argument) for argument in arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("plsc: error: ")
+    assert len(error.splitlines()) == 1
+    for word in ("<class", "Parser key", "Union", "NoneType", "set_"):
+        assert word not in error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("train.batch_size", "abc", "--train.batch_size is 'abc'; expected an integer (training"),
+        ("optim.lr", "fast", "--optim.lr is 'fast'; expected a number"),
+        ("data.flip", "maybe", "--data.flip is 'maybe'; expected true or false"),
+        ("head.class_num", "x", "--head.class_num is 'x'; expected an integer or null"),
+        ("model.image_shape", "[3,112]", "is '[3, 112]'; expected a list of integers (channels,"),
+        ("optim.step_boundaries", "[1,a]", "expected a list of integers"),
+        ("train.epochs", "0", "train.epochs is 0; expected at least 1"),
+        ("train.epochs", "0", "; see --train.epochs"),
+        ("batch_size", "3", "no option --batch_size; did you mean 'train.batch_size'?"),
+        ("lr", "3", "did you mean 'optim.lr'?"),
+        ("config", "/none.yaml", "--config wants a YAML file of options: File does not exist"),
+    ],
+)
+def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys):
+    assert expected in said_of(capsys, "config", f"--{flag}", value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train: {batch_size: abc}", "--train.batch_size is 'abc'; expected an integer"),
+        (
+            "train: {batch_sise: 3}",
+            "no option 'train.batch_sise'; did you mean 'train.batch_size'?",
+        ),
+        ("train: [1", "--config wants a YAML file of options: while parsing"),
+        ("hello", "--config wants a YAML file of options: hello"),
+    ],
+)
+def test_a_wrong_file_of_options_is_told_in_words_of_its_user(text, expected, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert expected in said_of(capsys, "config", "--config", file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "no verb 'trian'; known: train, test,"),
+        (["data", "insp"], "did you mean 'inspect'?"),
+        (["data"], "a verb must be given"),
+        (["dominant"], "--output must be given; see plsc dominant --help"),
+        (["data", "inspect", "x", "--check"], "--check needs a value behind it"),
+        (["data", "inspect", "x", "--check", "1.5"], "--check is '1.5'; expected a whole number"),
+        (["checkpoint", "lst"], "did you mean 'list'?"),
+    ],
+)
+def test_a_wrong_verb_or_a_missing_value_is_told_in_words_of_its_user(arguments, expected, capsys):
+    assert expected in said_of(capsys, *arguments)
+
+
+def test_setters_become_flags_with_their_values():
+    text = "see set_lr(); set_num_workers(0), set_sync_batch_norm(True), or set_last_batch('pad')"
+    assert in_flags(text) == (
+        "see --optim.lr; --data.num_workers 0, --model.sync_batch_norm true, or --data.last_batch pad"
+    )
+    assert in_flags("set_checkpoint_dir('my run')") == "--checkpoint.load_dir 'my run'"
+    assert in_flags("set_nothing(1) of preset_lr()") == "set_nothing(1) of preset_lr()"
+    assert in_short_flags("by set_label_column()") == "by --label_column"
+
+
+def test_a_script_still_hears_of_setters_after_the_command_ran(capsys):
+    assert cli.main(["config", "--train.epochs", "0"]) == 1
+    assert "see --train.epochs" in capsys.readouterr().err
+    report(OptionError("see set_train_epochs()"))
+    assert "see set_train_epochs()" in capsys.readouterr().err
