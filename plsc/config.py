@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import typing
 from collections.abc import Iterator, MutableSet
 from dataclasses import dataclass, field
@@ -38,6 +39,15 @@ def _user_name(text: str) -> str | None:
             "checkpoint.hdfs_user is not a plain name; expected the name alone, without a password"
         )
     return None
+
+
+_ONE_SLASH = re.compile(r"(s3a?|gs|gcs|hdfs|webhdfs|abfss?|az|memory|file):/(?!/)")
+
+
+def _place(text: str) -> str | None:
+    if not text.strip():
+        return "a path or URL that is not empty"
+    return "a URL with two slashes, such as s3://bucket/run" if _ONE_SLASH.match(text) else None
 
 
 def _url(text: str) -> str | None:
@@ -507,14 +517,14 @@ class CheckpointOptions:
         "output",
         "folder, or fsspec URL such as s3://bucket/run, for checkpoints, metrics and plots",
         "set_model_save_dir(directory)",
-        not_empty,
+        _place,
     )
     load_dir: str | None = declare(
         None,
         "checkpoint to resume, test or predict with: a folder, a URL, or 'last' or 'best' of save_dir; "
         "training with 'last' begins anew where there is none",
         "set_checkpoint_dir(directory)",
-        not_empty,
+        _place,
     )
     upload_dir: str | None = declare(
         None,

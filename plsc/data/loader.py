@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from plsc.data.bad_samples import POLICIES
 from plsc.data.batch import Batch, NamesOf, to_input
+from plsc.data.cache import CachedSource
 from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
 from plsc.data.processes import WorkerProcesses
@@ -59,7 +60,7 @@ class SourceLoader:
         self.kind, self.reason = choose_kind(kind, source, recipe, num_workers)
         self.num_workers = num_workers
         shares_generators = self.kind == "threads" and num_workers > 0
-        draws = isinstance(source, TorchDatasetSource) and not shares_generators
+        draws = _is_dataset(source) and not shares_generators
         reader = BatchReader(source, replace(recipe, seed_reading=draws))
         self._ring = BufferRing(plan.largest_batch, recipe.image_shape, pin_memory)
         self._reader = reader
@@ -120,6 +121,12 @@ class _InProcess:
         return self.reader.read(request, ring)
 
 
+def _is_dataset(source: Source) -> bool:
+    """Whether samples come from a user's Dataset, be it through a cache."""
+    inner = source.source if isinstance(source, CachedSource) else source
+    return isinstance(inner, TorchDatasetSource)
+
+
 def choose_kind(asked: str, source: Source, recipe: Recipe, num_workers: int) -> tuple[str, str]:
     """Return ``threads`` or ``processes`` and the reason, for a line to the user.
 
@@ -137,6 +144,6 @@ def choose_kind(asked: str, source: Source, recipe: Recipe, num_workers: int) ->
         return asked, "as set_loader asks"
     if recipe.transform is not None:
         return "processes", "for the transform of your own"
-    if isinstance(source, TorchDatasetSource):
+    if _is_dataset(source):
         return "processes", "for the Dataset of your own"
     return "threads", "as nothing of your own is in Python"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,11 +29,11 @@ class JoinedSource:
         self._names = list(names)
         self._sources = list(sources)
         self._class_nums = list(class_nums)
-        self._starts = np.array(list(accumulate(map(len, sources), initial=0)))
+        self._starts = list(accumulate(map(len, sources), initial=0))
         self._first_classes = list(accumulate(class_nums, initial=0))
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __getitem__(self, index: int) -> tuple[Image, int]:
         which, inside = self._find(index)
@@ -66,8 +67,8 @@ class JoinedSource:
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        which = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return which, index - int(self._starts[which])
+        which = bisect_right(self._starts, index) - 1
+        return which, index - self._starts[which]
 
 
 @dataclass(frozen=True)

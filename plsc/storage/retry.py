@@ -18,6 +18,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.1, 8.0
 # A generator of its own: the global one belongs to the user's experiment.
 _jitter = random.Random()
 _SECRET = re.compile(r"[^/@\s'\"]*:[^/@\s]+@")  # user:password@
+# Where HDFS goes on with the stack of its server; its client escapes the line ends.
+_JAVA_TRACE = re.compile(r"(?:\\n|\n)(?:\\t|\t)at ")
 
 
 def with_retries(
@@ -52,6 +54,7 @@ def with_retries(
 
 def reason_of(error: BaseException) -> str:
     """Return a client's fault in a line: cut short, as some put whole requests into it; without passwords."""
-    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    text = _JAVA_TRACE.split(str(getattr(error, "strerror", None) or error), maxsplit=1)[0]
+    text = " ".join(text.split())
     text = _SECRET.sub("", text[:1000])[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

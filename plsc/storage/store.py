@@ -132,7 +132,13 @@ class Store:
         pulse.end(local.stat().st_size)
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder, and those above it, where the store knows folders."""
+        """Make a folder, and those above it, where the store knows folders.
+
+        A bucket is not made: one that is not there is a mistake. Raises DataError for that, too.
+        """
+        if not self.can_rename:
+            self._check_bucket()
+            return
         self._watched(
             lambda: self._filesystem.makedirs(self._at(name), exist_ok=True),
             f"{name or 'the folder'} cannot be made",
@@ -160,6 +166,18 @@ class Store:
                 self._filesystem.rm(self._at(name), recursive=True)
 
         self._watched(call, f"{name} cannot be deleted")
+
+    def _check_bucket(self) -> None:
+        bucket = self._path.strip("/").split("/", 1)[0]
+
+        def call() -> bool:
+            with contextlib.suppress(PermissionError):  # who may not list it may still write
+                return bool(self._filesystem.exists(bucket))
+            return True
+
+        is_there = self.url.startswith("memory://") or self._watched(call, "cannot be looked up")
+        if not is_there:
+            raise DataError(f"{self.shown}: there is no bucket {bucket!r}; make it first")
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path

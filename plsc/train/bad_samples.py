@@ -20,15 +20,19 @@ class BadSampleReport:
         self._done = "replaced" if policy == "replace" else "skipped"
         self._list = BadSampleList(folder) if world.is_main else None
         self._pending: list[BadSample] = []
-        self._noted = 0
+        self._shown: set[str] = set()
+        self._is_cut = False
 
     def note(self, problems: list[BadSample]) -> None:
-        """Take what a batch of this rank met; the first few are printed."""
+        """Take what a batch of this rank met; the first few are printed, each in one epoch alone."""
         for problem in problems:
-            self._noted += 1
-            if self._noted <= _SHOWN:
+            if problem.text in self._shown:
+                continue
+            if len(self._shown) < _SHOWN:
+                self._shown.add(problem.text)
                 self._log.problem(f"{self._done}: {problem.text}")
-            elif self._noted == _SHOWN + 1:
+            elif not self._is_cut:
+                self._is_cut = True
                 self._log.problem("further ones are in bad_samples.txt alone")
         self._pending.extend(problems)
 

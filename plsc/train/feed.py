@@ -58,7 +58,7 @@ def open_training_source(options: Options, reader: Any) -> Source:
     if reader is not None:
         if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
             raise OptionError(
-                f"the reader is a {type(reader).__name__}; expected a function that returns a "
+                f"the reader is of type {type(reader).__name__}; expected a function that returns a "
                 "generator, or a map-style torch Dataset"
             )
         return TorchDatasetSource(reader)
@@ -206,12 +206,13 @@ def source_loader(
 ) -> SourceLoader:
     """Return the loader of a source, behind a cache if the options ask for one."""
     data = options.data
-    kind, _ = choose_kind(data.loader, source, recipe, data.num_workers)
+    kind, reason = choose_kind(data.loader, source, recipe, data.num_workers)
     if data.cache != "none":
         if kind == "processes" and data.num_workers:
+            way_out = "set_num_workers(0)" if data.loader == "auto" else "set_loader('auto')"
             raise OptionError(
-                f"data.cache '{data.cache}' is shared by threads, but this run reads by processes; "
-                "set_num_workers(0), or leave the cache out"
+                f"data.cache '{data.cache}' is shared by threads, but this run reads by processes, "
+                f"{reason}; {way_out}, or leave the cache out"
             )
         source = CachedSource(
             source, _open_cache(data, len(source)), recipe.image_shape, data.cache_decoded
@@ -221,7 +222,7 @@ def source_loader(
         plan,
         rank,
         recipe,
-        kind=data.loader if data.cache == "none" else kind,
+        kind=data.loader,
         num_workers=data.num_workers,
         pin_memory=world.device.type == "cuda",
     )

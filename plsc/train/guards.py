@@ -55,6 +55,16 @@ def collapse_warning(step: int, mean_cosine: float | None) -> str | None:
     )
 
 
+def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
+    """Return a warning when an epoch had other steps than expected; None for what was not said."""
+    if expected is None or steps == expected:
+        return None
+    return (
+        f"warning: epoch {epoch} of the reader had {steps} steps, but {expected} were expected; warm-up, log "
+        "lines and resuming count with these: correct set_train_image_num"
+    )
+
+
 def interrupted(number: int, step: int, checkpoint: Path | None) -> TrainingInterrupted:
     """Return the error that ends a run which a signal stopped; checkpoint: where its state is, if any."""
     where = "nothing was learnt yet, and nothing saved"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from plsc.checkpoint import load_weights
+from plsc.checkpoint.classes.map import MAP_NAME
 from plsc.config import Options
 from plsc.data.sources.base import FileSource, Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
@@ -64,6 +65,10 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         warm_start = None
         if checkpoint:
             differences += restore(run, *checkpoint)
+            if (checkpoint[0] / MAP_NAME).is_file():
+                differences.append(
+                    f"classes were renumbered: labels must follow {checkpoint[0] / MAP_NAME}"
+                )
         else:
             warm_start = start_from_pretrained(run)
             seed_generators(world, options.train.seed)
@@ -205,7 +210,8 @@ def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
     resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
-    heads = f"{len(run.sets)} heads" if run.sets else run.options.head.loss_type
+    count = len(run.sets)
+    heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
     text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
         f"{heads} over {run.head.class_num:,} classes on {images}; "

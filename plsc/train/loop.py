@@ -16,7 +16,7 @@ from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.clipping import clip_gradients
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
+from plsc.train.guards import collapse_warning, epoch_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
 from plsc.train.randomness import number_samples, seed_step
@@ -33,6 +33,7 @@ class Trainer:
         self._saver = saver
         self._since_save = Mean()
         self._evaluated_at = -1
+        self._is_length_told = False
         self._options = run.options.train
         self._position = run.position
         self._bad_samples = BadSampleReport(
@@ -79,6 +80,7 @@ class Trainer:
                 if signal_number:
                     self._save_and_stop(signal_number)
                 if ended or batch is None:
+                    self._check_epoch()
                     position.next_epoch()
                     break
                 is_logged = self._is_logged()
@@ -98,6 +100,15 @@ class Trainer:
                     self._save()
         if position.step_in_epoch == run.loader.steps_per_epoch:
             position.next_epoch()  # the run's last step was the epoch's last, too
+
+    def _check_epoch(self) -> None:
+        """Say once that the reader's epochs are of another length than was expected."""
+        warning = epoch_warning(
+            self._position.epoch, self._position.step_in_epoch, self._run.loader.steps_per_epoch
+        )
+        if warning and not self._is_length_told:
+            self._is_length_told = True
+            self._log.say(warning)
 
     def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
         """Make one update; return what the head said, and the loss of the global batch."""

@@ -19,6 +19,12 @@ from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
 from plsc.train.state import Position, collect_tensors, make_state
 
+_HOW_TO_CHANGE = {
+    "classes": " (plsc checkpoint classes changes them)",
+    "embedding size": "; set_pretrained takes the weights that fit",
+    "loss type": "; set_pretrained takes the weights that fit",
+}
+
 
 def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: int) -> list[str]:
     """Have the run make steps of as many samples as the checkpoint's run, whatever the number of ranks.
@@ -132,7 +138,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
         if theirs != mine:
             raise CheckpointError(
                 f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
-                "be the same"
+                f"be the same{_HOW_TO_CHANGE.get(what, '')}"
             )
     if not manifest.step_in_epoch or run.sets:  # of several data sets, match_heads has looked
         return

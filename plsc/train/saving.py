@@ -81,6 +81,11 @@ class Saver:
             self._sender = Sender(run.world, log, places, places.store, self._retention)
             self._send_resumed()
         self._has_told = False
+        self.best = on_every_rank(
+            run.world,
+            f"look into {places.local}",
+            lambda: self._find_best() if run.world.is_main else None,
+        )[0]
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
         """Begin to publish the run's state under a name; `wait` until it is there.
@@ -231,4 +236,4 @@ def _write_best(path: Path, best: Best | None) -> None:
         return
     content = {"path": best.path.name, "metric": best.metric, "value": best.value}
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")

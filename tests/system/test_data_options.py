@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torchvision.transforms import v2
@@ -205,3 +206,28 @@ def test_ranks_read_their_own_files_and_their_own_generators(tmp_path):
     done = run_ranks(script, 2, str(folder), str(tmp_path / "again"), check=False)
     assert done.returncode != 0
     assert "rank 0 has 10 and rank 1 has 11; partition the data" in done.stdout + done.stderr
+
+
+def test_a_reader_of_another_length_than_was_said_is_told_once(tmp_path, capsys):
+    def reader():
+        for number in range(20):
+            yield np.full((3, 16, 16), number / 20, np.float32), number % 4
+
+    def said(number):
+        ins = entry(tmp_path, tmp_path / str(number), set_class_num=4, set_num_workers=0)
+        ins.set_train_image_num(number)
+        ins.set_train_epochs(2)
+        ins.train_reader = reader
+        ins.train()
+        return capsys.readouterr().out.count("correct set_train_image_num")
+
+    assert said(20) == 0
+    assert said(100) == 1
+
+
+def test_a_bad_sample_is_printed_in_its_first_epoch_alone(tmp_path, capsys):
+    dataset = write_dataset(tmp_path / "set", classes=4, per_class=3)
+    (dataset / "images/1_0.png").unlink()
+    ins = entry(dataset, tmp_path / "run", set_bad_images="skip", set_train_epochs=2)
+    ins.train()
+    assert capsys.readouterr().err.count("skipped: images/1_0.png") == 1

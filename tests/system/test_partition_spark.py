@@ -180,3 +180,23 @@ def test_from_hdfs_to_hdfs(tmp_path, folder):
         }
     assert found["spark"] == found["local"]
     assert len(names) == 5
+
+
+def test_a_master_that_spark_cannot_start_on_is_one_error(tmp_path):
+    script = (
+        "import sys; from plsc.cli import main; "
+        "sys.exit(main(['data', 'partition', '--data_dir', sys.argv[1], '--nranks', '2', "
+        "'--engine', 'spark', '--master', 'locl[2]']))"
+    )
+    (tmp_path / "0.txt").write_text("aGVsbG8=\t0\n")
+    (tmp_path / "file_list.txt").write_text("0.txt\n")
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.returncode == 1
+    assert "plsc: error: Spark failed: " in done.stderr
+    assert "Traceback (most recent call last)" not in done.stderr
+    assert not (tmp_path / "partition_2").exists()

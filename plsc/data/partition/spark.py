@@ -85,14 +85,16 @@ def write(
     if options.master:
         builder = builder.master(options.master)
     spill = max(64, read_size(options.memory) // 2**20)
-    session = builder.config("spark.python.worker.memory", f"{spill}m").getOrCreate()
+    session = None
     try:
+        session = builder.config("spark.python.worker.memory", f"{spill}m").getOrCreate()
         return _write(session.sparkContext, options, inputs, target)
     except (Py4JError, PySparkException) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"Spark failed: {reason[:300]}; its log tells more") from error
     finally:
-        session.stop()
+        if session is not None:
+            session.stop()
 
 
 def _write(

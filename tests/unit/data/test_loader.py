@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from plsc.data.augment import Augmentation
+from plsc.data.cache import CachedSource, MemoryCache
 from plsc.data.decode import decode_image
 from plsc.data.loader import Batch, SourceLoader, to_input
 from plsc.data.order import BatchPlan
@@ -407,6 +408,8 @@ def test_what_a_dataset_draws_depends_on_sample_and_epoch_alone():
 
     first, again, later = by_label(alone, 0), by_label(helped, 0), by_label(alone, 1)
     assert all(torch.equal(first[label], again[label]) for label in range(9))
+    through_cache = by_label(loader(CachedSource(source, MemoryCache(10**6), SHAPE, False)), 0)
+    assert all(torch.equal(first[label], through_cache[label]) for label in range(9))
     assert not any(torch.equal(first[label], later[label]) for label in range(9))
     assert torch.equal(torch.get_rng_state(), before)
 

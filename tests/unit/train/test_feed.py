@@ -96,6 +96,7 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
         data__cache_decoded=True,
     )
     list(made.loader.epoch(0))
+    assert made.notes.endswith("as nothing of your own is in Python")  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
     assert source.cache.used >= 20 * 16 * 16 * 3
@@ -105,8 +106,10 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
 
 
 def test_a_cache_for_processes_is_refused(dataset):
-    with pytest.raises(OptionError, match="shared by threads"):
+    with pytest.raises(OptionError, match=r"shared by threads.*set_num_workers\(0\)"):
         feed(dataset, transform=blur, data__cache="memory")
+    with pytest.raises(OptionError, match=r"set_loader\('auto'\), or leave"):
+        feed(dataset, data__cache="memory", data__loader="processes")
     feed(dataset, transform=blur, data__cache="memory", data__num_workers=0)
 
 

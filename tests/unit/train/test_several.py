@@ -97,6 +97,7 @@ def test_a_run_goes_on_from_any_step_to_the_same_bits(sets, trained, tmp_path, c
 def test_the_log_has_the_losses_of_each_head_and_their_mean_over_the_images(trained):
     for line in (trained / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
+        assert entry["loss/faces"] != entry["loss/glyphs"]
         for what in ("loss", "accuracy"):
             mean = (4 * entry[f"{what}/faces"] + 2 * entry[f"{what}/glyphs"]) / 6
             assert entry[what] == pytest.approx(mean)
@@ -165,6 +166,16 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
     assert (manifest.step, manifest.scalars["steps_per_epoch"]) == (10, 5)
     after = tensors_of(path)
     assert all(tensor.equal(after[key]) for key, tensor in before.items())
+
+
+def test_the_optimizers_state_of_a_dense_head_that_is_left_out_is_passed_over(
+    sets, trained, tmp_path
+):
+    run, said, path = resumed_run(sets, trained, tmp_path, "faces")
+    assert len(said) == 1
+    assert "momentum.heads.glyphs.weight" in read_manifest(path).tensors
+    assert "momentum.backbone.fc.weight" in state_of(run)
+    assert not any("glyphs" in key for key in state_of(run))
 
 
 def test_a_script_that_names_no_data_sets_goes_on_with_those_of_the_checkpoint(trained, tmp_path):
