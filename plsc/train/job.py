@@ -19,6 +19,7 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.storage.urls import shown
 from plsc.train.build import Run, UserParts, build_network, build_run
 from plsc.train.checkpointing import adopt_options, check_save_dir
 from plsc.train.evaluation import evaluate_targets, load_targets
@@ -85,7 +86,7 @@ def _train(
     try:
         log.say(_summary(run))
         for difference in differences:
-            log.say(f"differs from the checkpoint: {difference}")
+            log.say(f"differs from the checkpoint: {shown(difference)}")
         if run.position.epoch >= options.train.epochs:
             log.say(
                 f"{run.resumed_from} is the end of a run of {options.train.epochs} epochs: "
@@ -139,7 +140,7 @@ def load_network(options: Options, world: World, user: UserParts) -> BaseModel:
     path, manifest = open_load_dir(options, world)
     for difference in adopt_options(options, manifest):
         if world.is_main and difference.startswith("model."):
-            print(f"differs from the checkpoint: {difference}")
+            print(f"differs from the checkpoint: {shown(difference)}")
     network = build_network(options, world, user.model)
     weights = load_weights(path, "backbone.")
     state = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
