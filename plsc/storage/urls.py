@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from typing import Any
@@ -48,13 +47,7 @@ def is_object_store(url: str) -> bool:
 
 def set_hdfs_user(name: str) -> None:
     """Be this user for connections to HDFS that are made from now on, by this process and its children."""
-    import fsspec
-
-    if os.environ.get("HADOOP_USER_NAME") == name:
-        return
-    os.environ["HADOOP_USER_NAME"] = name
-    with contextlib.suppress(ImportError, ValueError):
-        fsspec.get_filesystem_class("hdfs").clear_instance_cache()
+    os.environ["HADOOP_USER_NAME"] = name  # read when a client is made
 
 
 def without_secrets(values: Any) -> Any:
@@ -75,6 +68,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
     protocol = _protocol(url)
     try:
+        if protocol == "hdfs":
+            return _open_hdfs(url)
         return fsspec.core.url_to_fs(url, **_CLIENT_OPTIONS.get(protocol, {}))
     except ImportError as error:
         extra = _EXTRAS.get(protocol, protocol)
@@ -88,6 +83,28 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         ) from error
     except Exception as error:  # each client has exceptions of its own
         raise DataError(f"{shown(url)} cannot be opened ({type(error).__name__})") from error
+
+
+# Clients of HDFS, by process, server and user.
+_hdfs_clients: dict[tuple[int, str, str | None], Any] = {}
+
+
+def _open_hdfs(url: str) -> tuple[Any, str]:
+    """Return (file system, path), the client kept here and not in fsspec's cache.
+
+    A process that was forked empties fsspec's cache, and the end of an HDFS client waits for threads that a
+    fork does not have: it would hang. Here the parent's client stays, unused.
+    """
+    import fsspec
+
+    server = url.split("://", 1)[1].split("/", 1)[0]
+    key = (os.getpid(), server, os.environ.get("HADOOP_USER_NAME"))
+    if key not in _hdfs_clients:
+        _hdfs_clients[key] = fsspec.core.url_to_fs(
+            url, skip_instance_cache=True, **_CLIENT_OPTIONS["hdfs"]
+        )[0]
+    client = _hdfs_clients[key]
+    return client, client._strip_protocol(url)
 
 
 def _protocol(url: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import threading
@@ -257,6 +258,16 @@ def test_an_s3_server_killed_in_an_upload_is_one_line_and_the_disk_has_it_all(tm
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
+def test_a_process_that_uses_hdfs_can_fork_as_data_workers_do(hdfs):
+    Store(f"{hdfs.url}/forked").make_folder("a")
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(20)
+    is_stuck = child.is_alive()
+    child.kill()
+    assert not is_stuck
+
+
 def test_hdfs_refuses_another_user_in_one_line(hdfs, tmp_path, monkeypatch):
     Store(hdfs.url).make_folder("private")
     monkeypatch.setenv("HADOOP_USER_NAME", os.environ.get("HADOOP_USER_NAME", ""))
@@ -267,7 +278,6 @@ def test_hdfs_refuses_another_user_in_one_line(hdfs, tmp_path, monkeypatch):
         assert len(str(refused.value).splitlines()) == 1
     finally:
         monkeypatch.delenv("HADOOP_USER_NAME", raising=False)
-        fsspec.get_filesystem_class("hdfs").clear_instance_cache()
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch, tmp_path):
@@ -310,4 +320,3 @@ def _revive(server, node: str = "namenode") -> None:
     _killed.discard(id(server))
     server.start(node)
     server.wait_until_ready()
-    fsspec.get_filesystem_class("hdfs").clear_instance_cache()

@@ -161,7 +161,6 @@ def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_pa
             check=True,
         )
         assert "sent 2 checkpoints: 2, 3" in pushed.stdout
-        fsspec.get_filesystem_class("hdfs").clear_instance_cache()
         assert [name for name, _ in list_remote(Store(store.url))] == ["0", "1", "2", "3"]
 
         hdfs.kill()
