@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import types
@@ -127,3 +128,23 @@ def _is_optional(kind: Any) -> bool:
 
 def _without_none(kind: Any) -> Any:
     return next(part for part in typing.get_args(kind) if part is not type(None))
+
+
+def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
+    """Return the rows of the option table that a group's dataclass declares, by path."""
+    kinds = typing.get_type_hints(factory)
+    found = {}
+    for item in dataclasses.fields(factory):
+        setter, _, argument = item.metadata["setter"].rstrip(")").partition("(")
+        spec = OptionSpec(
+            group=group,
+            name=item.name,
+            kind=kinds[item.name],
+            default=item.default,
+            meaning=item.metadata["meaning"],
+            setter=setter,
+            argument=argument,
+            check=item.metadata["check"],
+        )
+        found[spec.path] = spec
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plsc.config import OptimOptions
+from plsc.options.optim import OptimOptions
 
 
 def build_optimizer(

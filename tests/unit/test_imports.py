@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [
     {"version", "errors", "keys"},
     {"option", "verbs"},
-    {"data_set"},
+    {"options"},
     {"config"},
     {"flags"},
     {"parallel", "storage"},
