@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any, NoReturn
 
-from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
-from plsc.heads.base import join_outputs
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.parallel.gradients import without_sum
 from plsc.parallel.signals import StopSignal
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
-from plsc.train.clipping import clip_gradients
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.guards import collapse_warning, epoch_warning, interrupted, stop_at_bad_loss
+from plsc.train.guards import collapse_warning, epoch_warning, interrupted
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
-from plsc.train.randomness import number_samples, seed_step
 from plsc.train.result import TrainResult
 from plsc.train.saving import Saver
+from plsc.train.step import Step
 
 
 class Trainer:
@@ -31,6 +26,7 @@ class Trainer:
         self._run = run
         self._log = log
         self._saver = saver
+        self._step = Step(run)
         self._since_save = Mean()
         self._evaluated_at = -1
         self._is_length_told = False
@@ -84,7 +80,7 @@ class Trainer:
                     position.next_epoch()
                     break
                 is_logged = self._is_logged()
-                output, loss = self._train_step(batch, is_logged)
+                output, loss = self._step.make(batch, is_logged)
                 self._bad_samples.note(batch.problems)
                 position.advance()
                 window.end_step(output.batch, batch.skipped, loss)
@@ -109,57 +105,6 @@ class Trainer:
         if warning and not self._is_length_told:
             self._is_length_told = True
             self._log.say(warning)
-
-    def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
-        """Make one update; return what the head said, and the loss of the global batch."""
-        run, step = self._run, self._position.step
-        rate = run.rate(step)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        if run.rows is not None:
-            for group in run.rows.param_groups:
-                group["lr"] = rate * run.options.head.lr_factor
-
-        run.optimizer.zero_grad(set_to_none=True)
-        output = self._forward_backward(batch, rate, is_logged)
-        run.head.sync_gradients()
-        clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
-        run.optimizer.step()
-        if run.rows is not None:
-            run.rows.step(clip=clip)
-        return output, float(output.mean_loss)
-
-    def _forward_backward(self, batch: Batch, rate: float, is_logged: bool) -> HeadOutput:
-        """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another."""
-        run, device, parts = self._run, self._run.world.device, self._options.micro_batches
-        images = batch.input(device).tensor_split(parts)
-        labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
-        numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
-        split = None if numbers is None else numbers.tensor_split(parts)
-        total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
-        outputs: list[HeadOutput] = []
-        for part in range(parts):
-            is_last = part == parts - 1
-            seed_step(self._options.seed, self._position.step, part, run.world)
-            run.samples.numbers = None if split is None else split[part]
-            # Only the last one sums the gradients over the ranks.
-            with nullcontext() if is_last else without_sum(run.forward):
-                embeddings = run.forward(images[part], labels[part], True)
-                output = run.head(
-                    embeddings,
-                    labels[part],
-                    with_accuracy=is_logged and self._options.calc_acc,
-                    with_gauge=is_logged,
-                )
-                loss = float(output.mean_loss)
-                if not math.isfinite(loss):
-                    stop_at_bad_loss(
-                        run.world, run.save_dir, self._position, loss, rate, list(batch.names)
-                    )
-                share = output.batch / total if total else 1.0
-                (output.loss if parts == 1 else output.loss * share).backward()
-            outputs.append(output)
-        return outputs[0] if parts == 1 else join_outputs(outputs)
 
     def _end_epoch(self) -> None:
         """Evaluate, save and plot."""
