@@ -38,7 +38,7 @@ class LossReader:
     def __init__(self, world: World, save_dir: Path, is_late: bool) -> None:
         self._world = world
         self._save_dir = save_dir
-        self._is_late = is_late
+        self.is_late = is_late
         self._coming: deque[_Coming] = deque()
         self._read: list[tuple[float, int]] = []
 
@@ -70,7 +70,7 @@ class LossReader:
 
         Raises TrainingError, on every rank alike, for one that is not finite and not excused.
         """
-        self.check(kept_back=1 if self._is_late and not everything else 0)
+        self.check(kept_back=1 if self.is_late and not everything else 0)
         losses, self._read = self._read, []
         return losses
 

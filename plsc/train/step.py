@@ -65,7 +65,7 @@ class Step:
         self.losses.note(
             output.mean_loss, output.batch, run.position, rate, batch.names, is_excused
         )
-        if run.scaler is not None or run.world.device.type == "cpu":
+        if run.scaler is not None or not self.losses.is_late:
             self.losses.check()  # before anything is written
         if is_skipped:
             self._skip()
