@@ -19,6 +19,7 @@ from plsc.checkpoint import (
     size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.retention import mode_of
 from plsc.data.atomic import replacing
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.background import Background
@@ -231,9 +232,7 @@ def _retention_of(run: Run) -> Retention:
     metric = options.monitor
     if metric is None:
         metric = f"{run.targets[0].name} accuracy" if run.targets else "loss"
-    mode = options.monitor_mode
-    if mode == "auto":
-        mode = "min" if metric == "loss" else "max"
+    mode = mode_of(options.monitor_mode, metric)
     return Retention(options.keep_last, options.save_top_k, metric, mode)
 
 
