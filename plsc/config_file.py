@@ -91,7 +91,11 @@ def _entries(name: str) -> list[tuple[str, int]]:
     content = _read(name)
     if isinstance(content, yaml.MappingNode):
         return list(_walk(content))
-    found = "is empty" if content is None else f"holds no options but a {content.id}"
+    found = "is empty"
+    if content is not None:
+        found = (
+            f"holds no options but a {'list' if isinstance(content, yaml.SequenceNode) else 'text'}"
+        )
     raise OptionError(
         f"{name} {found}; expected lines such as 'train:' and, indented by spaces, 'batch_size: 128'"
     )

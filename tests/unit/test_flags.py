@@ -62,7 +62,7 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
             "train:\n\tepochs: 1",
             ":2 is no YAML: found character '\\t' that cannot start any token; write",
         ),
-        ("hello", " holds no options but a scalar; expected lines such as 'train:'"),
+        ("hello", " holds no options but a text; expected lines such as 'train:'"),
         ("", " is empty; expected lines such as 'train:'"),
         (b"\xff\xfe", " is no text in UTF-8 (byte 0)"),
         (b"a: \0", " is no YAML: unacceptable character"),
