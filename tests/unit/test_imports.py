@@ -13,7 +13,7 @@ ROOMS = [
     {"option", "verbs"},
     {"options"},
     {"config"},
-    {"flags"},
+    {"flags", "config_file"},
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
