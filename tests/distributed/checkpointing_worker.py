@@ -6,7 +6,6 @@ import itertools
 import sys
 import tempfile
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from plsc.config import Options

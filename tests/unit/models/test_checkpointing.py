@@ -190,8 +190,16 @@ def test_patterns_choose_the_outermost_modules():
     [
         ("SmallResNet", "stage.0", r"'stage.0', which fits no module of SmallResNet; did you mean"),
         ("SmallResNet", "stages.*,tail", "'tail', which fits no module.* are stem, stages, neck"),
-        ("own", "blocks", r"a list that is not called itself; name its parts instead: 'blocks\.\*'"),
-        ("torchvision/vgg11", "all", "has no lists of blocks; name modules instead, among: network"),
+        (
+            "own",
+            "blocks",
+            r"a list that is not called itself; name its parts instead: 'blocks\.\*'",
+        ),
+        (
+            "torchvision/vgg11",
+            "all",
+            "has no lists of blocks; name modules instead, among: network",
+        ),
     ],
 )
 def test_names_that_choose_nothing_are_refused(name, names, expected):
