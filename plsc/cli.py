@@ -38,7 +38,9 @@ _FAMILIES = {
         checkpoint_cli.main,
     ),
 }
-_PLAN = "print the memory, arithmetic and network that a sharded head would need"
+_PLAN = (
+    "print the memory, arithmetic, network and time of a step that a head and a backbone would need"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,8 +100,6 @@ def _plan_parser() -> ArgumentParser:
         how: dict[str, Any] = {"type": argument.kind, "default": argument.default}
         if argument.kind is bool:
             how |= {"nargs": "?", "const": True}
-        elif argument.name == "classes":
-            how = {"type": argument.kind, "required": True}
         names = [f"--{name}" for name in (argument.name, argument.option) if name]
         parser.add_argument(*names, help=argument.meaning, **how)
     return parser

@@ -562,6 +562,20 @@ class Setters:
         """
         self.options.set("train.stop_deadline", seconds)
 
+    def set_checkpoint_stages(self, names: str) -> None:
+        """Set ``memory.checkpoint_stages``: parts of the network whose inner results are
+        computed again in the backward pass, not kept (activation checkpointing): none, all
+        (its blocks), or patterns of module names such as 'stages.0,stages.1.*'. Default:
+        'none'.
+        """
+        self.options.set("memory.checkpoint_stages", names)
+
+    def set_checkpoint_every(self, num: int) -> None:
+        """Set ``memory.checkpoint_every``: of those parts, in the network's order, each nth
+        alone. Default: 1.
+        """
+        self.options.set("memory.checkpoint_every", num)
+
     def set_model_save_dir(self, directory: str) -> None:
         """Set ``checkpoint.save_dir``: folder, or fsspec URL such as s3://bucket/run, for
         checkpoints, metrics and plots. Default: 'output'.

@@ -15,6 +15,7 @@ from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.models import BaseModel, build_model, check_model
+from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.autocast import apply_lists
@@ -104,6 +105,8 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         torch.use_deterministic_algorithms(True)
     network = build_network(options, world, user.model)
     samples = draw_by_sample(network)
+    memory = options.memory
+    checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     make_feed = build_joint_feed if options.data.datasets else build_feed
