@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
+from plsc.optim.factory import set_rates
 from plsc.parallel.gradients import without_sum
 from plsc.train.build import Run
 from plsc.train.clipping import clip_gradients
@@ -29,7 +30,7 @@ class Step:
         """
         run = self._run
         rate = run.rate(run.position.step)
-        self._set_rate(rate)
+        self._set_rates(run.rate.factor(run.position.step))
         run.optimizer.zero_grad(set_to_none=True)
         output = self._forward_backward(batch, rate, is_logged)
         run.head.sync_gradients()
@@ -39,13 +40,10 @@ class Step:
             run.rows.step(clip=clip)
         return output, float(output.mean_loss)
 
-    def _set_rate(self, rate: float) -> None:
-        run = self._run
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        if run.rows is not None:
-            for group in run.rows.param_groups:
-                group["lr"] = rate * run.options.head.lr_factor
+    def _set_rates(self, factor: float) -> None:
+        groups = self._run.optimizer.param_groups
+        rows = self._run.rows
+        set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
     def _forward_backward(self, batch: Batch, rate: float, is_logged: bool) -> HeadOutput:
         """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another."""
