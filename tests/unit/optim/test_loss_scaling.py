@@ -45,7 +45,9 @@ def test_the_scale_follows_the_table(script, settings, scales):
 def by_runs(script, incr_every, decr_every):
     """The scale after a script, from its runs of like letters: each full period in one changes it once."""
     scale, steps = 8.0, 0
-    for run_of_one_kind in "".join(f" {a}" if a != b else a for b, a in zip(" " + script, script)).split():
+    for run_of_one_kind in "".join(
+        f" {a}" if a != b else a for b, a in zip(" " + script, script)
+    ).split():
         is_overflow = run_of_one_kind[0] == "x"
         for _ in range(len(run_of_one_kind) // (decr_every if is_overflow else incr_every)):
             scale = max(1.0, scale / 2) if is_overflow else min(HIGHEST_SCALE, scale * 2)
@@ -106,9 +108,7 @@ def test_gradients_are_divided_and_looked_at_whatever_their_kind(bad):
     dense, empty = torch.full((2, 2), 8.0), torch.zeros(0)
     double = torch.full((3,), 16.0, dtype=torch.float64)
     indices = torch.tensor([[0, 2]])
-    sparse = torch.sparse_coo_tensor(
-        indices, torch.tensor([8.0, 8.0]), (4,), check_invariants=True
-    )
+    sparse = torch.sparse_coo_tensor(indices, torch.tensor([8.0, 8.0]), (4,), check_invariants=True)
     for wrong in (dense, double, sparse._values()):
         before = wrong[-1].clone()
         if bad is not None:
