@@ -1,4 +1,4 @@
-"""Runs with scripted overflows on one, two and three ranks, in one launch of three: precision_worker.py DATASET FOLDER"""
+"""Runs with scripted overflows on one, two and three ranks: precision_worker.py DATASET FOLDER"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.resume_worker import smaller_world
 from tests.overflowing import logged, train_scripted
 from tests.resuming import different, options_of, saved_at
 
-# Two overflows in a row halve the scale, three finite steps in a row double it. g, p, e: tests/overflowing.py.
+# Two overflows in a row halve the scale, three finite steps double it. g, p, e: see tests/overflowing.py.
 SCRIPT = [
     # kind, scale afterwards, steps skipped so far, updates made before
     (".", 8, 0, 0), (".", 8, 0, 1), (".", 16, 0, 2),
@@ -60,13 +60,17 @@ def check_heads_and_resume(world: World, dataset: Path, folder: Path) -> None:
         settings = {**SETTINGS, **more, "checkpoint__every_n_steps": 5, "checkpoint__keep_last": -1}
 
         def start(where: str, settings=settings, **further) -> None:
-            train_scripted(options_of(dataset, folder / where, **settings, **further), world, script)
+            train_scripted(
+                options_of(dataset, folder / where, **settings, **further), world, script
+            )
             world.barrier()
 
         start(name)
         found = logged(folder / name, "loss_scale", "lr", "skipped_steps")
         assert found["loss_scale"] == [scale for _, scale, _, _ in SCRIPT]
-        step = {"sampled": 10, "dense": 15}[name]  # after one finite step of three, one overflow of two
+        step = {"sampled": 10, "dense": 15}[
+            name
+        ]  # after one finite step of three, one overflow of two
         start("again " + name, checkpoint__load_dir=str(saved_at(folder / name, step)))
         again = logged(folder / f"again {name}", "loss_scale", "lr", "skipped_steps")
         assert again == {key: values[step:] for key, values in found.items()}
