@@ -19,6 +19,7 @@ from plsc.options.checkpoint import CheckpointOptions
 from plsc.options.data import DataOptions
 from plsc.options.data_set import DataSet, read_data_sets
 from plsc.options.head import HeadOptions
+from plsc.options.memory import MemoryOptions
 from plsc.options.model import ModelOptions
 from plsc.options.optim import OptimOptions
 from plsc.options.precision import PrecisionOptions
@@ -39,6 +40,7 @@ class Options:
     optim: OptimOptions = field(default_factory=OptimOptions)
     precision: PrecisionOptions = field(default_factory=PrecisionOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     explicit: MutableSet[str] = field(default_factory=set)

@@ -17,8 +17,9 @@ def clip_gradients(run: Run) -> float | Tensor:
     On a GPU the factor is a tensor there, so that nobody waits for it.
     """
     limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
-    groups = run.optimizer.param_groups if scope == "all" else run.optimizer.param_groups[:1]
-    parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+    every = [p for group in run.optimizer.param_groups for p in group["params"]]
+    wanted = every if scope == "all" else run.network.parameters()
+    parameters = [p for p in wanted if p.grad is not None]
     # The gradients are whole and alike on all ranks by now.
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if scope == "all" and run.rows is not None:

@@ -11,6 +11,7 @@ from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.optim.autocast import autocast
+from plsc.optim.factory import set_rates
 from plsc.optim.precision import scale_gradient, unscale
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
@@ -55,7 +56,7 @@ class Step:
         """
         run = self._run
         rate = run.rate(run.position.updates)
-        self._set_rate(rate)
+        self._set_rates(run.rate.factor(run.position.updates))
         run.optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
             self._before.take()
@@ -77,13 +78,10 @@ class Step:
                 raise hopeless(run.scaler)
         return StepResult(output, rate, is_skipped)
 
-    def _set_rate(self, rate: float) -> None:
-        run = self._run
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        if run.rows is not None:
-            for group in run.rows.param_groups:
-                group["lr"] = rate * run.options.head.lr_factor
+    def _set_rates(self, factor: float) -> None:
+        groups = self._run.optimizer.param_groups
+        rows = self._run.rows
+        set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
     def _forward_backward(self, batch: Batch, is_logged: bool) -> HeadOutput:
         """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another.
