@@ -12,7 +12,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-_ABI = 3  # PLSC_DATA_ABI of native.h
+_ABI = 4  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 

@@ -9,6 +9,7 @@
 
 #define FACTORS 32768 /* _WORDS of checksum.py */
 #define CAPACITY ((int64_t)FACTORS * 8) /* put together, summed and written while it is in the cache */
+#define BLOCK 4096 /* what is written past the system's cache is aligned to this, in memory and in the file */
 
 enum status { DONE, NO_MEMORY, CANNOT_WRITE, CUT_SHORT, OUTSIDE };
 
@@ -55,6 +56,7 @@ struct outcome {
 /* A file that is written from an offset on, in pieces that end at multiples of CAPACITY. */
 struct output {
     int handle;
+    int direct;   /* the same file, opened so that the system's cache is passed by; -1: there is none */
     int64_t base; /* offset of buffer[0] in the file, a multiple of CAPACITY */
     int64_t lead, fill; /* buffer[lead, fill) waits to be written */
     uint8_t *buffer;

@@ -39,6 +39,11 @@ class Budget:
     workers: int
 
     @property
+    def copiers(self) -> int:
+        """Threads that write parts: while one waits for the disk, another one copies."""
+        return 2 * self.workers
+
+    @property
     def block(self) -> int:
         """Bytes that are read at once."""
         share = self.total // (16 * (self.workers + 3))

@@ -81,7 +81,7 @@ def _write(
         if found is not None:
             index, counts = found
             parts, padding = target.open(counts)
-            gather(index, inputs, options.seed, parts, padding, options.budget.workers)
+            gather(index, inputs, options.seed, parts, padding, options.budget.copiers)
         else:
             buckets, counts = _spread(options, inputs, folder, temporary, progress)
             parts, padding = target.open(counts)

@@ -41,7 +41,7 @@ def index_inputs(
 
 
 def gather(
-    index: Index, inputs: list[Input], seed: int, parts: Parts, padding: Padding, workers: int
+    index: Index, inputs: list[Input], seed: int, parts: Parts, padding: Padding, copiers: int
 ) -> None:
     """Write all lines to the parts in the order of their keys, then the padding.
 
@@ -65,15 +65,15 @@ def gather(
             ) from error
 
     with truncation_caught():
-        map_in_order(workers, write, _side_by_side(runs, lengths, workers))
+        map_in_order(copiers, write, _side_by_side(runs, lengths, copiers))
     padding.copy(parts)
 
 
-def _side_by_side(runs: list[Run], lengths: np.ndarray, workers: int) -> list[Run]:
+def _side_by_side(runs: list[Run], lengths: np.ndarray, copiers: int) -> list[Run]:
     """Cut the runs into tasks, so ordered that threads write different files: one file admits one writer."""
     tasks = []
-    for first in range(0, len(runs), workers):
-        rows = [run.cut(lengths) for run in runs[first : first + workers]]
+    for first in range(0, len(runs), copiers):
+        rows = [run.cut(lengths) for run in runs[first : first + copiers]]
         for column in range(max(map(len, rows))):
             tasks += [row[column] for row in rows if column < len(row)]
     return tasks

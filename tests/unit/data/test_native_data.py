@@ -7,6 +7,8 @@ import errno
 import mmap
 import os
 import re
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from plsc.data.native.partition import CopyError, LinePlaces
 from plsc.data.partition.buckets import Spread
 from plsc.data.partition.checksum import checksum_plainly, factors
 from plsc.data.partition.copying import copy_lines_plainly
-from plsc.data.partition.files import map_file
+from plsc.data.partition.files import map_file, open_direct
 from plsc.data.partition.frames import read_frames_plainly
 
 FUNCTIONS = native_lines.functions()
@@ -136,6 +138,34 @@ def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
         os.close(handle)
 
 
+@pytest.mark.parametrize("offset", [0, 5, 4096, 262_140, 300_001])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_file_is_the_same_when_it_is_written_past_the_cache_or_that_is_refused(
+    tmp_path, offset, is_refused
+):
+    lines = some_places([5000, 1, 70_000] * 20)
+    order = np.random.default_rng(1).permutation(60)
+    plain = copied(
+        lambda handle, at: copy_lines_plainly(lines, order, handle, at), tmp_path / "plain", offset
+    )
+    direct = open_direct(tmp_path / "plain")
+    if direct < 0:
+        pytest.skip(f"{tmp_path} cannot be written past the cache")
+    os.close(direct)
+
+    def copy(handle: int, at: int) -> int:
+        refuses = os.open(tmp_path / "ours", os.O_RDONLY)
+        direct = open_direct(tmp_path / "ours")
+        try:
+            chosen = refuses if is_refused else direct
+            return native.copy_lines(LIBRARY, lines, order, handle, at, factors(), chosen)
+        finally:
+            os.close(refuses)
+            os.close(direct)
+
+    assert copied(copy, tmp_path / "ours", offset) == plain
+
+
 @pytest.mark.parametrize("offset", [0, 5, 262_140, 262_144, 300_001])
 @pytest.mark.parametrize(
     "lengths", [[0, 1, 2, 7, 8, 9], [5000] * 200, [300_000, 1, 600_000], [262_143, 262_143], []]
@@ -184,17 +214,30 @@ def test_a_line_outside_of_its_memory_is_refused(start, length, file):
             native.write_frames(LIBRARY, places, none, none, np.array([2]), handles, none)
 
 
-def test_a_full_disk_is_an_error_of_the_system():
+@pytest.fixture
+def tiny_files() -> Iterator[None]:
+    """No file may grow beyond 300,000 bytes, as if the disk were full there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # Python ignores the signal
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
     lines = some_places([5000] * 100, files=1)
     order, counts = np.arange(100), np.array([100])
-    with Path("/dev/full").open("wb") as full:
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            native.copy_lines(LIBRARY, lines, order, full.fileno(), 0, factors())
+    with (tmp_path / "full").open("wb") as full:
+        direct = open_direct(tmp_path / "full")
+        for other in {-1, direct}:
+            with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+                native.copy_lines(LIBRARY, lines, order, full.fileno(), 0, factors(), other)
         handles = np.array([full.fileno()], np.int32)
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
             native.write_frames(
                 LIBRARY, lines, order, order, counts, handles, np.zeros(1, np.int64)
             )
+        if direct >= 0:
+            os.close(direct)
 
 
 def test_a_mapped_file_that_is_cut_short_is_an_error_and_not_the_end_of_the_process(tmp_path):
