@@ -28,7 +28,6 @@ static uint64_t weighted(const uint8_t *data, const uint64_t *factors, int64_t c
     return a + b + c + d;
 }
 
-/* What `size` bytes at `offset` of a file add to its checksum. factors: FACTORS of them. */
 PLSC_API uint64_t plsc_checksum(const uint8_t *data, int64_t size, int64_t offset,
                                 const uint64_t *factors) {
     uint64_t total = 0;

@@ -71,6 +71,10 @@ int flush(struct output *out);
 int put(struct output *out, const void *data, int64_t size);
 int put_line(struct output *out, const struct lines *lines, int64_t line);
 
+/* What `size` bytes at `offset` of a file add to its checksum. factors: FACTORS of them. */
+PLSC_API uint64_t plsc_checksum(const uint8_t *data, int64_t size, int64_t offset,
+                                const uint64_t *factors);
+
 /* Where a line is; NULL, and the outcome says so, if that is outside of its memory. */
 const uint8_t *line_at(struct output *out, const struct lines *lines, int64_t line);
 

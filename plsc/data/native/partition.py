@@ -116,7 +116,8 @@ def copy_lines(
 ) -> int:
     """Write the lines `order` (int64) to a file from `offset` on; return what they add to its checksum.
 
-    direct: a handle of the same file that passes the system's cache by, -1 if there is none. Raises OSError if the file cannot be written, CopyError if a line cannot be read.
+    direct: a handle of the same file that passes the system's cache by, -1 if there is none. Raises OSError
+    if the file cannot be written, CopyError if a line cannot be read.
     """
     outcome = _Outcome()
     order = np.ascontiguousarray(order)

@@ -20,8 +20,8 @@ def copy_lines(
     """Write the lines `order` (int64), each closed by a newline, to an open file from `offset` on.
 
     direct: a handle of the same file that passes the system's cache by, -1 if there is none; what may be
-    written so then is. Returns what they add to the file's checksum. Raises CopyError for a line that is not where it should
-    be, OSError if the file cannot be written.
+    written so then is. Returns what they add to the file's checksum. Raises CopyError for a line that is not
+    where it should be, OSError if the file cannot be written.
     """
     library = native.functions()
     if library is not None:

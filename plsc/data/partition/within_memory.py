@@ -10,7 +10,6 @@ import numpy as np
 
 from plsc.data.native.partition import CopyError, LinePlaces, truncation_caught
 from plsc.data.partition.counts import Counts
-from plsc.data.partition.files import map_file
 from plsc.data.partition.indexing import BLOCK_BYTES, Index, Indexer
 from plsc.data.partition.inputs import Input
 from plsc.data.partition.memory import BYTES_A_LINE
@@ -53,7 +52,7 @@ def gather(
     runs = parts.claim(0, lengths)
     for run in runs:
         padding.note(run, order, lengths)
-    lines = LinePlaces(index.starts, sizes, [_map(one) for one in inputs], index.files)
+    lines = LinePlaces(index.starts, sizes, index.memories, index.files)
 
     def write(task: Run) -> None:
         try:
@@ -77,11 +76,3 @@ def _side_by_side(runs: list[Run], lengths: np.ndarray, copiers: int) -> list[Ru
         for column in range(max(map(len, rows))):
             tasks += [row[column] for row in rows if column < len(row)]
     return tasks
-
-
-def _map(one: Input) -> np.ndarray:
-    """Return the bytes of a plain file, uint8."""
-    try:
-        return map_file(one.location, one.size)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{one.name} cannot be read: {error}; check the file") from error

@@ -9,17 +9,20 @@ import os
 import re
 import resource
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from plsc.data import lines as lines_module
+from plsc.data.line_reader import Buffers, LineReader
 from plsc.data.lines import MAX_LINE_BYTES, find_newlines_plainly
 from plsc.data.native import lines as native_lines
 from plsc.data.native import partition as native
+from plsc.data.native import search
 from plsc.data.native.partition import CopyError, LinePlaces
 from plsc.data.partition.buckets import Spread
 from plsc.data.partition.checksum import checksum_plainly, factors
@@ -307,3 +310,28 @@ class TestBuckets:
             assert [row.tolist() for row in ours] == [row.tolist() for row in plain]
         if damage == "none" and more == 0:
             assert ours is not None
+
+
+@given(texts, st.booleans(), st.sampled_from([5, MAX_LINE_BYTES]), st.sampled_from([1, 3, 8192]))
+def test_lines_found_in_one_pass_are_those_of_the_reader(data, at_end, longest, room):
+    array = FENCED.holding(data, at_end)
+    found: list[search.FoundLines] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MOST_LINES", room)
+        patch.setattr(lines_module, "MAX_LINE_BYTES", longest)
+        reader = LineReader(BytesIO(data), "a", Buffers(1, 2**10))
+        try:
+            found += search.search_lines(LIBRARY, array, 0, len(data), longest, factors())
+        except search.UnusualLine:
+            event("unusual")
+            return
+        expected = [(one.starts + reader.base, one.ends + reader.base) for one in reader]
+    for ours, theirs in zip(
+        ([one.starts for one in found], [one.ends for one in found]),
+        zip(*expected, strict=True) if expected else ([], []),
+        strict=True,
+    ):
+        assert [n for some in ours for n in some] == [n for some in theirs for n in some]
+    assert sum(one.blanks for one in found) == reader.blanks
+    total = sum(one.checksum for one in found) % 2**64
+    assert total == checksum_plainly(np.frombuffer(data, np.uint8), 0)
