@@ -14,10 +14,8 @@ from plsc.data.partition.workspace import SUFFIX
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.retry import reason_of
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 
-# Their "rename" copies every byte and is seen half done: there the manifest, written last, publishes.
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
 _OURS = re.compile(rf"(part_\d+\.txt|{re.escape(manifests.FILE_LIST)})$")
 
 
@@ -30,7 +28,7 @@ def exists(url: str) -> bool:
     with _telling(url):
         if not filesystem.exists(path):
             return False
-        if not _is_object_store(url):
+        if not is_object_store(url):
             return True
         found = filesystem.find(path)
         return any(_OURS.search(name.rsplit("/", 1)[-1]) is None for name in found)
@@ -51,11 +49,12 @@ def publish(folder: Path, url: str, manifest: dict[str, Any], progress: Progress
 def staged(url: str) -> Iterator[str]:
     """Yield the URL to write the files to; when the block succeeds, the output is at `url`.
 
+    On an object store that is the place itself, and the manifest, written last, publishes.
     Raises DataError if the store fails; what was written is removed when the block does not succeed.
     """
     url = url.rstrip("/")
     parent, _, name = url.rpartition("/")
-    target = url if _is_object_store(url) else f"{parent}/.{name}{SUFFIX}"
+    target = url if is_object_store(url) else f"{parent}/.{name}{SUFFIX}"
     filesystem, path = open_filesystem(target)
     with _telling(url):
         try:
@@ -101,10 +100,6 @@ def opened(folder: str, name: str) -> Iterator[Any]:
         else:
             file = stack.enter_context(Path(location).open("rb", buffering=0))
         yield file
-
-
-def _is_object_store(url: str) -> bool:
-    return url.split("://", 1)[0].lower() in _OBJECT_STORES
 
 
 @contextlib.contextmanager
