@@ -17,7 +17,7 @@ from plsc.data.atomic import replacing
 from plsc.errors import DataError, PlscError
 from plsc.storage.names import base_name, parent_of
 from plsc.storage.retry import reason_of, with_retries
-from plsc.storage.sync import sync
+from plsc.storage.sync import sync, sync_tree
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 _BUFFER = 4 * 2**20
@@ -59,10 +59,9 @@ def publishing_folder(path: str | Path) -> Iterator[Path]:
         lock = os.open(temporary, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield temporary
-        for folder, _, files in os.walk(temporary):
-            for name in (*files, "."):
-                sync(Path(folder, name))
+        sync_tree(temporary)
         temporary.rename(path)
+        sync(path.parent)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
