@@ -316,6 +316,16 @@ def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, way):
     assert sorted(path.name for path in folder.iterdir()) == ["data0.txt", "file_list.txt"]
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_more_repeats_than_lines_are_warned_of(tmp_path, capsys, dry_run):
+    folder = write_set(tmp_path, some_lines(12))
+    for nranks, is_warned in ((24, False), (25, True)):
+        partition(PartitionOptions(str(folder), nranks, dry_run=dry_run))
+        said = capsys.readouterr().err
+        assert said.startswith("warning: 25 parts hold 1 line each, of which 52% ") == is_warned
+        assert len(said.splitlines()) == is_warned
+
+
 def test_bad_and_blank_lines_are_left_out_counted_and_told(tmp_path, way, capsys):
     good = some_lines(20)
     folder = write_set(tmp_path, [*good[:7], b"", b"A\tnan", *good[7:], b"  "], files=1)
@@ -522,7 +532,7 @@ def test_sizes_are_read(text, size):
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(OptionError, match=next(iter(wrong))):
+    with pytest.raises(OptionError, match=f"--{next(iter(wrong))}"):
         PartitionOptions(**{"data_dir": "x", "nranks": 2, **wrong})
 
 
