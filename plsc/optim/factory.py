@@ -12,7 +12,7 @@ from plsc.errors import OptionError, PlscError, suggest
 from plsc.optim.groups import L1_DECAY, LR_FACTOR
 from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind
+from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
 
 Groups = Sequence[dict[str, Any]]
 """Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""
@@ -36,6 +36,9 @@ def build_optimizer(
     """
     kind = OPTIMIZERS[options.optimizer.lower()]
     arguments = {**(options.optimizer_arguments or {}), "lr": base_rate}
+    expected = check_named_arguments(options.optimizer_arguments or {})
+    if expected is not None:
+        raise OptionError(f"optim.optimizer is {options.optimizer}; expected {expected}")
     for name in kind.takes:
         value = getattr(options, name)
         if name in (options.optimizer_arguments or {}):

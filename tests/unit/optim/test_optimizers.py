@@ -238,10 +238,16 @@ def test_settings_that_an_optimizer_has_not_are_refused_before_any_data_is_read(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["lr", "weight_decay", "fused", "capturable", "not a name"])
-def test_arguments_that_are_set_elsewhere_are_refused(name):
-    with pytest.raises(OptionError, match=r"other arguments than|names of arguments"):
-        Options().set("optim.optimizer_arguments", {name: 1})
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "fused", "capturable"])
+def test_arguments_of_a_named_optimizer_that_are_set_elsewhere_are_refused(name):
+    with pytest.raises(OptionError, match=f"other arguments than '{name}'"):
+        check_optim(options_of(optimizer_arguments={name: 1}))
+
+
+@pytest.mark.parametrize("arguments", [{"not a name": 1}, {"eps": [object()]}, {"eps": 1e999}])
+def test_arguments_that_no_checkpoint_could_hold_are_refused(arguments):
+    with pytest.raises(OptionError, match=r"names of arguments|plain values"):
+        options_of(optimizer_arguments=arguments)
 
 
 def test_a_group_with_a_setting_that_the_optimizer_has_not_is_refused():
