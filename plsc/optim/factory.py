@@ -145,12 +145,17 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
                     f"{what} has no setting {name!r}, which a parameter group has; "
                     f"{suggest(name, optimizer.defaults)}"
                 )
-    kept = [{key for key in ours if key in group} for group in optimizer.param_groups]
-    for name in ours:
-        if any(name in group for group in groups) and not any(name in keys for keys in kept):
-            raise OptionError(
-                f"{what} lost the {name} of its parameter groups; hand the groups on as they are given"
-            )
+            holder = _group_of(group["params"][0], optimizer) if group["params"] else group
+            if name != "params" and holder.get(name) != value:
+                raise OptionError(
+                    f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
+                    "are given"
+                )
+
+
+def _group_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    return next(group for group in groups if any(p is parameter for p in group["params"]))
 
 
 def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """The optimizers by name and by factory: their updates are torch's."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.train.build_optim import check_optim
 
 CPU = torch.device("cpu")
+PAGE = (Path(__file__).parents[3] / "docs/optimizers.md").read_text(encoding="utf-8")
 
 
 def weights(layout=torch.contiguous_format):
@@ -164,7 +166,7 @@ class WithoutRate(torch.optim.Optimizer):
     ("factory", "said"),
     [
         (losing, "without 1 of the 2 parameters that it was given, and with 0 others"),
-        (flattening, "lost the lr_factor of its parameter groups"),
+        (flattening, "lost the lr_factor 2.0 of a parameter group"),
         (lambda groups: groups, "returned a list; expected a torch.optim.Optimizer"),
         (lambda groups: 1 / 0, "cannot be made: ZeroDivisionError: division by zero"),
         (lambda: None, "cannot be made: TypeError"),
@@ -255,3 +257,17 @@ def test_a_group_with_a_setting_that_the_optimizer_has_not_is_refused():
         built([{"params": list(weights()), "momentun": 0.5}])
     with pytest.raises(OptionError, match="has no setting 'weight_decay'"):
         built([{"params": list(weights()), "weight_decay": 0.5}], optimizer="rprop")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_has_the_bytes_that_the_table_and_the_docs_say(name):
+    parameter = nn.Parameter(torch.randn(400, 400))
+    optimizer = built([{"params": [parameter]}], optimizer=name)
+    steps(optimizer, [parameter], count=1)
+    state = optimizer.state[parameter].values()
+    size = sum(t.nbytes for t in state if isinstance(t, torch.Tensor)) / parameter.numel()
+    assert size == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.03)
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}`"))
+    assert f"`{OPTIMIZERS[name].class_name}`" in row
+    assert ("| yes |" in row) == OPTIMIZERS[name].has_fused
+    assert all(option in row for option in OPTIMIZERS[name].takes)
