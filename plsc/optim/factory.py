@@ -12,7 +12,7 @@ from plsc.errors import OptionError, PlscError, suggest
 from plsc.optim.groups import L1_DECAY, LR_FACTOR
 from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind
+from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
 
 Groups = Sequence[dict[str, Any]]
 """Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""
@@ -36,6 +36,9 @@ def build_optimizer(
     """
     kind = OPTIMIZERS[options.optimizer.lower()]
     arguments = {**(options.optimizer_arguments or {}), "lr": base_rate}
+    expected = check_named_arguments(options.optimizer_arguments or {})
+    if expected is not None:
+        raise OptionError(f"optim.optimizer is {options.optimizer}; expected {expected}")
     for name in kind.takes:
         value = getattr(options, name)
         if name in (options.optimizer_arguments or {}):
@@ -142,12 +145,17 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
                     f"{what} has no setting {name!r}, which a parameter group has; "
                     f"{suggest(name, optimizer.defaults)}"
                 )
-    kept = [{key for key in ours if key in group} for group in optimizer.param_groups]
-    for name in ours:
-        if any(name in group for group in groups) and not any(name in keys for keys in kept):
-            raise OptionError(
-                f"{what} lost the {name} of its parameter groups; hand the groups on as they are given"
-            )
+            holder = _group_of(group["params"][0], optimizer) if group["params"] else group
+            if name != "params" and holder.get(name) != value:
+                raise OptionError(
+                    f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
+                    "are given"
+                )
+
+
+def _group_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    return next(group for group in groups if any(p is parameter for p in group["params"]))
 
 
 def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
