@@ -21,6 +21,7 @@ from plsc.options.data_set import DataSet, read_data_sets
 from plsc.options.head import HeadOptions
 from plsc.options.model import ModelOptions
 from plsc.options.optim import OptimOptions
+from plsc.options.parallel import ParallelOptions
 from plsc.options.runtime import RuntimeOptions
 from plsc.options.train import TrainOptions
 
@@ -38,6 +39,7 @@ class Options:
     optim: OptimOptions = field(default_factory=OptimOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     explicit: MutableSet[str] = field(default_factory=set)
     adopted: MutableSet[str] = field(default_factory=set)

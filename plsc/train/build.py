@@ -19,9 +19,10 @@ from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.factory import build_optimizer
 from plsc.optim.schedule import Schedule, cosine_schedule, polynomial_schedule, step_schedule
-from plsc.parallel.gradients import sum_gradients
+from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.train.backbone import shard_size, spread_backbone
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed
@@ -93,6 +94,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         torch.use_deterministic_algorithms(True)
     network = build_network(options, world, user.model)
     samples = draw_by_sample(network)
+    forward, note = spread_backbone(network, options, world)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     make_feed = build_joint_feed if options.data.datasets else build_feed
@@ -108,7 +110,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         options=options,
         world=world,
         network=network,
-        forward=sum_gradients(network, world),
+        forward=forward,
         head=head,
         optimizer=optimizer,
         rows=rows,
@@ -117,7 +119,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
-        notes=feed.notes,
+        notes="\n".join(filter(None, (note, feed.notes))),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
@@ -133,6 +135,8 @@ def check_combinations(options: Options, ranks: int) -> None:
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
         )
     _check_pretrained(options)
+    if options.parallel.backbone == "sharded":
+        shard_size(options, ranks)
     total = options.train.global_batch_size
     if total is None:
         return
@@ -169,6 +173,11 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     """Return the backbone on its device, checked with a dry run; its weights follow the seed."""
     torch.manual_seed(options.train.seed)
     model = custom
+    if model is not None and is_sharded(model):
+        raise OptionError(
+            f"this {type(model).__name__} was sharded over the ranks by an earlier run of this process; make "
+            "a new one (set_model)"
+        )
     if model is None:
         model = build_model(
             options.model.name,
