@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.manifest import FileInfo, Manifest, TensorInfo
@@ -109,7 +109,8 @@ def state_dict_of(
 
 
 def _as_dtensor(part: ShardedTensor, world: World) -> DTensor:
-    local, placements = part.local.detach(), [Shard(0)]
+    local = part.local.detach()
+    placements: list[Placement] = [Shard(0)]
     if part.mesh is None:
         assert world.head_group is not None
         mesh = DeviceMesh.from_group(world.head_group, local.device.type)

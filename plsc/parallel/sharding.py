@@ -195,7 +195,9 @@ def _make_mesh(world: World, size: int, timeout: datetime.timedelta) -> DeviceMe
 def _own_group(every: list[list[int]], rank: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """Make the groups, all of them on every rank, and return the one that this rank is in."""
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in every]
-    return next(group for ranks, group in made if rank in ranks)
+    mine = next(group for ranks, group in made if rank in ranks)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
 
 
 @torch.no_grad()
