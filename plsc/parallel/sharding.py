@@ -118,21 +118,18 @@ def local_part(tensor: Tensor) -> Tensor:
 def split_rows(tensor: Tensor) -> tuple[int, DeviceMesh | None] | None:
     """Return where this rank's rows of a split tensor begin, and its mesh where there are several groups.
 
-    None for a tensor that every rank has whole. Raises ValueError for one that is split otherwise than by
+    None for a tensor that every rank has whole. Raises OptionError for one that is split otherwise than by
     its rows.
     """
     if not isinstance(tensor, DTensor):
         return None
     *groups, last = tensor.placements
-    if not all(placement == Replicate() for placement in groups):
-        raise ValueError(
-            f"placed as {tensor.placements}; expected rows split over the last dimension"
-        )
     if last == Replicate():
         return None
-    if last != Shard(0):
-        raise ValueError(
-            f"placed as {tensor.placements}; expected rows split over the last dimension"
+    if last != Shard(0) or any(placement != Replicate() for placement in groups):
+        raise OptionError(
+            f"a tensor of the optimizer's state is placed as {tensor.placements}, which checkpoints do not "
+            "hold; use an optimizer whose state is split like the parameters, by rows"
         )
     mesh = tensor.device_mesh
     place, places = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)

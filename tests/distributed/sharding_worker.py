@@ -67,7 +67,13 @@ CASES = {
     "fp64": (1e-9, ("sharded",), {
         "optim.clip_norm": 0.5, "model.sync_batch_norm": True, "data.val_targets": "lfw",
     }),
-    "fp32": (1e-4, ("sharded",), {"runtime.dtype": "float32"}),
+    "fp32": (1e-4, ("sharded",), {
+        "runtime.dtype": "float32", "memory.checkpoint_stages": "blocks", "optim.l1_decay": 1e-3,
+    }),
+    "scaled-bf16": (0.02, ("sharded",), {
+        "runtime.dtype": "float32", "precision.mode": "bfloat16", "precision.loss_scaling": "always",
+        "precision.init_loss_scaling": 256.0, "optim.optimizer": "rmsprop", "optim.lr": 0.03,
+    }),
     "adamw-micro-fp64": (1e-9, ("sharded", "groups"), {
         "optim.optimizer": "adamw", "optim.lr": 0.1, "train.micro_batches": 2, "optim.clip_norm": 0.5,
         "optim.clip_scope": "all",
