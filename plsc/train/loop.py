@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from plsc.heads import HeadOutput
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.signals import StopSignal
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
@@ -170,7 +171,8 @@ class Trainer:
         self._read_losses()
         if not run.targets:
             return
-        with equal_buffers(run.network, run.world.backbone_group):
+        # In this order: buffers are made equal by way of the state dict, which splits a sharded backbone.
+        with equal_buffers(run.network, run.world.backbone_group), whole_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
         self._result.evaluation = results
         self._evaluated_at = self._position.step
