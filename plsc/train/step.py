@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
+from plsc.marks import Part, mark, mark_backward
 from plsc.parallel.gradients import without_sum
 from plsc.train.build import Run
 from plsc.train.clipping import clip_gradients
@@ -33,10 +34,13 @@ class Step:
         run.optimizer.zero_grad(set_to_none=True)
         output = self._forward_backward(batch, rate, is_logged)
         run.head.sync_gradients()
-        clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
-        run.optimizer.step()
+        with mark(Part.CLIPPING):
+            clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
+        with mark(Part.OPTIMIZER):
+            run.optimizer.step()
         if run.rows is not None:
-            run.rows.step(clip=clip)
+            with mark(Part.HEAD_ROWS):
+                run.rows.step(clip=clip)
         return output, float(output.mean_loss)
 
     def _set_rate(self, rate: float) -> None:
@@ -50,8 +54,9 @@ class Step:
     def _forward_backward(self, batch: Batch, rate: float, is_logged: bool) -> HeadOutput:
         """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another."""
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
-        images = batch.input(device).tensor_split(parts)
-        labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
+        with mark(Part.COPY):
+            images = batch.input(device).tensor_split(parts)
+            labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
         split = None if numbers is None else numbers.tensor_split(parts)
         total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
@@ -62,19 +67,23 @@ class Step:
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
-                embeddings = run.forward(images[part], labels[part], True)
-                output = run.head(
-                    embeddings,
-                    labels[part],
-                    with_accuracy=is_logged and self._options.calc_acc,
-                    with_gauge=is_logged,
-                )
+                with mark(Part.FORWARD):
+                    embeddings = run.forward(images[part], labels[part], True)
+                mark_backward(embeddings)
+                with mark(Part.HEAD):
+                    output = run.head(
+                        embeddings,
+                        labels[part],
+                        with_accuracy=is_logged and self._options.calc_acc,
+                        with_gauge=is_logged,
+                    )
                 loss = float(output.mean_loss)
                 if not math.isfinite(loss):
                     stop_at_bad_loss(
                         run.world, run.save_dir, run.position, loss, rate, list(batch.names)
                     )
                 share = output.batch / total if total else 1.0
-                (output.loss if parts == 1 else output.loss * share).backward()
+                with mark(Part.HEAD_BACKWARD):
+                    (output.loss if parts == 1 else output.loss * share).backward()
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
