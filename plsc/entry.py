@@ -159,15 +159,15 @@ class Entry(Setters):
         """
         return self._together(run_training)
 
-    def profile(
-        self, steps: int = 20, output: str | os.PathLike[str] = "profile"
-    ) -> ProfileResult:
+    def profile(self, steps: int = 20, output: str | os.PathLike[str] = "profile") -> ProfileResult:
         """Make some steps of the training and return where their time goes; nothing is trained or saved.
 
-        steps: how many are split into parts, 1 to 1000; about twice as many are made. output: a folder for the
-        table, a trace of each rank for the usual viewers, and its slowest operators. See docs/profiling.md.
+        steps: how many are split into parts, 1 to 1000; about twice as many are made. output: a folder for
+        the table, a trace of each rank for the usual viewers, and its slowest operators.
+
+        See docs/profiling.md.
         """
-        return self._together(partial(run_profile, steps=steps, output=Path(output)))
+        return self._together(partial(run_profile, steps=steps, output=output))
 
     def test(self) -> dict[str, VerificationResult]:
         """Return the verification of a checkpoint's network on every pair file, by its name."""

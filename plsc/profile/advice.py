@@ -49,7 +49,13 @@ def _lines(result: ProfileResult, ranks: Sequence[RankTimes], run: Run) -> Itera
             f"set_micro_batches({options.train.micro_batches * 2}) with a batch twice as large, sums as many "
             "bytes for more images"
         )
-    others = result.of(Part.GATHER, Part.REDUCE, Part.SCATTER, Part.BATCH_NORM)
+    normalising = result.of(Part.BATCH_NORM)
+    if normalising >= _MUCH_COMMUNICATION:
+        yield (
+            f"batch norm over the ranks {normalising:.0%}: two collectives a layer; with a larger batch "
+            "a rank, set_sync_batch_norm(False) may do"
+        )
+    others = result.of(Part.GATHER, Part.REDUCE, Part.SCATTER)
     if others >= _MUCH_COMMUNICATION:
         yield (
             f"the head's collectives {others:.0%}: they move little, so the ranks wait for each other or for "
@@ -104,6 +110,6 @@ def _slow_rank(result: ProfileResult, ranks: Sequence[RankTimes]) -> str:
     }
     where = max(longer, key=lambda part: longer[part])
     return (
-        f"the ranks wait for each other {result.of(Part.CONTROL):.0%}: rank {slowest} is the last to come; it "
-        f"takes longer than the others in '{where.value}'"
+        f"the ranks wait for each other {result.of(Part.CONTROL):.0%}: rank {slowest} is the last to come; "
+        f"it takes longer than the others in '{where.value}'"
     )

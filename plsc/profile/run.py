@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import re
 import resource
 import sys
 from dataclasses import replace
@@ -32,10 +34,11 @@ from plsc.train.saving import Saver
 
 MOST_STEPS = 1000
 _ENDLESS = 2**31
+_OURS = re.compile(r"trace-rank\d+\.json\.gz|operators-rank\d+\.txt|profile\.(txt|json)")
 
 
 def run_profile(
-    options: Options, world: World, user: UserParts, *, steps: int, output: Path
+    options: Options, world: World, user: UserParts, *, steps: int, output: str | os.PathLike[str]
 ) -> ProfileResult:
     """Train some steps and return where their time goes; the main rank prints it. A collective.
 
@@ -45,22 +48,23 @@ def run_profile(
 
     Raises OptionError for `steps` or `output`, and whatever training raises.
     """
-    _check(steps, output)
+    folder = _check(steps, output)
     options = copy.deepcopy(options)
     options.train.with_test = False
     # A network of the user's is trained as a copy.
     user = replace(user, model=copy.deepcopy(user.model))
-    _clear(output, world)
     checkpoint = open_to_resume(options, world)
     if checkpoint:
         adopt_options(options, checkpoint[1])
         check_data_sets(options, *checkpoint)
         keep_global_batch(options, *checkpoint, world.size)
         options.train.with_test = False
+    options.checkpoint.save_dir = str(folder)  # which is refused where every folder is a class
     run = build_run(options, world, user)
+    _clear(folder, world)
     seed_generators(world, options.train.seed)
-    watch = _train(run, steps, output)
-    return _report(run, watch, steps, output)
+    watch = _train(run, steps, folder)
+    return _report(run, watch, steps, folder)
 
 
 def _train(run: Run, steps: int, output: Path) -> ProfileWatch:
@@ -107,11 +111,15 @@ def _report(run: Run, watch: ProfileWatch, steps: int, output: Path) -> ProfileR
     return result
 
 
-def _check(steps: int, output: Path) -> None:
+def _check(steps: int, output: str | os.PathLike[str]) -> Path:
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
         raise OptionError(f"steps is {steps!r}; expected a whole number from 1 to {MOST_STEPS}")
-    if output.exists() and not output.is_dir():
-        raise OptionError(f"output is {output}, which is no folder; choose another")
+    if not isinstance(output, (str, os.PathLike)) or not str(output):
+        raise OptionError(f"output is {output!r}; expected the path of a folder")
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"output is {folder}, which is no folder; choose another")
+    return folder
 
 
 def _clear(output: Path, world: World) -> None:
@@ -119,8 +127,8 @@ def _clear(output: Path, world: World) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         if world.is_main:
-            for pattern in ("trace-rank*.json.gz", "operators-rank*.txt", "profile.*"):
-                for path in output.glob(pattern):
+            for path in output.iterdir():
+                if _OURS.fullmatch(path.name):
                     path.unlink()
     except OSError as error:
         raise OptionError(f"output is {output}: {error.strerror}; choose another folder") from error

@@ -51,7 +51,5 @@ def _parts(result: ProfileResult, on_gpu: bool) -> list[str]:
 def _collectives(result: ProfileResult) -> list[str]:
     lines = [f"{'collective (trace of rank 0)':32} {'a step':>7} {'ms':>9} {'hidden':>9}"]
     for one in result.collectives:
-        lines.append(
-            f"{one.name:32} {one.count:7.1f} {one.milliseconds:9.2f} {one.hidden:9.2f}"
-        )
+        lines.append(f"{one.name:32} {one.count:7.1f} {one.milliseconds:9.2f} {one.hidden:9.2f}")
     return lines

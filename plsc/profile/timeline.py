@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ MILLION = 1_000_000
 class Stretch:
     """From a mark to the next one: which part had it, and the times at its end.
 
-    host: nanoseconds of a clock that never goes back; device: an event on the device's stream, if there is one.
+    host: nanoseconds of a clock that never goes back; device: an event on the device's stream, if any.
     """
 
     part: Part
@@ -29,8 +30,8 @@ class Stretch:
 class Timeline:
     """Records steps, each cut into stretches without a gap, so that the parts add up to the step.
 
-    A part has the time in which it is open and no part inside it is. On a CUDA device each mark also leaves an
-    event on the current stream. The time between two events is what the device spent on a part, idle time
+    A part has the time in which it is open and no part inside it is. On a CUDA device each mark also leaves
+    an event on the current stream. The time between two events is what the device spent on a part, idle time
     included; where the device is behind, what the host does meanwhile counts as nothing. So these add up to
     the step, too, and reading the clock makes nobody wait.
     """
@@ -85,7 +86,7 @@ class Timeline:
         """Return the time of each part on the host, over all steps."""
         found: Counter[Part] = Counter()
         for step in self._steps:
-            for before, after in zip(step, step[1:], strict=False):
+            for before, after in itertools.pairwise(step):
                 found[after.part] += after.host - before.host
         return found
 
@@ -96,9 +97,10 @@ class Timeline:
         torch.cuda.synchronize()
         found: Counter[Part] = Counter()
         for step in self._steps:
-            for before, after in zip(step, step[1:], strict=False):
-                assert before.device is not None and after.device is not None
-                found[after.part] += round(before.device.elapsed_time(after.device) * MILLION)
+            for before, after in itertools.pairwise(step):
+                if before.device is not None and after.device is not None:
+                    took = before.device.elapsed_time(after.device)
+                    found[after.part] += round(took * MILLION)
         return found
 
     def whole_nanoseconds(self) -> int:

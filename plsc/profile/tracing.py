@@ -35,6 +35,7 @@ class Tracer:
         self._device = device
         self._thread = threading.get_ident()
         self._ranges: list[Any] = []
+        self._is_running = False
         # One step is passed over, the others are kept until they are stopped.
         self._profile = profile(
             activities=activities, schedule=schedule(wait=0, warmup=1, active=2**30)
@@ -43,13 +44,17 @@ class Tracer:
     def start(self) -> None:
         """Begin the step that is passed over."""
         self._profile.start()
+        self._is_running = True
 
     def next_step(self) -> None:
         """Another step begins."""
         self._profile.step()
 
     def stop(self) -> None:
-        """End the last step."""
+        """End the last step, if one is traced."""
+        if not self._is_running:
+            return
+        self._is_running = False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._profile.stop()
@@ -86,9 +91,7 @@ class Tracer:
         try:
             self._write_trace(trace)
             averages = self._profile.key_averages()
-            table = averages.table(
-                sort_by=key, row_limit=OPERATORS_SHOWN, max_name_column_width=60
-            )
+            table = averages.table(sort_by=key, row_limit=OPERATORS_SHOWN, max_name_column_width=60)
             operators.write_text(table, encoding="utf-8")
         except OSError as error:
             raise TrainingError(

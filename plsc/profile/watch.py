@@ -28,8 +28,8 @@ class Kind(Enum):
 def plan_steps(steps: int) -> list[Kind]:
     """Return what is done with each step of a run that measures so many.
 
-    Plain and marked ones take turns: whatever else slows the machine down meets both. The last step is made so
-    that the one before ends where a step ends, and not with the run.
+    Plain and marked ones take turns: whatever else slows the machine down meets both. The last step is made
+    so that the one before ends where a step ends, and not with the run.
     """
     return [
         *[Kind.PASSED_OVER] * WARM_UP,
@@ -108,8 +108,7 @@ class ProfileWatch:
     def abandon(self) -> None:
         """Record no more, whatever happened."""
         set_recorder(None)
-        if self._starts_tracing < self._made < self.total - 1:
-            self.tracer.stop()
+        self.tracer.stop()
 
     def _close(self) -> None:
         """End the step that was made last."""

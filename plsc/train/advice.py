@@ -149,7 +149,9 @@ def _remedy(worst: Reading, beside: Sequence[Reading], options: DataOptions) -> 
     if busy >= _BUSY:
         reason = "the cores are busy, so more workers would not help"
     elif waits_for_storage:
-        computes = f"computes for {_ms(worst.read_cpu)} of the {_ms(worst.read)} ms that a batch takes it"
+        computes = (
+            f"computes for {_ms(worst.read_cpu)} of the {_ms(worst.read)} ms that a batch takes it"
+        )
         reason = f"a worker {computes} and waits for the rest, so more of them would hardly help"
     else:
         reason = "there is a worker for each core already"

@@ -46,9 +46,7 @@ class Trainer:
     watch: looks on; without one, what the loop says of `data.num_workers` once.
     """
 
-    def __init__(
-        self, run: Run, log: RunLog, saver: Saver, watch: StepWatch | None = None
-    ) -> None:
+    def __init__(self, run: Run, log: RunLog, saver: Saver, watch: StepWatch | None = None) -> None:
         self._run = run
         self._log = log
         self._saver = saver

@@ -28,7 +28,9 @@ class Meter:
     """Sums over the steps since the last `report`."""
 
     def __init__(self) -> None:
-        self.wait = self.step = 0.0  # seconds of the last step: until its batch was there, and in all
+        self.wait = self.step = (
+            0.0  # seconds of the last step: until its batch was there, and in all
+        )
         self._clear()
 
     def start_step(self) -> None:
