@@ -131,7 +131,7 @@ def _run(parsed: Namespace) -> int:
         if entry.is_main:
             print(f"trained {result.steps} steps; last checkpoint {result.checkpoint}")
     elif parsed.verb == "profile":
-        entry.profile(given.get("steps", 20), given.get("output") or "profile")
+        entry.profile(given.get("steps", 20), given.get("output", "profile"))
     elif parsed.verb == "test":
         entry.test()
     elif parsed.verb == "dominant":
