@@ -23,9 +23,9 @@ from plsc.version import __version__
 
 _VERBS = {
     "train": "train, from the start or from --checkpoint.load_dir",
-    "profile": "make some steps of the training, and print where their time goes; nothing is saved",
     "test": "verify the network of --checkpoint.load_dir on the pair files",
     "predict": "write the embeddings of the dataset's images to a .npz file",
+    "profile": "make some steps of the training, and print where their time goes; nothing is saved",
     "dominant": "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
     "config": "print the options in effect, with their defaults and meanings, as YAML",
 }
