@@ -77,6 +77,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Say, once, below an error's text what it came from; its type and its traceback stay as they are."""
+    if hasattr(error, "add_note"):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif note not in str(error):  # Python 3.10
+        text, *others = error.args or ("",)
+        error.args = (f"{text}; {note}", *others)
+
+
 _wording: Callable[[str], str] = str
 
 

@@ -37,7 +37,7 @@ class Part(enum.Enum):
     GRADIENTS = "communication: gradient sum, not hidden"
     BATCH_NORM = "communication: batch norm"
     CONTROL = "communication: agreeing"
-    CLIPPING = "optimizer: clipping"
+    CLIPPING = "optimizer: clipping, unscaling"
     OPTIMIZER = "optimizer: update"
     LOGGING = "logging"
     OTHER = "other"

@@ -26,7 +26,7 @@ from plsc.data.ring import BufferRing
 from plsc.data.sources.base import Source
 from plsc.data.threads import Stopped
 from plsc.data.transform import Transform, apply_transform
-from plsc.errors import DataError
+from plsc.errors import DataError, add_note
 from plsc.keys import hash_key
 
 Request = tuple[int, np.ndarray]
@@ -199,10 +199,5 @@ class BatchReader:
         except DataError:
             raise
         except Exception as error:  # a mistake of the source's: it keeps its traceback
-            _note(error, f"while reading {self.source.name(index)}")
+            add_note(error, f"while reading {self.source.name(index)}")
             raise
-
-
-def _note(error: Exception, text: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(text)

@@ -119,6 +119,10 @@ class HeadOptions:
         1.0, "the class rows' learning rate is the backbone's times this", "set_head_lr_factor(factor)",
         more_than(0),
     )  # fmt: skip
+    weight_decay: float | None = declare(
+        None, "L2 decay of the class rows; when not set, optim.weight_decay",
+        "set_head_weight_decay(decay)", at_least(0),
+    )  # fmt: skip
     row_dtype: str = declare(
         "float32", "type of the sharded class rows: float32, or bfloat16 (rounded stochastically)",
         "set_row_dtype(dtype)", one_of("float32", "bfloat16"),
@@ -132,8 +136,9 @@ class HeadOptions:
         "set_head_offload(offload)",
     )  # fmt: skip
     products: str = declare(
-        "float32", "type of the factors in the head's matrix products: float32 or bfloat16",
-        "set_head_products(dtype)", one_of("float32", "bfloat16"),
+        "auto", "type of the factors in the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
+        "precision.mode has 16 bits, else float32)",
+        "set_head_products(dtype)", one_of("auto", "float32", "bfloat16"),
     )  # fmt: skip
     keep_mb: float = declare(
         0.0,

@@ -150,6 +150,16 @@ class World:
         return box[0]
 
     @mark(Part.CONTROL)
+    def gather_numbers(self, *values: int) -> list[list[int]]:
+        """Return every rank's integers, as many on each, in rank order: one small collective on the CPU."""
+        if self.size == 1:
+            return [list(values)]
+        gathered = torch.empty(self.size * len(values), dtype=torch.int64)
+        mine = torch.tensor(values, dtype=torch.int64)
+        dist.all_gather_into_tensor(gathered, mine, group=self.control_group)
+        return gathered.view(self.size, len(values)).tolist()
+
+    @mark(Part.CONTROL)
     def agree_max(self, *values: int) -> list[int]:
         """Return the largest of each integer over the ranks: one small collective."""
         if self.size == 1:

@@ -11,6 +11,7 @@ from plsc.marks import Part
 from plsc.profile.result import ProfileResult, RankTimes
 from plsc.train.advice import advise
 from plsc.train.build import Run
+from plsc.train.precision import head_products
 
 _MUCH_HEAD = 0.4
 _MUCH_BACKBONE = 0.5
@@ -79,7 +80,7 @@ def _ways_of_head(run: Run) -> Iterator[str]:
     if not options.loss_type.startswith("dist_"):
         yield f"set_loss_type('dist_{options.loss_type}') makes no matrix of all logits"
         return
-    if options.products == "float32":
+    if head_products(run.options) == "float32":
         yield "set_head_products('bfloat16')"
     batch = run.options.train.global_batch_size or run.options.train.batch_size * ranks
     needed = batch * -(-run.head.class_num // ranks) * options.sub_centers * 2 / 2**20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +15,28 @@ from plsc.checkpoint.manifest import TensorInfo
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.optim.factory import FULL_RATE
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 @dataclass
 class Position:
-    """How far the run is: counts of steps made and of epochs finished."""
+    """How far the run is: counts of steps made and of epochs finished.
+
+    updates: the steps that changed the weights, which the learning rate follows; the others were skipped.
+    """
 
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
+    updates: int = 0
 
-    def advance(self) -> None:
+    def advance(self, is_skipped: bool = False) -> None:
         """One more step is made."""
         self.step += 1
         self.step_in_epoch += 1
+        self.updates += not is_skipped
 
     def next_epoch(self) -> None:
         """The epoch is finished."""
@@ -88,6 +93,26 @@ def collect_numbers(
     return numbers
 
 
+def is_optimizer_state(key: str) -> bool:
+    """Whether a checkpoint's key is that of state of the optimizer, for one of its parameters."""
+    return key.startswith(_PREFIXES)
+
+
+def collect_group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Return the numbers among the settings of each of an optimizer's groups, but for its learning rates.
+
+    Some optimizers outside of torch keep state there.
+    """
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if isinstance(value, (int, float)) and name not in ("lr", FULL_RATE)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
 def make_state(
     network: nn.Module,
     head: Head | JointHead,
@@ -102,26 +127,26 @@ def make_state(
     than it.
     """
     named = _named_parameters(network, head)
-    for key in sorted({key for key in (*tensors, *numbers) if key.startswith(_PREFIXES)}):
-        state, name = _split_key(key)
+    for key in sorted({key for key in (*tensors, *numbers) if is_optimizer_state(key)}):
+        state, name = split_state_key(key)
         parameter = named.get(name)
         if parameter is None:
             raise CheckpointError(
                 f"the checkpoint has optimizer state for {name}, which this model does not have; use the "
                 "model that was saved"
             )
+        if not parameter.requires_grad:  # frozen since
+            continue
         if key in numbers:
             optimizer.state[parameter][state] = numbers[key]
         else:
-            group = next(
-                g for g in optimizer.param_groups if any(p is parameter for p in g["params"])
-            )
-            empty = _empty_state(key, tensors[key], parameter, group)
+            empty = _empty_state(key, state, tensors[key], parameter, optimizer)
             optimizer.state[parameter][state] = empty
 
 
 _MOMENTUM, _OTHER = "momentum.", "optimizer."
 _PREFIXES = (_MOMENTUM, _OTHER)
+_COUNTS = ("step", "mu_product")  # scalars that torch keeps on the CPU, as a rule
 _SMALL = 4096  # numbers that a state may have though its parameter is smaller: a count, a table
 
 
@@ -129,8 +154,8 @@ def _state_key(state: str, key: str) -> str:
     return f"{_MOMENTUM}{key}" if state == "momentum_buffer" else f"{_OTHER}{state}.{key}"
 
 
-def _split_key(key: str) -> tuple[str, str]:
-    """Return the name of the state and that of the parameter."""
+def split_state_key(key: str) -> tuple[str, str]:
+    """Return the name of the state and that of the parameter, of a key of the optimizer's state."""
     if key.startswith(_MOMENTUM):
         return "momentum_buffer", key.removeprefix(_MOMENTUM)
     state, _, name = key.removeprefix(_OTHER).partition(".")
@@ -138,21 +163,34 @@ def _split_key(key: str) -> tuple[str, str]:
 
 
 def _empty_state(
-    key: str, info: TensorInfo, parameter: nn.Parameter, group: dict[str, Any]
+    key: str,
+    state: str,
+    info: TensorInfo,
+    parameter: nn.Parameter,
+    optimizer: torch.optim.Optimizer,
 ) -> Tensor:
-    """Return zeros for a state: beside the parameter, but counts of steps where torch keeps them."""
+    """Return zeros for a state: laid out as the parameter, but counts of steps where torch keeps them."""
     if math.prod(info.shape) > max(parameter.numel(), _SMALL):
         raise CheckpointError(
             f"the checkpoint's optimizer state {key} is {list(info.shape)}, its parameter "
             f"{list(parameter.shape)}; use the model that was saved"
         )
-    on_cpu = info.shape == () and not (group.get("capturable") or group.get("fused"))
     dtype = _DTYPES.get(info.dtype)
     if dtype is None:
         raise CheckpointError(
             f"the checkpoint's optimizer state {key} is of unknown type {info.dtype}"
         )
-    return torch.zeros(info.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+    if state in _COUNTS and not _keeps_counts_beside(parameter, optimizer):
+        return torch.zeros(info.shape, dtype=dtype, device="cpu")
+    if tuple(info.shape) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(info.shape, dtype=dtype, device=parameter.device)
+
+
+def _keeps_counts_beside(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    is_captured = bool(group.get("capturable") or group.get("fused"))
+    return is_captured or isinstance(optimizer, torch.optim.ASGD)
 
 
 def _named_parameters(network: nn.Module, head: Head | JointHead) -> dict[str, nn.Parameter]:

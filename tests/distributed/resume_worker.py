@@ -5,7 +5,6 @@ The four ranks form smaller worlds, of the first one, two or three of them, wher
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.state import collect_tensors
 from tests.distributed.train_worker import draw_alike_on_any_ranks
+from tests.distributed.worker import run_worker
 from tests.resuming import Steady, different, losses_of, options_of, saved_at, tensors_of, train
 
 RANKS = (1, 2, 3, 4)
@@ -248,11 +248,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the others may wait in a collective
+    run_worker(main)

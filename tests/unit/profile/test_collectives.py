@@ -1,5 +1,6 @@
 """Collectives in a trace, and what of them computation hid."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ def covered(some):
 def test_unions_and_overlaps_cover_what_sets_of_points_cover(some, others):
     first, second = union(some), union(others)
     assert covered(first) == covered(some)
-    assert all(a[1] < b[0] for a, b in zip(first, first[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(first))
     assert covered(overlap(first, second)) == covered(some) & covered(others)
     assert sum(b - a for a, b in overlap(first, second)) == len(covered(some) & covered(others))
 

@@ -40,7 +40,9 @@ def test_the_rank_that_waits_most_counts_and_the_cores_of_its_machine_are_shared
     slow = with_(read=0.090, read_cpu=0.088)
     beside = [calm, slow, *[with_(host="b")] * 4]
     assert "8 cores for 2 ranks here" in advice(*beside)
-    assert advice(*beside).endswith("try set_num_workers(4)")  # 10 would be asked for, 8 / 2 there are
+    assert advice(*beside).endswith(
+        "try set_num_workers(4)"
+    )  # 10 would be asked for, 8 / 2 there are
 
 
 def test_a_run_without_workers_is_told_to_read_ahead():
