@@ -102,6 +102,11 @@ def worded(wording: Callable[[str], str]) -> Iterator[None]:
         _wording = before
 
 
+def as_worded(text: str) -> str:
+    """Return a line in the words that `worded` asks for."""
+    return _wording(text)
+
+
 def report(error: BaseException) -> int:
     """Print an error that ends the program, once, to stderr; return the exit code.
 
