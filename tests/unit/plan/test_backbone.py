@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.checkpointing import checkpoint_activations
-from plsc.options.optim import OptimOptions
 from plsc.optim.factory import build_optimizer
+from plsc.options.optim import OptimOptions
 from plsc.plan import plan_backbone
 from plsc.plan.measure import MemoryCount
 from plsc.plan.network import backbone_transfers
