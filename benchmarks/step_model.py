@@ -47,7 +47,9 @@ def median_seconds(act: Callable[[], object], times: int, world: World) -> float
         began = clock()
         act()
         taken.append(clock() - began)
-    return statistics.median(max(each) for each in zip(*world.all_gather_object(taken), strict=True))
+    return statistics.median(
+        max(each) for each in zip(*world.all_gather_object(taken), strict=True)
+    )
 
 
 def measure_rates(world: World, batch: int, times: int) -> Rates:
