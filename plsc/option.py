@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import types
@@ -87,10 +88,12 @@ def describe_kind(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         return f"a sequence of {_ITEMS[typing.get_origin(item) or item]}"
+    if typing.get_origin(kind) is dict:
+        return "a mapping"
     return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
 
 
-_ITEMS = {int: "integers", float: "numbers", dict: "mappings"}
+_ITEMS = {int: "integers", float: "numbers", str: "texts", dict: "mappings"}
 _WRONG = object()
 
 
@@ -127,3 +130,23 @@ def _is_optional(kind: Any) -> bool:
 
 def _without_none(kind: Any) -> Any:
     return next(part for part in typing.get_args(kind) if part is not type(None))
+
+
+def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
+    """Return the rows of the option table that a group's dataclass declares, by path."""
+    kinds = typing.get_type_hints(factory)
+    found = {}
+    for item in dataclasses.fields(factory):
+        setter, _, argument = item.metadata["setter"].rstrip(")").partition("(")
+        spec = OptionSpec(
+            group=group,
+            name=item.name,
+            kind=kinds[item.name],
+            default=item.default,
+            meaning=item.metadata["meaning"],
+            setter=setter,
+            argument=argument,
+            check=item.metadata["check"],
+        )
+        found[spec.path] = spec
+    return found

@@ -21,7 +21,7 @@ from plsc.option import OptionSpec, describe_kind  # noqa: E402
 
 SETTERS_HEAD = '''"""The setters of Entry, one per option.
 
-Written by tools/generate.py from the table in plsc/config.py; edit that instead.
+Written by tools/generate.py from the table in plsc/options; edit that instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Setters:
 
 PAGE_HEAD = """# Options
 
-Written by `tools/generate.py` from the table in `plsc/config.py`; `plsc config` prints the same with the
+Written by `tools/generate.py` from the table in `plsc/options`; `plsc config` prints the same with the
 values in effect. An option is set by its setter (`Entry`), by a flag (`plsc train --train.batch_size 64`)
 or in a YAML file (`plsc train --config run.yaml`).
 """
@@ -51,7 +51,7 @@ def annotation(kind: Any) -> str:
     text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
     text = text.replace("typing.Any", "Any")
     text = re.sub(r"tuple\[(dict\[.*?\]), \.\.\.\]", r"Sequence[\1]", text)
-    return re.sub(r"tuple\[(int|float)[^]]*\]", r"Sequence[\1]", text)
+    return re.sub(r"tuple\[(int|float|str)[^]]*\]", r"Sequence[\1]", text)
 
 
 def setter(spec: OptionSpec) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from plsc.errors import OptionError
@@ -24,6 +26,8 @@ class BaseModel(nn.Module):
     Raises:
         OptionError: at construction, if the class does not implement `build_network`.
     """
+
+    kept_in_evaluation: tuple[nn.Module, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,6 +53,18 @@ class BaseModel(nn.Module):
         if first is not None and first.is_floating_point():
             input = input.to(first.dtype)
         return self.build_network(input, label, self.training if is_train is None else is_train)
+
+    def train(self, mode: bool = True) -> BaseModel:
+        """Switch to training or evaluation, but for what `keep_in_evaluation` named."""
+        super().train(mode)
+        for module in self.kept_in_evaluation:
+            module.train(False)
+        return self
+
+    def keep_in_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        """Leave these modules of the network in evaluation mode from now on: frozen batch norms."""
+        self.kept_in_evaluation = tuple(modules)
+        self.train(self.training)
 
 
 def _not_implemented(name: str) -> OptionError:

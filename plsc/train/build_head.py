@@ -24,6 +24,7 @@ from plsc.heads import (
 from plsc.heads.joint import JointHead, JointRows
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
+from plsc.train.precision import head_products
 from plsc.train.training_set import TrainingSet
 
 MARGIN_OPTIONS = {
@@ -42,7 +43,6 @@ ONLY_SHARDED = (
     "head.sample_ratio",
     "head.hard_share",
     "head.optimizer",
-    "head.lr_factor",
     "head.row_dtype",
     "head.state_dtype",
     "head.offload",
@@ -113,7 +113,9 @@ def build_head_of(options: Options, class_num: int, world: World, seed: int | No
         margin=margin,
         centers=head.sub_centers,
         sampling=Sampling(head.sample_ratio, head.hard_share) if is_sharded else None,
-        execution=Execution(head.products, int(head.keep_mb * 2**20), head.tile, head.kernels),
+        execution=Execution(
+            head_products(options), int(head.keep_mb * 2**20), head.tile, head.kernels
+        ),
         row_dtype=dtype,
         offload=head.offload,
         on_nonfinite="pass",  # the loop sees it in the loss, and names the images
@@ -126,9 +128,10 @@ def build_head_of(options: Options, class_num: int, world: World, seed: int | No
 def build_row_optimizer(options: Options, head: ShardedHead) -> RowOptimizer:
     """Return the optimizer of the sharded rows."""
     optim = options.optim
-    settings: dict[str, Any] = {"weight_decay": optim.weight_decay}
+    decay = options.head.weight_decay
+    settings: dict[str, Any] = {"weight_decay": optim.weight_decay if decay is None else decay}
     if options.head.optimizer == "sgd":
-        settings["momentum"] = optim.momentum
+        settings |= {"momentum": optim.momentum, "nesterov": optim.nesterov}
     return ROW_OPTIMIZERS[options.head.optimizer](
         head, lr=optim.lr, state_dtype=options.head.state_dtype, **settings
     )

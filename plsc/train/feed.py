@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.config import DataOptions, Options
+from plsc.config import Options
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
 from plsc.data.loader import SourceLoader, choose_kind
@@ -24,6 +24,7 @@ from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError
 from plsc.keys import hash_key
+from plsc.options.data import DataOptions
 from plsc.parallel.world import World
 from plsc.train.rank_files import open_rank_source
 from plsc.train.training_set import TrainingSet

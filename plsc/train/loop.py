@@ -3,35 +3,60 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing, nullcontext
-from typing import Any, NoReturn
+from contextlib import closing
+from typing import Any, NoReturn, Protocol
 
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
-from plsc.heads.base import join_outputs
+from plsc.marks import Part, mark
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.parallel.gradients import without_sum
+from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.signals import StopSignal
+from plsc.train.advice import WorkerAdvice
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
-from plsc.train.clipping import clip_gradients
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.guards import collapse_warning, epoch_warning, interrupted, stop_at_bad_loss
+from plsc.train.guards import collapse_warning, epoch_warning, interrupted
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
-from plsc.train.randomness import number_samples, seed_step
 from plsc.train.result import TrainResult
 from plsc.train.saving import Saver
+from plsc.train.step import Step, StepResult
+
+
+class StepWatch(Protocol):
+    """Looks on as the steps are made."""
+
+    def begin_step(self) -> None:
+        """A step begins; the loop's other work since the step before is done."""
+        ...
+
+    def end_step(
+        self, batch: Batch, images: int, step_in_epoch: int, wait: float, step: float
+    ) -> str | None:
+        """A step is made; return a line for the user, or None.
+
+        batch: of this rank; images: of all ranks; step_in_epoch: from 1; wait: seconds until the batch was
+        there; step: seconds in all.
+        """
+        ...
 
 
 class Trainer:
-    """Trains a run to its last epoch or step. All methods are collectives."""
+    """Trains a run to its last epoch or step. All methods are collectives.
 
-    def __init__(self, run: Run, log: RunLog, saver: Saver) -> None:
+    watch: looks on; without one, what the loop says of `data.num_workers` once.
+    """
+
+    def __init__(self, run: Run, log: RunLog, saver: Saver, watch: StepWatch | None = None) -> None:
         self._run = run
         self._log = log
         self._saver = saver
+        self._step = Step(run)
+        self._watch = watch or WorkerAdvice(run.loader, run.options.data, run.world)
+        self._window = Meter()
         self._since_save = Mean()
+        self._last_loss = math.nan
         self._evaluated_at = -1
         self._is_length_told = False
         self._options = run.options.train
@@ -64,11 +89,13 @@ class Trainer:
         """
         run, position = self._run, self._position
         run.network.train()
-        window = Meter()
+        window = self._window = Meter()
         with closing(run.loader.epoch(position.epoch, position.step_in_epoch)) as batches:
             while not self._made_all_steps():
+                self._watch.begin_step()
                 window.start_step()
-                batch = next(batches, None)
+                with mark(Part.DATA):
+                    batch = next(batches, None)
                 window.batch_arrived()
                 # One small collective a step: was anybody told to stop, has anybody's reader ended, is
                 # anybody still writing a checkpoint?
@@ -84,15 +111,21 @@ class Trainer:
                     position.next_epoch()
                     break
                 is_logged = self._is_logged()
-                output, loss = self._train_step(batch, is_logged)
+                made = self._step.make(batch, is_logged)
                 self._bad_samples.note(batch.problems)
-                position.advance()
-                window.end_step(output.batch, batch.skipped, loss)
-                self._since_save.add(loss, output.batch)
+                position.advance(made.is_skipped)
+                window.end_step(made.output.batch, batch.skipped)
+                advice = self._watch.end_step(
+                    batch, made.output.batch, position.step_in_epoch, window.wait, window.step
+                )
+                if advice:
+                    self._log.say(advice)
+                self._read_losses(everything=is_logged)
                 del batch  # its memory is used again for the next one
-                self._log.advance()
-                if is_logged:
-                    self._write_metrics(output, loss, window)
+                with mark(Part.LOGGING):
+                    self._log.advance()
+                    if is_logged:
+                        self._write_metrics(made)
                 if self._is_tested():
                     self._evaluate()
                     run.network.train()
@@ -100,6 +133,14 @@ class Trainer:
                     self._save()
         if position.step_in_epoch == run.loader.steps_per_epoch:
             position.next_epoch()  # the run's last step was the epoch's last, too
+
+    def _read_losses(self, everything: bool = True) -> None:
+        """Count the losses that are here; `everything` waits for them."""
+        for loss, images in self._step.losses.read(everything):
+            self._last_loss = loss
+            self._window.add_loss(loss)
+            if math.isfinite(loss):
+                self._since_save.add(loss, images)
 
     def _check_epoch(self) -> None:
         """Say once that the reader's epochs are of another length than was expected."""
@@ -109,57 +150,6 @@ class Trainer:
         if warning and not self._is_length_told:
             self._is_length_told = True
             self._log.say(warning)
-
-    def _train_step(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
-        """Make one update; return what the head said, and the loss of the global batch."""
-        run, step = self._run, self._position.step
-        rate = run.rate(step)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        if run.rows is not None:
-            for group in run.rows.param_groups:
-                group["lr"] = rate * run.options.head.lr_factor
-
-        run.optimizer.zero_grad(set_to_none=True)
-        output = self._forward_backward(batch, rate, is_logged)
-        run.head.sync_gradients()
-        clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
-        run.optimizer.step()
-        if run.rows is not None:
-            run.rows.step(clip=clip)
-        return output, float(output.mean_loss)
-
-    def _forward_backward(self, batch: Batch, rate: float, is_logged: bool) -> HeadOutput:
-        """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another."""
-        run, device, parts = self._run, self._run.world.device, self._options.micro_batches
-        images = batch.input(device).tensor_split(parts)
-        labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
-        numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
-        split = None if numbers is None else numbers.tensor_split(parts)
-        total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
-        outputs: list[HeadOutput] = []
-        for part in range(parts):
-            is_last = part == parts - 1
-            seed_step(self._options.seed, self._position.step, part, run.world)
-            run.samples.numbers = None if split is None else split[part]
-            # Only the last one sums the gradients over the ranks.
-            with nullcontext() if is_last else without_sum(run.forward):
-                embeddings = run.forward(images[part], labels[part], True)
-                output = run.head(
-                    embeddings,
-                    labels[part],
-                    with_accuracy=is_logged and self._options.calc_acc,
-                    with_gauge=is_logged,
-                )
-                loss = float(output.mean_loss)
-                if not math.isfinite(loss):
-                    stop_at_bad_loss(
-                        run.world, run.save_dir, self._position, loss, rate, list(batch.names)
-                    )
-                share = output.batch / total if total else 1.0
-                (output.loss if parts == 1 else output.loss * share).backward()
-            outputs.append(output)
-        return outputs[0] if parts == 1 else join_outputs(outputs)
 
     def _end_epoch(self) -> None:
         """Evaluate, save and plot."""
@@ -171,16 +161,17 @@ class Trainer:
         self._log.plot()
         self._bad_samples.say()
 
-    def _write_metrics(self, output: HeadOutput, loss: float, window: Meter) -> None:
-        report = window.report()
+    def _write_metrics(self, made: StepResult) -> None:
+        output, report, loss = made.output, self._window.report(), self._last_loss
         metrics: dict[str, Any] = {
             "step": self._position.step,
             "epoch": self._position.epoch,
-            "loss": loss,
-            "lr": self._run.rate(self._position.step - 1),
+            "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
+            "lr": made.rate,
             "accuracy": None if output.accuracy is None else float(output.accuracy),
             "mean_cosine": None if output.mean_cosine is None else float(output.mean_cosine),
             **self._metrics_of_heads(output),
+            **self._metrics_of_scaling(),
             **report,
             "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
             "bad_samples": self._bad_samples.gather(),
@@ -190,6 +181,13 @@ class Trainer:
         warning = collapse_warning(self._position.step, metrics["mean_cosine"])
         if warning:
             self._log.say(warning)
+
+    def _metrics_of_scaling(self) -> dict[str, float]:
+        """Return the loss scale of the next step, and how many steps were skipped in all."""
+        scaler = self._run.scaler
+        if scaler is None:
+            return {}
+        return {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
 
     def _metrics_of_heads(self, output: HeadOutput) -> dict[str, float | None]:
         """Return the measures of each of several heads: ``loss/<name>`` and so on."""
@@ -203,9 +201,11 @@ class Trainer:
     def _evaluate(self) -> None:
         """Judge the network on the pair files, with the same batch-norm statistics on all ranks."""
         run = self._run
+        self._read_losses()
         if not run.targets:
             return
-        with equal_buffers(run.network, run.world.backbone_group):
+        # In this order: buffers are made equal by way of the state dict, which splits a sharded backbone.
+        with equal_buffers(run.network, run.world.backbone_group), whole_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
         self._result.evaluation = results
         self._evaluated_at = self._position.step
@@ -217,6 +217,7 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """Save at a step boundary."""
         position = self._position
+        self._read_losses()  # nothing is saved after a bad one
         self._bad_samples.gather()
         name = str(
             position.epoch - 1

@@ -12,9 +12,9 @@ from plsc.checkpoint import Manifest
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.manifest import HEADS_KEY
 from plsc.config import Options
-from plsc.data_set import is_name
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
+from plsc.options.data_set import is_name
 from plsc.parallel.shard import class_ranges
 from plsc.train.build import Run
 

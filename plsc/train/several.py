@@ -14,10 +14,10 @@ from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
 from plsc.data.order import BatchPlan, count_steps
 from plsc.data.sources.base import Source
 from plsc.data.transform import Transform
-from plsc.data_set import HEAD_OPTIONS, DataSet
 from plsc.errors import DataError, OptionError
 from plsc.heads import MARGINS
 from plsc.keys import hash_key
+from plsc.options.data_set import HEAD_OPTIONS, DataSet
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, margin_of

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import OptionError, suggest
-from plsc.option import OptionSpec, more_than, not_empty
+from plsc.option import OptionSpec, more_than, not_empty, specs_of
+from plsc.options.head import HeadOptions
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the keys in a checkpoint, which dots divide
 HEAD_OPTIONS = ("class_num", "loss_type", "margin", "scale", "sample_ratio")
@@ -39,15 +40,12 @@ class DataSet:
 
 
 def read_data_sets(
-    values: Sequence[Mapping[str, Any]], find_option: Callable[[str], OptionSpec]
+    values: Sequence[Mapping[str, Any]],
 ) -> list[DataSet]:
-    """Return the data sets that `data.datasets` lists. Raises OptionError for one that is wrong.
-
-    find_option: gives the option at a path; those of a head are checked as they are anywhere.
-    """
+    """Return the data sets that `data.datasets` lists. Raises OptionError for one that is wrong."""
     found: list[DataSet] = []
     for value in values:
-        one = _read(value, find_option)
+        one = _read(value)
         if any(one.name == other.name for other in found):
             raise OptionError(f"there are two data sets {one.name!r}; give each a name of its own")
         found.append(one)
@@ -59,7 +57,7 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def _read(value: Mapping[str, Any], find_option: Callable[[str], OptionSpec]) -> DataSet:
+def _read(value: Mapping[str, Any]) -> DataSet:
     known = [item.name for item in dataclasses.fields(DataSet)]
     for key in value:
         if key not in known:
@@ -76,7 +74,7 @@ def _read(value: Mapping[str, Any], find_option: Callable[[str], OptionSpec]) ->
         }
         for key in HEAD_OPTIONS:
             if value.get(key) is not None:
-                read[key] = find_option(f"head.{key}").checked(value[key])
+                read[key] = _HEAD[f"head.{key}"].checked(value[key])
     except OptionError as error:
         raise OptionError(f"data set {name}: {error}") from error
     return DataSet(name, **read)
@@ -90,3 +88,4 @@ _PATH = _spec("path", str, "folder, file or URL, as set_dataset_dir takes it", n
 _WEIGHT = _spec(
     "weight", float, "share of a step's images, by the side of the others", more_than(0)
 )
+_HEAD = specs_of("head", HeadOptions)

@@ -1,0 +1,60 @@
+"""The options of the backbone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from plsc.option import at_least, between, declare, not_empty
+from plsc.options.initialization import read_initializations
+
+
+def _image_shape(shape: tuple[int, ...]) -> str | None:
+    good = len(shape) == 3 and shape[0] in (1, 3) and min(shape) >= 1
+    return None if good else "(channels, height, width) with 1 or 3 channels, such as (3, 112, 112)"
+
+
+def _initializations(values: tuple[dict[str, Any], ...]) -> None:
+    read_initializations(values)
+
+
+@dataclass
+class ModelOptions:
+    """The backbone."""
+
+    name: str = declare(
+        "ResNet50",
+        "ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18, IResNet34, IResNet50, IResNet100, "
+        "IResNet200, SmallResNet, 'torchvision/<name>', 'timm/<name>', or 'package.module:Class' for a "
+        "BaseModel of your own",
+        "set_model_name(name)",
+        not_empty,
+    )
+    emb_size: int = declare(512, "size of the embedding", "set_emb_size(size)", at_least(1))
+    image_shape: tuple[int, int, int] = declare(
+        (3, 112, 112),
+        "channels, height, width of the input; on the command line [3,112,112]",
+        "set_image_shape(shape)",
+        _image_shape,
+    )
+    dropout: float = declare(
+        0.4, "dropout before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
+    )
+    sync_batch_norm: bool = declare(
+        False, "batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
+    )
+    pretrained: str | None = declare(
+        None,
+        "weights to start from, where name and shape match: a checkpoint, a .safetensors file, or a state "
+        "dict of torch.save; optimizer and position start afresh",
+        "set_pretrained(path)",
+        not_empty,
+    )
+    initialization: tuple[dict[str, Any], ...] = declare(
+        (),
+        "first values of parameters by rule: each has a pattern, a rule (xavier_uniform, xavier_normal, "
+        "kaiming_uniform, kaiming_normal, orthogonal, normal, trunc_normal, uniform, constant) and its "
+        "arguments; the first that matches counts; set_initialization adds one",
+        "set_initializations(rules)",
+        _initializations,
+    )
