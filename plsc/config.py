@@ -19,8 +19,11 @@ from plsc.options.checkpoint import CheckpointOptions
 from plsc.options.data import DataOptions
 from plsc.options.data_set import DataSet, read_data_sets
 from plsc.options.head import HeadOptions
+from plsc.options.memory import MemoryOptions
 from plsc.options.model import ModelOptions
 from plsc.options.optim import OptimOptions
+from plsc.options.parallel import ParallelOptions
+from plsc.options.precision import PrecisionOptions
 from plsc.options.runtime import RuntimeOptions
 from plsc.options.train import TrainOptions
 
@@ -36,8 +39,11 @@ class Options:
     head: HeadOptions = field(default_factory=HeadOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
+    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     explicit: MutableSet[str] = field(default_factory=set)
     adopted: MutableSet[str] = field(default_factory=set)
@@ -52,6 +58,13 @@ class Options:
         spec = find_option(path)
         setattr(getattr(self, spec.group), spec.name, spec.checked(value))
         self.explicit.add(path)
+
+    def set_together(self, values: dict[str, Any]) -> None:
+        """Set several options: all of them, or none if one is wrong."""
+        for path, value in values.items():
+            find_option(path).checked(value)
+        for path, value in values.items():
+            self.set(path, value)
 
     def data_sets(self) -> list[DataSet]:
         """Return the data sets of `data.datasets`; none if there is one data set, of `data.dataset_dir`."""

@@ -184,8 +184,9 @@ class Setters:
         self.options.set("head.offload", offload)
 
     def set_head_products(self, dtype: str) -> None:
-        """Set ``head.products``: type of the factors in the head's matrix products: float32 or
-        bfloat16. Default: 'float32'.
+        """Set ``head.products``: type of the factors in the head's matrix products: float32,
+        bfloat16, or auto (bfloat16 if precision.mode has 16 bits, else float32). Default:
+        'auto'.
         """
         self.options.set("head.products", dtype)
 
@@ -487,6 +488,73 @@ class Setters:
         """
         self.options.set("optim.clip_scope", scope)
 
+    def set_precision(self, mode: str) -> None:
+        """Set ``precision.mode``: what the backbone is trained in: float32, float16 (with loss
+        scaling; on a CPU it is bfloat16) or bfloat16; weights, their updates and the loss
+        stay float32. Default: 'float32'.
+        """
+        self.options.set("precision.mode", mode)
+
+    def set_init_loss_scaling(self, scale: float) -> None:
+        """Set ``precision.init_loss_scaling``: of float16: what the loss is multiplied with at
+        first. Default: 1.0.
+        """
+        self.options.set("precision.init_loss_scaling", scale)
+
+    def set_incr_every_n_steps(self, steps: int) -> None:
+        """Set ``precision.incr_every_n_steps``: so many finite steps in a row raise the loss
+        scale. Default: 2000.
+        """
+        self.options.set("precision.incr_every_n_steps", steps)
+
+    def set_decr_every_n_nan_or_inf(self, steps: int) -> None:
+        """Set ``precision.decr_every_n_nan_or_inf``: so many steps in a row with a nan or inf
+        lower the loss scale. Default: 2.
+        """
+        self.options.set("precision.decr_every_n_nan_or_inf", steps)
+
+    def set_incr_ratio(self, ratio: float) -> None:
+        """Set ``precision.incr_ratio``: what the loss scale is raised by, up to 2^24. Default:
+        2.0.
+        """
+        self.options.set("precision.incr_ratio", ratio)
+
+    def set_decr_ratio(self, ratio: float) -> None:
+        """Set ``precision.decr_ratio``: what the loss scale is lowered by, down to 1. Default:
+        0.5.
+        """
+        self.options.set("precision.decr_ratio", ratio)
+
+    def set_dynamic_loss_scaling(self, flag: bool) -> None:
+        """Set ``precision.use_dynamic_loss_scaling``: raise and lower the loss scale; without,
+        it stays, and steps with a nan or inf are skipped. Default: True.
+        """
+        self.options.set("precision.use_dynamic_loss_scaling", flag)
+
+    def set_loss_scaling(self, when: str) -> None:
+        """Set ``precision.loss_scaling``: auto: in float16; always: in any mode, to see how a
+        run takes skipped steps. Default: 'auto'.
+        """
+        self.options.set("precision.loss_scaling", when)
+
+    def set_precision_white_list(self, names: Sequence[str]) -> None:
+        """Set ``precision.white_list``: operators, and modules by name or class (with * and
+        ?), that are forced to 16 bits. Default: ().
+        """
+        self.options.set("precision.white_list", names)
+
+    def set_precision_black_list(self, names: Sequence[str]) -> None:
+        """Set ``precision.black_list``: operators, and modules by name or class (with * and
+        ?), that stay float32. Default: ().
+        """
+        self.options.set("precision.black_list", names)
+
+    def set_evaluation_precision(self, mode: str) -> None:
+        """Set ``precision.evaluation``: what test, predict and evaluations while training run
+        in: float32, or training (the mode of training). Default: 'float32'.
+        """
+        self.options.set("precision.evaluation", mode)
+
     def set_train_batch_size(self, batch_size: int) -> None:
         """Set ``train.batch_size``: training images per rank and step. Default: 128."""
         self.options.set("train.batch_size", batch_size)
@@ -560,6 +628,20 @@ class Setters:
         be saved; then the process ends. Default: 60.0.
         """
         self.options.set("train.stop_deadline", seconds)
+
+    def set_checkpoint_stages(self, names: str) -> None:
+        """Set ``memory.checkpoint_stages``: parts of the network whose inner results are
+        computed again in the backward pass, not kept (activation checkpointing): none, all
+        (its blocks), or patterns of module names such as 'stages.0,stages.1.*'. Default:
+        'none'.
+        """
+        self.options.set("memory.checkpoint_stages", names)
+
+    def set_checkpoint_every(self, num: int) -> None:
+        """Set ``memory.checkpoint_every``: of those parts, in the network's order, each nth
+        alone. Default: 1.
+        """
+        self.options.set("memory.checkpoint_every", num)
 
     def set_model_save_dir(self, directory: str) -> None:
         """Set ``checkpoint.save_dir``: folder, or fsspec URL such as s3://bucket/run, for
@@ -658,6 +740,26 @@ class Setters:
         store is tried again. Default: 120.0.
         """
         self.options.set("checkpoint.store_timeout", seconds)
+
+    def set_backbone_parallel(self, way: str) -> None:
+        """Set ``parallel.backbone``: replicated (each rank has the whole backbone) or sharded
+        (each has a share of its parameters, gradients and optimizer state, and more is
+        sent). Default: 'replicated'.
+        """
+        self.options.set("parallel.backbone", way)
+
+    def set_backbone_shard_size(self, ranks: int) -> None:
+        """Set ``parallel.shard_size``: ranks that share one copy of a sharded backbone, such
+        as those of a machine; 0: all ranks. Default: 0.
+        """
+        self.options.set("parallel.shard_size", ranks)
+
+    def set_backbone_shard_units(self, patterns: str) -> None:
+        """Set ``parallel.shard_units``: modules of a sharded backbone that are put together
+        one at a time: auto, or names separated by commas in which * stands for one
+        component, such as 'stages.*.*,neck'. Default: 'auto'.
+        """
+        self.options.set("parallel.shard_units", patterns)
 
     def set_device(self, device: str) -> None:
         """Set ``runtime.device``: auto, cpu or cuda. Default: 'auto'."""

@@ -13,11 +13,14 @@ from plsc.optim.groups import L1_DECAY, LR_FACTOR
 from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
+from plsc.parallel.sharding import split_rows
 
 Groups = Sequence[dict[str, Any]]
 """Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""
 
 Factory = Callable[..., torch.optim.Optimizer]
+
+_FUSED_WHERE_SHARDED = ("Adam", "AdamW")  # torch's others have no rule for DTensors
 
 FULL_RATE = "initial_lr"
 """Key of a group's learning rate at the schedule's full height, named as torch's own schedules name it."""
@@ -46,7 +49,13 @@ def build_optimizer(
                 f"optim.optimizer_arguments has {name}, which is an option by itself: set_{name}({value})"
             )
         arguments[name] = value
-    arguments |= implementation_flags(options, kind, device)
+    sharded = any(split_rows(p) is not None for group in groups for p in group["params"])
+    if sharded and kind.class_name == "Adafactor":
+        raise OptionError(
+            "optim.optimizer adafactor cannot update a sharded backbone, of whose matrices each rank has "
+            "some rows; use another one, or set_backbone_parallel('replicated')"
+        )
+    arguments |= implementation_flags(options, kind, device, sharded)
     what = f"optim.optimizer {options.optimizer}"
     optimizer = _make(getattr(torch.optim, kind.class_name), what, groups, arguments)
     _check_settings(optimizer, groups, what)
@@ -83,10 +92,17 @@ def build_custom(
 
 
 def implementation_flags(
-    options: OptimOptions, kind: OptimizerKind, device: torch.device
+    options: OptimOptions, kind: OptimizerKind, device: torch.device, sharded: bool = False
 ) -> dict[str, bool]:
     """Return the arguments by which torch chooses what computes a step. Raises OptionError."""
     wanted = options.implementation
+    if sharded and wanted == "fused" and kind.class_name not in _FUSED_WHERE_SHARDED:
+        raise OptionError(
+            f"optim.implementation is 'fused', but torch's fused {options.optimizer} takes no sharded "
+            "backbone; use 'auto' or 'foreach'"
+        )
+    if sharded and wanted == "auto":
+        wanted = "foreach"
     if wanted == "fused" and not kind.has_fused:
         names = ", ".join(name for name, one in OPTIMIZERS.items() if one.has_fused)
         raise OptionError(

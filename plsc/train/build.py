@@ -15,21 +15,31 @@ from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows
 from plsc.models import BaseModel, build_model, check_model
+from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.freezing import freeze
 from plsc.models.initial import initialise_by_rule
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.factory import Factory
 from plsc.optim.groups import Assignment, assign_parameters
+from plsc.optim.precision import LossScaler
 from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
-from plsc.parallel.gradients import sum_gradients
+from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.train.backbone import shard_size, spread_backbone
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
-from plsc.train.feed import Loader, build_feed
+from plsc.train.feed import Loader, build_feed, join_notes
+from plsc.train.precision import (
+    build_scaler,
+    check_precision,
+    look_up_lists,
+    mode_note,
+    use_lists,
+)
 from plsc.train.several import build_joint_feed
 from plsc.train.state import Position, collect_group_numbers
 from plsc.train.training_set import TrainingSet
@@ -53,7 +63,8 @@ class Run:
     """The parts of a training run.
 
     network: the backbone; forward: the same, with its gradients summed over the ranks. optimizer: of the
-    backbone, and of the class rows where every rank has all; rows: that of sharded rows, else None.
+    backbone, and of the class rows where every rank has all; rows: that of sharded rows, else None. scaler:
+    of the loss, None where the mode needs none.
     """
 
     options: Options
@@ -63,6 +74,7 @@ class Run:
     head: Head | JointHead
     optimizer: torch.optim.Optimizer
     rows: RowOptimizer | JointRows | None
+    scaler: LossScaler | None
     rate: Schedule
     loader: Loader
     targets: list[Target]
@@ -103,13 +115,15 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         torch.use_deterministic_algorithms(True)
     network, assignment = _build_trained_network(options, world, user.model)
     samples = draw_by_sample(network)
+    memory = options.memory
+    checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     make_feed = build_joint_feed if options.data.datasets else build_feed
     feed = make_feed(options, world, user.train_reader, user.train_transform, global_batch)
     head, rows = build_heads(options, feed.class_num, feed.sets, world)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
-    forward = sum_gradients(network, world)
+    forward, note = spread_backbone(network, options, world)
     optimizer, base_rate = build_updates(
         options,
         dict(network.named_parameters()),
@@ -129,6 +143,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         head=head,
         optimizer=optimizer,
         rows=rows,
+        scaler=build_scaler(options, world.device),
         rate=build_schedule(
             options,
             base_rate,
@@ -140,7 +155,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
-        notes=feed.notes,
+        notes=join_notes(note, feed.notes, mode_note(options, world.device)),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
@@ -154,6 +169,7 @@ def _build_trained_network(
 ) -> tuple[BaseModel, Assignment]:
     """Return the backbone as it is trained, and what is to become of each of its parameters."""
     network = build_network(options, world, custom)
+    lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
     initialise_by_rule(network, rules, options.train.seed)
     # By names and types of the plain network: what follows replaces modules.
@@ -161,18 +177,22 @@ def _build_trained_network(
     if options.model.sync_batch_norm:
         synchronise_batch_norm(network, world.backbone_group)
     freeze(network, assignment.frozen)
+    use_lists(network, lists, options, world.device)
     return network, assignment
 
 
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    check_precision(options)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
         )
     check_optim(options)
     _check_pretrained(options)
+    if options.parallel.backbone == "sharded":
+        shard_size(options, ranks)
     total = options.train.global_batch_size
     if total is None:
         return
@@ -209,6 +229,11 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     """Return the backbone on its device, checked with a dry run; its weights follow the seed."""
     torch.manual_seed(options.train.seed)
     model = custom
+    if model is not None and is_sharded(model):
+        raise OptionError(
+            f"this {type(model).__name__} was sharded over the ranks by an earlier run of this process; make "
+            "a new one (set_model)"
+        )
     if model is None:
         model = build_model(
             options.model.name,

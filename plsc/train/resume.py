@@ -15,6 +15,7 @@ from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
 from plsc.optim.factory import FULL_RATE, describe_implementation
 from plsc.train.build import Run, global_batch_size
+from plsc.train.precision import restore_scaler
 from plsc.train.randomness import seed_generators
 from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
@@ -103,7 +104,9 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.world,
     )
     _restore_heads(run, path, manifest, match)
-    run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
+    run.position = _position(path, manifest)
+    if run.scaler is not None and scalars.get("loss_scaling") is not None:
+        restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
     run.lineage = manifest.lineage
     run.resumed_from = path
     length = scalars.get("steps_per_epoch")
@@ -143,6 +146,14 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
             f"the checkpoint has no state of the optimizer for {parameters} parameters: theirs begins afresh"
         )
     return lines
+
+
+def _position(path: Path, manifest: Manifest) -> Position:
+    check = Checker(str(path))
+    updates = check.integer(manifest.scalars.get("updates", manifest.step), "the count of updates")
+    if updates > manifest.step:
+        raise check.wrong(f"{updates} updates are more than the {manifest.step} steps")
+    return Position(manifest.step, manifest.epoch, manifest.step_in_epoch, updates)
 
 
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
