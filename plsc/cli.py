@@ -27,6 +27,7 @@ _VERBS = {
     "train": "train, from the start or from --checkpoint.load_dir",
     "test": "verify the network of --checkpoint.load_dir on the pair files",
     "predict": "write the embeddings of the dataset's images to a .npz file",
+    "profile": "make some steps of the training, and print where their time goes; nothing is saved",
     "dominant": "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
     "config": "print the options in effect, with their defaults and meanings, as YAML",
 }
@@ -74,6 +75,9 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         verb.add_argument("--config", action=ActionConfigFile, help="YAML file of options")
         if name == "predict":
             verb.add_argument("--output", type=str, default="embeddings.npz", help="file to write")
+        if name == "profile":
+            verb.add_argument("--output", type=str, default="profile", help="folder for the traces")
+            verb.add_argument("--steps", type=int, default=20, help="steps that are measured")
         if name == "dominant":
             verb.add_argument("--output", type=str, required=True, help="checkpoint to write")
         for spec in all_options():
@@ -131,6 +135,8 @@ def _run(parsed: Namespace, arguments: Sequence[str]) -> int:
         result = entry.train()
         if entry.is_main:
             print(f"trained {result.steps} steps; last checkpoint {result.checkpoint}")
+    elif parsed.verb == "profile":
+        entry.profile(given.get("steps", 20), given.get("output", "profile"))
     elif parsed.verb == "test":
         entry.test()
     elif parsed.verb == "dominant":

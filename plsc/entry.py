@@ -25,6 +25,8 @@ from plsc.options.parameter_groups import ParameterGroup
 from plsc.options.precision import AutoMixedPrecisionLists
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
+from plsc.profile.result import ProfileResult
+from plsc.profile.run import run_profile
 from plsc.setters import Setters
 from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
@@ -278,6 +280,16 @@ class Entry(Setters):
         raise TrainingInterrupted.
         """
         return self._together(run_training)
+
+    def profile(self, steps: int = 20, output: str | os.PathLike[str] = "profile") -> ProfileResult:
+        """Make some steps of the training and return where their time goes; nothing is trained or saved.
+
+        steps: how many are split into parts, 1 to 1000; about twice as many are made. output: a folder for
+        the table, a trace of each rank for the usual viewers, and its slowest operators.
+
+        See docs/profiling.md.
+        """
+        return self._together(partial(run_profile, steps=steps, output=output))
 
     def test(self) -> dict[str, VerificationResult]:
         """Return the verification of a checkpoint's network on every pair file, by its name."""

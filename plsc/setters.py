@@ -741,6 +741,26 @@ class Setters:
         """
         self.options.set("checkpoint.store_timeout", seconds)
 
+    def set_backbone_parallel(self, way: str) -> None:
+        """Set ``parallel.backbone``: replicated (each rank has the whole backbone) or sharded
+        (each has a share of its parameters, gradients and optimizer state, and more is
+        sent). Default: 'replicated'.
+        """
+        self.options.set("parallel.backbone", way)
+
+    def set_backbone_shard_size(self, ranks: int) -> None:
+        """Set ``parallel.shard_size``: ranks that share one copy of a sharded backbone, such
+        as those of a machine; 0: all ranks. Default: 0.
+        """
+        self.options.set("parallel.shard_size", ranks)
+
+    def set_backbone_shard_units(self, patterns: str) -> None:
+        """Set ``parallel.shard_units``: modules of a sharded backbone that are put together
+        one at a time: auto, or names separated by commas in which * stands for one
+        component, such as 'stages.*.*,neck'. Default: 'auto'.
+        """
+        self.options.set("parallel.shard_units", patterns)
+
     def set_device(self, device: str) -> None:
         """Set ``runtime.device``: auto, cpu or cuda. Default: 'auto'."""
         self.options.set("runtime.device", device)
