@@ -11,8 +11,9 @@ from plsc.version import __version__
 
 if TYPE_CHECKING:
     from plsc.entry import Entry
+    from plsc.options.precision import AutoMixedPrecisionLists
 
-__all__ = ["Entry", "__version__"]
+__all__ = ["AutoMixedPrecisionLists", "Entry", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from plsc.entry import Entry
 
         return Entry
+    if name == "AutoMixedPrecisionLists":
+        from plsc.options.precision import AutoMixedPrecisionLists
+
+        return AutoMixedPrecisionLists
     raise AttributeError(f"module 'plsc' has no attribute {name!r}")

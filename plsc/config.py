@@ -21,6 +21,7 @@ from plsc.options.data_set import DataSet, read_data_sets
 from plsc.options.head import HeadOptions
 from plsc.options.model import ModelOptions
 from plsc.options.optim import OptimOptions
+from plsc.options.precision import PrecisionOptions
 from plsc.options.runtime import RuntimeOptions
 from plsc.options.train import TrainOptions
 
@@ -36,6 +37,7 @@ class Options:
     head: HeadOptions = field(default_factory=HeadOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
+    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
@@ -52,6 +54,13 @@ class Options:
         spec = find_option(path)
         setattr(getattr(self, spec.group), spec.name, spec.checked(value))
         self.explicit.add(path)
+
+    def set_together(self, values: dict[str, Any]) -> None:
+        """Set several options: all of them, or none if one is wrong."""
+        for path, value in values.items():
+            find_option(path).checked(value)
+        for path, value in values.items():
+            self.set(path, value)
 
     def data_sets(self) -> list[DataSet]:
         """Return the data sets of `data.datasets`; none if there is one data set, of `data.dataset_dir`."""

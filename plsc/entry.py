@@ -18,6 +18,7 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError, UnknownNameError, did_you_mean, report, suggest
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
+from plsc.options.precision import AutoMixedPrecisionLists
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.setters import Setters
@@ -127,6 +128,51 @@ class Entry(Setters):
             margin=margin,
             scale=scale,
             sample_ratio=sample_ratio,
+        )
+
+    def set_mixed_precision(
+        self,
+        use_fp16: bool,
+        init_loss_scaling: float = 1.0,
+        incr_every_n_steps: int = 2000,
+        decr_every_n_nan_or_inf: int = 2,
+        incr_ratio: float = 2.0,
+        decr_ratio: float = 0.5,
+        use_dynamic_loss_scaling: bool = True,
+        amp_lists: AutoMixedPrecisionLists | None = None,
+    ) -> None:
+        """Train the backbone in float16, with a scaled loss; on a CPU, which has no use for it, in bfloat16.
+
+        use_fp16: False trains in float32. For bfloat16 on a GPU, which needs no scaling: `set_precision`.
+        init_loss_scaling: what the loss is multiplied with at first, from 1 to 2^24. incr_every_n_steps:
+        after so many finite steps in a row the scale is multiplied by incr_ratio, more than 1.
+        decr_every_n_nan_or_inf: after so many steps in a row with a nan or inf by decr_ratio, between 0 and
+        1. use_dynamic_loss_scaling: False leaves the scale as it is. amp_lists: what stays float32, or is
+        forced to 16 bits (plsc.AutoMixedPrecisionLists). A step with a nan or inf is skipped in any case.
+        See docs/precision.md.
+
+        Raises OptionError for a wrong value, and changes nothing then.
+        """
+        if not isinstance(use_fp16, bool):
+            raise OptionError(f"use_fp16 is {use_fp16!r}; expected True or False")
+        if not isinstance(amp_lists, AutoMixedPrecisionLists | None):
+            raise OptionError(
+                f"amp_lists is {amp_lists!r}; expected plsc.AutoMixedPrecisionLists(custom_white_list, "
+                "custom_black_list), or None"
+            )
+        lists = amp_lists or AutoMixedPrecisionLists()
+        self.options.set_together(
+            {
+                "precision.mode": "float16" if use_fp16 else "float32",
+                "precision.init_loss_scaling": init_loss_scaling,
+                "precision.incr_every_n_steps": incr_every_n_steps,
+                "precision.decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
+                "precision.incr_ratio": incr_ratio,
+                "precision.decr_ratio": decr_ratio,
+                "precision.use_dynamic_loss_scaling": use_dynamic_loss_scaling,
+                "precision.white_list": lists.white_list,
+                "precision.black_list": lists.black_list,
+            }
         )
 
     def set_hdfs_info(

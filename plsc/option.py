@@ -91,7 +91,7 @@ def describe_kind(kind: Any) -> str:
     return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
 
 
-_ITEMS = {int: "integers", float: "numbers", dict: "mappings"}
+_ITEMS = {int: "integers", float: "numbers", str: "texts", dict: "mappings"}
 _WRONG = object()
 
 

@@ -170,8 +170,9 @@ class Setters:
         self.options.set("head.offload", offload)
 
     def set_head_products(self, dtype: str) -> None:
-        """Set ``head.products``: type of the factors in the head's matrix products: float32 or
-        bfloat16. Default: 'float32'.
+        """Set ``head.products``: type of the factors in the head's matrix products: float32,
+        bfloat16, or auto (bfloat16 if precision.mode has 16 bits, else float32). Default:
+        'auto'.
         """
         self.options.set("head.products", dtype)
 
@@ -419,6 +420,73 @@ class Setters:
         class rows: one more pass over them). Default: 'backbone'.
         """
         self.options.set("optim.clip_scope", scope)
+
+    def set_precision(self, mode: str) -> None:
+        """Set ``precision.mode``: what the backbone is trained in: float32, float16 (with loss
+        scaling; on a CPU it is bfloat16) or bfloat16; weights, their updates and the loss
+        stay float32. Default: 'float32'.
+        """
+        self.options.set("precision.mode", mode)
+
+    def set_init_loss_scaling(self, scale: float) -> None:
+        """Set ``precision.init_loss_scaling``: of float16: what the loss is multiplied with at
+        first. Default: 1.0.
+        """
+        self.options.set("precision.init_loss_scaling", scale)
+
+    def set_incr_every_n_steps(self, steps: int) -> None:
+        """Set ``precision.incr_every_n_steps``: so many finite steps in a row raise the loss
+        scale. Default: 2000.
+        """
+        self.options.set("precision.incr_every_n_steps", steps)
+
+    def set_decr_every_n_nan_or_inf(self, steps: int) -> None:
+        """Set ``precision.decr_every_n_nan_or_inf``: so many steps in a row with a nan or inf
+        lower the loss scale. Default: 2.
+        """
+        self.options.set("precision.decr_every_n_nan_or_inf", steps)
+
+    def set_incr_ratio(self, ratio: float) -> None:
+        """Set ``precision.incr_ratio``: what the loss scale is raised by, up to 2^24. Default:
+        2.0.
+        """
+        self.options.set("precision.incr_ratio", ratio)
+
+    def set_decr_ratio(self, ratio: float) -> None:
+        """Set ``precision.decr_ratio``: what the loss scale is lowered by, down to 1. Default:
+        0.5.
+        """
+        self.options.set("precision.decr_ratio", ratio)
+
+    def set_dynamic_loss_scaling(self, flag: bool) -> None:
+        """Set ``precision.use_dynamic_loss_scaling``: raise and lower the loss scale; without,
+        it stays, and steps with a nan or inf are skipped. Default: True.
+        """
+        self.options.set("precision.use_dynamic_loss_scaling", flag)
+
+    def set_loss_scaling(self, when: str) -> None:
+        """Set ``precision.loss_scaling``: auto: in float16; always: in any mode, to see how a
+        run takes skipped steps. Default: 'auto'.
+        """
+        self.options.set("precision.loss_scaling", when)
+
+    def set_precision_white_list(self, names: Sequence[str]) -> None:
+        """Set ``precision.white_list``: operators, and modules by name or class (with * and
+        ?), that are forced to 16 bits. Default: ().
+        """
+        self.options.set("precision.white_list", names)
+
+    def set_precision_black_list(self, names: Sequence[str]) -> None:
+        """Set ``precision.black_list``: operators, and modules by name or class (with * and
+        ?), that stay float32. Default: ().
+        """
+        self.options.set("precision.black_list", names)
+
+    def set_evaluation_precision(self, mode: str) -> None:
+        """Set ``precision.evaluation``: what test, predict and evaluations while training run
+        in: float32, or training (the mode of training). Default: 'float32'.
+        """
+        self.options.set("precision.evaluation", mode)
 
     def set_train_batch_size(self, batch_size: int) -> None:
         """Set ``train.batch_size``: training images per rank and step. Default: 128."""

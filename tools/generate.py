@@ -51,7 +51,7 @@ def annotation(kind: Any) -> str:
     text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
     text = text.replace("typing.Any", "Any")
     text = re.sub(r"tuple\[(dict\[.*?\]), \.\.\.\]", r"Sequence[\1]", text)
-    return re.sub(r"tuple\[(int|float)[^]]*\]", r"Sequence[\1]", text)
+    return re.sub(r"tuple\[(int|float|str)[^]]*\]", r"Sequence[\1]", text)
 
 
 def setter(spec: OptionSpec) -> str:

@@ -30,6 +30,7 @@ class HeadOutput:
             was not asked for.
         mean_cosine: mean cosine between the embeddings of different samples of the global batch, which
             tends to 1 when the network collapses; None if it was not asked for.
+        finite: bool scalar: whether all embeddings of the global batch are.
         parts: of several heads (plsc.heads.joint), what each says of its own samples, by name.
     """
 
@@ -38,6 +39,7 @@ class HeadOutput:
     batch: int
     accuracy: Tensor | None
     mean_cosine: Tensor | None
+    finite: Tensor
     parts: dict[str, HeadOutput] = field(default_factory=dict)
 
 
@@ -95,11 +97,13 @@ class Head(nn.Module):
         labels: Tensor,
         with_accuracy: bool = False,
         with_gauge: bool = False,
+        sizes: list[int] | None = None,
     ) -> HeadOutput:
         """Return the loss of the global batch; a collective: every rank calls it.
 
-        embeddings [b, D], floating; labels [b], int64, in 0..C-1. b may differ between ranks.
-        Raises DataError, on every rank alike, for a label out of range.
+        embeddings [b, D], floating; labels [b], int64, in 0..C-1. b may differ between ranks. sizes: b of
+        every rank, from a caller who knows it, and has looked at the labels: then no GPU is waited for
+        because of these. Raises DataError, on every rank alike, for a label out of range.
         """
         raise NotImplementedError
 
@@ -119,6 +123,7 @@ def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
         sum(sizes),
         weighted_mean(accuracies, sizes) if accuracies else None,
         parts[-1].mean_cosine,
+        torch.stack([part.finite for part in parts]).all(),
         {
             name: join_outputs([part.parts[name] for part in parts if name in part.parts])
             for name in names
@@ -167,17 +172,26 @@ def check_batch(embeddings: Tensor, labels: Tensor, emb_size: int) -> None:
 
 
 def gather_batch(
-    embeddings: Tensor, labels: Tensor, class_num: int, group: dist.ProcessGroup | None
+    embeddings: Tensor,
+    labels: Tensor,
+    class_num: int,
+    group: dist.ProcessGroup | None,
+    sizes: list[int] | None = None,
 ) -> GlobalBatch:
-    """Bring the batches of all ranks together and check the labels, alike on every rank."""
-    sizes = gather_sizes(len(embeddings), embeddings.device, group)
+    """Bring the batches of all ranks together and check the labels, alike on every rank.
+
+    sizes: of every rank's batch, if they are known, and the labels checked.
+    """
+    is_checked = sizes is not None
+    if sizes is None:
+        sizes = gather_sizes(len(embeddings), embeddings.device, group)
     if sum(sizes) == 0:
         raise DataError(
             "the global batch is empty: no rank has a sample (were all its images bad? look above)"
         )
     all_labels = gather_rows(labels, sizes, group)
     outside = (all_labels < 0) | (all_labels >= class_num)
-    if bool(outside.any()):
+    if not is_checked and bool(outside.any()):
         position = int(outside.nonzero()[0])
         raise DataError(
             f"label {int(all_labels[position])} at position {position} of the global batch is outside "

@@ -38,13 +38,14 @@ class DenseHead(Head):
         labels: Tensor,
         with_accuracy: bool = False,
         with_gauge: bool = False,
+        sizes: list[int] | None = None,
     ) -> HeadOutput:
         """Return a loss whose gradient is that of the global mean. See `Head.forward`.
 
         It is the sum of the local losses over the GLOBAL batch size: what it lacks is on other ranks.
         """
         check_batch(embeddings, labels, self.emb_size)
-        batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group)
+        batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
         total = len(batch.labels)
         plain = self._plain_logits(embeddings)
         c = plain.gather(1, labels[:, None])[:, 0] / self.margin.scale
@@ -52,8 +53,9 @@ class DenseHead(Head):
         cosines = None
         if self.margin.needs_all_cosines:
             cosines = gather_rows(c.detach(), batch.sizes, self.group)
+        lengths = batch.embeddings.norm(dim=1)
         if self.training:
-            self.margin.observe(cosines, batch.embeddings.norm(dim=1))
+            self.margin.observe(cosines, lengths)
         logits = plain
         if cosines is not None:
             hard = self.margin.hard(c.detach())
@@ -75,6 +77,7 @@ class DenseHead(Head):
             batch=total,
             accuracy=measured[1] / total if with_accuracy else None,
             mean_cosine=mean_cosine(batch.embeddings) if with_gauge else None,
+            finite=lengths.isfinite().all(),
         )
 
     def sync_gradients(self) -> None:

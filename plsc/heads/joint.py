@@ -40,11 +40,13 @@ class JointHead(nn.Module):
         labels: Tensor,
         with_accuracy: bool = False,
         with_gauge: bool = False,
+        sizes: list[int] | None = None,
     ) -> HeadOutput:
         """Return the mean loss of the global batch, and what each head says in `parts`; a collective.
 
         embeddings [b, D]; labels [b], int64, in the joint numbering of the classes. A head of which no rank
-        has an image is left out. The mean cosine is over pairs of samples of the same head.
+        has an image is left out. The mean cosine is over pairs of samples of the same head. sizes: as a
+        `Head` takes it; the heads' own are counted all the same.
 
         Raises DataError, on every rank alike, for a label out of range and where no rank has an image.
         """
@@ -95,6 +97,7 @@ def _joined(parts: dict[str, HeadOutput]) -> HeadOutput:
         batch=batch,
         accuracy=_mean_of_known([part.accuracy for part in outputs], sizes),
         mean_cosine=_mean_of_known([part.mean_cosine for part in outputs], pairs),
+        finite=torch.stack([part.finite for part in outputs]).all(),
         parts=parts,
     )
 
@@ -115,10 +118,15 @@ class JointRows:
         """The groups of all of them."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
-    def step(self, *, clip: float = 1.0) -> None:
+    def step(self, *, clip: float | Tensor = 1.0) -> None:
         """Update all rows; see `RowOptimizer.step`."""
         for each in self.optimizers.values():
             each.step(clip=clip)
+
+    def skip(self) -> None:
+        """Leave all rows as they are; see `RowOptimizer.skip`."""
+        for each in self.optimizers.values():
+            each.skip()
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradient of all rows of all heads; a collective."""

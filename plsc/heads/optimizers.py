@@ -64,13 +64,18 @@ class RowOptimizer(torch.optim.Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         grad_scale: float = 1.0,
-        clip: float = 1.0,
+        clip: float | Tensor = 1.0,
     ) -> Any:
         """Update the rows, and begin the next step. Not a collective.
 
         grad_scale: what the loss was multiplied with before backward() (GradScaler.get_scale()); the rows
-        are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`.
+        are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`; a scalar
+        tensor on a GPU is not waited for.
         """
+        if isinstance(clip, Tensor):
+            for visit in self.head.pending:
+                visit.weight = visit.weight * clip.to(visit.weight)
+            clip = 1.0
         if not (0 < grad_scale < math.inf and 0 <= clip < math.inf):
             raise OptionError(
                 f"grad_scale is {grad_scale}, clip is {clip}; expected a finite scale above 0, and a finite "

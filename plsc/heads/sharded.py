@@ -153,6 +153,7 @@ class ShardedHead(Head):
         labels: Tensor,
         with_accuracy: bool = False,
         with_gauge: bool = False,
+        sizes: list[int] | None = None,
     ) -> HeadOutput:
         """Return the mean loss of the global batch. See `Head.forward`.
 
@@ -163,15 +164,15 @@ class ShardedHead(Head):
         wants_gradient = torch.is_grad_enabled() and embeddings.requires_grad
         products = self._products(embeddings.device.type)
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-            batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group)
-            mean_loss, visit, gradient = self._visit(batch, products, wants_gradient)
+            batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
+            mean_loss, finite, visit, gradient = self._visit(batch, products, wants_gradient)
             accuracy = self._accuracy(visit, batch, products) if with_accuracy else None
             gauge = mean_cosine(batch.embeddings) if with_gauge else None
         loss = mean_loss
         if torch.is_grad_enabled():
             # The parameters are inputs so that backward() reaches them too, when they want gradients.
             loss = Loss.apply(embeddings, self.weight, self.bias, self, mean_loss, visit, gradient)
-        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, gauge)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, gauge, finite)
 
     def extra_repr(self) -> str:
         """Say which classes are here."""
@@ -240,8 +241,8 @@ class ShardedHead(Head):
 
     def _visit(
         self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool
-    ) -> tuple[Tensor, Visit, EmbeddingGradient | None]:
-        """Return the mean loss, and what backward() and the update of the rows need."""
+    ) -> tuple[Tensor, Tensor, Visit, EmbeddingGradient | None]:
+        """Return the mean loss, whether all embeddings are finite, and what backward() and the rows need."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         x = batch.embeddings.to(compute)
         length = x.norm(dim=1)
@@ -293,7 +294,7 @@ class ShardedHead(Head):
         gradient = None
         if wants_gradient:
             gradient = self._send_gradient(batch, visit, sums, target, length, radial)
-        return losses.mean(), visit, gradient
+        return losses.mean(), length.isfinite().all(), visit, gradient
 
     def _losses(
         self, excess: Tensor, others: Tensor, radial: Tensor | None, length: Tensor

@@ -17,7 +17,8 @@ from plsc.parallel.collectives import sum_over_ranks
 class Target:
     """What this rank knows of the labels' logits; zero, or -1, for samples whose class is elsewhere.
 
-    samples: int64 [T], those whose class is here; w: [T, D], the (winning) row of each, of length 1 if rows
+    samples: int64 [T], those whose class is here (on a GPU all B of them, as it would have to be waited for to
+    know; those of other ranks count for nothing); w: [T, D], the (winning) row of each, of length 1 if rows
     are normalised. For all B samples: place, the position of the class among those in play; row, of the
     row among the rows in play; logit, with margin and scale; slope = dpsi / dc; radial = d logit / d|x| or
     None; threshold, hard_factor: as in `Queries`.
@@ -50,10 +51,12 @@ def find_target(
     unit [B, D], length [B]: of the embeddings; labels [B]; every: all rows of this rank, of the classes
     `class_range`; classes: ascending, those in play (None: all). In training the margin observes the batch.
     """
-    start, stop = class_range
     k = every.centers
-    samples = ((labels >= start) & (labels < stop)).nonzero()[:, 0]
-    local = (labels[samples] - start).to(every.weight.device)
+    samples, is_mine = _samples_here(labels, class_range, every.weight)
+    local = labels[samples] - class_range[0]
+    if is_mine is not None:
+        local = local.where(is_mine, 0)
+    local = local.to(every.weight.device)
     place = local if classes is None else torch.searchsorted(classes, local)
     w = every.weight.view(-1, k, every.weight.shape[1])[local].to(unit)
     if every.cosine:
@@ -64,20 +67,23 @@ def find_target(
         c = c + every.bias[local].to(c)
     place = place.to(labels.device)
 
+    def spread(values: Tensor) -> Tensor:
+        if is_mine is not None:
+            return values.where(is_mine, 0)
+        return unit.new_zeros(len(labels)).index_copy(0, samples, values)
+
+    def spread_places(values: Tensor) -> Tensor:
+        if is_mine is not None:
+            return values.where(is_mine, -1)
+        return torch.full_like(labels, -1).index_copy(0, samples, values)
+
     cosines = None
     if margin.needs_all_cosines:
-        mine = unit.new_zeros(len(labels)).index_copy(0, samples, c)
-        cosines = sum_over_ranks(mine, group)
+        cosines = sum_over_ranks(spread(c), group)
     if is_training:
         margin.observe(cosines, length)
     psi, slope, radial = _value_and_slopes(margin, c, length[samples])
     hard = None if cosines is None else margin.hard(cosines)
-
-    def spread(values: Tensor) -> Tensor:
-        return unit.new_zeros(len(labels)).index_copy(0, samples, values)
-
-    def spread_places(values: Tensor) -> Tensor:
-        return torch.full_like(labels, -1).index_copy(0, samples, values)
 
     return Target(
         samples=samples,
@@ -90,6 +96,21 @@ def find_target(
         threshold=None if hard is None else hard[0],
         hard_factor=None if hard is None else hard[1],
     )
+
+
+def _samples_here(
+    labels: Tensor, class_range: tuple[int, int], weight: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the samples to look at, int64 [T], and which of them have their class here; None: all."""
+    start, stop = class_range
+    is_mine = (labels >= start) & (labels < stop)
+    if start < stop and _must_not_wait(labels, weight):
+        return torch.arange(len(labels), device=labels.device), is_mine
+    return is_mine.nonzero()[:, 0], None
+
+
+def _must_not_wait(labels: Tensor, weight: Tensor) -> bool:
+    return labels.is_cuda and weight.is_cuda
 
 
 def regulariser(margin: Margin, length: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -132,8 +132,9 @@ class HeadOptions:
         "set_head_offload(offload)",
     )  # fmt: skip
     products: str = declare(
-        "float32", "type of the factors in the head's matrix products: float32 or bfloat16",
-        "set_head_products(dtype)", one_of("float32", "bfloat16"),
+        "auto", "type of the factors in the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
+        "precision.mode has 16 bits, else float32)",
+        "set_head_products(dtype)", one_of("auto", "float32", "bfloat16"),
     )  # fmt: skip
     keep_mb: float = declare(
         0.0,

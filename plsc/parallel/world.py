@@ -145,6 +145,15 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
 
+    def gather_numbers(self, *values: int) -> list[list[int]]:
+        """Return every rank's integers, as many on each, in rank order: one small collective on the CPU."""
+        if self.size == 1:
+            return [list(values)]
+        gathered = torch.empty(self.size * len(values), dtype=torch.int64)
+        mine = torch.tensor(values, dtype=torch.int64)
+        dist.all_gather_into_tensor(gathered, mine, group=self.control_group)
+        return gathered.view(self.size, len(values)).tolist()
+
     def agree_max(self, *values: int) -> list[int]:
         """Return the largest of each integer over the ranks: one small collective."""
         if self.size == 1:

@@ -17,14 +17,23 @@ from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.sync_batch_norm import synchronise_batch_norm
+from plsc.optim.autocast import apply_lists
 from plsc.optim.factory import build_optimizer
+from plsc.optim.precision import LossScaler
 from plsc.optim.schedule import Schedule, cosine_schedule, polynomial_schedule, step_schedule
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
-from plsc.train.feed import Loader, build_feed
+from plsc.train.feed import Loader, build_feed, join_notes
+from plsc.train.precision import (
+    build_scaler,
+    check_precision,
+    look_up_lists,
+    mode_note,
+    training_mode,
+)
 from plsc.train.several import build_joint_feed
 from plsc.train.state import Position
 from plsc.train.training_set import TrainingSet
@@ -46,7 +55,8 @@ class Run:
     """The parts of a training run.
 
     network: the backbone; forward: the same, with its gradients summed over the ranks. optimizer: of the
-    backbone, and of the class rows where every rank has all; rows: that of sharded rows, else None.
+    backbone, and of the class rows where every rank has all; rows: that of sharded rows, else None. scaler:
+    of the loss, None where the mode needs none.
     """
 
     options: Options
@@ -56,6 +66,7 @@ class Run:
     head: Head | JointHead
     optimizer: torch.optim.Optimizer
     rows: RowOptimizer | JointRows | None
+    scaler: LossScaler | None
     rate: Schedule
     loader: Loader
     targets: list[Target]
@@ -112,12 +123,13 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         head=head,
         optimizer=optimizer,
         rows=rows,
+        scaler=build_scaler(options, world.device),
         rate=_build_schedule(options, global_batch, feed.loader.steps_per_epoch),
         loader=feed.loader,
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
-        notes=feed.notes,
+        notes=join_notes(feed.notes, mode_note(options, world.device)),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
@@ -128,6 +140,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    check_precision(options)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
@@ -178,8 +191,12 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
     model = model.to(world.device, getattr(torch, options.runtime.dtype))
+    lists = look_up_lists(model, options)  # before layers are replaced by others of the same names
     if options.model.sync_batch_norm:
         synchronise_batch_norm(model, world.backbone_group)
+    mode = training_mode(options, world.device)
+    if mode != "float32":
+        apply_lists(model, lists, getattr(torch, mode), world.device)
     return model
 
 

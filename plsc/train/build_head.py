@@ -24,6 +24,7 @@ from plsc.heads import (
 from plsc.heads.joint import JointHead, JointRows
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
+from plsc.train.precision import head_products
 from plsc.train.training_set import TrainingSet
 
 MARGIN_OPTIONS = {
@@ -113,7 +114,9 @@ def build_head_of(options: Options, class_num: int, world: World, seed: int | No
         margin=margin,
         centers=head.sub_centers,
         sampling=Sampling(head.sample_ratio, head.hard_share) if is_sharded else None,
-        execution=Execution(head.products, int(head.keep_mb * 2**20), head.tile, head.kernels),
+        execution=Execution(
+            head_products(options), int(head.keep_mb * 2**20), head.tile, head.kernels
+        ),
         row_dtype=dtype,
         offload=head.offload,
         on_nonfinite="pass",  # the loop sees it in the loss, and names the images

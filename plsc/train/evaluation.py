@@ -16,6 +16,7 @@ from plsc.errors import DataError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.parallel.world import World
+from plsc.train.precision import evaluation_context
 
 _DEFAULT_TARGET = "lfw"
 _FOLDS = 10
@@ -75,17 +76,18 @@ def evaluate_targets(
     channels, height, width = options.model.image_shape
     results = {}
     for target in targets:
-        embeddings = embed_images(
-            network,
-            target.images,
-            (channels, height, width),
-            batch_size=options.train.test_batch_size,
-            device=world.device,
-            flip=options.data.flip,
-            world=world,
-            name=target.name,
-            num_threads=options.data.num_workers,
-        )
+        with evaluation_context(options, world.device):
+            embeddings = embed_images(
+                network,
+                target.images,
+                (channels, height, width),
+                batch_size=options.train.test_batch_size,
+                device=world.device,
+                flip=options.data.flip,
+                world=world,
+                name=target.name,
+                num_threads=options.data.num_workers,
+            )
         # Every rank has all embeddings; one judges them, so that all report the same bits.
         result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
         results[target.name] = world.broadcast_object(result)

@@ -28,6 +28,7 @@ from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.places import Places, open_places
+from plsc.train.precision import evaluation_context, training_mode
 from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
 from plsc.train.resume import keep_global_batch, restore
@@ -171,17 +172,18 @@ def _embed(
     network: BaseModel, images: Any, options: Options, world: World, name: str, threads: int
 ) -> np.ndarray:
     channels, height, width = options.model.image_shape
-    return embed_images(
-        network,
-        images,
-        (channels, height, width),
-        batch_size=options.train.test_batch_size,
-        device=world.device,
-        flip=False,
-        world=world,
-        name=name,
-        num_threads=threads,
-    )
+    with evaluation_context(options, world.device):
+        return embed_images(
+            network,
+            images,
+            (channels, height, width),
+            batch_size=options.train.test_batch_size,
+            device=world.device,
+            flip=False,
+            world=world,
+            name=name,
+            num_threads=threads,
+        )
 
 
 def _predict_stream(network: BaseModel, reader: Any, options: Options, world: World) -> Prediction:
@@ -211,12 +213,14 @@ def _summary(run: Run) -> str:
     parameters = sum(p.numel() for p in run.network.parameters())
     images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
     resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
+    mode = training_mode(run.options, run.world.device)
+    mode = "" if mode == "float32" else f", {mode}"
     count = len(run.sets)
     heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
     text = (
         f"training {type(run.network).__name__} ({parameters:,} parameters) with "
         f"{heads} over {run.head.class_num:,} classes on {images}; "
-        f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{resumed}"
+        f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
     )
     return f"{text}\n{run.notes}" if run.notes else text
 

@@ -69,7 +69,8 @@ class RunLog:
         self._write(metrics)
         self._has_steps = True
         losses = {key: f"{metrics[key]:.4f}" for key in metrics if key.startswith("loss/")}
-        shown = {"loss": f"{metrics['loss']:.4f}", **losses, "lr": f"{metrics['lr']:.4g}"}
+        loss = "overflow" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+        shown = {"loss": loss, **losses, "lr": f"{metrics['lr']:.4g}"}
         if metrics["accuracy"] is not None:
             shown["accuracy"] = f"{metrics['accuracy']:.3f}"
         shown["images/s"] = f"{metrics['images_per_second']:.0f}"

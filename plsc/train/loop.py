@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
 from plsc.train.result import TrainResult
 from plsc.train.saving import Saver
-from plsc.train.step import Step
+from plsc.train.step import Step, StepResult
 
 
 class Trainer:
@@ -27,7 +28,9 @@ class Trainer:
         self._log = log
         self._saver = saver
         self._step = Step(run)
+        self._window = Meter()
         self._since_save = Mean()
+        self._last_loss = math.nan
         self._evaluated_at = -1
         self._is_length_told = False
         self._options = run.options.train
@@ -60,7 +63,7 @@ class Trainer:
         """
         run, position = self._run, self._position
         run.network.train()
-        window = Meter()
+        window = self._window = Meter()
         with closing(run.loader.epoch(position.epoch, position.step_in_epoch)) as batches:
             while not self._made_all_steps():
                 window.start_step()
@@ -80,15 +83,15 @@ class Trainer:
                     position.next_epoch()
                     break
                 is_logged = self._is_logged()
-                output, loss = self._step.make(batch, is_logged)
+                made = self._step.make(batch, is_logged)
                 self._bad_samples.note(batch.problems)
-                position.advance()
-                window.end_step(output.batch, batch.skipped, loss)
-                self._since_save.add(loss, output.batch)
+                position.advance(made.is_skipped)
+                window.end_step(made.output.batch, batch.skipped)
+                self._read_losses(everything=is_logged)
                 del batch  # its memory is used again for the next one
                 self._log.advance()
                 if is_logged:
-                    self._write_metrics(output, loss, window)
+                    self._write_metrics(made)
                 if self._is_tested():
                     self._evaluate()
                     run.network.train()
@@ -96,6 +99,14 @@ class Trainer:
                     self._save()
         if position.step_in_epoch == run.loader.steps_per_epoch:
             position.next_epoch()  # the run's last step was the epoch's last, too
+
+    def _read_losses(self, everything: bool = True) -> None:
+        """Count the losses that are here; `everything` waits for them."""
+        for loss, images in self._step.losses.read(everything):
+            self._last_loss = loss
+            self._window.add_loss(loss)
+            if math.isfinite(loss):
+                self._since_save.add(loss, images)
 
     def _check_epoch(self) -> None:
         """Say once that the reader's epochs are of another length than was expected."""
@@ -116,16 +127,17 @@ class Trainer:
         self._log.plot()
         self._bad_samples.say()
 
-    def _write_metrics(self, output: HeadOutput, loss: float, window: Meter) -> None:
-        report = window.report()
+    def _write_metrics(self, made: StepResult) -> None:
+        output, report, loss = made.output, self._window.report(), self._last_loss
         metrics: dict[str, Any] = {
             "step": self._position.step,
             "epoch": self._position.epoch,
-            "loss": loss,
-            "lr": self._run.rate(self._position.step - 1),
+            "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
+            "lr": made.rate,
             "accuracy": None if output.accuracy is None else float(output.accuracy),
             "mean_cosine": None if output.mean_cosine is None else float(output.mean_cosine),
             **self._metrics_of_heads(output),
+            **self._metrics_of_scaling(),
             **report,
             "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
             "bad_samples": self._bad_samples.gather(),
@@ -135,6 +147,13 @@ class Trainer:
         warning = collapse_warning(self._position.step, metrics["mean_cosine"])
         if warning:
             self._log.say(warning)
+
+    def _metrics_of_scaling(self) -> dict[str, float]:
+        """Return the loss scale of the next step, and how many steps were skipped in all."""
+        scaler = self._run.scaler
+        if scaler is None:
+            return {}
+        return {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
 
     def _metrics_of_heads(self, output: HeadOutput) -> dict[str, float | None]:
         """Return the measures of each of several heads: ``loss/<name>`` and so on."""
@@ -148,6 +167,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Judge the network on the pair files, with the same batch-norm statistics on all ranks."""
         run = self._run
+        self._read_losses()
         if not run.targets:
             return
         with equal_buffers(run.network, run.world.backbone_group):
@@ -162,6 +182,7 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """Save at a step boundary."""
         position = self._position
+        self._read_losses()  # nothing is saved after a bad one
         self._bad_samples.gather()
         name = str(
             position.epoch - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -38,22 +39,27 @@ class Meter:
         """The batch is here; what the step took until now was spent waiting for data."""
         self._data_seconds += time.perf_counter() - self._started
 
-    def end_step(self, images: int, skipped: int, loss: float) -> None:
-        """Count a step: images of the global batch, bad images skipped on this rank, loss."""
+    def end_step(self, images: int, skipped: int) -> None:
+        """Count a step: images of the global batch, bad images skipped on this rank."""
         self._step_seconds += time.perf_counter() - self._started
         self._steps += 1
         self._images += images
         self._skipped += skipped
-        self._losses += loss
 
-    def report(self) -> dict[str, float | int]:
+    def add_loss(self, loss: float) -> None:
+        """Count a loss that was read, of this step or one before; one that is not finite is left out."""
+        if math.isfinite(loss):
+            self._losses.add(loss, 1)
+
+    def report(self) -> dict[str, float | int | None]:
         """Return the means over the steps since the last report, and start anew.
 
+        mean_loss is None if no loss was finite.
         images_per_second counts the images of all ranks, skipped_images those of this rank.
         """
         steps = max(1, self._steps)
-        report: dict[str, float | int] = {
-            "mean_loss": self._losses / steps,
+        report: dict[str, float | int | None] = {
+            "mean_loss": self._losses.value if self._losses.count else None,
             "images_per_second": self._images / max(self._step_seconds, 1e-9),
             "data_seconds": self._data_seconds / steps,
             "step_seconds": self._step_seconds / steps,
@@ -65,4 +71,5 @@ class Meter:
     def _clear(self) -> None:
         self._started = time.perf_counter()
         self._steps = self._images = self._skipped = 0
-        self._data_seconds = self._step_seconds = self._losses = 0.0
+        self._data_seconds = self._step_seconds = 0.0
+        self._losses = Mean()

@@ -14,6 +14,7 @@ from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
 from plsc.train.build import Run, global_batch_size
+from plsc.train.precision import restore_scaler
 from plsc.train.randomness import seed_generators
 from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
@@ -92,7 +93,9 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.world,
     )
     _restore_heads(run, path, manifest, match)
-    run.position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
+    run.position = _position(path, manifest)
+    if run.scaler is not None and scalars.get("loss_scaling") is not None:
+        restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
     run.lineage = manifest.lineage
     run.resumed_from = path
     length = scalars.get("steps_per_epoch")
@@ -101,6 +104,14 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
     return match.lines()
+
+
+def _position(path: Path, manifest: Manifest) -> Position:
+    check = Checker(str(path))
+    updates = check.integer(manifest.scalars.get("updates", manifest.step), "the count of updates")
+    if updates > manifest.step:
+        raise check.wrong(f"{updates} updates are more than the {manifest.step} steps")
+    return Position(manifest.step, manifest.epoch, manifest.step_in_epoch, updates)
 
 
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:

@@ -49,6 +49,8 @@ def scalars_to_save(run: Run) -> dict[str, Any]:
         "steps_per_epoch": run.loader.steps_per_epoch,
         "head_computed_by": None if run.sets else getattr(run.head, "computed_by", None),
         "optimizer": type(run.optimizer).__name__,
+        "updates": run.position.updates,
+        "loss_scaling": None if run.scaler is None else run.scaler.state(),
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }
 

@@ -22,16 +22,21 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 @dataclass
 class Position:
-    """How far the run is: counts of steps made and of epochs finished."""
+    """How far the run is: counts of steps made and of epochs finished.
+
+    updates: the steps that changed the weights, which the learning rate follows; the others were skipped.
+    """
 
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
+    updates: int = 0
 
-    def advance(self) -> None:
+    def advance(self, is_skipped: bool = False) -> None:
         """One more step is made."""
         self.step += 1
         self.step_in_epoch += 1
+        self.updates += not is_skipped
 
     def next_epoch(self) -> None:
         """The epoch is finished."""

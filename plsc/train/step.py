@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
 
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
+from plsc.optim.autocast import autocast
+from plsc.optim.precision import scale_gradient, unscale
+from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
 from plsc.train.build import Run
 from plsc.train.clipping import clip_gradients
-from plsc.train.guards import stop_at_bad_loss
+from plsc.train.losses import LossReader
+from plsc.train.precision import BufferCopy, hopeless, training_mode
 from plsc.train.randomness import number_samples, seed_step
 
 
+@dataclass
+class StepResult:
+    """What a step made of a batch.
+
+    output: what the head said; rate: the backbone's learning rate; is_skipped: there was an overflow, so
+    nothing was learnt.
+    """
+
+    output: HeadOutput
+    rate: float
+    is_skipped: bool
+
+
 class Step:
-    """Makes the steps of a run, one at a call, at the run's position. A collective."""
+    """Makes the steps of a run, one at a call, at the run's position. A collective.
+
+    losses: those of the steps that were made, to be read.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._options = run.options.train
+        self._mode = training_mode(run.options, run.world.device)
+        self.losses = LossReader(run.world, run.save_dir, run.world.device.type == "cuda")
+        self._before = BufferCopy([run.network, run.head]) if run.scaler else None
 
-    def make(self, batch: Batch, is_logged: bool) -> tuple[HeadOutput, float]:
-        """Make one update; return what the head said, and the loss of the global batch.
+    def make(self, batch: Batch, is_logged: bool) -> StepResult:
+        """Make one update, or skip it; its loss is then in `losses`.
 
-        is_logged: measure what only a log line needs. Raises TrainingError for a loss that is not finite.
+        is_logged: measure what only a log line needs. Raises TrainingError for a loss that is not finite,
+        here or, on a GPU, from `losses` (unless it is scaled).
         """
         run = self._run
-        rate = run.rate(run.position.step)
+        rate = run.rate(run.position.updates)
         self._set_rate(rate)
         run.optimizer.zero_grad(set_to_none=True)
-        output = self._forward_backward(batch, rate, is_logged)
+        if self._before is not None:
+            self._before.take()
+        output = self._forward_backward(batch, is_logged)
         run.head.sync_gradients()
-        clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
-        run.optimizer.step()
-        if run.rows is not None:
-            run.rows.step(clip=clip)
-        return output, float(output.mean_loss)
+        is_skipped, is_excused = self._judge(output)
+        self.losses.note(
+            output.mean_loss, output.batch, run.position, rate, batch.names, is_excused
+        )
+        if run.scaler is not None or not self.losses.is_late:
+            self.losses.check()  # before anything is written
+        if is_skipped:
+            self._skip()
+        else:
+            self._update()
+        if run.scaler is not None:
+            run.scaler.update(is_skipped)
+            if run.scaler.is_hopeless:
+                raise hopeless(run.scaler)
+        return StepResult(output, rate, is_skipped)
 
     def _set_rate(self, rate: float) -> None:
         run = self._run
@@ -47,14 +85,19 @@ class Step:
             for group in run.rows.param_groups:
                 group["lr"] = rate * run.options.head.lr_factor
 
-    def _forward_backward(self, batch: Batch, rate: float, is_logged: bool) -> HeadOutput:
-        """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another."""
+    def _forward_backward(self, batch: Batch, is_logged: bool) -> HeadOutput:
+        """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another.
+
+        The backbone's are multiplied by the loss scale, if there is one.
+        """
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+        scale = 1.0 if run.scaler is None else run.scaler.scale
+        sizes = self._sizes(batch)
         images = batch.input(device).tensor_split(parts)
         labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
         split = None if numbers is None else numbers.tensor_split(parts)
-        total = 0 if parts == 1 else sum(run.world.all_gather_object(len(batch.labels)))
+        total = sum(map(sum, sizes)) if sizes else 0
         outputs: list[HeadOutput] = []
         for part in range(parts):
             is_last = part == parts - 1
@@ -62,19 +105,58 @@ class Step:
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
-                embeddings = run.forward(images[part], labels[part], True)
+                with autocast(self._mode, device):
+                    embeddings = run.forward(images[part], labels[part], True)
                 output = run.head(
-                    embeddings,
+                    scale_gradient(embeddings, scale),
                     labels[part],
                     with_accuracy=is_logged and self._options.calc_acc,
                     with_gauge=is_logged,
+                    sizes=sizes[part] if sizes else None,
                 )
-                loss = float(output.mean_loss)
-                if not math.isfinite(loss):
-                    stop_at_bad_loss(
-                        run.world, run.save_dir, run.position, loss, rate, list(batch.names)
-                    )
                 share = output.batch / total if total else 1.0
                 (output.loss if parts == 1 else output.loss * share).backward()
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
+
+    def _sizes(self, batch: Batch) -> list[list[int]] | None:
+        """Return how many samples each rank has in each micro-batch: the head need not ask the device.
+
+        None for a label out of range on any rank: the head looks for it, and says which.
+        """
+        run, parts = self._run, self._options.micro_batches
+        wrong = (batch.labels < 0) | (batch.labels >= run.head.class_num)
+        counted = run.world.gather_numbers(len(batch.labels), int(wrong.any()))
+        if any(is_wrong for _, is_wrong in counted):
+            return None
+        # As Tensor.tensor_split has it.
+        return [[n // parts + (part < n % parts) for n, _ in counted] for part in range(parts)]
+
+    def _judge(self, output: HeadOutput) -> tuple[bool, bool]:
+        """Return whether the step is to be skipped, and whether its loss may be bad, alike on all ranks.
+
+        Divides the backbone's gradients by the loss scale. With a scale this waits for the device, once a
+        step: rows must not be written before it is known.
+        """
+        run = self._run
+        if run.scaler is None:
+            return False, False
+        gradients = (p.grad for p in run.network.parameters() if p.grad is not None)
+        has_bad_gradient = unscale(gradients, run.scaler.scale).to(run.world.device)
+        flags = torch.stack([~output.finite, has_bad_gradient]).float()
+        overflowed = max_over_ranks(flags, run.world.head_group).tolist()
+        return any(overflowed), bool(overflowed[0]) and run.scaler.scale > 1
+
+    def _update(self) -> None:
+        run = self._run
+        clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
+        run.optimizer.step()
+        if run.rows is not None:
+            run.rows.step(clip=clip)
+
+    def _skip(self) -> None:
+        """Leave everything as it was before the step: the rows of the heads, and all running statistics."""
+        if self._run.rows is not None:
+            self._run.rows.skip()
+        if self._before is not None:
+            self._before.put_back()

@@ -99,7 +99,7 @@ def test_a_misspelt_attribute_or_setter_is_not_swallowed():
         ins.train_readr = None
     with pytest.raises(UnknownNameError, match="did you mean 'set_emb_size'"):
         ins.set_emb_sise(3)
-    assert not hasattr(ins, "set_mixed_precision")
+    assert not hasattr(ins, "set_distfc_attr")
 
 
 @pytest.mark.parametrize(

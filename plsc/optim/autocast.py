@@ -1,0 +1,197 @@
+"""What of a network runs in 16 bits: autocast, and lists of modules and operators that go their own way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plsc.errors import OptionError, did_you_mean
+from plsc.optim.operators import OPERATORS, OperatorPrecision, cast
+from plsc.options.precision import check_apart
+
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class PrecisionLists:
+    """Two lists of `AutoMixedPrecisionLists`, looked up in a network.
+
+    Modules are named as in `named_modules`.
+    """
+
+    white_modules: list[str] = field(default_factory=list)
+    black_modules: list[str] = field(default_factory=list)
+    white_operators: list[str] = field(default_factory=list)
+    black_operators: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def look_up(network: nn.Module, white: Sequence[str], black: Sequence[str]) -> PrecisionLists:
+        """Return what the names mean in a network.
+
+        Raises OptionError for a name that means nothing, with near ones, and for modules that both lists
+        name.
+        """
+        check_apart(white, black)
+        white_modules, white_operators = _look_up(network, "white_list", white)
+        black_modules, black_operators = _look_up(network, "black_list", black)
+        both = [name for name in white_modules if name in black_modules]
+        if both:
+            raise OptionError(
+                f"both precision.white_list and precision.black_list name {both[0] or 'the whole network'}"
+                f"{f' and {len(both) - 1} more modules' if len(both) > 1 else ''}; leave each in one of them"
+            )
+        return PrecisionLists(white_modules, black_modules, white_operators, black_operators)
+
+
+def apply_lists(
+    network: nn.Module, lists: PrecisionLists, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Let a network's modules follow the lists whenever it is called with autocast on, in place.
+
+    A module of the black list, and all within it, computes in float32, one of the white list in `dtype`; of
+    modules within each other the innermost decides, and for an operator that is named itself its name does.
+    Parameters and state dicts stay what they are. It is the ``forward`` of single modules that is wrapped,
+    so that what activation checkpointing computes again goes the same way.
+    """
+    modules = dict(network.named_modules())
+    scope = _Scope(device.type)
+    for names, kind in ((lists.white_operators, dtype), (lists.black_operators, torch.float32)):
+        if "batch_norm" in names:  # also that of plsc, which calls no operator of this name
+            for module in modules.values():
+                if isinstance(module, _BatchNorm):
+                    module.forward = _InType(module.forward, scope, kind)
+    for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
+        for name in names:
+            module = modules[name]
+            module.forward = _InType(module.forward, scope, kind)
+    if lists.white_operators or lists.black_operators:
+        watch = _Watch(lists.white_operators, lists.black_operators, dtype, device.type)
+        for module in modules.values():
+            module.forward = _Watched(module.forward, scope, watch)
+    network.forward = _Entered(network.forward, scope)
+
+
+def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a network runs in a mode: 'float32', 'float16' or 'bfloat16'."""
+    if mode == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, mode))
+
+
+def _look_up(network: nn.Module, option: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the modules and the operators that names mean."""
+    modules = {name: type(module).__name__ for name, module in network.named_modules()}
+    found: dict[str, None] = {}
+    operators = [name for name in names if name in OPERATORS]
+    for pattern in names:
+        mine = [
+            name
+            for name, kind in modules.items()
+            if (name and fnmatchcase(name, pattern)) or fnmatchcase(kind, pattern)
+        ]
+        if not mine and pattern not in OPERATORS:
+            raise _unknown(option, pattern, type(network).__name__, modules)
+        found.update(dict.fromkeys(mine))
+    return list(found), operators
+
+
+def _unknown(option: str, name: str, network: str, modules: dict[str, str]) -> OptionError:
+    classes = sorted(set(modules.values()))
+    near = did_you_mean(name, [*OPERATORS, *classes, *filter(None, modules)])
+    top = [module for module in modules if module and "." not in module]
+    return OptionError(
+        f"precision.{option} has {name!r}, which is no operator, and no name or class of a module of "
+        f"{network}{near} (modules: {_some(top)}; classes: {_some(classes)}; "
+        f"operators: {_some(list(OPERATORS))})"
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = len(listed) - _NAMES_SHOWN
+    return ", ".join(listed[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+class _Scope:
+    """Whether the network was last called with autocast on. A backward pass that computes a part of it again
+    belongs to that call."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.is_on = False
+
+
+class _Entered:
+    """The forward of the whole network: sees whether autocast is on."""
+
+    def __init__(self, forward: Callable[..., Any], scope: _Scope) -> None:
+        self._forward = forward
+        self._scope = scope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._scope.is_on = torch.is_autocast_enabled(self._scope.device)
+        return self._forward(*args, **kwargs)
+
+
+class _InType:
+    """A module's forward in a type of its own."""
+
+    def __init__(self, forward: Callable[..., Any], scope: _Scope, dtype: torch.dtype) -> None:
+        self._forward = forward
+        self._scope = scope
+        self._dtype = dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._scope.is_on:
+            return self._forward(*args, **kwargs)
+        is_16_bits = self._dtype is not torch.float32
+        dtype = self._dtype if is_16_bits else None
+        with torch.autocast(self._scope.device, dtype=dtype, enabled=is_16_bits):
+            return self._forward(*cast(args, self._dtype), **cast(kwargs, self._dtype))
+
+
+class _Watch:
+    """Enters the watch over operators, once in a thread: a backward pass may compute again in another one."""
+
+    def __init__(
+        self, white: Sequence[str], black: Sequence[str], dtype: torch.dtype, device: str
+    ) -> None:
+        self._arguments = (tuple(white), tuple(black), dtype, device)
+        self._threads: set[int] = set()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have the operators watched."""
+        thread = threading.get_ident()
+        if thread in self._threads:
+            yield
+            return
+        self._threads.add(thread)
+        try:
+            with OperatorPrecision(*self._arguments):
+                yield
+        finally:
+            self._threads.discard(thread)
+
+
+class _Watched:
+    """A module's forward with the operators in it watched."""
+
+    def __init__(self, forward: Callable[..., Any], scope: _Scope, watch: _Watch) -> None:
+        self._forward = forward
+        self._scope = scope
+        self._watch = watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._scope.is_on:
+            return self._forward(*args, **kwargs)
+        with self._watch.entered():
+            return self._forward(*args, **kwargs)
