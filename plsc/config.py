@@ -23,6 +23,7 @@ from plsc.options.model import ModelOptions
 from plsc.options.optim import OptimOptions
 from plsc.options.precision import PrecisionOptions
 from plsc.options.runtime import RuntimeOptions
+from plsc.options.speed import SpeedOptions
 from plsc.options.train import TrainOptions
 
 
@@ -41,6 +42,7 @@ class Options:
     train: TrainOptions = field(default_factory=TrainOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+    speed: SpeedOptions = field(default_factory=SpeedOptions)
     explicit: MutableSet[str] = field(default_factory=set)
     adopted: MutableSet[str] = field(default_factory=set)
 

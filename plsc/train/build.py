@@ -24,6 +24,7 @@ from plsc.optim.schedule import Schedule, cosine_schedule, polynomial_schedule, 
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.train.acceleration import check_speed, compiled, lay_out
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
@@ -119,7 +120,9 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         options=options,
         world=world,
         network=network,
-        forward=sum_gradients(network, world),
+        forward=sum_gradients(
+            compiled(network, options, world, global_batch), world, options.speed.bucket_mb
+        ),
         head=head,
         optimizer=optimizer,
         rows=rows,
@@ -141,6 +144,7 @@ def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
     check_precision(options)
+    check_speed(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
@@ -197,6 +201,7 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     mode = training_mode(options, world.device)
     if mode != "float32":
         apply_lists(model, lists, getattr(torch, mode), world.device)
+    lay_out(model, options, world.device)
     return model
 
 

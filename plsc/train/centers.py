@@ -67,7 +67,7 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     counts = new_counts(head)
     run.network.eval()
     for batch in run.loader.epoch(0):
-        images = batch.input(run.world.device)
+        images = batch.input(run.world.device, run.network.input_layout)
         labels = batch.labels.to(run.world.device)
         with torch.no_grad():
             embeddings = run.network(images)
