@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ GIB = 2**30
 NETWORKS = {"SmallResNet": ((1, 32, 32), 128, 128), "ResNet18": ((3, 112, 112), 512, 64)}
 LARGE = ((3, 112, 112), 512, 128)
 Sample = dict[str, Any]
+Clock = Callable[[], float]
 
 
 class Report:
@@ -92,18 +94,23 @@ def model_flops(case: Case) -> float:
     return 6.0 * case.batch * (products + case.classes * case.emb_size)
 
 
-def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
+def measured_peak(dtype: torch.dtype, device: torch.device, clock: Clock) -> float:
     """Return the operations a second of a large product, the best of some."""
     size = 8192 if device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(dtype)
     best = 0.0
     for _ in range(6):
         synchronise(device)
-        start = time.perf_counter()
+        start = clock()
         a @ a
         synchronise(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+        best = max(best, 2 * size**3 / (clock() - start))
     return best
+
+
+def clock_of(options: argparse.Namespace) -> Clock:
+    """Return the clock to measure by."""
+    return time.process_time if options.processor_time else time.perf_counter
 
 
 def synchronise(device: torch.device) -> None:
@@ -118,24 +125,24 @@ def use_tf32(way: TrainWay) -> None:
     torch.backends.cudnn.allow_tf32 = way.tf32
 
 
-def timed(way: TrainWay, built: Built, steps: int, world: World) -> float:
+def timed(way: TrainWay, built: Built, steps: int, world: World, clock: Clock) -> float:
     """Return the seconds of a step, the mean of some; all ranks begin together."""
     use_tf32(way)
     synchronise(world.device)
     world.barrier()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(steps):
         built.step()
     synchronise(world.device)
-    return (time.perf_counter() - start) / steps
+    return (clock() - start) / steps
 
 
 def compare(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
     """Measure all ways of one case in turn, and print the table."""
     chosen = [way for way in ways(world.device.type) if is_wanted(way, options)]
     report.print(
-        f"\n### {case.network} at {case.shape[1]} x {case.shape[2]}, C = {case.classes:,}, B = {case.batch} on "
-        f"{world.size} rank{'s' * (world.size > 1)}, {'JPEG files' if case.folder else 'synthetic images'}\n"
+        f"\n### {case.network} at {case.shape[1]} x {case.shape[2]}, C = {case.classes:,}, B = {case.batch} "
+        f"on {world.size} rank{'s' * (world.size > 1)}, {'JPEG files' if case.folder else 'synthetic images'}\n"
     )
     built: dict[str, Built] = {}
     for way in chosen:
@@ -143,12 +150,13 @@ def compare(case: Case, options: argparse.Namespace, world: World, report: Repor
         built[way.name] = build(way, case, world)
         for _ in range(2):
             built[way.name].step()
+    clock = clock_of(options)
     times: dict[str, list[float]] = {way.name: [] for way in chosen}
     steps = options.steps or (1 if case.shape[1] > 64 else 4)
     for turn in range(options.rounds):
         first = turn % len(chosen)
         for way in chosen[first:] + chosen[:first]:
-            seconds = timed(way, built[way.name], steps, world)
+            seconds = timed(way, built[way.name], steps, world, clock)
             times[way.name].append(seconds)
             report.keep("time", way=way.name, round=turn, seconds=seconds, **facts(case, world))
     for one in built.values():
@@ -177,8 +185,9 @@ def print_table(
 ) -> None:
     """Print a row for each way."""
     flops = model_flops(case)
+    clock = clock_of(options)
     peaks = {
-        dtype: options.peak * 1e12 if options.peak else measured_peak(dtype, world.device)
+        dtype: options.peak * 1e12 if options.peak else measured_peak(dtype, world.device, clock)
         for dtype in (torch.float32, torch.bfloat16)
     }
     report.keep("peak", float32=peaks[torch.float32], bfloat16=peaks[torch.bfloat16])
@@ -187,7 +196,8 @@ def print_table(
         f"{peaks[torch.bfloat16] / 1e12:.2f} in bf16.\n"
     )
     report.print(
-        "| way | images a second | ms a step: median (least to most) | times the textbook's speed | of the peak |"
+        "| way | images a second | ms a step: median (least to most) | times the textbook's speed | "
+        "of the peak |"
     )
     report.print("|---|---|---|---|---|")
     for way in chosen:
@@ -200,7 +210,8 @@ def print_table(
         peak = peaks[torch.bfloat16 if is_half else torch.float32]
         report.print(
             f"| {way.name} | {case.batch * world.size / middle:,.1f} | {1000 * middle:,.4g} "
-            f"({1000 * min(mine):,.4g} to {1000 * max(mine):,.4g}) | {ratio:.2f} | {flops / middle / peak:.0%} |"
+            f"({1000 * min(mine):,.4g} to {1000 * max(mine):,.4g}) | {ratio:.2f} | "
+            f"{flops / middle / peak:.0%} |"
         )
 
 
@@ -222,7 +233,13 @@ def memory(case: Case, options: argparse.Namespace, world: World, report: Report
         if not is_wanted(way, options):
             continue
         arguments = [str(HERE / "train.py"), "--measure", way.name, case.network, str(case.classes)]
-        arguments += [str(case.batch), "--threads", str(options.threads), "--device", world.device.type]
+        arguments += [
+            str(case.batch),
+            "--threads",
+            str(options.threads),
+            "--device",
+            world.device.type,
+        ]
         found, trouble = run_child(arguments, None)
         if not found:
             report.print(f"| {way.name} | {trouble} | |")
@@ -290,6 +307,12 @@ def parse() -> argparse.Namespace:
     add("--memory", action="store_true", help="measure memory instead of time")
     add("--peak", type=float, default=None, help="TFLOP/s of the device, for the utilisation")
     add("--quick", action="store_true")
+    add(
+        "--processor-time",
+        action="store_true",
+        help="count the time on processors, of all threads, instead of the clock's: with --threads 1 it is what "
+        "the step takes on an idle core, also where others use the machine",
+    )
     add("--measure", nargs=4, metavar=("WAY", "NETWORK", "CLASSES", "BATCH"))
     return parser.parse_args()
 

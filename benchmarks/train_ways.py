@@ -1,4 +1,4 @@
-"""The ways to make a whole training step that benchmarks/train.py compares: the textbook, and plsc with options.
+"""The ways to make a whole training step that benchmarks/train.py compares: the textbook's and plsc's.
 
 A way is built once and then asked for steps. All see the same images and labels in the same order.
 """
@@ -203,9 +203,7 @@ class _Textbook(nn.Module):
         torch.manual_seed(0)
         network = build_model(case.network, case.emb_size, case.shape, dropout=0.0)
         self.network = _with_torchs_layers(network).to(device)
-        self.weight = nn.Parameter(
-            initial_rows(0, 0, case.classes, case.emb_size).to(device)
-        )
+        self.weight = nn.Parameter(initial_rows(0, 0, case.classes, case.emb_size).to(device))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss."""

@@ -694,7 +694,7 @@ class Setters:
 
     def set_compile(self, flag: bool) -> None:
         """Set ``speed.compile``: compile the backbone's training step by torch.compile:
-        minutes at the first start, from a cache later. Default: False.
+        minutes at the first start, a cache keeps it. Default: False.
         """
         self.options.set("speed.compile", flag)
 

@@ -23,8 +23,8 @@ class CompiledNetwork(nn.Module):
     that training gives it; a last smaller batch is computed by the plain network, since another size would
     take minutes to compile. say: is told once whether it was compiled, into how many pieces, and why not.
 
-    What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the plain
-    network. Parameters and buffers are the network's own, under its name; keep `network` for
+    What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the
+    plain network. Parameters and buffers are the network's own, under its name; keep `network` for
     evaluating and saving. Random numbers are those of the plain network.
     """
 

@@ -1,4 +1,4 @@
-"""Batch norms folded into the layers before them: fewer passes over the images when a network is evaluated."""
+"""Batch norms folded into the layers before them: fewer passes over the images in evaluation."""
 
 from __future__ import annotations
 
@@ -92,20 +92,22 @@ def _pairs(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[tuple[fx.
         if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
             continue
         layer = modules[str(before.target)]
-        if type(layer) in _FOLDABLE and not _is_hooked(layer) and not _is_hooked(norm):
-            if isinstance(layer, nn.Linear) != isinstance(norm, nn.BatchNorm2d):
-                if times[id(layer)] == times[id(norm)] == 1:
-                    yield before, node
+        if _is_foldable(layer, norm) and times[id(layer)] == times[id(norm)] == 1:
+            yield before, node
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _is_foldable(layer: nn.Module, norm: _BatchNorm) -> bool:
+    """Whether these two kinds go together, and nobody looks at what is between them."""
+    is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in (layer, norm))
+    is_pair = isinstance(layer, nn.Linear) != isinstance(norm, nn.BatchNorm2d)
+    return type(layer) in _FOLDABLE and is_pair and not is_hooked
 
 
 def _fold(layer: nn.Module, norm: _BatchNorm) -> nn.Module:
     """Return a layer that does both."""
     assert isinstance(layer, _FOLDABLE)
-    assert norm.running_mean is not None and norm.running_var is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
     weight, bias = layer.weight, layer.bias
     fuse: Callable[..., tuple[nn.Parameter, nn.Parameter]] = (
         fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights

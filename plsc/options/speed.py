@@ -19,7 +19,7 @@ class SpeedOptions:
     )
     compile: bool = declare(
         False,
-        "compile the backbone's training step by torch.compile: minutes at the first start, from a cache later",
+        "compile the backbone's training step by torch.compile: minutes at the first start, a cache keeps it",
         "set_compile(flag)",
     )
     fold_batch_norm: bool = declare(

@@ -23,7 +23,7 @@ def check_speed(options: Options, ranks: int) -> None:
         return
     if options.model.sync_batch_norm and ranks > 1:
         raise OptionError(
-            "speed.compile cannot be used with model.sync_batch_norm on several ranks: the ranks talk to each "
+            "speed.compile cannot be used with model.sync_batch_norm on several ranks: they talk to each "
             "other in every batch norm, where compiled code has to be cut; set_compile(False), or leave the "
             "statistics to each rank"
         )
