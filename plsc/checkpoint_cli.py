@@ -86,13 +86,11 @@ def run_prune(
     folder: str, keep_last: int, save_top_k: int, monitor: str, monitor_mode: str
 ) -> None:
     """Delete old checkpoints."""
-    from plsc.checkpoint import Retention
+    from plsc.checkpoint.retention import Retention, mode_of
     from plsc.checkpoint.tools import prune_at
 
-    mode = monitor_mode
-    if mode == "auto":
-        mode = "min" if monitor == "loss" else "max"
-    deleted = prune_at(folder, Retention(keep_last, save_top_k, monitor, mode))
+    retention = Retention(keep_last, save_top_k, monitor, mode_of(monitor_mode, monitor))
+    deleted = prune_at(folder, retention)
     print(f"deleted {len(deleted)} checkpoints{': ' * bool(deleted)}{', '.join(deleted)}")
 
 

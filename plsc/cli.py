@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 import plsc.checkpoint_cli as checkpoint_cli
 import plsc.data_cli as data_cli
 from plsc.config import Options, all_options
+from plsc.config_file import check_config_files, place_in_config_file
 from plsc.errors import OptionError, PlscError, report, worded
 from plsc.flags import explain, in_flags, option_flags
 from plsc.plan import ARGUMENTS as PLAN_ARGUMENTS
@@ -25,6 +27,7 @@ _VERBS = {
     "train": "train, from the start or from --checkpoint.load_dir",
     "test": "verify the network of --checkpoint.load_dir on the pair files",
     "predict": "write the embeddings of the dataset's images to a .npz file",
+    "profile": "make some steps of the training, and print where their time goes; nothing is saved",
     "dominant": "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
     "config": "print the options in effect, with their defaults and meanings, as YAML",
 }
@@ -36,7 +39,9 @@ _FAMILIES = {
         checkpoint_cli.main,
     ),
 }
-_PLAN = "print the memory, arithmetic and network that a sharded head would need"
+_PLAN = (
+    "print the memory, arithmetic, network and time of a step that a head and a backbone would need"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAMILIES[arguments[0]][1](arguments[1:])
     with worded(in_flags):
         try:
-            return _run(_parse(arguments))
+            if arguments and arguments[0] in _VERBS:
+                check_config_files(arguments)
+            return _run(_parse(arguments), arguments)
         except PlscError as error:
             return report(error)
 
@@ -68,6 +75,9 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         verb.add_argument("--config", action=ActionConfigFile, help="YAML file of options")
         if name == "predict":
             verb.add_argument("--output", type=str, default="embeddings.npz", help="file to write")
+        if name == "profile":
+            verb.add_argument("--output", type=str, default="profile", help="folder for the traces")
+            verb.add_argument("--steps", type=int, default=20, help="steps that are measured")
         if name == "dominant":
             verb.add_argument("--output", type=str, required=True, help="checkpoint to write")
         for spec in all_options():
@@ -84,7 +94,8 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         called = next((word for word in arguments if word in (*_VERBS, "plan")), "")
         flags = _plan_flags() if called == "plan" else option_flags()
         program = f"plsc {called}".rstrip()
-        raise OptionError(explain(in_words(str(error)), flags, program)) from error
+        place = functools.partial(place_in_config_file, arguments=arguments)
+        raise OptionError(explain(in_words(str(error)), flags, program, place)) from error
 
 
 def _plan_parser() -> ArgumentParser:
@@ -93,8 +104,6 @@ def _plan_parser() -> ArgumentParser:
         how: dict[str, Any] = {"type": argument.kind, "default": argument.default}
         if argument.kind is bool:
             how |= {"nargs": "?", "const": True}
-        elif argument.name == "classes":
-            how = {"type": argument.kind, "required": True}
         names = [f"--{name}" for name in (argument.name, argument.option) if name]
         parser.add_argument(*names, help=argument.meaning, **how)
     return parser
@@ -109,12 +118,12 @@ def _plan_flags() -> dict[str, tuple[Any, str]]:
     }
 
 
-def _run(parsed: Namespace) -> int:
+def _run(parsed: Namespace, arguments: Sequence[str]) -> int:
     given = parsed[parsed.verb] if parsed.get(parsed.verb) else Namespace()
     if parsed.verb == "plan":
         print(plan(**vars(given)).render())
         return 0
-    options = _read_options(given)
+    options = _read_options(given, arguments)
     if parsed.verb == "config":
         print(render_options(options))
         return 0
@@ -126,6 +135,8 @@ def _run(parsed: Namespace) -> int:
         result = entry.train()
         if entry.is_main:
             print(f"trained {result.steps} steps; last checkpoint {result.checkpoint}")
+    elif parsed.verb == "profile":
+        entry.profile(given.get("steps", 20), given.get("output", "profile"))
     elif parsed.verb == "test":
         entry.test()
     elif parsed.verb == "dominant":
@@ -140,12 +151,19 @@ def _run(parsed: Namespace) -> int:
     return 0
 
 
-def _read_options(given: Namespace) -> Options:
+def _read_options(given: Namespace, arguments: Sequence[str] = ()) -> Options:
     options = Options()
     for spec in all_options():
         value = given.get(spec.path, spec)
-        if value is not spec:
+        if value is spec:
+            continue
+        try:
             options.set(spec.path, value)
+        except OptionError as error:
+            place = place_in_config_file(spec.path, str(value), arguments)
+            if place is None:
+                raise
+            raise OptionError(f"{place}: {error}") from error
     return options
 
 

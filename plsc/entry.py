@@ -18,12 +18,19 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError, UnknownNameError, did_you_mean, report, suggest
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
+from plsc.optim.custom import name_of
+from plsc.optim.factory import Factory
+from plsc.options.initialization import Initialization
+from plsc.options.parameter_groups import ParameterGroup
 from plsc.options.precision import AutoMixedPrecisionLists
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
+from plsc.profile.result import ProfileResult
+from plsc.profile.run import run_profile
 from plsc.setters import Setters
 from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
+from plsc.train.build_optim import ScheduleFunction, check_schedule_function
 from plsc.train.centers import run_dominant
 from plsc.train.job import Prediction, run_prediction, run_test, run_training
 from plsc.train.result import TrainResult
@@ -64,6 +71,8 @@ class Entry(Setters):
         self.test_reader: Any = None
         self.predict_reader: Any = None
         self._model: BaseModel | None = None
+        self._optimizer: Factory | None = None
+        self._schedule: ScheduleFunction | None = None
         self._world: World | None = None
         _print_errors_in_one_line()
 
@@ -89,6 +98,75 @@ class Entry(Setters):
             )
         self._model = model
         self.options.set("model.name", f"{type(model).__module__}:{type(model).__qualname__}")
+
+    def set_optimizer(self, optimizer: str | Factory, **arguments: Any) -> None:
+        """Use an optimizer for the network: by name, or by a factory of your own.
+
+        optimizer: a name, which sets ``optim.optimizer``, see docs/optimizers.md; or ``f(groups)``, which
+        returns a torch.optim.Optimizer over these parameter groups: a function, a class, a functools.partial.
+        A named one takes its learning rate from set_lr; of a factory's, the schedule multiplies its own.
+        arguments: more of the optimizer's settings; they set ``optim.optimizer_arguments``.
+
+        OptionError for an unknown name or argument, here or when training begins.
+        """
+        self._optimizer = None
+        if isinstance(optimizer, str):
+            super().set_optimizer(optimizer)
+        elif callable(optimizer):
+            super().set_optimizer(name_of(optimizer))
+            self._optimizer = optimizer
+        else:
+            raise OptionError(
+                f"the optimizer is {optimizer!r}; expected a name, or a function that takes parameter groups "
+                "and returns a torch.optim.Optimizer (the network's parameters may not exist yet)"
+            )
+        self.set_optimizer_arguments(arguments or None)
+
+    def set_lr_schedule(self, schedule: str | ScheduleFunction) -> None:
+        """Let the learning rate follow a schedule: one by name, or a function of your own.
+
+        schedule: a name, which sets ``optim.schedule``; or ``f(step)``, which returns what the learning rate
+        is multiplied by once `step` updates were made. It must depend on the step alone: resuming asks
+        it again. With an argument `total_steps` it is told the run's steps, None where they are not known.
+        """
+        self._schedule = None
+        if isinstance(schedule, str):
+            super().set_lr_schedule(schedule)
+            return
+        check_schedule_function(schedule)
+        super().set_lr_schedule(name_of(schedule))
+        self._schedule = schedule
+
+    def add_parameter_group(
+        self,
+        pattern: str,
+        *,
+        lr_factor: float = 1.0,
+        weight_decay: float | None = None,
+        l1_decay: float | None = None,
+        frozen: bool = False,
+        **arguments: Any,
+    ) -> None:
+        """Train the parameters that a pattern matches in their own way: add a group to ``optim.groups``.
+
+        pattern: a name of parameters or modules with wildcards, ``type:`` and a module's class, or ``re:``
+        and a regular expression; the first group that matches counts. lr_factor: of the learning rate.
+        weight_decay, l1_decay: instead of the run's. frozen: not trained at all. arguments: settings of the
+        optimizer, such as momentum.
+        """
+        group = ParameterGroup(pattern, lr_factor, weight_decay, l1_decay, frozen, arguments)
+        self.set_parameter_groups((*self.options.optim.groups, group.as_dict()))
+
+    def set_initialization(self, pattern: str, rule: str, **arguments: Any) -> None:
+        """Let parameters begin by a rule: add one to ``model.initialization``.
+
+        pattern: as in `add_parameter_group`. rule: xavier_uniform, xavier_normal, kaiming_uniform,
+        kaiming_normal, orthogonal, normal, trunc_normal, uniform or constant, of torch.nn.init, with their
+        arguments. The first rule that matches a parameter counts.
+        """
+        rules = self.options.model.initialization
+        one = Initialization(pattern, rule, arguments)
+        self.set_initializations((*rules, one.as_dict()))
 
     def set_seed(self, seed: int) -> None:
         """Set ``train.seed``, the one seed of the run, and torch's generator.
@@ -203,6 +281,16 @@ class Entry(Setters):
         """
         return self._together(run_training)
 
+    def profile(self, steps: int = 20, output: str | os.PathLike[str] = "profile") -> ProfileResult:
+        """Make some steps of the training and return where their time goes; nothing is trained or saved.
+
+        steps: how many are split into parts, 1 to 1000; about twice as many are made. output: a folder for
+        the table, a trace of each rank for the usual viewers, and its slowest operators.
+
+        See docs/profiling.md.
+        """
+        return self._together(partial(run_profile, steps=steps, output=output))
+
     def test(self) -> dict[str, VerificationResult]:
         """Return the verification of a checkpoint's network on every pair file, by its name."""
         return self._together(run_test)
@@ -239,6 +327,8 @@ class Entry(Setters):
             self.test_reader,
             self.predict_reader,
             self.train_transform,
+            self._optimizer,
+            self._schedule,
         )
         world = self._world
         try:

@@ -8,7 +8,6 @@ keeps its traceback.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -73,8 +72,20 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'b'?``, or nothing where no name is near."""
+    import difflib  # for messages alone
+
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say, once, below an error's text what it came from; its type and its traceback stay as they are."""
+    if hasattr(error, "add_note"):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif note not in str(error):  # Python 3.10
+        text, *others = error.args or ("",)
+        error.args = (f"{text}; {note}", *others)
 
 
 _wording: Callable[[str], str] = str
@@ -89,6 +100,11 @@ def worded(wording: Callable[[str], str]) -> Iterator[None]:
         yield
     finally:
         _wording = before
+
+
+def as_worded(text: str) -> str:
+    """Return a line in the words that `worded` asks for."""
+    return _wording(text)
 
 
 def report(error: BaseException) -> int:

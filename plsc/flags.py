@@ -47,7 +47,11 @@ def in_short_flags(text: str) -> str:
     return in_flags(text, short=True)
 
 
-def explain(problem: str, flags: Flags, program: str) -> str:
+Place = Callable[[str, str], "str | None"]
+"""Where an option's value stands if it came from a file, given both as text."""
+
+
+def explain(problem: str, flags: Flags, program: str, place: Place) -> str:
     """Return what the option parser says in one line of ours.
 
     flags: those that the verb has. program: as which it was called, ``plsc train`` say.
@@ -55,40 +59,44 @@ def explain(problem: str, flags: Flags, program: str) -> str:
     line = " ".join(problem.split())
     for pattern, explanation in _EXPLANATIONS:
         found = pattern.search(line)
-        said = explanation(found, flags) if found else None
+        said = explanation(found, flags, place) if found else None
         if said is not None:
             line = said
             break
     return f"{line}; see {program} --help"
 
 
-def _wrong_value(found: re.Match[str], flags: Flags) -> str | None:
+def _wrong_value(found: re.Match[str], flags: Flags, place: Place) -> str | None:
     """``Parser key "a.b": ... Got value: x``."""
     if found["name"] not in flags:
         return None
     kind, meaning = flags[found["name"]]
-    return f"--{found['name']} is {found['value']!r}; expected {_in_words(kind)} ({meaning})"
+    where = place(found["name"], found["value"])
+    name = f"{where}: {found['name']}" if where else f"--{found['name']}"
+    return f"{name} is {found['value']!r}; expected {_in_words(kind)} ({meaning})"
 
 
-def _wrong_file(found: re.Match[str], flags: Flags) -> str:
+def _wrong_file(found: re.Match[str], flags: Flags, place: Place) -> str:
     return f"--config wants a YAML file of options: {found[1]}"
 
 
-def _unknown_flag(found: re.Match[str], flags: Flags) -> str:
+def _unknown_flag(found: re.Match[str], flags: Flags, place: Place) -> str:
     return f"there is no option --{found[1]}{_nearest(found[1], flags)}"
 
 
-def _unknown_entry(found: re.Match[str], flags: Flags) -> str:
-    return f"there is no option {found[1]!r}{_nearest(found[1], flags)}"
+def _unknown_entry(found: re.Match[str], flags: Flags, place: Place) -> str:
+    where = place(found[1], "")
+    at = f"{where}: " if where else ""
+    return f"{at}there is no option {found[1]!r}{_nearest(found[1], flags)}"
 
 
-def _missing(found: re.Match[str], flags: Flags) -> str:
+def _missing(found: re.Match[str], flags: Flags, place: Place) -> str:
     names = [name.strip().partition(".") for name in found[1].split(",")]
     return f"{', '.join(f'--{name or verb}' for verb, _, name in names)} must be given"
 
 
 _EXPLANATIONS: tuple[
-    tuple[re.Pattern[str], Callable[[re.Match[str], Flags], str | None]], ...
+    tuple[re.Pattern[str], Callable[[re.Match[str], Flags, Place], str | None]], ...
 ] = (
     (re.compile(r'Parser key "config": (.*)'), _wrong_file),
     (re.compile(r"(?:Problems parsing config|Unexpected config): (.*)"), _wrong_file),

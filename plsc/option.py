@@ -88,6 +88,8 @@ def describe_kind(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         return f"a sequence of {_ITEMS[typing.get_origin(item) or item]}"
+    if typing.get_origin(kind) is dict:
+        return "a mapping"
     return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
 
 

@@ -51,6 +51,14 @@ class Setters:
         """
         self.options.set("model.pretrained", path)
 
+    def set_initializations(self, rules: Sequence[dict[str, Any]]) -> None:
+        """Set ``model.initialization``: first values of parameters by rule: each has a
+        pattern, a rule (xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal,
+        orthogonal, normal, trunc_normal, uniform, constant) and its arguments; the first
+        that matches counts; set_initialization adds one. Default: ().
+        """
+        self.options.set("model.initialization", rules)
+
     def set_loss_type(self, loss_type: str) -> None:
         """Set ``head.loss_type``: dist_ and one of arcface, softmax, normface, cosface,
         sphereface, combined, adaface, magface, curricularface: class rows sharded over the
@@ -150,6 +158,12 @@ class Setters:
         Default: 1.0.
         """
         self.options.set("head.lr_factor", factor)
+
+    def set_head_weight_decay(self, decay: float | None) -> None:
+        """Set ``head.weight_decay``: L2 decay of the class rows; when not set,
+        optim.weight_decay. Default: None.
+        """
+        self.options.set("head.weight_decay", decay)
 
     def set_row_dtype(self, dtype: str) -> None:
         """Set ``head.row_dtype``: type of the sharded class rows: float32, or bfloat16
@@ -349,19 +363,38 @@ class Setters:
         """
         self.options.set("optim.lr", lr)
 
-    def set_optimizer(self, name: str) -> None:
-        """Set ``optim.optimizer``: optimizer of the network: sgd, adam or adamw; class rows:
-        head.optimizer. Default: 'sgd'.
+    def set_optimizer(self, optimizer: str) -> None:
+        """Set ``optim.optimizer``: optimizer of the network: sgd, adam, adamw, rmsprop,
+        adadelta, adagrad, adamax, nadam, radam, asgd, rprop, adafactor, or
+        'package.module:factory'; class rows: head.optimizer. Default: 'sgd'.
         """
-        self.options.set("optim.optimizer", name)
+        self.options.set("optim.optimizer", optimizer)
+
+    def set_optimizer_arguments(self, arguments: dict[str, Any] | None) -> None:
+        """Set ``optim.optimizer_arguments``: more of the optimizer's own settings by name,
+        such as {eps: 1.e-7}. Default: None.
+        """
+        self.options.set("optim.optimizer_arguments", arguments)
+
+    def set_optimizer_implementation(self, name: str) -> None:
+        """Set ``optim.implementation``: what computes the optimizer's step: auto, fused,
+        foreach or for_loop. Default: 'auto'.
+        """
+        self.options.set("optim.implementation", name)
 
     def set_momentum(self, momentum: float) -> None:
         """Set ``optim.momentum``: momentum of SGD. Default: 0.9."""
         self.options.set("optim.momentum", momentum)
 
+    def set_nesterov(self, nesterov: bool) -> None:
+        """Set ``optim.nesterov``: Nesterov's momentum in SGD, of the network and of class
+        rows. Default: False.
+        """
+        self.options.set("optim.nesterov", nesterov)
+
     def set_betas(self, betas: Sequence[float]) -> None:
-        """Set ``optim.betas``: decay of the two moments of Adam and AdamW. Default: (0.9,
-        0.999).
+        """Set ``optim.betas``: decay of the two moments of Adam and its relatives. Default:
+        (0.9, 0.999).
         """
         self.options.set("optim.betas", betas)
 
@@ -369,15 +402,39 @@ class Setters:
         """Set ``optim.weight_decay``: L2 decay of all parameters. Default: 0.0005."""
         self.options.set("optim.weight_decay", decay)
 
-    def set_lr_schedule(self, name: str) -> None:
-        """Set ``optim.schedule``: how the learning rate falls: step (step_boundaries),
-        polynomial or cosine. Default: 'step'.
+    def set_l1_decay(self, decay: float) -> None:
+        """Set ``optim.l1_decay``: L1 decay of the network's parameters. Default: 0.0."""
+        self.options.set("optim.l1_decay", decay)
+
+    def set_decay_norm_and_bias(self, decay: bool) -> None:
+        """Set ``optim.decay_norm_and_bias``: decay parameters of one dimension, too: biases,
+        norms, PReLU's slopes. Default: True.
         """
-        self.options.set("optim.schedule", name)
+        self.options.set("optim.decay_norm_and_bias", decay)
+
+    def set_parameter_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Set ``optim.groups``: groups of parameters with settings of their own: each has a
+        pattern, and may have lr_factor, weight_decay, l1_decay, frozen and settings of the
+        optimizer; the first that matches counts; add_parameter_group adds one. Default: ().
+        """
+        self.options.set("optim.groups", groups)
+
+    def set_freeze(self, patterns: Sequence[str]) -> None:
+        """Set ``optim.freeze``: patterns of parameters that are not trained, such as [stem,
+        stages.0]. Default: ().
+        """
+        self.options.set("optim.freeze", patterns)
+
+    def set_lr_schedule(self, schedule: str) -> None:
+        """Set ``optim.schedule``: how the learning rate falls: step or multi_step
+        (step_boundaries), polynomial, cosine, exponential, constant, or
+        'package.module:function'. Default: 'step'.
+        """
+        self.options.set("optim.schedule", schedule)
 
     def set_decay_steps(self, num: int | None) -> None:
-        """Set ``optim.decay_steps``: step at which a polynomial or cosine schedule ends; None:
-        the last of the run. Default: None.
+        """Set ``optim.decay_steps``: step at which a polynomial, cosine or exponential
+        schedule ends; None: the last of the run. Default: None.
         """
         self.options.set("optim.decay_steps", num)
 
@@ -385,9 +442,15 @@ class Setters:
         """Set ``optim.decay_power``: power of the polynomial schedule. Default: 1.0."""
         self.options.set("optim.decay_power", power)
 
+    def set_cosine_cycles(self, num: int) -> None:
+        """Set ``optim.cosine_cycles``: cosine curves from the first step to the last, one
+        after another (warm restarts). Default: 1.
+        """
+        self.options.set("optim.cosine_cycles", num)
+
     def set_end_lr_factor(self, factor: float) -> None:
-        """Set ``optim.end_lr_factor``: where a polynomial or cosine schedule ends, as a part
-        of the learning rate. Default: 0.0.
+        """Set ``optim.end_lr_factor``: where a polynomial, cosine or exponential schedule
+        ends, as a part of the learning rate. Default: 0.0.
         """
         self.options.set("optim.end_lr_factor", factor)
 
@@ -396,6 +459,10 @@ class Setters:
         0. Default: 0.
         """
         self.options.set("optim.warmup_epochs", num)
+
+    def set_warmup_steps(self, num: int) -> None:
+        """Set ``optim.warmup_steps``: the same in steps, instead of warmup_epochs. Default: 0."""
+        self.options.set("optim.warmup_steps", num)
 
     def set_step_boundaries(self, boundaries: Sequence[int]) -> None:
         """Set ``optim.step_boundaries``: steps at which the learning rate is multiplied by
@@ -562,6 +629,20 @@ class Setters:
         """
         self.options.set("train.stop_deadline", seconds)
 
+    def set_checkpoint_stages(self, names: str) -> None:
+        """Set ``memory.checkpoint_stages``: parts of the network whose inner results are
+        computed again in the backward pass, not kept (activation checkpointing): none, all
+        (its blocks), or patterns of module names such as 'stages.0,stages.1.*'. Default:
+        'none'.
+        """
+        self.options.set("memory.checkpoint_stages", names)
+
+    def set_checkpoint_every(self, num: int) -> None:
+        """Set ``memory.checkpoint_every``: of those parts, in the network's order, each nth
+        alone. Default: 1.
+        """
+        self.options.set("memory.checkpoint_every", num)
+
     def set_model_save_dir(self, directory: str) -> None:
         """Set ``checkpoint.save_dir``: folder, or fsspec URL such as s3://bucket/run, for
         checkpoints, metrics and plots. Default: 'output'.
@@ -659,6 +740,26 @@ class Setters:
         store is tried again. Default: 120.0.
         """
         self.options.set("checkpoint.store_timeout", seconds)
+
+    def set_backbone_parallel(self, way: str) -> None:
+        """Set ``parallel.backbone``: replicated (each rank has the whole backbone) or sharded
+        (each has a share of its parameters, gradients and optimizer state, and more is
+        sent). Default: 'replicated'.
+        """
+        self.options.set("parallel.backbone", way)
+
+    def set_backbone_shard_size(self, ranks: int) -> None:
+        """Set ``parallel.shard_size``: ranks that share one copy of a sharded backbone, such
+        as those of a machine; 0: all ranks. Default: 0.
+        """
+        self.options.set("parallel.shard_size", ranks)
+
+    def set_backbone_shard_units(self, patterns: str) -> None:
+        """Set ``parallel.shard_units``: modules of a sharded backbone that are put together
+        one at a time: auto, or names separated by commas in which * stands for one
+        component, such as 'stages.*.*,neck'. Default: 'auto'.
+        """
+        self.options.set("parallel.shard_units", patterns)
 
     def set_device(self, device: str) -> None:
         """Set ``runtime.device``: auto, cpu or cuda. Default: 'auto'."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import shutil
 from collections.abc import Callable
@@ -16,19 +15,12 @@ from plsc.checkpoint.remote import read_remote_manifest
 from plsc.checkpoint.sharing import neighbours
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
-from plsc.storage.cache_folder import cache_folder
-from plsc.storage.names import base_name
+from plsc.storage.cache_folder import folder_for
 from plsc.storage.store import Store
 from plsc.storage.transfer import Transfer
 from plsc.storage.urls import shown
 
 _FETCHING = ".fetching-"
-
-
-def cached_at(url: str) -> Path:
-    """Return where on this machine a remote checkpoint is kept once it was fetched."""
-    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
-    return cache_folder("checkpoints", digest) / base_name(url)
 
 
 def fetch(
@@ -43,7 +35,7 @@ def fetch(
         CheckpointError: on all ranks alike: no checkpoint there, a damaged file, a disk too small; nothing
             was replaced.
     """
-    target = cached_at(url) if folder is None else folder
+    target = folder_for("checkpoints", url) if folder is None else folder
     opened: list[Store] = []
     on_every_rank(world, f"reach {shown(url)}", lambda: opened.append(Store(url)))
     store = opened[0]

@@ -20,9 +20,14 @@ SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)(.+)-[0-9a-f]{8}")
 
 
+def hidden_name(name: str, prefix: str) -> str:
+    """Return a fresh name that `HIDDEN` recognises, such as ``.saving-5-0f3a9b1c``."""
+    return f"{prefix}{name}-{secrets.token_hex(4)}"
+
+
 def hidden(folder: Path, prefix: str) -> Path:
-    """Return a fresh hidden path beside ``folder``, such as ``.saving-5-0f3a9b1c``."""
-    return folder.with_name(f"{prefix}{folder.name}-{secrets.token_hex(4)}")
+    """Return a fresh hidden path beside ``folder``."""
+    return folder.with_name(hidden_name(folder.name, prefix))
 
 
 def publish(temporary: Path, folder: Path) -> None:

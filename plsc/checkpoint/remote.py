@@ -7,16 +7,15 @@ Where the store can rename (HDFS), files go into a hidden folder that then takes
 from __future__ import annotations
 
 import contextlib
-import re
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.folders import DELETING, HIDDEN, REPLACED, SAVING
+from plsc.checkpoint.folders import DELETING, HIDDEN, REPLACED, SAVING, hidden_name
 from plsc.checkpoint.layout import SUFFIX
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_NAME, Manifest, parse_manifest
 from plsc.checkpoint.retention import Retention, age_key
+from plsc.checkpoint.shard_file import is_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage.store import OnBytes, Store
@@ -48,7 +47,7 @@ def upload(
             return "", b""
         manifest = (folder / MANIFEST_NAME).read_bytes()
         _check_replaceable(store, name)
-        target = _hidden(name, SAVING) if store.can_rename else name
+        target = hidden_name(name, SAVING) if store.can_rename else name
         store.make_folder(target)
         if target == name:
             _make_way(store, name, manifest)
@@ -82,7 +81,7 @@ def _publish(store: Store, target: str, name: str, manifest: bytes) -> None:
         for old in set(store.names(name)) - keep:
             store.delete(f"{name}/{old}")
         return
-    old_name = _hidden(name, REPLACED)
+    old_name = hidden_name(name, REPLACED)
     is_replacing = store.exists(name)
     if is_replacing:
         store.rename(name, old_name)
@@ -110,7 +109,7 @@ def withdraw(store: Store, name: str) -> None:
     """Delete a published checkpoint so that no half of it keeps the name."""
     doomed = name
     if store.can_rename:
-        doomed = _hidden(name, DELETING)
+        doomed = hidden_name(name, DELETING)
         store.rename(name, doomed)
     delete(store, doomed)
 
@@ -171,7 +170,7 @@ def clean_remote(store: Store) -> None:
                 store.rename(name, match[2])
             else:
                 delete(store, name)
-        elif inside and all(re.fullmatch(rf"shard-\d+-.+{SUFFIX}", one) for one in inside):
+        elif inside and all(map(is_shard, inside)):
             store.delete(name)
 
 
@@ -184,7 +183,3 @@ def _check_replaceable(store: Store, name: str) -> None:
             f"{shown(store.child(name))} is there already and is no checkpoint; move it away or save "
             "elsewhere"
         )
-
-
-def _hidden(name: str, prefix: str) -> str:
-    return f"{prefix}{name}-{secrets.token_hex(4)}"

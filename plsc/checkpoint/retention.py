@@ -54,6 +54,13 @@ class Retention:
         return {*names[max(0, len(names) - self.last) :], *best}
 
 
+def mode_of(mode: str, metric: str) -> str:
+    """Return 'min' or 'max'; for 'auto' what suits the metric: the loss is to be low, all else high."""
+    if mode != "auto":
+        return mode
+    return "min" if metric == "loss" else "max"
+
+
 def value_of(manifest: Manifest, metric: str | None) -> float | None:
     """Return a checkpoint's value of a metric, None if it was saved without."""
     metrics = manifest.scalars.get(METRICS_KEY)

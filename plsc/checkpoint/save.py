@@ -69,11 +69,7 @@ def save_checkpoint(
         infos = on_every_rank(world, doing, prepare, ADVICE)
         writer = ShardWriter(temporary, shard_name(world.rank, f"step{manifest.step}"))
         together(world, doing, lambda: _write(state, writer, world), ADVICE)
-
-        def measure() -> dict[str, FileInfo]:
-            return writer.written
-
-        files = on_every_rank(world, doing, measure, ADVICE)
+        files = on_every_rank(world, doing, lambda: writer.written, ADVICE)
 
         def finish() -> None:
             if is_owner:

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ PIECE_BYTES = 4 << 20
 LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one
 _VERSION_KEY, _VERSION = "DCP_VERSION", "1.0"  # of torch's notes in the metadata
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SHARD = re.compile(rf"shard-\d{{5,}}-.+{re.escape(SUFFIX)}")
 
 Chunks = Callable[[], Iterator[memoryview]]
 
@@ -59,6 +61,11 @@ def shard_name(rank: int, mark: str = "0") -> str:
     checkpoint do not overwrite those of an older one of the same name.
     """
     return f"shard-{rank + 1:05d}-{mark}{SUFFIX}"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file has a name that `shard_name` gives."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def is_shard_of(name: str, rank: int) -> bool:

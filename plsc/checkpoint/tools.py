@@ -38,18 +38,25 @@ def manifest_at(place: str) -> Manifest:
 def verify(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint whose files are all there, with the bytes that were saved.
 
-    A file is read once, in pieces. What is at a URL is fetched to a temporary folder for that.
+    A file is read once, in pieces. What is at a URL is fetched to a temporary folder for that, and its
+    checksums are taken there.
 
     Raises:
         CheckpointError: the first fault, with the name of the file.
     """
     if isinstance(path, str) and is_url(path):
         with tempfile.TemporaryDirectory(prefix="plsc-verify-") as scratch:
-            return verify(fetch(path, World.single(), Path(scratch) / base_name(path)))
+            folder = fetch(path, World.single(), Path(scratch) / base_name(path))
+            return _check_structure(folder)
     folder = Path(path)
+    manifest = _check_structure(folder)
+    check_checksums(folder, manifest, sorted(manifest.files))
+    return manifest
+
+
+def _check_structure(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    check_checksums(folder, manifest, sorted(manifest.files))
     return manifest
 
 

@@ -6,6 +6,8 @@ import posixpath
 from pathlib import Path
 
 from plsc.errors import DataError
+from plsc.storage.names import exists
+from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 _MAX_BYTES = 64 * 2**20
@@ -32,13 +34,13 @@ def read_file_list(
         if not name:
             continue
         path = _join(str(data_dir), name)
-        if not _exists(path) and len(name.split()) == 2 and name.split()[1].isdigit():
+        if not exists(path) and len(name.split()) == 2 and name.split()[1].isdigit():
             path = _join(str(data_dir), name.split()[0])
         if path in seen:
             raise DataError(
                 f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); take one out"
             )
-        if must_exist and not _exists(path):
+        if must_exist and not exists(path):
             raise DataError(
                 f"{shown(listing)}:{number} names {name}, which is not in {shown(str(data_dir))}"
             )
@@ -55,19 +57,10 @@ def _join(folder: str, name: str) -> str:
     return posixpath.join(folder, name)
 
 
-def _exists(path: str) -> bool:
-    if not is_url(path):
-        return Path(path).is_file()
-    filesystem, inside = open_filesystem(path)
-    return bool(filesystem.isfile(inside))
-
-
 def _read(path: str) -> str:
     try:
         if is_url(path):
-            filesystem, inside = open_filesystem(path)
-            with filesystem.open(inside, "rb") as file:
-                data = file.read(_MAX_BYTES + 1)
+            data = _read_remote(path)
         else:
             with Path(path).open("rb") as file:
                 data = file.read(_MAX_BYTES + 1)
@@ -81,4 +74,16 @@ def _read(path: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{shown(path)} is not UTF-8 text: {error}") from error
+        raise DataError(
+            f"{shown(path)} is not UTF-8 text (byte {error.start}); expected one name a line"
+        ) from error
+
+
+def _read_remote(url: str) -> bytes:
+    filesystem, inside = open_filesystem(url)
+
+    def read() -> bytes:
+        with filesystem.open(inside, "rb") as file:
+            return bytes(file.read(_MAX_BYTES + 1))
+
+    return with_retries(read, f"{shown(url)}, the list of the data files, cannot be read")

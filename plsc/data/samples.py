@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ from plsc.data.ring import BufferRing
 from plsc.data.sources.base import Source
 from plsc.data.threads import Stopped
 from plsc.data.transform import Transform, apply_transform
-from plsc.errors import DataError
+from plsc.errors import DataError, add_note
 from plsc.keys import hash_key
 
 Request = tuple[int, np.ndarray]
@@ -69,6 +70,7 @@ class BatchReader:
         a fault of the code and not of a sample; Stopped once ``stopped()`` says so.
         """
         epoch, indices = request
+        began, computed = time.perf_counter(), time.thread_time()
         slots, images = ring.take(len(indices))
         batch = Batch(images, torch.empty(0, dtype=torch.int64), [])
         labels: list[int] = []
@@ -97,7 +99,7 @@ class BatchReader:
         batch.mirrored = None if floats else self._still_to_mirror(used, epoch)
         batch.labels = torch.tensor(labels, dtype=torch.int64)
         batch.names = NamesOf(used, self.source)
-        return batch
+        return batch.timed(began, computed)
 
     def _read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | None]:
         """Yield what is read of each sample; None for one that has to be asked for by its index."""
@@ -197,10 +199,5 @@ class BatchReader:
         except DataError:
             raise
         except Exception as error:  # a mistake of the source's: it keeps its traceback
-            _note(error, f"while reading {self.source.name(index)}")
+            add_note(error, f"while reading {self.source.name(index)}")
             raise
-
-
-def _note(error: Exception, text: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(text)

@@ -62,15 +62,20 @@ class TarReader:
                 return
             if not _sum_is_right(header):
                 raise DataError(
-                    f"{self._place()} has a wrong checksum; the archive is damaged, or none"
+                    f"{self._place()} has a wrong checksum; the archive is damaged, compressed, or none: "
+                    "expected a plain tar; copy or write it anew"
                 )
             kind = header[156:157]
             size = _number(header[124:136])
             if size < 0:
-                raise DataError(f"{self._place()} has a size that is none; the archive is damaged")
+                raise DataError(
+                    f"{self._place()} has a size that is none; copy or write the archive anew"
+                )
             if kind in _REMARKS:
                 if size > (_MAX_NAME if kind in b"LK" else _MAX_PAX):
-                    raise DataError(f"{self._place()} announces {size} bytes of names or remarks")
+                    raise DataError(
+                        f"{self._place()} announces {size} bytes of names or remarks; copy or write it anew"
+                    )
                 content = self._take(size + -size % BLOCK)[:size]
                 if kind == b"L":
                     long_name = _text(content.split(b"\0", 1)[0])
@@ -82,7 +87,7 @@ class TarReader:
                 size = _number(pax.get("size", str(size)).encode(), 10)
                 if size < 0:
                     raise DataError(
-                        f"{self._place()} has a size that is none; the archive is damaged"
+                        f"{self._place()} has a size that is none; copy or write the archive anew"
                     )
                 pax = {}
             long_name = None
@@ -114,7 +119,8 @@ class TarReader:
         self._position += len(data)
         if len(data) < length:
             raise DataError(
-                f"{self._title} is truncated: it ends at byte {self._position}, without an end mark"
+                f"{self._title} is truncated: it ends at byte {self._position}, without an end mark; copy or "
+                "write it anew"
             )
         return data
 
@@ -127,7 +133,7 @@ class TarReader:
         if self._file.read(2**16).strip(b"\0"):
             raise DataError(
                 f"{self._title} goes on behind its end mark at byte {self._position}; archives cannot "
-                "be joined by joining their bytes"
+                "be joined by joining their bytes: give them as shards"
             )
 
 
@@ -189,7 +195,7 @@ def _pax(content: bytes, place: str) -> dict[str, str]:
         end = position + (int(length) if length.isdigit() else 0)
         key, equals, value = content[position + len(length) + 1 : end - 1].partition(b"=")
         if not blank or not equals or end > len(content) or content[end - 1 : end] != b"\n":
-            raise DataError(f"{place} has damaged remarks (pax)")
+            raise DataError(f"{place} has damaged remarks (pax); copy or write it anew")
         if key.startswith(b"GNU.sparse."):
             raise DataError(f"{place} is a sparse file; only plain files can be read")
         found[_text(key)] = _text(value)

@@ -31,6 +31,7 @@ from plsc.heads.target import Target, find_target, regulariser
 from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
 from plsc.heads.visit import EmbeddingGradient, Loss, Visit
 from plsc.keys import hash_key
+from plsc.marks import Part, mark
 from plsc.parallel.collectives import (
     ScatteredSum,
     gather_rows,
@@ -268,7 +269,7 @@ class ShardedHead(Head):
         queries = Queries(
             unit, target.place, self.margin.scale, target.threshold, target.hard_factor
         )
-        sums = passes.forward(
+        sums = mark(Part.HEAD_PASSES)(passes.forward)(
             rows,
             queries,
             fixed_shift=self._fixed_shift(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ class BaseModel(nn.Module):
     """
 
     input_layout = torch.preserve_format
+    kept_in_evaluation: tuple[nn.Module, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +57,18 @@ class BaseModel(nn.Module):
         if first is not None and first.is_floating_point():
             input = input.to(first.dtype, memory_format=self.input_layout)
         return self.build_network(input, label, self.training if is_train is None else is_train)
+
+    def train(self, mode: bool = True) -> BaseModel:
+        """Switch to training or evaluation, but for what `keep_in_evaluation` named."""
+        super().train(mode)
+        for module in self.kept_in_evaluation:
+            module.train(False)
+        return self
+
+    def keep_in_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        """Leave these modules of the network in evaluation mode from now on: frozen batch norms."""
+        self.kept_in_evaluation = tuple(modules)
+        self.train(self.training)
 
 
 def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plsc.marks import Part, mark
+
 
 def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     """Let every BatchNorm1d, 2d and 3d of ``module`` take its statistics over all ranks of ``group``.
@@ -121,7 +123,8 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Te
         mine[1 : channels + 1] = mean
         mine[channels + 1 :] = variance.double() * local_count
     gathered = mine.new_empty(group.size() * mine.numel())
-    dist.all_gather_into_tensor(gathered, mine, group=group)
+    with mark(Part.BATCH_NORM):
+        dist.all_gather_into_tensor(gathered, mine, group=group)
     gathered = gathered.view(group.size(), -1)
     counts, means, m2 = gathered.split([1, channels, channels], dim=1)
     count = int(counts.sum())
@@ -175,7 +178,8 @@ class _Normalise(torch.autograd.Function):
         d_input = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([d_bias, d_weight])
-            dist.all_reduce(sums, group=ctx.group)
+            with mark(Part.BATCH_NORM):
+                dist.all_reduce(sums, group=ctx.group)
             mean_d, mean_dz = sums / ctx.count
             scale = inverse if weight is None else inverse * weight
             d_input = normalised.mul_(_per_channel(mean_dz, input)).neg_().add_(d_output)

@@ -57,9 +57,10 @@ def apply_lists(
     """Let a network's modules follow the lists whenever it is called with autocast on, in place.
 
     A module of the black list, and all within it, computes in float32, one of the white list in `dtype`; of
-    modules within each other the innermost decides, and for an operator that is named itself its name does.
-    Parameters and state dicts stay what they are. It is the ``forward`` of single modules that is wrapped,
-    so that what activation checkpointing computes again goes the same way.
+    modules within each other the innermost decides (within one in float32 its result is float32 again), and
+    for an operator that is named itself its name does. Parameters and state dicts stay what they are. It is
+    the ``forward`` of single modules that is wrapped, so that what activation checkpointing computes again
+    goes the same way.
     """
     modules = dict(network.named_modules())
     scope = _Scope(device.type)
@@ -154,8 +155,10 @@ class _InType:
             return self._forward(*args, **kwargs)
         is_16_bits = self._dtype is not torch.float32
         dtype = self._dtype if is_16_bits else None
+        is_within_float32 = not torch.is_autocast_enabled(self._scope.device)
         with torch.autocast(self._scope.device, dtype=dtype, enabled=is_16_bits):
-            return self._forward(*cast(args, self._dtype), **cast(kwargs, self._dtype))
+            result = self._forward(*cast(args, self._dtype), **cast(kwargs, self._dtype))
+        return cast(result, torch.float32) if is_within_float32 else result
 
 
 class _Watch:

@@ -1,24 +1,187 @@
-"""The optimizer of the backbone, by name."""
+"""The optimizer of the backbone, by name or by a factory of the user's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from plsc.errors import OptionError, PlscError, suggest
+from plsc.optim.groups import L1_DECAY, LR_FACTOR
+from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
+from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
+from plsc.parallel.sharding import split_rows
+
+Groups = Sequence[dict[str, Any]]
+"""Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""
+
+Factory = Callable[..., torch.optim.Optimizer]
+
+_FUSED_WHERE_SHARDED = ("Adam", "AdamW")  # torch's others have no rule for DTensors
+
+FULL_RATE = "initial_lr"
+"""Key of a group's learning rate at the schedule's full height, named as torch's own schedules name it."""
 
 
 def build_optimizer(
-    options: OptimOptions, groups: Iterable[dict[str, Any]]
+    options: OptimOptions, groups: Groups, base_rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return torch's optimizer `options.optimizer` over parameter groups.
+    """Return the optimizer that `options` name, over parameter groups.
 
-    Weight decay is added to the gradient by SGD and Adam (L2), taken from the weights by AdamW.
+    groups: of `Assignment.groups`; a group's LR_FACTOR multiplies its rate, its L1_DECAY is added to its
+    gradients. base_rate: the learning rate at the schedule's full height. Weight decay is added to the
+    gradient (L2), but AdamW takes it from the weights, and so does Adafactor.
+
+    Raises OptionError for settings that the optimizer has not, or refuses.
     """
-    lr, decay = options.lr, options.weight_decay
-    if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr, options.momentum, weight_decay=decay)
-    adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-    return adam(groups, lr, (options.betas[0], options.betas[1]), weight_decay=decay)
+    kind = OPTIMIZERS[options.optimizer.lower()]
+    arguments = {**(options.optimizer_arguments or {}), "lr": base_rate}
+    expected = check_named_arguments(options.optimizer_arguments or {})
+    if expected is not None:
+        raise OptionError(f"optim.optimizer is {options.optimizer}; expected {expected}")
+    for name in kind.takes:
+        value = getattr(options, name)
+        if name in (options.optimizer_arguments or {}):
+            raise OptionError(
+                f"optim.optimizer_arguments has {name}, which is an option by itself: set_{name}({value})"
+            )
+        arguments[name] = value
+    sharded = any(split_rows(p) is not None for group in groups for p in group["params"])
+    if sharded and kind.class_name == "Adafactor":
+        raise OptionError(
+            "optim.optimizer adafactor cannot update a sharded backbone, of whose matrices each rank has "
+            "some rows; use another one, or set_backbone_parallel('replicated')"
+        )
+    arguments |= implementation_flags(options, kind, device, sharded)
+    what = f"optim.optimizer {options.optimizer}"
+    optimizer = _make(getattr(torch.optim, kind.class_name), what, groups, arguments)
+    _check_settings(optimizer, groups, what)
+    return _finished(optimizer)
+
+
+def build_custom(
+    factory: Factory, name: str, groups: Groups, arguments: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Return what a factory of the user's makes of the parameter groups: ``factory(groups, **arguments)``.
+
+    Its learning rates are those at the schedule's full height, times a group's LR_FACTOR; its other settings
+    hold where a group has none of its own. Raises OptionError where it fails, returns no optimizer, or one
+    over other parameters than it was given.
+    """
+    what = f"the optimizer factory {name}"
+    given = [dict(group) for group in groups]  # torch puts the defaults into these
+    optimizer = _make(factory, what, given, arguments)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(
+            f"{what} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer over the "
+            "parameter groups that it is given"
+        )
+    wanted = {id(p) for group in groups for p in group["params"]}
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if wanted != mine:
+        raise OptionError(
+            f"{what} returned an optimizer without {len(wanted - mine)} of the {len(wanted)} parameters that "
+            f"it was given, and with {len(mine - wanted)} others; use them all, and set_freeze for those "
+            "that are not to be trained"
+        )
+    _check_settings(optimizer, groups, what)
+    return _finished(optimizer)
+
+
+def implementation_flags(
+    options: OptimOptions, kind: OptimizerKind, device: torch.device, sharded: bool = False
+) -> dict[str, bool]:
+    """Return the arguments by which torch chooses what computes a step. Raises OptionError."""
+    wanted = options.implementation
+    if sharded and wanted == "fused" and kind.class_name not in _FUSED_WHERE_SHARDED:
+        raise OptionError(
+            f"optim.implementation is 'fused', but torch's fused {options.optimizer} takes no sharded "
+            "backbone; use 'auto' or 'foreach'"
+        )
+    if sharded and wanted == "auto":
+        wanted = "foreach"
+    if wanted == "fused" and not kind.has_fused:
+        names = ", ".join(name for name, one in OPTIMIZERS.items() if one.has_fused)
+        raise OptionError(
+            f"optim.implementation is 'fused', but torch has no fused {options.optimizer}; expected one of "
+            f"{names}, or 'auto'"
+        )
+    if wanted == "auto":
+        # Measured, see docs/optimizers.md: fused is the fastest where there is one.
+        wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else "foreach"
+    flags = {"foreach": wanted == "foreach"}
+    return {**flags, "fused": wanted == "fused"} if kind.has_fused else flags
+
+
+def describe_implementation(optimizer: torch.optim.Optimizer) -> str:
+    """Return what computes the step, as 'fused on cpu': it decides the last bits."""
+    settings = optimizer.defaults
+    chosen = next((name for name in ("fused", "foreach") if settings.get(name)), "for_loop")
+    if settings.get("foreach") is None and not settings.get("fused"):
+        chosen = "torch's choice"
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    return f"{chosen} on {', '.join(sorted(devices)) or 'nothing'}"
+
+
+def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
+    """Set the learning rates of groups to `factor` times their full height."""
+    for group in groups:
+        rate = group[FULL_RATE] * factor
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _make(make: Factory, what: str, groups: Groups, arguments: dict[str, Any]) -> Any:
+    try:
+        return make(groups, **arguments)
+    except PlscError:
+        raise
+    except (
+        Exception
+    ) as error:  # torch's refusals are of many kinds, a user's function may raise anything
+        said = str(error).strip().splitlines()[:1]
+        raise OptionError(
+            f"{what} cannot be made: {': '.join([type(error).__name__, *said])}"
+        ) from error
+
+
+def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str) -> None:
+    """Refuse settings of a group that the optimizer does not know, or that a factory lost."""
+    ours = (LR_FACTOR, L1_DECAY)
+    for group in groups:
+        for name, value in group.items():
+            is_off = name == "weight_decay" and not value
+            if name != "params" and name not in (*optimizer.defaults, *ours) and not is_off:
+                raise OptionError(
+                    f"{what} has no setting {name!r}, which a parameter group has; "
+                    f"{suggest(name, optimizer.defaults)}"
+                )
+            holder = _group_of(group["params"][0], optimizer) if group["params"] else group
+            if name != "params" and holder.get(name) != value:
+                raise OptionError(
+                    f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
+                    "are given"
+                )
+
+
+def _group_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    return next(group for group in groups if any(p is parameter for p in group["params"]))
+
+
+def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        if group.get("lr") is None:
+            raise OptionError(
+                f"{type(optimizer).__name__} has no learning rate in its groups for the schedule to set; "
+                "give it one"
+            )
+        group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)
+    add_l1_decay(optimizer)
+    check_before_fused(optimizer)
+    return optimizer

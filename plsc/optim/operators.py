@@ -92,8 +92,10 @@ class OperatorPrecision(TorchFunctionMode):
             kwargs = {k: cast(v, kind) if k == "input" else v for k, v in kwargs.items()}
         else:
             args, kwargs = cast(args, kind), cast(kwargs, kind)
+        is_within_float32 = not torch.is_autocast_enabled(self._device)
         with torch.autocast(self._device, enabled=False):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        return cast(result, torch.float32) if is_within_float32 else result
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:

@@ -1,85 +1,105 @@
 """The learning rate as a function of the step.
 
-A schedule is ``rate(step)``, where step counts the updates already made (0 for the first). The base rate is
-``lr * global_batch / 1024`` (Goyal et al. 2017). Over the first `warmup_steps` it rises linearly: base /
-warmup_steps at the first step, base at the last.
+A schedule is ``rate(step)``, where step counts the updates already made (0 for the first), so a run that goes
+on from a checkpoint has the rates of one that was not interrupted. It is a base rate times a factor. Of an
+optimizer by name the base is ``lr * global_batch / 1024`` (Goyal et al. 2017). Over the first `warmup_steps`
+it rises linearly: base / warmup_steps at the first step, base at the last.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from plsc.errors import OptionError
 
 REFERENCE_BATCH = 1024
 """The global batch for which a learning rate is given; others scale it in proportion."""
 
-Schedule = Callable[[int], float]
+Shape = Callable[[int], float]
+"""What multiplies the base rate, by the count of updates made; 1 is its full height."""
 
 
-def step_schedule(
-    lr: float,
-    global_batch: int,
-    boundaries: tuple[int, ...],
-    decay_factor: float,
-    warmup_steps: int = 0,
-) -> Schedule:
+@dataclass(frozen=True)
+class Schedule:
+    """A base rate, and a shape by which it falls; before that it rises over the steps of a warm-up."""
+
+    base: float
+    shape: Shape
+    warmup_steps: int = 0
+
+    def factor(self, step: int) -> float:
+        """Return what the base rates are multiplied by once `step` updates were made."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.shape(step)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate once `step` updates were made."""
+        return self.base * self.factor(step)
+
+
+def scale_rate(lr: float, global_batch: int) -> float:
+    """Return the base rate of a global batch, for an `lr` that is meant for one of 1024."""
+    return lr * global_batch / REFERENCE_BATCH
+
+
+def constant(step: int) -> float:
+    """Keep the base rate."""
+    return 1.0
+
+
+def steps_down(boundaries: tuple[int, ...], decay_factor: float) -> Shape:
     """Multiply the base rate by `decay_factor` once for each boundary that the step has reached."""
-
-    def decay(step: int) -> float:
-        return decay_factor ** sum(step >= boundary for boundary in boundaries)
-
-    return _with_warmup(lr, global_batch, decay, warmup_steps)
+    return lambda step: decay_factor ** sum(step >= boundary for boundary in boundaries)
 
 
-def polynomial_schedule(
-    lr: float,
-    global_batch: int,
-    total_steps: int,
-    power: float = 1.0,
-    end_factor: float = 0.0,
-    warmup_steps: int = 0,
-) -> Schedule:
-    """Let the rate fall from base to base * end_factor as (1 - t)^power, t the share of the steps made.
+def polynomial(first: int, last: int, power: float = 1.0, end: float = 0.0) -> Shape:
+    """Fall from base to base * end as (1 - t)^power, t the share made of the steps from first to last.
 
-    The fall begins after the warm-up and ends at `total_steps`; from there on the rate stays.
+    From `last` on the rate stays.
+    """
+    return lambda step: end + (1 - end) * (1 - _share(step, first, last)) ** power
+
+
+def cosine(first: int, last: int, end: float = 0.0, cycles: int = 1) -> Shape:
+    """Fall from base to base * end as half a cosine (Loshchilov and Hutter 2017), `cycles` times.
+
+    The cycles are equally long; each begins at the base again (warm restarts). From `last` on the rate stays.
     """
 
-    def decay(step: int) -> float:
-        return (
-            end_factor + (1 - end_factor) * (1 - _share(step, warmup_steps, total_steps)) ** power
-        )
+    def shape(step: int) -> float:
+        share = _share(step, first, last)
+        in_cycle = 1.0 if share == 1 else share * cycles % 1
+        return end + (1 - end) * (1 + math.cos(math.pi * in_cycle)) / 2
 
-    return _with_warmup(lr, global_batch, decay, warmup_steps)
-
-
-def cosine_schedule(
-    lr: float,
-    global_batch: int,
-    total_steps: int,
-    end_factor: float = 0.0,
-    warmup_steps: int = 0,
-) -> Schedule:
-    """Let the rate fall from base to base * end_factor as half a cosine (Loshchilov and Hutter 2017)."""
-
-    def decay(step: int) -> float:
-        share = _share(step, warmup_steps, total_steps)
-        return end_factor + (1 - end_factor) * (1 + math.cos(math.pi * share)) / 2
-
-    return _with_warmup(lr, global_batch, decay, warmup_steps)
+    return shape
 
 
-def _share(step: int, warmup_steps: int, total_steps: int) -> float:
-    return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+def exponential(first: int, last: int, end: float) -> Shape:
+    """Fall from base to base * end by the same factor at each step; from `last` on the rate stays."""
+    return lambda step: end ** _share(step, first, last)
 
 
-def _with_warmup(
-    lr: float, global_batch: int, decay: Callable[[int], float], warmup_steps: int
-) -> Schedule:
-    base = lr * global_batch / REFERENCE_BATCH
+def custom(function: Callable[[int], float], name: str) -> Shape:
+    """Multiply the base rate by what a function of the user's returns for the step.
 
-    def rate(step: int) -> float:
-        if step < warmup_steps:
-            return base * (step + 1) / warmup_steps
-        return base * decay(step)
+    It is to depend on the step alone. Raises OptionError, at that step, for what is no number of 0 or more.
+    """
 
-    return rate
+    def shape(step: int) -> float:
+        factor = function(step)
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not (is_number and math.isfinite(factor) and factor >= 0):
+            raise OptionError(
+                f"the schedule {name} returned {factor!r} for step {step}; expected a finite number of 0 or "
+                "more, by which the learning rate is multiplied"
+            )
+        return float(factor)
+
+    return shape
+
+
+def _share(step: int, first: int, last: int) -> float:
+    return min(1.0, max(0, step - first) / max(1, last - first))

@@ -119,6 +119,10 @@ class HeadOptions:
         1.0, "the class rows' learning rate is the backbone's times this", "set_head_lr_factor(factor)",
         more_than(0),
     )  # fmt: skip
+    weight_decay: float | None = declare(
+        None, "L2 decay of the class rows; when not set, optim.weight_decay",
+        "set_head_weight_decay(decay)", at_least(0),
+    )  # fmt: skip
     row_dtype: str = declare(
         "float32", "type of the sharded class rows: float32, or bfloat16 (rounded stochastically)",
         "set_row_dtype(dtype)", one_of("float32", "bfloat16"),

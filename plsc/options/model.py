@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from plsc.option import at_least, between, declare, not_empty
+from plsc.options.initialization import read_initializations
 
 
 def _image_shape(shape: tuple[int, ...]) -> str | None:
     good = len(shape) == 3 and shape[0] in (1, 3) and min(shape) >= 1
     return None if good else "(channels, height, width) with 1 or 3 channels, such as (3, 112, 112)"
+
+
+def _initializations(values: tuple[dict[str, Any], ...]) -> None:
+    read_initializations(values)
 
 
 @dataclass
@@ -43,4 +49,12 @@ class ModelOptions:
         "dict of torch.save; optimizer and position start afresh",
         "set_pretrained(path)",
         not_empty,
+    )
+    initialization: tuple[dict[str, Any], ...] = declare(
+        (),
+        "first values of parameters by rule: each has a pattern, a rule (xavier_uniform, xavier_normal, "
+        "kaiming_uniform, kaiming_normal, orthogonal, normal, trunc_normal, uniform, constant) and its "
+        "arguments; the first that matches counts; set_initialization adds one",
+        "set_initializations(rules)",
+        _initializations,
     )

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
+from plsc.errors import suggest
 from plsc.option import at_least, between, declare, more_than, one_of
+from plsc.options.optimizer_table import check_arguments, check_optimizer
+from plsc.options.parameter_groups import read_parameter_groups
+from plsc.patterns import check_pattern
+
+SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
 
 
 def _increasing_steps(steps: tuple[int, ...]) -> str | None:
@@ -18,6 +25,21 @@ def _two_decays(values: tuple[float, ...]) -> str | None:
     return None if good else "two numbers from 0 to below 1"
 
 
+def _schedule(name: str) -> str | None:
+    module, colon, function = name.partition(":")
+    if name in SCHEDULES or (colon and module and function):
+        return None
+    return f"'package.module:function' or a name; {suggest(name, SCHEDULES)}"
+
+
+def _groups(values: tuple[dict[str, Any], ...]) -> None:
+    read_parameter_groups(values)
+
+
+def _patterns(values: tuple[str, ...]) -> str | None:
+    return next((wrong for wrong in map(check_pattern, values) if wrong), None)
+
+
 @dataclass
 class OptimOptions:
     """Optimizer and learning rate."""
@@ -27,35 +49,84 @@ class OptimOptions:
         more_than(0),
     )  # fmt: skip
     optimizer: str = declare(
-        "sgd", "optimizer of the network: sgd, adam or adamw; class rows: head.optimizer",
-        "set_optimizer(name)", one_of("sgd", "adam", "adamw"),
+        "sgd",
+        "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, adamax, nadam, radam, asgd, "
+        "rprop, adafactor, or 'package.module:factory'; class rows: head.optimizer",
+        "set_optimizer(optimizer)",
+        check_optimizer,
+    )
+    optimizer_arguments: dict[str, Any] | None = declare(  # noqa: RUF009
+        None, "more of the optimizer's own settings by name, such as {eps: 1.e-7}",
+        "set_optimizer_arguments(arguments)", check_arguments,
+    )  # fmt: skip
+    implementation: str = declare(
+        "auto", "what computes the optimizer's step: auto, fused, foreach or for_loop",
+        "set_optimizer_implementation(name)", one_of("auto", "fused", "foreach", "for_loop"),
     )  # fmt: skip
     momentum: float = declare(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
+    nesterov: bool = declare(
+        False, "Nesterov's momentum in SGD, of the network and of class rows",
+        "set_nesterov(nesterov)",
+    )  # fmt: skip
     betas: tuple[float, ...] = declare(
-        (0.9, 0.999), "decay of the two moments of Adam and AdamW", "set_betas(betas)", _two_decays
-    )
+        (0.9, 0.999), "decay of the two moments of Adam and its relatives", "set_betas(betas)",
+        _two_decays,
+    )  # fmt: skip
     weight_decay: float = declare(
         5e-4, "L2 decay of all parameters", "set_weight_decay(decay)", at_least(0)
     )
+    l1_decay: float = declare(
+        0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0)
+    )
+    decay_norm_and_bias: bool = declare(
+        True, "decay parameters of one dimension, too: biases, norms, PReLU's slopes",
+        "set_decay_norm_and_bias(decay)",
+    )  # fmt: skip
+    groups: tuple[dict[str, Any], ...] = declare(
+        (),
+        "groups of parameters with settings of their own: each has a pattern, and may have lr_factor, "
+        "weight_decay, l1_decay, frozen and settings of the optimizer; the first that matches counts; "
+        "add_parameter_group adds one",
+        "set_parameter_groups(groups)",
+        _groups,
+    )
+    freeze: tuple[str, ...] = declare(
+        (), "patterns of parameters that are not trained, such as [stem, stages.0]",
+        "set_freeze(patterns)", _patterns,
+    )  # fmt: skip
     schedule: str = declare(
-        "step", "how the learning rate falls: step (step_boundaries), polynomial or cosine",
-        "set_lr_schedule(name)", one_of("step", "polynomial", "cosine"),
-    )  # fmt: skip
+        "step",
+        "how the learning rate falls: step or multi_step (step_boundaries), polynomial, cosine, exponential, "
+        "constant, or 'package.module:function'",
+        "set_lr_schedule(schedule)",
+        _schedule,
+    )
     decay_steps: int | None = declare(
-        None, "step at which a polynomial or cosine schedule ends; None: the last of the run",
-        "set_decay_steps(num)", at_least(1),
-    )  # fmt: skip
+        None,
+        "step at which a polynomial, cosine or exponential schedule ends; None: the last of the run",
+        "set_decay_steps(num)",
+        at_least(1),
+    )
     decay_power: float = declare(
         1.0, "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
     )
-    end_lr_factor: float = declare(
-        0.0, "where a polynomial or cosine schedule ends, as a part of the learning rate",
-        "set_end_lr_factor(factor)", between(0, 1),
+    cosine_cycles: int = declare(
+        1, "cosine curves from the first step to the last, one after another (warm restarts)",
+        "set_cosine_cycles(num)", at_least(1),
     )  # fmt: skip
+    end_lr_factor: float = declare(
+        0.0,
+        "where a polynomial, cosine or exponential schedule ends, as a part of the learning rate",
+        "set_end_lr_factor(factor)",
+        between(0, 1),
+    )
     warmup_epochs: int = declare(
         0, "epochs over which the learning rate rises linearly from 0", "set_warmup_epochs(num)",
         at_least(0),
     )  # fmt: skip
+    warmup_steps: int = declare(
+        0, "the same in steps, instead of warmup_epochs", "set_warmup_steps(num)", at_least(0)
+    )
     step_boundaries: tuple[int, ...] = declare(
         (100000, 160000, 220000),
         "steps at which the learning rate is multiplied by lr_decay_factor",

@@ -6,7 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plsc.marks import Part, mark
 
+
+@mark(Part.GATHER)
 def gather_sizes(rows: int, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
     """Return how many rows every rank brings."""
     if group is None:
@@ -17,6 +20,7 @@ def gather_sizes(rows: int, device: torch.device, group: dist.ProcessGroup | Non
     return sizes.tolist()
 
 
+@mark(Part.GATHER)
 def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Return the rows of all ranks [sum(sizes), ...], in rank order, on every rank. Not differentiable."""
     if group is None:
@@ -50,6 +54,7 @@ class ScatteredSum:
         self._work = dist.reduce_scatter_tensor(padded, blocks, group=group, async_op=True)
         self._mine = padded[: sizes[rank]]
 
+    @mark(Part.SCATTER)
     def wait(self) -> Tensor:
         """Return the rows [sizes[rank], ...]."""
         if self._work is not None:
@@ -59,6 +64,7 @@ class ScatteredSum:
         return self._mine
 
 
+@mark(Part.REDUCE)
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Add the tensors of all ranks, in place, and return it. Not differentiable."""
     if group is not None:
@@ -66,6 +72,7 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor
 
 
+@mark(Part.REDUCE)
 def max_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Take the element-wise maximum over all ranks, in place, and return it. Not differentiable."""
     if group is not None:

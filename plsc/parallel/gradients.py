@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from plsc.parallel.sharding import is_sharded, without_all_reduce
 from plsc.parallel.world import World
 
 
@@ -44,8 +45,13 @@ def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> 
 
 
 def without_sum(forward: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which backward() adds to this rank's gradients, and sums nothing over ranks."""
-    return forward.no_sync() if isinstance(forward, DistributedDataParallel) else nullcontext()
+    """Return a context in which backward() adds to this rank's gradients, to be summed over ranks later.
+
+    Of a sharded network, see `plsc.parallel.sharding.without_all_reduce`.
+    """
+    if isinstance(forward, DistributedDataParallel):
+        return forward.no_sync()
+    return without_all_reduce(forward) if is_sharded(forward) else nullcontext()
 
 
 class _Replica(nn.Module):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
 from plsc.errors import DataError
+from plsc.storage.names import base_name
 
 
 def cache_folder(*parts: str) -> Path:
@@ -26,3 +28,12 @@ def cache_folder(*parts: str) -> Path:
             "set PLSC_CACHE_DIR to a folder that can be written"
         ) from error
     return folder
+
+
+def folder_for(kind: str, url: str) -> Path:
+    """Return the path in the cache folder of what belongs to a URL; the folder around it is made.
+
+    kind: tells things of one URL apart, such as ``checkpoints``. The path ends in the URL's own name.
+    """
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return cache_folder(kind, digest) / base_name(url)

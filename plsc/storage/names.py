@@ -31,6 +31,11 @@ def exists(location: str) -> bool:
     if not is_url(location):
         return Path(location).is_file()
     filesystem, inside = open_filesystem(location)
-    return with_retries(
-        lambda: bool(filesystem.isfile(inside)), f"{shown(location)} cannot be looked up"
-    )
+
+    def look() -> bool:  # isfile() of the clients says no when the store does not answer
+        try:
+            return bool(filesystem.info(inside)["type"] == "file")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    return with_retries(look, f"{shown(location)} cannot be looked up")

@@ -27,6 +27,16 @@ def check_speed(options: Options, ranks: int) -> None:
             "other in every batch norm, where compiled code has to be cut; set_compile(False), or leave the "
             "statistics to each rank"
         )
+    if options.parallel.backbone == "sharded" and ranks > 1:
+        raise OptionError(
+            "speed.compile cannot be used with parallel.backbone 'sharded': compiled code holds parameters "
+            "that sharding drops and puts together again; leave one of the two out"
+        )
+    if options.memory.checkpoint_stages.strip() != "none":
+        raise OptionError(
+            "speed.compile cannot be used with memory.checkpoint_stages: torch.compile decides by itself what "
+            "is computed again; leave one of the two out"
+        )
     if options.train.deterministic:
         raise OptionError(
             "speed.compile cannot be used with train.deterministic: what torch.compile makes is not under "
@@ -43,7 +53,8 @@ def lay_out(network: BaseModel, options: Options, device: torch.device) -> None:
     mode = options.speed.channels_last
     if mode == "off" or (mode == "auto" and not _pays(network, options, device)):
         return
-    use_channels_last(network)
+    # FSDP takes no parameters of another layout than torch's usual one.
+    use_channels_last(network, weights=options.parallel.backbone == "replicated")
     try:
         check_model(network, options.model.image_shape, options.model.emb_size)
     except OptionError as error:

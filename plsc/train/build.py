@@ -13,19 +13,25 @@ from plsc.config import Options
 from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
-from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.heads.joint import JointHead, JointRows
 from plsc.models import BaseModel, build_model, check_model
+from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.dropout import SampleNumbers, draw_by_sample
+from plsc.models.freezing import freeze
+from plsc.models.initial import initialise_by_rule
 from plsc.models.sync_batch_norm import synchronise_batch_norm
-from plsc.optim.autocast import apply_lists
-from plsc.optim.factory import build_optimizer
+from plsc.optim.factory import Factory
+from plsc.optim.groups import Assignment, assign_parameters
 from plsc.optim.precision import LossScaler
-from plsc.optim.schedule import Schedule, cosine_schedule, polynomial_schedule, step_schedule
-from plsc.parallel.gradients import sum_gradients
+from plsc.optim.schedule import Schedule
+from plsc.options.initialization import read_initializations
+from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 from plsc.train.acceleration import check_speed, compiled, lay_out
+from plsc.train.backbone import shard_size, spread_backbone
 from plsc.train.build_head import build_heads, margin_of
+from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
 from plsc.train.precision import (
@@ -33,10 +39,10 @@ from plsc.train.precision import (
     check_precision,
     look_up_lists,
     mode_note,
-    training_mode,
+    use_lists,
 )
 from plsc.train.several import build_joint_feed
-from plsc.train.state import Position
+from plsc.train.state import Position, collect_group_numbers
 from plsc.train.training_set import TrainingSet
 
 
@@ -49,6 +55,8 @@ class UserParts:
     test_reader: TestReader | None = None
     predict_reader: Any = None
     train_transform: Transform | None = None
+    optimizer: Factory | None = None
+    schedule: ScheduleFunction | None = None
 
 
 @dataclass
@@ -80,6 +88,9 @@ class Run:
         default_factory=list
     )  # where there are several, with a head each
     samples: SampleNumbers = field(default_factory=SampleNumbers)
+    settings: list[dict[str, float]] = field(
+        default_factory=list
+    )  # of the optimizer's groups, as they were made
     position: Position = field(default_factory=Position)
     lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
     resumed_from: Path | None = None
@@ -103,41 +114,73 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    network = build_network(options, world, user.model)
+    network, assignment = _build_trained_network(options, world, user.model)
     samples = draw_by_sample(network)
+    memory = options.memory
+    checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     make_feed = build_joint_feed if options.data.datasets else build_feed
     feed = make_feed(options, world, user.train_reader, user.train_transform, global_batch)
     head, rows = build_heads(options, feed.class_num, feed.sets, world)
-    groups = [{"params": [p for p in network.parameters() if p.requires_grad]}]
-    dense = [p for _, _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
-    if dense:
-        groups.append({"params": dense})
-    optimizer = build_optimizer(options.optim, groups)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
+    trained = compiled(network, options, world, global_batch)
+    forward, note = spread_backbone(network, trained, options, world)
+    optimizer, base_rate = build_updates(
+        options,
+        dict(network.named_parameters()),
+        assignment,
+        head,
+        rows,
+        global_batch,
+        world.device,
+        user.optimizer,
+    )
+    steps_per_epoch = feed.loader.steps_per_epoch
     return Run(
         options=options,
         world=world,
         network=network,
-        forward=sum_gradients(
-            compiled(network, options, world, global_batch), world, options.speed.bucket_mb
-        ),
+        forward=forward,
         head=head,
         optimizer=optimizer,
         rows=rows,
         scaler=build_scaler(options, world.device),
-        rate=_build_schedule(options, global_batch, feed.loader.steps_per_epoch),
+        rate=build_schedule(
+            options,
+            base_rate,
+            _count_steps(options, steps_per_epoch),
+            steps_per_epoch,
+            user.schedule,
+        ),
         loader=feed.loader,
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
-        notes=join_notes(feed.notes, mode_note(options, world.device)),
+        notes=join_notes(note, feed.notes, mode_note(options, world.device)),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
+        settings=collect_group_numbers(optimizer),
         sets=feed.sets,
     )
+
+
+def _build_trained_network(
+    options: Options, world: World, custom: BaseModel | None
+) -> tuple[BaseModel, Assignment]:
+    """Return the backbone as it is trained, and what is to become of each of its parameters."""
+    network = build_network(options, world, custom)
+    lists = look_up_lists(network, options)
+    rules = read_initializations(options.model.initialization)
+    initialise_by_rule(network, rules, options.train.seed)
+    # By names and types of the plain network: what follows replaces modules.
+    assignment = assign_parameters(network, options.optim)
+    if options.model.sync_batch_norm:
+        synchronise_batch_norm(network, world.backbone_group)
+    freeze(network, assignment.frozen)
+    use_lists(network, lists, options, world.device)
+    return network, assignment
 
 
 def check_combinations(options: Options, ranks: int) -> None:
@@ -149,7 +192,10 @@ def check_combinations(options: Options, ranks: int) -> None:
         raise OptionError(
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
         )
+    check_optim(options)
     _check_pretrained(options)
+    if options.parallel.backbone == "sharded":
+        shard_size(options, ranks)
     total = options.train.global_batch_size
     if total is None:
         return
@@ -186,6 +232,11 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     """Return the backbone on its device, checked with a dry run; its weights follow the seed."""
     torch.manual_seed(options.train.seed)
     model = custom
+    if model is not None and is_sharded(model):
+        raise OptionError(
+            f"this {type(model).__name__} was sharded over the ranks by an earlier run of this process; make "
+            "a new one (set_model)"
+        )
     if model is None:
         model = build_model(
             options.model.name,
@@ -195,43 +246,12 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
     model = model.to(world.device, getattr(torch, options.runtime.dtype))
-    lists = look_up_lists(model, options)  # before layers are replaced by others of the same names
-    if options.model.sync_batch_norm:
-        synchronise_batch_norm(model, world.backbone_group)
-    mode = training_mode(options, world.device)
-    if mode != "float32":
-        apply_lists(model, lists, getattr(torch, mode), world.device)
     lay_out(model, options, world.device)
     return model
 
 
-def _build_schedule(options: Options, global_batch: int, steps_per_epoch: int | None) -> Schedule:
-    optim = options.optim
-    total_steps = _count_steps(options, steps_per_epoch)
-    if optim.warmup_epochs and steps_per_epoch is None:
-        raise OptionError(
-            "optim.warmup_epochs needs the length of an epoch, which a generator reader does not "
-            "tell; call set_train_image_num"
-        )
-    warmup = optim.warmup_epochs * (steps_per_epoch or 0)
-    if optim.schedule == "step":
-        return step_schedule(
-            optim.lr, global_batch, optim.step_boundaries, optim.lr_decay_factor, warmup
-        )
-    last = optim.decay_steps or total_steps
-    if last is None:
-        raise OptionError(
-            f"optim.schedule {optim.schedule!r} needs the number of steps, which a generator reader does "
-            "not tell; call set_decay_steps, set_train_steps or set_train_image_num"
-        )
-    end = optim.end_lr_factor
-    if optim.schedule == "cosine":
-        return cosine_schedule(optim.lr, global_batch, last, end, warmup)
-    return polynomial_schedule(optim.lr, global_batch, last, optim.decay_power, end, warmup)
-
-
 def _check_batch_norm(
-    network: nn.Module,
+    network: BaseModel,
     global_batch: int,
     num_samples: int | None,
     options: Options,
@@ -240,7 +260,8 @@ def _check_batch_norm(
     """Refuse batches so small that batch norm has one value, or none, to normalise."""
     if options.model.sync_batch_norm and ranks > 1:
         return
-    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+    norms = {m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    if not norms.difference(network.kept_in_evaluation):
         return
     smallest = global_batch
     if options.data.last_batch == "keep" and num_samples is not None:

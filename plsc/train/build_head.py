@@ -43,7 +43,6 @@ ONLY_SHARDED = (
     "head.sample_ratio",
     "head.hard_share",
     "head.optimizer",
-    "head.lr_factor",
     "head.row_dtype",
     "head.state_dtype",
     "head.offload",
@@ -129,9 +128,10 @@ def build_head_of(options: Options, class_num: int, world: World, seed: int | No
 def build_row_optimizer(options: Options, head: ShardedHead) -> RowOptimizer:
     """Return the optimizer of the sharded rows."""
     optim = options.optim
-    settings: dict[str, Any] = {"weight_decay": optim.weight_decay}
+    decay = options.head.weight_decay
+    settings: dict[str, Any] = {"weight_decay": optim.weight_decay if decay is None else decay}
     if options.head.optimizer == "sgd":
-        settings["momentum"] = optim.momentum
+        settings |= {"momentum": optim.momentum, "nesterov": optim.nesterov}
     return ROW_OPTIMIZERS[options.head.optimizer](
         head, lr=optim.lr, state_dtype=options.head.state_dtype, **settings
     )

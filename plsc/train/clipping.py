@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plsc.parallel.sharding import gradient_norm, local_part
 from plsc.train.build import Run
 
 
@@ -17,13 +18,15 @@ def clip_gradients(run: Run) -> float | Tensor:
     On a GPU the factor is a tensor there, so that nobody waits for it.
     """
     limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
-    groups = run.optimizer.param_groups if scope == "all" else run.optimizer.param_groups[:1]
-    parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-    # The gradients are whole and alike on all ranks by now.
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    every = [p for group in run.optimizer.param_groups for p in group["params"]]
+    wanted = every if scope == "all" else run.network.parameters()
+    gradients = [p.grad for p in wanted if p.grad is not None]
+    # The gradients are summed over the ranks by now; a sharded backbone's are split over them.
+    norm = gradient_norm(gradients)
     if scope == "all" and run.rows is not None:
         norm = torch.hypot(norm, run.rows.gradient_norm().to(norm))
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    for gradient in gradients:
+        local_part(gradient).mul_(torch.clamp(limit / (norm + 1e-6), max=1.0).to(gradient.device))
     if scope == "backbone" or run.rows is None:
         return 1.0
     if norm.is_cuda:

@@ -29,7 +29,7 @@ from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.places import Places, open_places
-from plsc.train.precision import evaluation_context, training_mode
+from plsc.train.precision import evaluation_context, look_up_lists, training_mode, use_lists
 from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
 from plsc.train.resume import keep_global_batch, restore
@@ -144,6 +144,7 @@ def load_network(options: Options, world: World, user: UserParts) -> BaseModel:
         if world.is_main and difference.startswith("model."):
             print(f"differs from the checkpoint: {shown(difference)}")
     network = build_network(options, world, user.model)
+    use_lists(network, look_up_lists(network, options), options, world.device)
     weights = load_weights(path, "backbone.")
     state = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
     try:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from plsc.data.batch import Batch
 from plsc.data.device_copies import copied_aside
 from plsc.heads import HeadOutput
+from plsc.marks import Part, mark
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.signals import StopSignal
+from plsc.train.advice import WorkerAdvice
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
@@ -23,14 +26,36 @@ from plsc.train.saving import Saver
 from plsc.train.step import Step, StepResult
 
 
-class Trainer:
-    """Trains a run to its last epoch or step. All methods are collectives."""
+class StepWatch(Protocol):
+    """Looks on as the steps are made."""
 
-    def __init__(self, run: Run, log: RunLog, saver: Saver) -> None:
+    def begin_step(self) -> None:
+        """A step begins; the loop's other work since the step before is done."""
+        ...
+
+    def end_step(
+        self, batch: Batch, images: int, step_in_epoch: int, wait: float, step: float
+    ) -> str | None:
+        """A step is made; return a line for the user, or None.
+
+        batch: of this rank; images: of all ranks; step_in_epoch: from 1; wait: seconds until the batch was
+        there; step: seconds in all.
+        """
+        ...
+
+
+class Trainer:
+    """Trains a run to its last epoch or step. All methods are collectives.
+
+    watch: looks on; without one, what the loop says of `data.num_workers` once.
+    """
+
+    def __init__(self, run: Run, log: RunLog, saver: Saver, watch: StepWatch | None = None) -> None:
         self._run = run
         self._log = log
         self._saver = saver
         self._step = Step(run)
+        self._watch = watch or WorkerAdvice(run.loader, run.options.data, run.world)
         self._window = Meter()
         self._since_save = Mean()
         self._last_loss = math.nan
@@ -69,8 +94,10 @@ class Trainer:
         window = self._window = Meter()
         with closing(self._read()) as batches:
             while not self._made_all_steps():
+                self._watch.begin_step()
                 window.start_step()
-                batch = next(batches, None)
+                with mark(Part.DATA):
+                    batch = next(batches, None)
                 window.batch_arrived()
                 # One small collective a step: was anybody told to stop, has anybody's reader ended, is
                 # anybody still writing a checkpoint?
@@ -90,11 +117,17 @@ class Trainer:
                 self._bad_samples.note(batch.problems)
                 position.advance(made.is_skipped)
                 window.end_step(made.output.batch, batch.skipped)
+                advice = self._watch.end_step(
+                    batch, made.output.batch, position.step_in_epoch, window.wait, window.step
+                )
+                if advice:
+                    self._log.say(advice)
                 self._read_losses(everything=is_logged)
                 del batch  # its memory is used again for the next one
-                self._log.advance()
-                if is_logged:
-                    self._write_metrics(made)
+                with mark(Part.LOGGING):
+                    self._log.advance()
+                    if is_logged:
+                        self._write_metrics(made)
                 if self._is_tested():
                     self._evaluate()
                     run.network.train()
@@ -181,7 +214,8 @@ class Trainer:
         self._read_losses()
         if not run.targets:
             return
-        with equal_buffers(run.network, run.world.backbone_group):
+        # In this order: buffers are made equal by way of the state dict, which splits a sharded backbone.
+        with equal_buffers(run.network, run.world.backbone_group), whole_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
         self._result.evaluation = results
         self._evaluated_at = self._position.step

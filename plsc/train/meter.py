@@ -29,6 +29,9 @@ class Meter:
     """Sums over the steps since the last `report`."""
 
     def __init__(self) -> None:
+        self.wait = self.step = (
+            0.0  # seconds of the last step: until its batch was there, and in all
+        )
         self._clear()
 
     def start_step(self) -> None:
@@ -37,11 +40,13 @@ class Meter:
 
     def batch_arrived(self) -> None:
         """The batch is here; what the step took until now was spent waiting for data."""
-        self._data_seconds += time.perf_counter() - self._started
+        self.wait = time.perf_counter() - self._started
+        self._data_seconds += self.wait
 
     def end_step(self, images: int, skipped: int) -> None:
         """Count a step: images of the global batch, bad images skipped on this rank."""
-        self._step_seconds += time.perf_counter() - self._started
+        self.step = time.perf_counter() - self._started
+        self._step_seconds += self.step
         self._steps += 1
         self._images += images
         self._skipped += skipped

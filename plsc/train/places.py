@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from plsc.checkpoint.sharing import FolderLock, neighbours
 from plsc.config import Options
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
-from plsc.storage.cache_folder import cache_folder
-from plsc.storage.names import base_name, join
+from plsc.storage.cache_folder import folder_for
+from plsc.storage.names import join
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
 
@@ -89,8 +88,7 @@ def local_folder(options: Options, save_dir: str) -> Path:
         return Path(save_dir)
     if options.checkpoint.local_dir is not None:
         return Path(options.checkpoint.local_dir)
-    digest = hashlib.sha256(save_dir.rstrip("/").encode()).hexdigest()[:16]
-    return cache_folder("runs", digest) / base_name(save_dir)
+    return folder_for("runs", save_dir)
 
 
 def versions(names: list[str]) -> list[str]:

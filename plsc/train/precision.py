@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plsc.checkpoint.check import Checker
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
-from plsc.optim.autocast import PrecisionLists, autocast
+from plsc.optim.autocast import PrecisionLists, apply_lists, autocast
 from plsc.optim.precision import COUNTS, MOST_SKIPS, LossScaler
 
 
@@ -66,6 +66,15 @@ def look_up_lists(network: nn.Module, options: Options) -> PrecisionLists:
     """Return what the names in the lists of the options mean; OptionError for one that means nothing."""
     precision = options.precision
     return PrecisionLists.look_up(network, precision.white_list, precision.black_list)
+
+
+def use_lists(
+    network: nn.Module, lists: PrecisionLists, options: Options, device: torch.device
+) -> None:
+    """Let a network compute as its lists say, if it computes in 16 bits at all."""
+    mode = training_mode(options, device)
+    if mode != "float32":
+        apply_lists(network, lists, getattr(torch, mode), device)
 
 
 def restore_scaler(scaler: LossScaler, saved: object, check: Checker) -> None:

@@ -13,17 +13,25 @@ from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
+from plsc.optim.factory import FULL_RATE, describe_implementation
 from plsc.train.build import Run, global_batch_size
 from plsc.train.precision import restore_scaler
 from plsc.train.randomness import seed_generators
 from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
-from plsc.train.state import Position, collect_tensors, make_state
+from plsc.train.state import (
+    Position,
+    collect_tensors,
+    is_optimizer_state,
+    make_state,
+    split_state_key,
+)
 
 _HOW_TO_CHANGE = {
     "classes": " (plsc checkpoint classes changes them)",
     "embedding size": "; set_pretrained takes the weights that fit",
     "loss type": "; set_pretrained takes the weights that fit",
+    "optimizer": "; set_pretrained takes the weights, and the optimizer begins afresh",
 }
 
 
@@ -84,7 +92,10 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         {key: manifest.tensors[key] for key in match.without_dropped(manifest.tensors)},
         {key: numbers[key] for key in match.without_dropped(numbers)},
     )
+    _restore_groups(run, path, scalars.get("optimizer_groups", []))
     whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    fresh = {key for key in whole if is_optimizer_state(key) and key not in manifest.tensors}
+    whole = {key: tensor for key, tensor in whole.items() if key not in fresh}
     own = own_tensors(run, manifest)
     load_tensors(
         path,
@@ -103,7 +114,38 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
-    return match.lines()
+    return [*match.lines(), *_lines_about_optimizer(run, scalars, fresh)]
+
+
+def _restore_groups(run: Run, path: Path, saved: Any) -> None:
+    """Give the optimizer's groups the numbers that training had changed in them."""
+    groups = run.optimizer.param_groups
+    if not isinstance(saved, list) or len(saved) not in (0, len(groups)):
+        count = len(saved) if isinstance(saved, list) else "no"
+        raise CheckpointError(
+            f"{path} has numbers of the optimizer for {count} groups of parameters, this run has "
+            f"{len(groups)}; group them as they were"
+        )
+    for group, changed in zip(groups, saved, strict=False):
+        for name, value in _optimizer_numbers(path, changed).items():
+            if name in group and name not in ("lr", FULL_RATE, "params"):
+                group[name] = value
+
+
+def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -> list[str]:
+    lines = []
+    here, before = describe_implementation(run.optimizer), scalars.get("optimizer_computed_by")
+    if before not in (None, here):
+        lines.append(
+            f"the optimizer's step is computed by {here} here, {before} in the checkpoint: the last "
+            "bits differ"
+        )
+    if fresh:
+        parameters = len({split_state_key(key)[1] for key in fresh})
+        lines.append(
+            f"the checkpoint has no state of the optimizer for {parameters} parameters: theirs begins afresh"
+        )
+    return lines
 
 
 def _position(path: Path, manifest: Manifest) -> Position:

@@ -19,6 +19,7 @@ from plsc.checkpoint import (
     size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.retention import mode_of
 from plsc.data.atomic import replacing
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.background import Background
@@ -184,23 +185,30 @@ class Saver:
             is_shared=self._places.is_shared or self._places.store is None,
         )
         seconds = time.monotonic() - began
+        told = on_every_rank(self._world, f"look at {path.parent}", lambda: self._tidy(path))
+        best, size, _ = told[0]
+        return _Outcome(path, size, seconds, best, told[self._world.rank][2])
+
+    def _tidy(self, newest: Path) -> tuple[Best | None, int, str | None]:
+        """Thin out, and note the best one; return it and the newest one's size, on rank 0, and a problem.
+
+        What was saved is saved: that an older one cannot be deleted is a problem, and no error.
+        """
         problem = None
         if self._places.is_owner:
             try:
-                self._thin_out(path)
-                if self._world.is_main:
-                    _write_best(self._places.local / BEST_NAME, self._find_best())
-            except (CheckpointError, DataError) as error:  # what was saved is saved
+                self._thin_out(newest)
+            except (CheckpointError, DataError) as error:
                 problem = str(error)
-
-        def look() -> tuple[Best | None, int]:
-            if not self._world.is_main:
-                return None, 0
-            size = sum(file.bytes for file in read_manifest(path).files.values())
-            return self._find_best(), size
-
-        best, size = on_every_rank(self._world, f"look at {path.parent}", look)[0]
-        return _Outcome(path, size, seconds, best, problem)
+        if not self._world.is_main:
+            return None, 0, problem
+        size = sum(file.bytes for file in read_manifest(newest).files.values())
+        best = self._find_best()
+        try:
+            _write_best(self._places.local / BEST_NAME, best)
+        except DataError as error:
+            problem = problem or str(error)
+        return best, size, problem
 
     def _thin_out(self, newest: Path) -> None:
         if self._sender is None:
@@ -224,9 +232,7 @@ def _retention_of(run: Run) -> Retention:
     metric = options.monitor
     if metric is None:
         metric = f"{run.targets[0].name} accuracy" if run.targets else "loss"
-    mode = options.monitor_mode
-    if mode == "auto":
-        mode = "min" if metric == "loss" else "max"
+    mode = mode_of(options.monitor_mode, metric)
     return Retention(options.keep_last, options.save_top_k, metric, mode)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from plsc.checkpoint import Manifest, ShardedTensor
 from plsc.errors import CheckpointError
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.optim.factory import describe_implementation
 from plsc.train.build import Run, global_batch_size
 from plsc.train.randomness import LARGEST_STATE, pack_generators, unpack_generators
 from plsc.train.saved_heads import heads_to_save
-from plsc.train.state import collect_numbers, collect_tensors
+from plsc.train.state import collect_group_numbers, collect_numbers, collect_tensors
 
 
 def tensors_to_save(run: Run) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
@@ -51,8 +52,20 @@ def scalars_to_save(run: Run) -> dict[str, Any]:
         "optimizer": type(run.optimizer).__name__,
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
+        "optimizer_computed_by": describe_implementation(run.optimizer),
+        "optimizer_groups": _changed_settings(run),
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }
+
+
+def _changed_settings(run: Run) -> list[dict[str, float]]:
+    """Return the numbers of each of the optimizer's groups that training has changed."""
+    pairs = zip(collect_group_numbers(run.optimizer), run.settings, strict=True)
+    changed = [
+        {name: value for name, value in now.items() if value != before.get(name)}
+        for now, before in pairs
+    ]
+    return changed if any(changed) else []
 
 
 def own_tensors(run: Run, manifest: Manifest) -> dict[str, Tensor]:

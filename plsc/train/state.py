@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,8 @@ from plsc.checkpoint.manifest import TensorInfo
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.optim.factory import FULL_RATE
+from plsc.parallel.sharding import local_part, split_rows
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -54,29 +55,37 @@ def collect_tensors(
 
     Keys: ``backbone.<state dict key>``, ``head.weight``, ``head.<buffer>`` for a margin's statistics,
     ``momentum.<key>`` and ``optimizer.<state>.<key>`` for the optimizer's, ``rows.<parameter>.<state>`` for
-    the row optimizer's. Of several heads: ``heads.<name>.weight``, ``rows.<name>.<parameter>.<state>``.
+    the row optimizer's. A sharded backbone's parameters and states of their shape are among the sharded
+    ones. Of several heads: ``heads.<name>.weight``, ``rows.<name>.<parameter>.<state>``.
     """
-    whole = {f"backbone.{key}": value for key, value in network.state_dict().items()}
+    backbone = {f"backbone.{key}": value for key, value in network.state_dict().items()}
+    whole: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     sharded: dict[str, ShardedTensor] = {}
     for prefix, rows_prefix, one, optimizer_of_rows in each_head(head, rows):
         whole.update({f"{prefix}.{key}": buffer for key, buffer in one.named_buffers()})
-        split: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
         for name, parameter in one.named_parameters():
-            split[f"{prefix}.{name}"] = parameter
+            own[f"{prefix}.{name}"] = parameter
             states = {} if optimizer_of_rows is None else optimizer_of_rows.state[parameter]
             for state, tensor in states.items():
-                split[f"{rows_prefix}.{name}.{state}"] = tensor
+                own[f"{rows_prefix}.{name}.{state}"] = tensor
         if not one.is_sharded:
-            dense.update(split)
+            dense.update(own)
             continue
         first = one.class_range[0]
-        for key, tensor in split.items():
+        for key, tensor in own.items():
             sharded[key] = ShardedTensor(tensor.detach(), one.class_num, first)
     for key, parameter in _named_parameters(network, head).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                whole[_state_key(state, key)] = value
+                backbone[_state_key(state, key)] = value
+    for key, value in backbone.items():
+        split = split_rows(value)
+        if split is None:
+            whole[key] = local_part(value)
+        else:
+            sharded[key] = ShardedTensor(local_part(value).detach(), value.shape[0], *split)
     whole.update(dense)
     return {key: tensor.detach() for key, tensor in whole.items()}, sharded
 
@@ -93,6 +102,26 @@ def collect_numbers(
     return numbers
 
 
+def is_optimizer_state(key: str) -> bool:
+    """Whether a checkpoint's key is that of state of the optimizer, for one of its parameters."""
+    return key.startswith(_PREFIXES)
+
+
+def collect_group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Return the numbers among the settings of each of an optimizer's groups, but for its learning rates.
+
+    Some optimizers outside of torch keep state there.
+    """
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if isinstance(value, (int, float)) and name not in ("lr", FULL_RATE)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
 def make_state(
     network: nn.Module,
     head: Head | JointHead,
@@ -107,26 +136,26 @@ def make_state(
     than it.
     """
     named = _named_parameters(network, head)
-    for key in sorted({key for key in (*tensors, *numbers) if key.startswith(_PREFIXES)}):
-        state, name = _split_key(key)
+    for key in sorted({key for key in (*tensors, *numbers) if is_optimizer_state(key)}):
+        state, name = split_state_key(key)
         parameter = named.get(name)
         if parameter is None:
             raise CheckpointError(
                 f"the checkpoint has optimizer state for {name}, which this model does not have; use the "
                 "model that was saved"
             )
+        if not parameter.requires_grad:  # frozen since
+            continue
         if key in numbers:
             optimizer.state[parameter][state] = numbers[key]
         else:
-            group = next(
-                g for g in optimizer.param_groups if any(p is parameter for p in g["params"])
-            )
-            empty = _empty_state(key, tensors[key], parameter, group)
+            empty = _empty_state(key, state, tensors[key], parameter, optimizer)
             optimizer.state[parameter][state] = empty
 
 
 _MOMENTUM, _OTHER = "momentum.", "optimizer."
 _PREFIXES = (_MOMENTUM, _OTHER)
+_COUNTS = ("step", "mu_product")  # scalars that torch keeps on the CPU, as a rule
 _SMALL = 4096  # numbers that a state may have though its parameter is smaller: a count, a table
 
 
@@ -134,8 +163,8 @@ def _state_key(state: str, key: str) -> str:
     return f"{_MOMENTUM}{key}" if state == "momentum_buffer" else f"{_OTHER}{state}.{key}"
 
 
-def _split_key(key: str) -> tuple[str, str]:
-    """Return the name of the state and that of the parameter."""
+def split_state_key(key: str) -> tuple[str, str]:
+    """Return the name of the state and that of the parameter, of a key of the optimizer's state."""
     if key.startswith(_MOMENTUM):
         return "momentum_buffer", key.removeprefix(_MOMENTUM)
     state, _, name = key.removeprefix(_OTHER).partition(".")
@@ -143,21 +172,34 @@ def _split_key(key: str) -> tuple[str, str]:
 
 
 def _empty_state(
-    key: str, info: TensorInfo, parameter: nn.Parameter, group: dict[str, Any]
+    key: str,
+    state: str,
+    info: TensorInfo,
+    parameter: nn.Parameter,
+    optimizer: torch.optim.Optimizer,
 ) -> Tensor:
-    """Return zeros for a state: beside the parameter, but counts of steps where torch keeps them."""
+    """Return zeros for a state: laid out as the parameter, but counts of steps where torch keeps them."""
     if math.prod(info.shape) > max(parameter.numel(), _SMALL):
         raise CheckpointError(
             f"the checkpoint's optimizer state {key} is {list(info.shape)}, its parameter "
             f"{list(parameter.shape)}; use the model that was saved"
         )
-    on_cpu = info.shape == () and not (group.get("capturable") or group.get("fused"))
     dtype = _DTYPES.get(info.dtype)
     if dtype is None:
         raise CheckpointError(
             f"the checkpoint's optimizer state {key} is of unknown type {info.dtype}"
         )
-    return torch.zeros(info.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+    if state in _COUNTS and not _keeps_counts_beside(parameter, optimizer):
+        return torch.zeros(info.shape, dtype=dtype, device="cpu")
+    if tuple(info.shape) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(info.shape, dtype=dtype, device=parameter.device)
+
+
+def _keeps_counts_beside(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    is_captured = bool(group.get("capturable") or group.get("fused"))
+    return is_captured or isinstance(optimizer, torch.optim.ASGD)
 
 
 def _named_parameters(network: nn.Module, head: Head | JointHead) -> dict[str, nn.Parameter]:

@@ -10,7 +10,9 @@ import torch
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
+from plsc.marks import Part, mark, mark_backward
 from plsc.optim.autocast import autocast
+from plsc.optim.factory import set_rates
 from plsc.optim.precision import scale_gradient, unscale
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
@@ -55,13 +57,14 @@ class Step:
         """
         run = self._run
         rate = run.rate(run.position.updates)
-        self._set_rate(rate)
+        self._set_rates(run.rate.factor(run.position.updates))
         run.optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
             self._before.take()
         output = self._forward_backward(batch, is_logged)
         run.head.sync_gradients()
-        is_skipped, is_excused = self._judge(output)
+        with mark(Part.CLIPPING):
+            is_skipped, is_excused = self._judge(output)
         self.losses.note(
             output.mean_loss, output.batch, run.position, rate, batch.names, is_excused
         )
@@ -77,13 +80,10 @@ class Step:
                 raise hopeless(run.scaler)
         return StepResult(output, rate, is_skipped)
 
-    def _set_rate(self, rate: float) -> None:
-        run = self._run
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        if run.rows is not None:
-            for group in run.rows.param_groups:
-                group["lr"] = rate * run.options.head.lr_factor
+    def _set_rates(self, factor: float) -> None:
+        groups = self._run.optimizer.param_groups
+        rows = self._run.rows
+        set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
     def _forward_backward(self, batch: Batch, is_logged: bool) -> HeadOutput:
         """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another.
@@ -93,8 +93,9 @@ class Step:
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         scale = 1.0 if run.scaler is None else run.scaler.scale
         sizes = self._sizes(batch)
-        images = batch.input(device, run.network.input_layout).tensor_split(parts)
-        labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
+        with mark(Part.COPY):
+            images = batch.input(device, run.network.input_layout).tensor_split(parts)
+            labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
         split = None if numbers is None else numbers.tensor_split(parts)
         total = sum(map(sum, sizes)) if sizes else 0
@@ -105,17 +106,20 @@ class Step:
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
-                with autocast(self._mode, device):
+                with mark(Part.FORWARD), autocast(self._mode, device):
                     embeddings = run.forward(images[part], labels[part], True)
-                output = run.head(
-                    scale_gradient(embeddings, scale),
-                    labels[part],
-                    with_accuracy=is_logged and self._options.calc_acc,
-                    with_gauge=is_logged,
-                    sizes=sizes[part] if sizes else None,
-                )
+                mark_backward(embeddings)
+                with mark(Part.HEAD):
+                    output = run.head(
+                        scale_gradient(embeddings, scale),
+                        labels[part],
+                        with_accuracy=is_logged and self._options.calc_acc,
+                        with_gauge=is_logged,
+                        sizes=sizes[part] if sizes else None,
+                    )
                 share = output.batch / total if total else 1.0
-                (output.loss if parts == 1 else output.loss * share).backward()
+                with mark(Part.HEAD_BACKWARD):
+                    (output.loss if parts == 1 else output.loss * share).backward()
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
 
@@ -149,10 +153,13 @@ class Step:
 
     def _update(self) -> None:
         run = self._run
-        clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
-        run.optimizer.step()
+        with mark(Part.CLIPPING):
+            clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
+        with mark(Part.OPTIMIZER):
+            run.optimizer.step()
         if run.rows is not None:
-            run.rows.step(clip=clip)
+            with mark(Part.HEAD_ROWS):
+                run.rows.step(clip=clip)
 
     def _skip(self) -> None:
         """Leave everything as it was before the step: the rows of the heads, and all running statistics."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from plsc.checkpoint import Manifest, Retention, ShardedTensor, load_weights, save_checkpoint
-from plsc.checkpoint.fetch import cached_at, fetch
+from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.remote import (
     clean_remote,
     list_remote,
@@ -28,6 +28,7 @@ from plsc.checkpoint.remote import (
 from plsc.checkpoint.tools import push, verify
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
+from plsc.storage.cache_folder import folder_for
 from plsc.storage.store import Store
 from plsc.storage.urls import set_hdfs_user
 from tests.hdfs_server import hdfs_server
@@ -127,7 +128,7 @@ def test_a_checkpoint_goes_there_and_back_and_is_replaced_as_a_whole(url, tmp_pa
     send(save(tmp_path, "2", 2, loss=0.5), store)
     assert [name for name, _ in list_remote(store)] == ["1", "2"]
     first = fetch(f"{url}/2", WORLD)
-    assert first == cached_at(f"{url}/2")
+    assert first == folder_for("checkpoints", f"{url}/2")
     assert load_weights(first, "backbone.")["backbone.w"].tolist() == [2.0] * 3
     stamp = (first / "manifest.json").stat().st_ino
     assert (fetch(f"{url}/2", WORLD) / "manifest.json").stat().st_ino == stamp  # from the cache

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from plsc.heads import RowSGD, Sampling, ShardedHead, build_margin
 from plsc.parallel.world import World
-from plsc.plan import plan
+from plsc.plan import plan_head
 
 # Those the plan knows, by the position of the tensor that is whole and of the one that is a block.
 WHOLE_AND_BLOCK = {
@@ -76,7 +76,7 @@ def check(
     calls.clear()
     head(embeddings, labels).loss.backward()
     rows.step()
-    planned = plan(
+    planned = plan_head(
         23, ranks=world.size, embedding=12, batch=sizes, ratio=ratio, embedding_dtype=dtype
     )
     expected = [(t.collective, t.payload, t.sent) for t in planned.transfers]

@@ -135,7 +135,15 @@ def test_when_a_rank_is_killed_the_others_stop_within_seconds(dataset, tmp_path,
 def test_an_error_on_one_rank_reaches_the_others_with_its_message(dataset, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
-        "import sys, os\n"
+        "import os, pathlib, subprocess, sys, time\n"
+        f"heard = pathlib.Path({str(tmp_path / 'heard')!r})\n"
+        "# torchrun ends all ranks when the first one ends: its process stays until another has printed.\n"
+        "if 'IS_RANK' not in os.environ:\n"
+        "    ended = subprocess.run([sys.executable, __file__], env={**os.environ, 'IS_RANK': '1'})\n"
+        "    until = time.monotonic() + 20\n"
+        "    while not heard.exists() and time.monotonic() < until:\n"
+        "        time.sleep(0.05)\n"
+        "    sys.exit(ended.returncode)\n"
         "from plsc import Entry\n"
         "from plsc.models import BaseModel\n"
         "from torch import nn\n"
@@ -160,6 +168,7 @@ def test_an_error_on_one_rank_reaches_the_others_with_its_message(dataset, tmp_p
         "    ins.train()\n"
         "except Exception as error:\n"
         "    print('RANK', os.environ['RANK'], 'got', type(error).__name__, error, flush=True)\n"
+        "    os.environ['RANK'] == '1' or heard.touch()\n"
         "    raise\n"
     )
     done = run_ranks(script, 3, timeout=60, check=False)

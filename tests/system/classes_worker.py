@@ -8,21 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from plsc import Entry
 from plsc.checkpoint.classes import change_classes
+from tests.distributed.job import small_entry
 
 
 def train(dataset, save_dir, checkpoint, epochs):
-    ins = Entry()
-    ins.set_dataset_dir(dataset)
-    ins.set_model_save_dir(save_dir)
-    ins.set_model_name("SmallResNet")
-    ins.set_image_shape((3, 16, 16))
+    ins = small_entry(dataset, save_dir)
     ins.set_emb_size(8)
     ins.set_train_batch_size(10)
     ins.set_train_epochs(epochs)
-    ins.set_log_period(1)
-    ins.set_num_workers(0)
     if checkpoint:
         ins.set_checkpoint_dir(checkpoint)
     return ins.train()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from plsc.checkpoint import read_manifest
 from plsc.config import Options
 from plsc.parallel.world import World
-from tests.distributed.resume_worker import close, joined, smaller_world
+from tests.distributed.resume_worker import close, joined
+from tests.distributed.worker import run_worker, smaller_world
 from tests.resuming import Steady, different, options_of, saved_at, train
 
 # name: weight, head. Of glyphs and cars a step has one image, so most ranks have none; of cars there are
@@ -101,11 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the others may wait in a collective
+    run_worker(main)

@@ -108,6 +108,29 @@ def test_a_torchvision_transform_gives_the_same_run_with_any_number_of_processes
     assert "processes a rank read ahead, for the transform of your own" in capsys.readouterr().out
 
 
+def test_a_run_with_random_torchvision_transforms_resumes_bit_for_bit_in_worker_processes(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(16, scale=(0.5, 1)),
+            v2.RandAugment(2, 5),
+            v2.RandomApply([v2.GaussianBlur(3)], 0.5),
+            v2.RandomChoice([v2.RandomGrayscale(0.5), v2.ColorJitter(0.3, 0.3, 0.3, 0.1)]),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5] * 3, [0.5] * 3),
+            v2.RandomErasing(0.5),
+        ]
+    )
+    often = {"set_save_every_n_steps": 3, "set_train_epochs": 2}
+    whole = losses(dataset, tmp_path / "whole", transform, set_num_workers=2, **often)
+    assert len(whole) == 8
+    again = losses(
+        dataset, tmp_path / "resumed", transform, set_num_workers=1,
+        set_checkpoint_dir=tmp_path / "whole" / "0-step3", **often,
+    )  # fmt: skip
+    assert again == whole[3:]
+
+
 def test_the_mirror_image_of_a_batch_is_what_the_network_sees(tmp_path):
     # Mirroring is done on the way to the device: a network that asks must meet both kinds.
     from plsc.models.base_model import BaseModel

@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ def test_the_defaults_are_those_of_plsc_0_1():
 def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
     method = getattr(Entry, spec.setter)
     (name, parameter), = [
-        item for item in inspect.signature(method).parameters.items() if item[0] != "self"
+        item
+        for item in inspect.signature(method).parameters.items()
+        if item[0] != "self" and item[1].kind is not inspect.Parameter.VAR_KEYWORD
     ]  # fmt: skip
     assert name == spec.argument
     assert parameter.annotation is not inspect.Parameter.empty
@@ -36,7 +39,8 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
     ins = Entry()
     value = spec.default
     if value is None:
-        value = "memory://somewhere" if spec.kind == (str | None) else 7
+        kinds = {str | None: "memory://somewhere", dict[str, Any] | None: {"eps": 1e-7}}
+        value = kinds.get(spec.kind, 7)
     method(ins, value)
     assert ins.options.get(spec.path) == value
     assert spec.path in ins.options.explicit

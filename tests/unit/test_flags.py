@@ -30,7 +30,11 @@ def said_of(capsys, *arguments) -> str:
         ("train.epochs", "0", "; see --train.epochs"),
         ("batch_size", "3", "no option --batch_size; did you mean 'train.batch_size'?"),
         ("lr", "3", "did you mean 'optim.lr'?"),
-        ("config", "/none.yaml", "--config wants a YAML file of options: File does not exist"),
+        (
+            "config",
+            "/none.yaml",
+            "--config wants a YAML file of options, but /none.yaml cannot be read: No",
+        ),
     ],
 )
 def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys):
@@ -40,19 +44,45 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("train: {batch_size: abc}", "--train.batch_size is 'abc'; expected an integer"),
+        ("train: {batch_size: abc}", ":1: train.batch_size is 'abc'; expected an integer"),
+        (
+            "\n\ntrain:\n  epochs: 1\n  batch_size: 0",
+            ":5: train.batch_size is 0; expected at least 1",
+        ),
+        ("optim.lr: fast", ":1: optim.lr is 'fast'; expected a number"),
         (
             "train: {batch_sise: 3}",
-            "no option 'train.batch_sise'; did you mean 'train.batch_size'?",
+            ":1: there is no option 'train.batch_sise'; did you mean 'train.batch_size'?",
         ),
-        ("train: [1", "--config wants a YAML file of options: while parsing"),
-        ("hello", "--config wants a YAML file of options: hello"),
+        (
+            "train:\n  epochs: [1",
+            ":2 is no YAML: expected ',' or ']', but got '<stream end>'; write options as lines",
+        ),
+        (
+            "train:\n\tepochs: 1",
+            ":2 is no YAML: found character '\\t' that cannot start any token; write",
+        ),
+        ("hello", " holds no options but a text; expected lines such as 'train:'"),
+        ("", " is empty; expected lines such as 'train:'"),
+        (b"\xff\xfe", " is no text in UTF-8 (byte 0)"),
+        (b"a: \0", " is no YAML: unacceptable character"),
+        ("[" * 100_000, " is no YAML: "),
+        ("#" * 2**20 + "\n", " has more than 1048576 bytes"),
     ],
 )
-def test_a_wrong_file_of_options_is_told_in_words_of_its_user(text, expected, tmp_path, capsys):
+def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(
+    text, expected, tmp_path, capsys
+):
     file = tmp_path / "run.yaml"
-    file.write_text(text)
-    assert expected in said_of(capsys, "config", "--config", file)
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    assert f"error: {file}{expected}" in said_of(capsys, "config", f"--config={file}")
+
+
+def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {batch_size: 3}")
+    said = said_of(capsys, "config", "--config", file, "--train.batch_size", "abc")
+    assert "error: --train.batch_size is 'abc'" in said
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,11 @@ class Sorter:
 
     def run(self, buckets: list[Bucket]) -> None:
         """Write all lines of the buckets, which come in key order, then the padding."""
-        workers = self._budget.workers
-        with truncation_caught(), pool_of(workers) as pool:
+        with (
+            truncation_caught(),
+            pool_of(self._budget.copiers) as self._copiers,
+            pool_of(self._budget.workers) as pool,
+        ):
             futures = [pool.submit(self._write, *numbered) for numbered in enumerate(buckets)]
             errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenTurn)):
@@ -177,13 +180,16 @@ class Sorter:
         with self._turns.take(turn):
             runs = self._parts.claim(self._position, lengths)
             self._position += len(lengths)
+        copies = []
         for run in runs:
             self._padding.note(run, numbers, lengths)
             for piece in run.cut(lengths):
-                try:
-                    self._parts.write(piece, lines, order)
-                except CopyError:
-                    raise changed(bucket) from None
+                copies.append(self._copiers.submit(self._parts.write, piece, lines, order))
+        try:
+            for copy in copies:
+                copy.result()
+        except CopyError:
+            raise changed(bucket) from None
 
     def _write_single(self, turn: int, bucket: Bucket) -> None:
         """Copy a line that is larger than the memory for a bucket, piece by piece."""

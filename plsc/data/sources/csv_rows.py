@@ -47,8 +47,12 @@ class CsvSource(RowSource):
             self.columns = [name.strip() for name in self._split(header)]
             image = choose_column(image, self.columns, IMAGE_COLUMNS, "image")
             label = choose_column(label, self.columns, LABEL_COLUMNS, "label")
-        except (DataError, OptionError) as error:
-            raise type(error)(f"{shown(location)}: {error}") from error
+        except OptionError as error:
+            raise OptionError(f"{shown(location)}: {error}") from error
+        except DataError as error:
+            raise DataError(
+                f"{shown(location)}: the first line {error}; expected the columns' names"
+            ) from error
         self._image, self._label = self.columns.index(image), self.columns.index(label)
         return self._load(data, f"csv-1-{self._label}", labels)
 

@@ -47,8 +47,10 @@ class JsonLinesSource(RowSource):
             columns = list(_object(first))
             self._image = choose_column(image, columns, IMAGE_COLUMNS, "image")
             self._label = choose_column(label, columns, LABEL_COLUMNS, "label")
-        except (DataError, OptionError) as error:
-            raise type(error)(f"{shown(location)}: {error}") from error
+        except OptionError as error:
+            raise OptionError(f"{shown(location)}: {error}") from error
+        except DataError as error:
+            raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
         # A hash of the name, which may hold what a file's name may not.
         return self._load(data, f"json-1-{self._label.encode().hex()[:40]}", labels)
 
@@ -86,7 +88,9 @@ def _object(line: bytes) -> dict[str, Any]:
         found = _decode(line.decode())
     except (ValueError, RecursionError) as error:
         reason = str(error).split(": ", 1)[0]
-        raise DataError(f"is no JSON ({reason}): '{printable(line[:60])}'") from error
+        raise DataError(
+            f"is no JSON ({reason}): '{printable(line[:60])}'; expected one object a line"
+        ) from error
     if not isinstance(found, dict):
         raise DataError(f"is {_kind(found)}; expected an object")
     return found

@@ -65,8 +65,7 @@ def open_source(
     if suffix in _FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
         return _make(suffix, str(location), options)
     if not is_url(location) and not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"the dataset folder {folder} {problem}; {_LAYOUTS}")
+        raise DataError(f"{folder} {_why_none(folder)}; {_LAYOUTS}")
     names = _names_in(str(location))
     if "label.txt" in names and not is_url(location):
         _refuse(options, ())
@@ -84,6 +83,16 @@ def open_source(
         raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
     _refuse(options, ("label_map",))
     return ImageFolderSource(folder, **options)
+
+
+def _why_none(path: Path) -> str:
+    """Return why something that is no folder, and has no suffix of a format, is no set."""
+    if not path.exists():
+        return "does not exist"
+    if path.name in ("label.txt", "file_list.txt"):
+        return f"lists a set; give the folder that it is in, {path.parent}"
+    suffix = f" with the suffix {path.suffix}" if path.suffix else " without a suffix"
+    return f"is no set of images: no format has files{suffix}"
 
 
 def _make(suffix: str, location: str, options: dict[str, Any]) -> Source:

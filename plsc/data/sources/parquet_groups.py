@@ -143,7 +143,7 @@ class RowGroups:
         except _FAULTS as error:
             reason = " ".join(str(error).split())[:200]
             raise DataError(
-                f"{self.title(shard)} is damaged, or no Parquet file ({reason})"
+                f"{self.title(shard)} is damaged, or no Parquet file ({reason}); copy or write it anew"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

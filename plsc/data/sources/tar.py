@@ -87,7 +87,10 @@ class TarSource(ColumnSource):
                 shards = np.full(len(samples.keys), shard)
                 parts.append((shards, samples.offsets, samples.lengths))
         if not keys:
-            raise DataError(f"{shown(self._shards.locations[0])} holds no samples")
+            raise DataError(
+                f"{shown(self._shards.locations[0])} holds no samples; expected members such as a/17.jpg and "
+                "a/17.cls"
+            )
         shards, offsets, lengths = map(np.concatenate, zip(*parts, strict=True))
         text, ends = pack_texts(keys)
         names = {"keys": text, "key_ends": ends, **labels.arrays()}
@@ -150,7 +153,9 @@ class TarSource(ColumnSource):
             raise OptionError(
                 f"{sample.place} has several images ({there}); name one: image_column"
             )
-        raise DataError(f"{sample.place} has no image {self._image or ''}; it has {there}")
+        raise DataError(
+            f"{sample.place} has no image {self._image or ''}; it has {there}; add it, or take them out"
+        )
 
     def _label_of(self, sample: Sample) -> Label:
         wanted = self._label or "cls"
@@ -163,7 +168,10 @@ class TarSource(ColumnSource):
             label = None
         if isinstance(label, str) or type(label) is int:
             return label
-        raise DataError(f"{sample.place} has no label: no .{wanted}, and no {name!r} in a .json")
+        raise DataError(
+            f"{sample.place} has no label: no .{wanted}, and no {name!r} in a .json; add one, or name it: "
+            "label_column"
+        )
 
 
 def _place(title: str, keys: list[bytes], position: int) -> str:

@@ -61,7 +61,9 @@ def read_samples(data: Bytes, title: str, position: int = 0) -> Iterator[Sample]
         if member.is_folder or not stem or not dot:
             continue
         if member.offset + member.size > data.size:
-            raise DataError(f"{title} is truncated in '{printable(member.name)}'")
+            raise DataError(
+                f"{title} is truncated in '{printable(member.name)}'; copy or write it anew"
+            )
         key, suffix = f"{folder}{slash}{stem}", suffix.lower()
         if sample is None or key != sample.key:
             if sample is not None:

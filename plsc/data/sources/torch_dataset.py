@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+import traceback
 from typing import Any
 
 import numpy as np
 
 from plsc.data.decode import Image
-from plsc.errors import DataError
+from plsc.errors import DataError, add_note
 
 
 class TorchDatasetSource:
@@ -16,8 +17,8 @@ class TorchDatasetSource:
 
     The image is a Pillow image, a uint8 array [H, W, C], or a tensor [C, H, W], uint8 or float; floats
     are taken as already normalised. Raises DataError for anything else. OSError, which is what image
-    loaders raise for a bad file, becomes DataError too; other exceptions are the dataset's own bugs
-    and pass.
+    loaders raise for a bad file, becomes DataError, too, with the line of the dataset's code; other
+    exceptions are the dataset's own mistakes and pass, with a note that names the sample.
     """
 
     def __init__(self, dataset: Any, title: str = "dataset") -> None:
@@ -40,7 +41,11 @@ class TorchDatasetSource:
             item = self.dataset[index]
         except OSError as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"{self.name(index)}: cannot be read ({reason})") from error
+            place = _place_in_dataset(error)
+            raise DataError(f"{self.name(index)}: cannot be read ({reason}){place}") from error
+        except Exception as error:
+            add_note(error, f"while reading {self.name(index)}")
+            raise
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(
                 f"{self.name(index)}: expected (image, label), got {type(item).__name__}"
@@ -89,3 +94,9 @@ class TorchDatasetSource:
                 f"{self.name(index)}: the label must be a whole number, got {type(label).__name__}",
                 kind="label",
             ) from None
+
+
+def _place_in_dataset(error: Exception) -> str:
+    """Return where the dataset's code was, as the traceback does not get through to the user."""
+    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first one is ours
+    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from plsc.checkpoint import Manifest, Retention, list_checkpoints, prune, save_checkpoint
+from plsc.checkpoint.retention import mode_of
 from plsc.errors import OptionError
 from plsc.parallel.world import World
 
@@ -63,3 +64,8 @@ def test_metrics_that_are_no_numbers_are_passed_over(tmp_path):
 def test_what_would_keep_nothing_or_means_nothing_is_refused(wrong):
     with pytest.raises(OptionError, match=r"keep|kept|expected"):
         Retention(**wrong)
+
+
+def test_by_itself_the_loss_is_to_be_low_and_everything_else_high():
+    asked = [("auto", "loss"), ("auto", "lfw accuracy"), ("max", "loss"), ("min", "lfw accuracy")]
+    assert [mode_of(*one) for one in asked] == ["min", "max", "max", "min"]

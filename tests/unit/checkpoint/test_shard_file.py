@@ -9,7 +9,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from plsc.checkpoint.layout import DTYPES
-from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.checkpoint.shard_file import (
+    Entry,
+    is_shard,
+    is_shard_of,
+    shard_name,
+    tensor_chunks,
+    write_shard,
+)
 
 
 def entry_of(key, tensor, offsets=None):
@@ -76,3 +83,17 @@ def test_a_key_twice_a_strange_type_and_a_file_that_is_there_are_refused(tmp_pat
     write_shard(tmp_path / "c", [one])
     with pytest.raises(FileExistsError):
         write_shard(tmp_path / "c", [one])
+
+
+def test_the_names_of_shards_are_recognised_and_no_others():
+    names = [shard_name(0), shard_name(123_456, "step7")]
+    assert all(map(is_shard, names))
+    assert is_shard_of(names[0], 0)
+    assert not is_shard_of(names[0], 1)
+    others = [
+        "shard-00001.safetensors",
+        "shard-1-0.safetensors",
+        "model.safetensors",
+        names[0] + "x",
+    ]
+    assert not any(map(is_shard, others))

@@ -101,7 +101,7 @@ def test_options_reach_the_source(tmp_path):
 def test_what_is_not_there_or_not_known_is_refused(tmp_path, name):
     (tmp_path / "file.txt").write_text("text")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"does not exist|is not a folder|no class folders"):
+    with pytest.raises(DataError, match=r"does not exist|is no set of images|no class folders"):
         open_source(tmp_path / name)
 
 

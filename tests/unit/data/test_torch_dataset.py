@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import traceback
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
 from plsc.data.sources import TorchDatasetSource
-from plsc.errors import DataError
+from plsc.errors import DataError, add_note
 
 
 class Items:
@@ -76,5 +78,26 @@ def test_a_file_that_the_dataset_cannot_read_is_a_bad_image(tmp_path):
         def __getitem__(self, index: int) -> tuple[Image.Image, object]:
             return Image.open(tmp_path / "missing.jpg"), 0
 
-    with pytest.raises(DataError, match=r"dataset\[0\]: cannot be read"):
+    with pytest.raises(
+        DataError, match=r"dataset\[0\]: cannot be read \(.*\) at .*test_torch_dataset"
+    ) as bad:
         TorchDatasetSource(Broken([0]))[0]
+    assert isinstance(bad.value.__cause__, FileNotFoundError)
+
+
+def test_a_mistake_in_a_dataset_keeps_its_type_and_traceback_and_names_the_sample_wherever_it_is_read():
+    class Mistaken(Items):
+        def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+            return super().__getitem__({0: 0}[index])
+
+    source = TorchDatasetSource(Mistaken([0, 1]), "mine")
+    for read in (lambda: source[1], source.labels):
+        with pytest.raises(KeyError) as mistake:
+            read()
+        told = "".join(traceback.format_exception(mistake.value))
+        assert "return super().__getitem__({0: 0}[index])" in told
+        assert told.count("while reading mine[1]") == 1
+    error = ValueError("text")
+    add_note(error, "note")
+    add_note(error, "note")
+    assert "".join(traceback.format_exception(error)).count("note") == 1

@@ -8,33 +8,12 @@ import pytest
 
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
-from plsc.optim.schedule import cosine_schedule, polynomial_schedule, step_schedule
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
 from plsc.train.logs import RunLog
 from plsc.train.state import Position
 from tests.images import write_dataset
-
-
-def test_the_rate_is_scaled_by_the_global_batch_and_decays_at_each_boundary():
-    rate = step_schedule(0.1, 512, (10, 20), 0.1)
-    values = [0.05, 0.05, 0.005, 0.005, 0.0005]
-    assert [rate(step) for step in (0, 9, 10, 19, 20)] == pytest.approx(values)
-
-
-def test_warm_up_rises_linearly_to_the_scaled_rate():
-    rate = step_schedule(0.1, 1024, (10,), 0.1, warmup_steps=4)
-    assert [rate(step) for step in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
-
-
-def test_polynomial_and_cosine_rates_fall_from_the_base_after_the_warmup_to_their_end():
-    rate = polynomial_schedule(0.1, 2048, 12, power=2.0, end_factor=0.1, warmup_steps=2)
-    assert [rate(0), rate(1), rate(2)] == pytest.approx([0.1, 0.2, 0.2])
-    assert rate(7) == pytest.approx(0.2 * (0.1 + 0.9 * 0.25))
-    assert rate(12) == rate(100) == pytest.approx(0.02)
-    rate = cosine_schedule(0.1, 1024, 10)
-    assert [rate(0), rate(5), rate(10), rate(11)] == pytest.approx([0.1, 0.05, 0, 0])
 
 
 def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):

@@ -14,9 +14,9 @@ from plsc.config import all_options
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
 from plsc.heads.engines import choose_passes
-from plsc.plan import ARGUMENTS, plan, tile_rows
+from plsc.plan import ARGUMENTS, plan, plan_head, tile_rows
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 COMBINATIONS = [
     (rows, optimizer, state)
@@ -53,7 +53,9 @@ def test_stored_bytes_are_those_of_the_real_tensors(rows, optimizer, state, cent
     # 300 columns need two scales of 256 in 8 bits.
     head, updates = make(11, 300, rows, optimizer, state, centers=centers)
     real = {name: tensor.nbytes for name, tensor in updates.state[head.weight].items()}
-    planned = plan(11, embedding=300, rows=rows, optimizer=optimizer, state=state, centers=centers)
+    planned = plan_head(
+        11, embedding=300, rows=rows, optimizer=optimizer, state=state, centers=centers
+    )
     assert planned.stored == {"weight": head.weight.nbytes, **real}
     assert planned.stored_bytes == planned.bytes_a_class * 11
 
@@ -65,7 +67,7 @@ def test_a_rank_is_the_largest_one(classes):
         group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4)
         head, _ = make(classes, 8, "float32", "sgd", "float32", group=group)
         sizes.append(head.weight.nbytes)
-    assert plan(classes, ranks=4, embedding=8).stored["weight"] == max(sizes)
+    assert plan_head(classes, ranks=4, embedding=8).stored["weight"] == max(sizes)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_a_rank_is_the_largest_one(classes):
     ],
 )
 def test_bytes_a_class_are_those_of_the_design(rows, optimizer, state, expected):
-    planned = plan(1e8, rows=rows, optimizer=optimizer, state=state)
+    planned = plan_head(1e8, rows=rows, optimizer=optimizer, state=state)
     assert planned.bytes_a_class == expected
     assert planned.stored_bytes == expected * 10**8
 
@@ -95,7 +97,7 @@ def test_rows_in_play_and_offloaded_copies_are_those_of_a_real_step():
         centers=2,
     )
     visit = step(head, 4, 8)
-    planned = plan(
+    planned = plan_head(
         101,
         embedding=8,
         batch=4,
@@ -116,7 +118,7 @@ def test_rows_in_play_and_offloaded_copies_are_those_of_a_real_step():
 
 def test_offload_takes_rows_off_the_device():
     options = {"ranks": 8, "ratio": 0.01}
-    here, away = plan(1e8, **options), plan(1e8, offload=True, **options)
+    here, away = plan_head(1e8, **options), plan_head(1e8, offload=True, **options)
     assert here.device_bytes > here.stored_bytes > 20 * away.device_bytes
     assert here.host_bytes == 0
     assert away.host_bytes > away.stored_bytes
@@ -134,7 +136,7 @@ def test_terms_are_kept_exactly_where_the_head_keeps_them(missing):
         execution=Execution(keep_bytes=budget, kernels="torch"),
     )
     kept = step(head, 6, 8).kept
-    planned = plan(20, embedding=8, batch=6, keep_bytes=budget)
+    planned = plan_head(20, embedding=8, batch=6, keep_bytes=budget)
     assert planned.keeps_terms == (kept is not None) == (missing == 0)
     assert planned.step.get("kept terms") == (None if kept is None else kept.nbytes)
     assert any("keep_bytes" in note for note in planned.notes) == (missing == 1)
@@ -153,7 +155,7 @@ def test_operations_are_those_of_the_real_products(keep_bytes, factor):
     with FlopCounterMode(display=False) as counter:
         step(head, 6, 16)
         updates.step()
-    planned = plan(50, embedding=16, batch=6, keep_bytes=keep_bytes)
+    planned = plan_head(50, embedding=16, batch=6, keep_bytes=keep_bytes)
     assert planned.operations == counter.get_total_flops() == factor * 6 * 50 * 16
 
 
@@ -164,12 +166,12 @@ def test_tiles_are_those_of_the_plain_kernels(batch):
 
 
 def test_memory_of_a_step_does_not_grow_with_the_classes():
-    assert plan(1e6, batch=512).step == plan(1e8, batch=512).step
+    assert plan_head(1e6, batch=512).step == plan_head(1e8, batch=512).step
 
 
 def test_uneven_batches_are_padded_to_the_largest():
-    even, uneven = plan(10, ranks=2, batch=[6, 6]), plan(10, ranks=2, batch=[6, 1])
-    assert even == plan(10, ranks=2, batch=6)
+    even, uneven = plan_head(10, ranks=2, batch=[6, 6]), plan_head(10, ranks=2, batch=[6, 1])
+    assert even == plan_head(10, ranks=2, batch=6)
     moved = {t.content: (t.payload, t.sent) for t in uneven.transfers}
     for transfer in even.transfers:
         if transfer.collective != "all-reduce":
@@ -178,16 +180,16 @@ def test_uneven_batches_are_padded_to_the_largest():
 
 
 def test_one_rank_sends_nothing():
-    assert plan(10).payload == plan(10).sent == 0
+    assert plan_head(10).payload == plan_head(10).sent == 0
     assert "Network of a step: none" in plan(10).render()
 
 
 def test_times_are_printed_for_given_rates_only_and_called_estimates():
     assert "ESTIMATE" not in plan(1e6).render()
     planned = plan(1e6, product_rate=2, copy_rate=20)
-    assert planned.product_seconds == 8 * 128 * 10**6 * 512 / 2e12
-    # Read in both passes and written: three times the rows; the momentum twice.
-    assert planned.copy_seconds == 5 * 4 * 512 * 10**6 / 20e9
+    # 8 B n D operations. Read in both passes and written: three times the rows; the momentum twice.
+    assert planned.head.operations / 2e12 == 0.262144
+    assert planned.head.rows_moved / 20e9 == 0.512
     text = planned.render()
     assert "ESTIMATE" in text
     assert "512.00 ms if they overlap, 774.14 ms if not" in text
@@ -216,6 +218,11 @@ def test_times_are_printed_for_given_rates_only_and_called_estimates():
         ({"embedding_dtype": "int8"}, "embedding_dtype is 'int8'; expected one of"),
         ({"product_rate": 0.0}, "product_rate is 0.0; expected a number above 0"),
         ({"copy_rate": math.nan}, "copy_rate is nan; expected"),
+        ({"network_rate": -1.0}, "network_rate is -1.0; expected a number above 0"),
+        ({"latency": math.inf}, "latency is inf; expected microseconds, 0 or more"),
+        ({"reached": 1.5}, r"reached is 1.5; expected a share of the peak rates in \(0, 1\]"),
+        ({"node": "b200"}, "node is 'b200'; expected one of a100, h100"),
+        ({"tile": 4}, "there is no argument 'tile' of a plan"),
     ],
 )
 def test_wrong_values_are_refused_with_what_was_expected(wrong, expected):
@@ -226,7 +233,7 @@ def test_wrong_values_are_refused_with_what_was_expected(wrong, expected):
 def test_notes_say_when_the_batch_outgrows_the_sample_and_when_offload_is_of_no_use():
     assert "up to 128 may" in plan(1000, ratio=0.01).render()
     assert "offload is for sampled classes" in plan(1000, offload=True).render()
-    assert plan(1e6, ratio=0.01).notes == ()
+    assert plan_head(1e6, ratio=0.01).notes == ()
 
 
 def test_the_command_prints_exact_bytes_and_readable_units(capsys):
@@ -244,7 +251,7 @@ def test_the_command_prints_exact_bytes_and_readable_units(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "--classes must be given"),
+        ([], "nothing to plan; give classes for the head, model for"),
         (["--classes", "many"], "--classes is 'many'; expected a number"),
         (["--classes", "10", "--head.offload", "no way"], "expected true or false"),
         (["--classes", "10", "--rows", "fp8"], "rows is 'fp8'; expected one of"),

@@ -1,0 +1,152 @@
+"""What a backbone will need: memory, arithmetic, network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from plsc.config import Options
+from plsc.errors import OptionError
+from plsc.plan.checks import one_of, whole
+from plsc.plan.network import Transfer, backbone_transfers
+
+PRECISIONS = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+
+
+@dataclass(frozen=True)
+class BackbonePlan:
+    """The needs of a backbone on a rank. All sizes are bytes.
+
+    images: of a rank's step, computed in `parts` one after another; numbers: how many the parameters are.
+    stored: what stays between the steps, gradients included. step: what else is there, at most. kept: of it,
+    what the forward pass leaves for the backward pass. forward, backward: the work of one part, (operations,
+    bytes read and written): how many operators. update_bytes: what the optimizer reads and writes.
+    """
+
+    name: str
+    images: int
+    parts: int
+    precision: str
+    numbers: int
+    stored: dict[str, int]
+    step: dict[str, int]
+    kept: int
+    forward: Mapping[tuple[int, int], int]
+    backward: Mapping[tuple[int, int], int]
+    update_bytes: int
+    gradient_bytes: int
+    shards: int
+
+    @property
+    def device_bytes(self) -> int:
+        """What the device must hold for the backbone."""
+        return sum(self.stored.values()) + sum(self.step.values())
+
+    @cached_property
+    def operations(self) -> int:
+        """Operations of the products of a step, forward and backward."""
+        works = (*self.forward.items(), *self.backward.items())
+        return self.parts * sum(flops * times for (flops, _), times in works)
+
+    @cached_property
+    def moved(self) -> int:
+        """Bytes that the operators of a step read and write, each for itself."""
+        works = (*self.forward.items(), *self.backward.items())
+        return self.parts * sum(size * times for (_, size), times in works)
+
+    def transfers(self, ranks: int) -> tuple[Transfer, ...]:
+        """Return the collectives that sum its gradients."""
+        return backbone_transfers(ranks, self.gradient_bytes, min(self.shards, ranks))
+
+    def seconds(self, rate: float, memory: float) -> tuple[float, float]:
+        """Return the times of a part, forward and backward, by the roofline: of each operator the longer of
+
+        its operations at `rate` FLOP/s and its bytes at `memory` bytes/s.
+        """
+
+        def time(work: Mapping[tuple[int, int], int]) -> float:
+            return sum(
+                times * max(flops / rate, size / memory) for (flops, size), times in work.items()
+            )
+
+        return time(self.forward), time(self.backward)
+
+
+def plan_backbone(
+    model: str,
+    *,
+    image: int | tuple[int, ...] = (3, 112, 112),
+    embedding: int = 512,
+    batch: int = 128,
+    ranks: int = 1,
+    precision: str = "float32",
+    checkpoint: str = "none",
+    checkpoint_every: int = 1,
+    micro_batches: int = 1,
+    backbone_optimizer: str = "sgd",
+    backbone_shards: int = 1,
+) -> BackbonePlan:
+    """Count a training step of a network by its name (torch is loaded, no data are). See `ARGUMENTS`.
+
+    Raises:
+        OptionError: an argument that is out of range, a network that cannot be made or run so.
+    """
+    import torch
+
+    from plsc.models import build_model
+    from plsc.optim.factory import build_optimizer
+    from plsc.plan.measure import measure
+
+    mode = PRECISIONS[one_of("precision", precision, PRECISIONS)]
+    parts, images = whole("micro_batches", micro_batches, 1), whole("batch", batch, 1)
+    shards = whole("backbone_shards", backbone_shards, 1)
+    if ranks % shards:
+        raise OptionError(f"backbone_shards is {shards}; expected a divisor of the {ranks} ranks")
+    shape = (3, image, image) if isinstance(image, int) else tuple(image)
+    options = Options()
+    options.set("model.image_shape", shape)
+    options.set("optim.optimizer", backbone_optimizer)
+    found = measure(
+        lambda: build_model(model, embedding, shape, options.model.dropout),
+        shape,
+        -(-images // parts),
+        dtype=None if mode == "float32" else getattr(torch, mode),
+        checkpoint=checkpoint,
+        every=whole("checkpoint_every", checkpoint_every, 1),
+        optimizer=lambda parameters: build_optimizer(options.optim, [{"params": parameters}]),
+    )
+    step = {"activations at their peak": max(found.peak, found.update)}
+    if shards > 1:
+        # The block at work and the next one, and what is in none, with the gradients of all.
+        gathered = min(found.parameters, found.outside_blocks + 2 * found.largest_block)
+        step["gathered parameters and their gradients"] = 2 * gathered
+    elif ranks > 1:
+        step["buckets of gradients"] = found.trained
+    return BackbonePlan(
+        name=model,
+        images=images,
+        parts=parts,
+        precision=mode,
+        numbers=found.numbers,
+        stored={
+            "parameters": -(-found.parameters // shards),
+            "gradients": -(-found.trained // shards),
+            f"states of {backbone_optimizer}": -(-found.state // shards),
+            "buffers": found.buffers,
+        },
+        step=step,
+        kept=found.kept,
+        forward=found.forward,
+        backward=found.backward,
+        update_bytes=(3 * found.trained + 2 * found.state) // shards,
+        gradient_bytes=found.trained,
+        shards=shards,
+    )

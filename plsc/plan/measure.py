@@ -1,0 +1,228 @@
+"""Counts what a network's step needs by making the step on tensors that have no memory.
+
+torch's FakeTensorMode runs every operation for shapes and types alone, so a network of any size is counted
+in seconds on any machine. What the kernels of a device take besides (workspaces) is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from plsc.errors import OptionError, PlscError
+from plsc.models.checkpointing import checkpoint_activations, find_blocks
+
+Work = tuple[int, int]
+"""An operator's floating-point operations, and the bytes that it reads and writes."""
+
+
+@dataclass
+class Measured:
+    """What was counted, in bytes unless said otherwise.
+
+    parameters, trained, buffers: bytes of the tensors, of those with gradients; numbers: how many numbers
+    the parameters are. kept: what the forward pass leaves for the backward pass. peak: the most that is
+    there at once, images and outputs included, parameters and their gradients not. update: the same while
+    the optimizer steps. forward, backward: the operators of a pass, each kind of `Work` with its count.
+    largest_block, outside_blocks: parameters of the largest block, and of what is in none.
+    """
+
+    numbers: int
+    parameters: int
+    trained: int
+    buffers: int
+    largest_block: int
+    outside_blocks: int
+    kept: int = 0
+    peak: int = 0
+    state: int = 0
+    update: int = 0
+    forward: Counter[Work] = field(default_factory=Counter)
+    backward: Counter[Work] = field(default_factory=Counter)
+
+
+def measure(
+    build: Callable[[], nn.Module],
+    image_shape: tuple[int, ...],
+    batch: int,
+    *,
+    dtype: torch.dtype | None = None,
+    checkpoint: str = "none",
+    every: int = 1,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> Measured:
+    """Make a training step of the network that `build` returns, over fake images [batch, C, H, W].
+
+    dtype: of autocast, None without it. checkpoint, every: as `checkpoint_activations`. optimizer: makes one
+    of the parameters with gradients; its states are counted.
+
+    Raises:
+        OptionError: the network cannot be run without data.
+    """
+    try:
+        with torch.device("meta"):  # no memory, no time for initial weights
+            network = build().train()
+    except PlscError:
+        network = build().train()  # a constructor may want real numbers
+    checkpoint_activations(network, checkpoint, every)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+            _replace_tensors(network)
+            found = _sizes(network)
+            with MemoryCount(network) as count:
+                images = torch.empty(batch, *image_shape)
+                with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                    embeddings = network(images)
+                found.kept, found.forward = count.live, count.take_work()
+                embeddings.float().backward(torch.ones_like(embeddings, dtype=torch.float32))
+                found.peak, found.backward = count.peak, count.take_work()
+                del embeddings, images
+                if optimizer is not None:
+                    _step(optimizer, network, found, count)
+    except PlscError:
+        raise
+    except Exception as error:  # whatever a network may do with its input
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise OptionError(
+            f"the network cannot be planned, for it does not run without data: {type(error).__name__}: "
+            f"{line[:200]}"
+        ) from error
+    return found
+
+
+def _replace_tensors(network: nn.Module) -> None:
+    """Replace parameters and buffers by tensors of the CPU, fake where that mode is active."""
+    made: dict[Tensor, Tensor] = {}  # those that two modules share stay shared
+    for module in network.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if old not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                tensors[name] = made[old]  # type: ignore[assignment]
+
+
+def _sizes(network: nn.Module) -> Measured:
+    parameters = list(network.parameters())
+    blocks = [_nbytes(network.get_submodule(name)) for name in find_blocks(network)]
+    whole = _nbytes(network)
+    return Measured(
+        numbers=sum(p.numel() for p in parameters),
+        parameters=whole,
+        trained=sum(p.nbytes for p in parameters if p.requires_grad),
+        buffers=sum(buffer.nbytes for buffer in network.buffers()),
+        largest_block=max(blocks, default=0),
+        outside_blocks=whole - sum(blocks),
+    )
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _step(
+    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    network: nn.Module,
+    found: Measured,
+    count: MemoryCount,
+) -> None:
+    """Make two updates, of which the first makes the states."""
+    optimizer = build([p for p in network.parameters() if p.requires_grad])
+    optimizer.step()
+    states = [value for one in optimizer.state.values() for value in one.values()]
+    found.state = sum(value.nbytes for value in states if isinstance(value, Tensor))
+    before = count.restart_peak()
+    optimizer.step()
+    found.update = count.peak - before
+
+
+class MemoryCount(TorchDispatchMode):
+    """Counts the bytes that operators allocate while it is active, and the work that they do.
+
+    Parameters and buffers of the network, and the gradients that gather in ``grad``, are left out of `live`
+    and `peak`. Works on real tensors, too.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.work: Counter[Work] = Counter()
+        self._sizes: dict[int, int] = {}  # by storage; 0 for what is left out
+        self._watch = [
+            p.register_post_accumulate_grad_hook(self._leave_gradient)
+            for p in network.parameters()
+            if p.requires_grad
+        ]
+        for tensor in (*network.parameters(), *network.buffers()):
+            self._leave_out(tensor)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._watch:
+            handle.remove()
+
+    def take_work(self) -> Counter[Work]:
+        """Return the work done since the last call."""
+        done, self.work = self.work, Counter()
+        return done
+
+    def restart_peak(self) -> int:
+        """Let the peak begin anew from what is there, and return that."""
+        self.peak = self.live
+        return self.live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count what it allocates and does."""
+        named = kwargs or {}
+        output = func(*args, **named)
+        outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        new = [one for one in outputs if self._add(one)]
+        if new or func._schema.is_mutable:  # else it gave views
+            inputs = [one for one in tree_leaves((args, named)) if isinstance(one, Tensor)]
+            formula = flop_registry.get(func.overloadpacket)
+            flops = 0 if formula is None else int(formula(*args, **named, out_val=output))
+            moved = sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
+            self.work[flops, moved] += 1
+        return output
+
+    def _add(self, tensor: Tensor) -> bool:
+        """Count a tensor's storage until it is freed; return whether it is a new one."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return False
+        self._sizes[key] = size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key)
+        return True
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+    def _leave_out(self, tensor: Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._sizes:
+            weakref.finalize(tensor.untyped_storage(), self._drop, key)
+        self.live -= self._sizes.get(key, 0)
+        self._sizes[key] = 0
+
+    def _leave_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._leave_out(parameter.grad)

@@ -1,0 +1,185 @@
+"""Options in, the optimizer of the network and the schedule of the learning rate out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from plsc.config import Options
+from plsc.errors import OptionError, PlscError
+from plsc.heads import Head, RowOptimizer
+from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.optim import schedule as shapes
+from plsc.optim.custom import load_function
+from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
+from plsc.optim.groups import LR_FACTOR, Assignment
+from plsc.optim.schedule import Schedule, Shape, scale_rate
+from plsc.options.optimizer_table import OPTIMIZERS
+
+ScheduleFunction = Callable[..., float]
+
+
+def check_optim(options: Options) -> None:
+    """Raise OptionError for options of the optimizer and schedule that contradict each other."""
+    optim = options.optim
+    if optim.warmup_epochs and optim.warmup_steps:
+        raise OptionError(
+            f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}; "
+            "set one of the two"
+        )
+    if optim.schedule == "exponential" and not optim.end_lr_factor:
+        raise OptionError(
+            "an exponential schedule never comes to 0, where optim.end_lr_factor has it end; call "
+            "set_end_lr_factor(0.01), say"
+        )
+    if optim.cosine_cycles > 1 and optim.schedule != "cosine":
+        raise OptionError(
+            f"optim.cosine_cycles is {optim.cosine_cycles}, but optim.schedule is {optim.schedule!r}; call "
+            "set_lr_schedule('cosine'), or leave it out"
+        )
+    if optim.nesterov and not optim.momentum:
+        raise OptionError("optim.nesterov needs a momentum; set_momentum(0.9), or leave it out")
+    is_custom = ":" in optim.optimizer
+    takes = () if is_custom else OPTIMIZERS[optim.optimizer.lower()].takes
+    if "optim.betas" in options.explicit and "betas" not in takes:
+        raise OptionError(
+            f"optim.betas is set, but the optimizer {optim.optimizer} does not take it; leave it out"
+        )
+    if not is_custom:  # torch's own checks of the settings, before any data is read
+        one = [{"params": [nn.Parameter(torch.zeros(1, 1))]}]
+        build_optimizer(optim, one, optim.lr, torch.device("cpu"))
+    elif "optim.implementation" in options.explicit:
+        raise OptionError(
+            f"optim.implementation is set, but the factory {optim.optimizer} makes the optimizer; have it "
+            "set foreach or fused, and leave this out"
+        )
+
+
+def build_updates(
+    options: Options,
+    named: Mapping[str, nn.Parameter],
+    assignment: Assignment,
+    head: Head | JointHead,
+    rows: RowOptimizer | JointRows | None,
+    global_batch: int,
+    device: torch.device,
+    factory: Factory | None,
+) -> tuple[torch.optim.Optimizer, float]:
+    """Return the optimizer of the network and of dense heads, and the rate at its schedule's full height.
+
+    The groups of the sharded rows get their rate at full height, too. named: the network's parameters, as
+    they are to be updated, under the names of the assignment. factory: instead of `optim.optimizer`.
+    """
+    optim = options.optim
+    groups: list[dict[str, Any]] = [
+        {"params": [named[name] for name in names], **own}
+        for names, own in assignment.groups
+        if names
+    ]
+    dense = [p for _, _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
+    if dense:
+        groups.append({"params": dense, **_settings_of_dense_heads(options)})
+    if not groups:  # the network is frozen, and the rows have an optimizer of their own
+        groups.append({"params": []})
+    base = scale_rate(optim.lr, global_batch)
+    for group in [] if rows is None else rows.param_groups:
+        group[FULL_RATE] = base * options.head.lr_factor
+    if ":" not in optim.optimizer:
+        return build_optimizer(optim, groups, base, device), base
+    if factory is None:
+        factory = load_function(optim.optimizer, "optim.optimizer", "set_optimizer")
+    optimizer = build_custom(factory, optim.optimizer, groups, optim.optimizer_arguments or {})
+    return optimizer, float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
+
+
+def _settings_of_dense_heads(options: Options) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if options.head.lr_factor != 1:
+        own[LR_FACTOR] = options.head.lr_factor
+    if options.head.weight_decay is not None:
+        own["weight_decay"] = options.head.weight_decay
+    return own
+
+
+def build_schedule(
+    options: Options,
+    base: float,
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    function: ScheduleFunction | None,
+) -> Schedule:
+    """Return the schedule of a rate at its full height, `base`.
+
+    total_steps, steps_per_epoch: None where a generator reader does not tell. function: instead of
+    `optim.schedule`. Raises OptionError where a number of steps is needed.
+    """
+    optim = options.optim
+    if optim.warmup_epochs and steps_per_epoch is None:
+        raise OptionError(
+            "optim.warmup_epochs needs the length of an epoch, which a generator reader does not "
+            "tell; call set_train_image_num, or set_warmup_steps"
+        )
+    warmup = optim.warmup_steps or optim.warmup_epochs * (steps_per_epoch or 0)
+    if ":" in optim.schedule:
+        return Schedule(base, _custom_shape(optim.schedule, total_steps, function), warmup)
+    if optim.schedule == "constant":
+        return Schedule(base, shapes.constant, warmup)
+    if optim.schedule in ("step", "multi_step"):
+        shape = shapes.steps_down(optim.step_boundaries, optim.lr_decay_factor)
+        return Schedule(base, shape, warmup)
+    last = optim.decay_steps or total_steps
+    if last is None:
+        raise OptionError(
+            f"optim.schedule {optim.schedule!r} needs the number of steps, which a generator reader does "
+            "not tell; call set_decay_steps, set_train_steps or set_train_image_num"
+        )
+    end = optim.end_lr_factor
+    falling = {
+        "cosine": lambda: shapes.cosine(warmup, last, end, optim.cosine_cycles),
+        "exponential": lambda: shapes.exponential(warmup, last, end),
+        "polynomial": lambda: shapes.polynomial(warmup, last, optim.decay_power, end),
+    }
+    return Schedule(base, falling[optim.schedule](), warmup)
+
+
+def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction | None) -> Shape:
+    if function is None:
+        function = load_function(name, "optim.schedule", "set_lr_schedule")
+    check_schedule_function(function)
+    try:
+        arguments = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some functions in C do not tell
+        arguments = []
+    given = {"total_steps": total_steps} if "total_steps" in arguments else {}
+    shape = shapes.custom(lambda step: function(step, **given), name)
+    try:
+        shape(0)
+    except PlscError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise OptionError(
+            f"the schedule {name} cannot be used: {type(error).__name__}: {error}; expected a function that "
+            "takes the count of updates made, and total_steps if it names that"
+        ) from error
+    return shape
+
+
+def check_schedule_function(function: Any) -> None:
+    """Raise OptionError for a schedule of torch's, which is none here, and for what is no function."""
+    made = getattr(function, "func", function)  # of functools.partial
+    kind = made if inspect.isclass(made) else type(made)
+    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        raise OptionError(
+            f"the schedule is torch's {kind.__name__}, which counts its own calls and changes the rates it "
+            "finds, so that a resumed run could have other ones; give a function of the step, such as "
+            "lambda step: 0.97 ** (step // 1000), or one of the named schedules"
+        )
+    if not callable(function):
+        raise OptionError(
+            f"the schedule is {function!r}; expected a name, or a function that takes the count of updates "
+            "made and returns what multiplies the learning rate"
+        )

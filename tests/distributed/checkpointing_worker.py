@@ -1,0 +1,70 @@
+"""Trains with and without activation checkpointing and compares every bit; exits 1 at a difference."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+
+from torch.nn.parallel import DistributedDataParallel
+
+from plsc.config import Options
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run
+from plsc.train.state import collect_tensors
+from plsc.train.step import Step
+
+CASES = {
+    "batch norm": {},
+    "batch norm over all ranks": {"model.sync_batch_norm": True},
+    "micro-batches": {"train.micro_batches": 2, "model.sync_batch_norm": True},
+    "clipped, sampled": {"optim.clip_norm": 0.5, "head.sample_ratio": 0.5},
+}
+
+
+def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float], dict]:
+    """Return the losses of three steps, and the tensors of the run after them."""
+    options = Options()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "data.dataset_dir": dataset,
+            "data.num_workers": 0,
+            "checkpoint.save_dir": folder,
+            "model.name": "SmallResNet",
+            "model.image_shape": (3, 16, 16),
+            "model.emb_size": 12,
+            "model.dropout": 0.4,
+            "train.batch_size": 8,
+            "train.with_test": False,
+            "optim.lr": 4.0,
+            "memory.checkpoint_stages": names,
+            **CASES[case],
+        }
+        for path, value in settings.items():
+            options.set(path, value)
+        run = build_run(options, world, UserParts())
+        assert isinstance(run.forward, DistributedDataParallel) == (world.size > 1)
+        step, losses = Step(run), []
+        run.network.train()
+        for batch in itertools.islice(run.loader.epoch(0, 0), 3):
+            losses.append(step.make(batch, is_logged=True)[1])
+            run.position.advance()
+    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    return losses, whole | {key: value.local for key, value in sharded.items()}
+
+
+def main() -> None:
+    world = World.from_environment("cpu")
+    for case in CASES:
+        plain_losses, plain = train(world, sys.argv[1], case, "none")
+        for names in ("all", "stem,stages.*,neck"):
+            losses, tensors = train(world, sys.argv[1], case, names)
+            assert losses == plain_losses, f"{case}, {names}: {losses} != {plain_losses}"
+            assert list(tensors) == list(plain), f"{case}, {names}"
+            for key, tensor in tensors.items():
+                assert tensor.equal(plain[key]), f"{case}, {names}: {key}"
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

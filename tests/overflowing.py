@@ -1,0 +1,103 @@
+"""A network that overflows where a script says so, and what a run does about it.
+
+A script has a letter a step: ``.`` all is finite; ``g`` a gradient of the backbone is inf before the ranks
+sum them, ``p`` after that; ``e`` the activations are inf, and so the running statistics and the embeddings;
+``l`` the loss alone is nan. All of them on the last rank only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.heads.joint import each_head
+from plsc.models import BaseModel
+from plsc.train.state import collect_tensors
+from plsc.train.step import Step
+from tests.resuming import train
+
+
+class _Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+class Scripted(BaseModel):
+    """Batch norm, whose statistics overflow too."""
+
+    kind = "."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 4, stride=4)
+        self.norm = nn.BatchNorm2d(6)
+        self.fc = nn.Linear(6 * 4 * 4, 8)
+
+    def build_network(self, input, label, is_train=True):
+        x = self.conv(input)
+        if is_train and Scripted.kind == "e":
+            x = x * math.inf
+        x = self.fc(self.norm(x).flatten(1))
+        return _Overflow.apply(x) if is_train and Scripted.kind == "g" else x
+
+
+def state_of(run) -> dict[str, torch.Tensor]:
+    """Return copies of everything that learning changes: weights, momentum, rows, running statistics."""
+    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    tensors = {**whole, **{key: part.local for key, part in sharded.items()}}
+    return {key: tensor.clone() for key, tensor in tensors.items()}
+
+
+def train_scripted(options, world, script: str, network=Scripted):
+    """Train so that each step goes as the script says; what a skipped step leaves must be what it found."""
+    make, judge = Step.make, Step._judge
+
+    def scripted(self, batch, is_logged):
+        run = self._run
+        is_last = world.rank == world.size - 1
+        Scripted.kind = script[run.position.step] if is_last else "."
+        before = state_of(run)
+        made = make(self, batch, is_logged)
+        assert made.is_skipped == (script[run.position.step] in "gpe"), run.position
+        after = state_of(run)
+        if made.is_skipped:
+            assert before.keys() == after.keys()
+            changed = [key for key in before if not before[key].equal(after[key])]
+            assert not changed, f"step {run.position.step} changed {changed}"
+        else:
+            changed = {
+                key for key in after if key not in before or not before[key].equal(after[key])
+            }
+            assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
+            for _, _, head, _ in each_head(run.head, run.rows):
+                assert len(head.weight) == 0 or any(key.startswith("head") for key in changed)
+        return made
+
+    def judging(self, output):
+        if Scripted.kind == "p":
+            self._run.network.fc.weight.grad[0, 0] = math.inf
+        if Scripted.kind == "l":
+            output.mean_loss.fill_(math.nan)
+        return judge(self, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "make", scripted)
+        patch.setattr(Step, "_judge", judging)
+        return train(options, world, network)
+
+
+def logged(save_dir: Path, *names: str) -> dict[str, list]:
+    """Return what was logged of each step, by name."""
+    lines = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if "loss" in line]
+    return {name: [step[name] for step in steps] for name in names}

@@ -1,0 +1,208 @@
+"""plsc profile: what it prints and writes, and that it leaves nothing behind but that."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plsc import Entry
+from plsc.cli import main
+from plsc.errors import OptionError
+from plsc.marks import Part, set_recorder
+from plsc.profile.watch import TRACED
+from tests.distributed.launch import run_ranks
+from tests.images import write_dataset
+from tests.resuming import Drawing
+
+JOB = Path(__file__).resolve().parents[1] / "distributed" / "job.py"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("profile") / "set", classes=6, per_class=8)
+
+
+def entry(dataset, save_dir):
+    ins = Entry()
+    ins.set_seed(3)
+    ins.set_model_name("SmallResNet")
+    ins.set_emb_size(8)
+    ins.set_image_shape((3, 16, 16))
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_train_batch_size(12)
+    ins.set_train_epochs(1)
+    ins.set_log_period(1)
+    ins.set_num_workers(0)
+    return ins
+
+
+def events_of(path):
+    with gzip.open(path, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def losses(save_dir):
+    entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+    return [entry["loss"] for entry in entries]
+
+
+def test_two_ranks_have_a_table_and_a_trace_each_and_nothing_is_saved(dataset, tmp_path):
+    done = run_ranks(
+        JOB, 2, str(dataset), str(tmp_path / "saved"), "verb=profile", "set_sync_batch_norm=True",
+        "set_clip_norm=1.0", cwd=tmp_path,
+    )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["profile"]
+    folder = tmp_path / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "operators-rank0.txt", "operators-rank1.txt", "profile.json", "profile.txt",
+        "trace-rank0.json.gz", "trace-rank1.json.gz",
+    ]  # fmt: skip
+    told = json.loads((folder / "profile.json").read_text())
+    assert (folder / "profile.txt").read_text() in done.stdout
+    assert done.stdout.count("ms a step") == 1  # by one rank
+    parts = {part["part"]: part for part in told["parts"]}
+    # All is there: the network is small, but each part takes its microseconds.
+    assert parts.keys() == {part.value for part in Part}
+    assert sum(part["milliseconds"] for part in told["parts"]) == pytest.approx(told["step"])
+    assert sum(part["share"] for part in told["parts"]) == pytest.approx(1)
+    for part in told["parts"]:
+        assert part["least"] <= part["milliseconds"] <= part["most"]
+    assert told["ranks"] == 2
+    assert min(told["plain_step"], told["traced_step"], told["images_per_second"]) > 0
+    assert told["memory"] > 2**20
+    # Of the head, of batch norm and of the loop: all-reduces and all-gathers.
+    counts = {one["name"]: one["count"] for one in told["collectives"]}
+    assert counts["gloo:all_gather"] >= 3
+    assert counts["gloo:all_reduce"] >= 5
+    assert all(0 <= one["hidden"] <= one["milliseconds"] for one in told["collectives"])
+    for rank in range(2):
+        names = [event.get("name") for event in events_of(folder / f"trace-rank{rank}.json.gz")]
+        assert names.count(Part.HEAD_ROWS.value) == TRACED
+        assert names.count(Part.BACKWARD.value) == TRACED
+        assert Part.GRADIENTS.value in names
+        operators = (folder / f"operators-rank{rank}.txt").read_text()
+        assert "aten::convolution_backward" in operators
+
+
+def test_the_command_profiles_what_the_options_of_train_say(dataset, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    for name in ("trace-rank7.json.gz", "operators-rank7.txt", "notes.txt"):
+        (tmp_path / "out" / name).touch()  # an earlier profile's, and somebody's
+    flags = {
+        "data.dataset_dir": dataset, "model.name": "SmallResNet", "model.image_shape": "[3,16,16]",
+        "model.emb_size": 8, "train.batch_size": 12, "train.micro_batches": 2, "data.num_workers": 0,
+        "checkpoint.save_dir": tmp_path / "saved", "steps": 2, "output": tmp_path / "out",
+        "head.loss_type": "arcface",
+    }  # fmt: skip
+    assert main(["profile", *(f"--{name}={value}" for name, value in flags.items())]) == 0
+    out = capsys.readouterr().out
+    assert "2 steps on 1 rank, cpu" in out
+    assert "communication" not in out.split("advice")[0]  # one rank's goes to 'other'
+    assert "update of the rows" not in out  # a dense head has none
+    assert not (tmp_path / "saved").exists()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "notes.txt", "operators-rank0.txt", "profile.json", "profile.txt", "trace-rank0.json.gz",
+    ]  # fmt: skip
+    for wrong in ("--steps=0", "--steps=x", f"--output={dataset / 'label.txt'}", "--output="):
+        assert main(["profile", f"--data.dataset_dir={tmp_path}", wrong]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_training_after_a_profile_is_as_without_it_and_a_model_of_ones_own_is_untouched(
+    dataset, tmp_path
+):
+    for name in ("plain", "after"):
+        ins = entry(dataset, tmp_path / name)
+        torch.manual_seed(5)
+        model = Drawing()
+        ins.set_model(model)
+        if name == "after":
+            before = {key: value.clone() for key, value in model.state_dict().items()}
+            options = ins.options.as_dict()
+            ins.profile(1, tmp_path / "profile")
+            assert ins.options.as_dict() == options
+            assert all(torch.equal(before[key], v) for key, v in model.state_dict().items())
+        ins.train()
+    assert losses(tmp_path / "plain") == losses(tmp_path / "after")
+
+
+def test_a_generator_and_several_heads_are_profiled(dataset, tmp_path):
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_class_num(4)
+    ins.set_num_workers(1)
+
+    def reader():
+        for number in range(30):  # two and a half batches: epochs end in between
+            yield np.full((3, 16, 16), number, np.float32), number % 4
+
+    ins.train_reader = reader
+    assert ins.profile(2, tmp_path / "reader").of(Part.DATA) > 0
+
+    ins = entry(dataset, tmp_path / "run")
+    ins.add_dataset("one", dataset)
+    ins.add_dataset("two", dataset, loss_type="dist_softmax")
+    result = ins.profile(2, tmp_path / "heads")
+    assert result.of_group("head") > 0
+    assert result.step == pytest.approx(sum(part.milliseconds for part in result.parts))
+
+
+def test_what_fails_in_the_middle_stops_recording_and_is_told(dataset, tmp_path):
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_class_num(4)
+
+    def reader():
+        for number in range(12 * 11):  # fails in the second traced step
+            yield np.zeros((3, 16, 16), np.float32), number % 4
+        raise RuntimeError("no more")
+
+    ins.train_reader = reader
+    with pytest.raises(RuntimeError, match="no more"):
+        ins.profile(2, tmp_path / "out")
+    assert set_recorder(None) is None
+    folder = tmp_path / "folders"  # where each folder is a class
+    for label in "ab":
+        (folder / label).mkdir(parents=True)
+        for name in ("0_0.png", "0_1.png"):
+            (folder / label / name).write_bytes((dataset / "images" / name).read_bytes())
+    ins = entry(folder, tmp_path / "run")
+    with pytest.raises(OptionError, match="every folder is a class"):
+        ins.profile(1, folder / "out")
+    assert not (folder / "out").exists()
+
+
+class Slow(torch.utils.data.Dataset):
+    """Takes its time for each image."""
+
+    def __len__(self):
+        return 8 * 47
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.full((3, 16, 16), index % 5, dtype=torch.float32), index % 5
+
+
+def test_a_run_that_waits_for_its_data_is_told_once_what_to_try(tmp_path, capsys):
+    ins = entry("unused", tmp_path / "run")
+    ins.set_model(Tiny())
+    ins.set_train_batch_size(8)
+    ins.train_reader = Slow()
+    ins.set_log_period(1000)
+    ins.train()
+    said = [line for line in capsys.readouterr().out.splitlines() if "data is the limit" in line]
+    assert len(said) == 1
+    assert "0 workers a rank; try set_num_workers(" in said[0]
+
+
+class Tiny(Drawing):
+    """Takes no time worth speaking of."""
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(torch.nn.functional.avg_pool2d(input, 4).flatten(1).repeat(1, 2))

@@ -1,0 +1,73 @@
+"""What a stranger is told of data that cannot be used: what it is, where, and what to do."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from plsc import data_cli
+
+
+def parquet() -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"image": [b"image"] * 50, "label": list(range(50))}), file)
+    return file.getvalue()
+
+
+def tar(label: str = "cls") -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, content in (("1.jpg", b"image"), (f"1.{label}", b"7")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+ROW = '{"image": "a.jpg", "label": 1}\n'
+WRITE = "copy or write it anew"
+CASES = [
+    # name, content, what is said: of the file, and what to do
+    ("a.parquet", parquet()[:500], " is damaged, or no Parquet file (", WRITE),
+    ("a.parquet", b"hello", " is damaged, or no Parquet file (", WRITE),
+    ("a.tar", tar()[:514], " is truncated in '1.jpg'", WRITE),
+    ("a.tar", tar()[:1500], " is truncated: it ends at byte 1500, without an end mark", WRITE),
+    (
+        "a.tar",
+        b"\x1f\x8b" * 400,
+        ": the member before byte 512 has a wrong checksum",
+        "a plain tar",
+    ),
+    ("a.tar", tar("txt"), ":1 has no label: no .cls", "label_column"),
+    ("a.jsonl", ROW + '{"image": "a', ":2: is no JSON (", "one object a line; fix the line"),
+    ("a.jsonl", ROW + '{"image": "a"}', ":2: the label 'label' is missing", "fix the line"),
+    ("a.jsonl", '{"image":\n' + ROW, ": the first line is no JSON (", "fix the line"),
+    ("a.csv", b"\xff,label\n1,2\n", ": the first line is no UTF-8", "expected the columns' names"),
+    (
+        "mk.py",
+        "print()\n",
+        " is no set of images: no format has files with the suffix .py",
+        ".parquet",
+    ),
+    ("LICENSE", "text", " is no set of images: no format has files without a suffix", "label.txt"),
+    ("label.txt", "a.jpg 1\n", " lists a set; give the folder that it is in", "label.txt"),
+    ("gone", None, " does not exist", "expected a folder with label.txt"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "problem", "advice"), CASES)
+def test_what_is_wrong_with_a_set_is_told_with_its_place_and_what_to_do(
+    tmp_path, capsys, name, content, problem, advice
+):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert data_cli.main(["inspect", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert f"error: {path}{problem}" in said.replace("\\n", "")
+    assert advice in said

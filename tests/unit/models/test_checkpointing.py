@@ -1,0 +1,226 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.errors import OptionError
+from plsc.models import BaseModel, build_model
+from plsc.models.checkpointing import checkpoint_activations, find_blocks, select_modules
+from plsc.models.dropout import draw_by_sample
+
+SHAPE = (3, 32, 32)
+NETWORKS = ("SmallResNet", "ResNet18", "IResNet18", "torchvision/mobilenet_v2")
+CHOICES = {"SmallResNet": "all", "ResNet18": "stem,stages.*", "IResNet18": "layer*.0,features"}
+
+
+class Concatenating(BaseModel):
+    """A list that is called block by block, cumulative batch norm, an inner result used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block(3 + 2 * i) for i in range(3))
+        self.fc = nn.Linear(9, 8)
+
+    @staticmethod
+    def block(inputs):
+        block = nn.Module()
+        block.conv = nn.Conv2d(inputs, 2, 3, padding=1)
+        block.norm = nn.BatchNorm2d(2, momentum=None)
+        block.drop = nn.Dropout(0.5)
+        block.forward = lambda maps: block.drop(torch.tanh(block.norm(block.conv(maps))))
+        return block
+
+    def build_network(self, input, label, is_train=True):
+        for block in self.blocks:
+            input = torch.cat([input, block(input)], 1)
+        return self.fc(input.mean((2, 3)))
+
+
+def make(name):
+    torch.manual_seed(3)
+    if name == "own":
+        return Concatenating()
+    return build_model(name, 16, SHAPE, dropout=0.4)
+
+
+def train(network, names="none", every=1, steps=2, parts=2, dtype=None, layout=None):
+    """Return all that two steps of plain SGD leave, and what the gradients were."""
+    samples = draw_by_sample(network)
+    checkpoint_activations(network, names, every)
+    network.train()
+    if layout is not None:
+        network.to(memory_format=layout)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    left = []
+    for step in range(steps):
+        images = torch.randn(8, *SHAPE, generator=generator)
+        if layout is not None:
+            images = images.contiguous(memory_format=layout)
+        optimizer.zero_grad()
+        for part in range(parts):
+            torch.manual_seed(step)
+            samples.numbers = torch.arange(8).tensor_split(parts)[part]
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                output = network(images.tensor_split(parts)[part])
+            samples.numbers = torch.arange(100, 108)  # as if the next batch were there already
+            output.float().square().sum().backward()
+        left += [p.grad.clone() for p in network.parameters() if p.grad is not None]
+        optimizer.step()
+    return left + [tensor.clone() for tensor in network.state_dict().values()]
+
+
+def kept_bytes(network):
+    """Return the bytes that a forward pass leaves for the backward pass, parameters aside."""
+    own = {p.untyped_storage()._cdata for p in network.parameters()}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = network(torch.randn(4, *SHAPE))
+    del output
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def assert_same_bits(ours, theirs):
+    assert len(ours) == len(theirs) > 10
+    assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "own"])
+def test_gradients_weights_and_running_statistics_have_the_bits_of_the_plain_network(name):
+    plain, ours = train(make(name)), train(make(name), CHOICES.get(name, "all"))
+    assert_same_bits(ours, plain)
+
+
+def test_autocast_channels_last_and_every_second_block_keep_the_bits():
+    for options in (
+        {"dtype": torch.bfloat16},
+        {"layout": torch.channels_last},
+        {"parts": 1, "dtype": torch.bfloat16, "layout": torch.channels_last},
+    ):
+        plain = train(make("SmallResNet"), **options)
+        assert_same_bits(train(make("SmallResNet"), "all", 2, **options), plain)
+
+
+def test_running_statistics_move_once_and_not_again_in_the_backward_pass():
+    # What plain checkpointing gets wrong.
+    network = make("SmallResNet").train()
+    checkpoint_activations(network, "all")
+    norm = network.get_submodule("stages.0.0.residual.1")
+    output = network(torch.randn(4, *SHAPE))
+    before = norm.running_mean.clone()
+    output.sum().backward()
+    assert int(norm.num_batches_tracked) == 1
+    assert norm.running_mean.equal(before)
+    assert norm.running_mean.any()
+
+
+@pytest.mark.parametrize("name", ["SmallResNet", "ResNet18"])
+def test_less_is_kept_for_the_backward_pass(name):
+    network = make(name).train()
+    kept = []
+    for names, every in (("none", 1), ("all", 2), ("all", 1)):
+        checkpoint_activations(network, names, every)
+        kept.append(kept_bytes(network))
+    assert kept[0] > kept[1] > kept[2]
+    assert kept[2] < 0.6 * kept[0]
+
+
+def test_frozen_layers_evaluation_and_names_of_parameters_stay_as_they_were():
+    network = make("SmallResNet")
+    names = list(network.state_dict())
+    for parameter in network.get_submodule("stages.0").parameters():
+        parameter.requires_grad_(False)
+    checkpoint_activations(network, "all")
+    assert list(network.state_dict()) == names
+    network.train()
+    network.get_submodule("stages.0").eval()
+    statistics = network.get_submodule("stages.0.0.residual.1").running_mean.clone()
+    network(torch.randn(4, *SHAPE)).sum().backward()
+    assert network.get_submodule("stages.0.0.residual.1").running_mean.equal(statistics)
+    assert network.get_submodule("stages.0.0.residual.0").weight.grad is None
+    assert network.get_submodule("stages.1.0.residual.0").weight.grad is not None
+    with torch.no_grad():
+        assert kept_bytes(network.eval()) == 0
+
+
+def test_a_copy_of_the_network_is_one_of_its_own_and_none_takes_it_all_back():
+    network = make("SmallResNet")
+    checkpoint_activations(network, "all")
+    twin = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+    assert twin.eval()(torch.randn(2, *SHAPE)).any()
+    checkpoint_activations(twin, "all")
+    checkpoint_activations(twin, "none")
+    assert not any("forward" in module.__dict__ for module in twin.modules())
+
+
+def test_blocks_are_found_in_networks_of_many_makes():
+    with torch.device("meta"):
+        wanted = {
+            "ResNet18": ["stages.0.0", "stages.0.1", "stages.1.0", 8],
+            "SmallResNet": ["stages.0.0", "stages.1.0", "stages.2.0", 4],
+            "torchvision/convnext_tiny": ["network.features.1.0", "network.features.1.1", 18],
+            "torchvision/efficientnet_b0": ["network.features.1.0", "network.features.2.0", 16],
+        }
+        for name, (*first, count) in wanted.items():
+            blocks = find_blocks(build_model(name, 16))
+            assert blocks[: len(first)] == first
+            assert len(blocks) == count
+
+
+def test_patterns_choose_the_outermost_modules():
+    network = make("ResNet18")
+    assert select_modules(network, "none") == []
+    assert select_modules(network, "stages.*") == [f"stages.{i}" for i in range(4)]
+    assert select_modules(network, "stages.0.*, neck") == ["stages.0.0", "stages.0.1", "neck"]
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "expected"),
+    [
+        ("SmallResNet", "stage.0", r"'stage.0', which fits no module of SmallResNet; did you mean"),
+        ("SmallResNet", "stages.*,tail", "'tail', which fits no module.* are stem, stages, neck"),
+        (
+            "own",
+            "blocks",
+            r"a list that is not called itself; name its parts instead: 'blocks\.\*'",
+        ),
+        (
+            "torchvision/vgg11",
+            "all",
+            "has no lists of blocks; name modules instead, among: network",
+        ),
+    ],
+)
+def test_names_that_choose_nothing_are_refused(name, names, expected):
+    with torch.device("meta"):
+        network = make(name)
+    with pytest.raises(OptionError, match=expected):
+        checkpoint_activations(network, names)
+
+
+def test_a_module_with_a_state_of_its_own_is_refused_rather_than_changed_twice():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.fc(x) / self.calls
+
+    network = nn.Sequential(Counting(), nn.Linear(4, 4))
+    checkpoint_activations(network, "0")
+    with pytest.raises(OptionError, match="names '0', which changes a buffer of its own"):
+        network(torch.randn(2, 4))

@@ -1,0 +1,245 @@
+"""Patterns, groups of parameters, freezing, and first values by rule."""
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.config import Options
+from plsc.entry import Entry
+from plsc.errors import OptionError
+from plsc.models import BaseModel, build_model
+from plsc.models.freezing import freeze
+from plsc.models.initial import initialise_by_rule
+from plsc.models.sync_batch_norm import SyncBatchNorm
+from plsc.optim.groups import assign_parameters
+from plsc.options.initialization import read_initializations
+from plsc.patterns import find_parameters, label_parameters
+
+
+class Small(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.PReLU())
+        self.plain = nn.Sequential(
+            nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False), nn.Dropout(0.5)
+        )
+        self.fc = nn.Linear(3, 4)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(self.plain(self.stem(input).mean((2, 3))))
+
+
+STEM = ["stem.0.weight", "stem.0.bias", "stem.1.weight", "stem.1.bias", "stem.2.weight"]
+PLAIN, FC = ["plain.0.weight", "plain.0.bias"], ["fc.weight", "fc.bias"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("stem", STEM),
+        ("stem.1", ["stem.1.weight", "stem.1.bias"]),
+        ("*.bias", ["stem.0.bias", "stem.1.bias", "plain.0.bias", "fc.bias"]),
+        ("fc.weight", ["fc.weight"]),
+        ("type:BatchNorm*", ["stem.1.weight", "stem.1.bias"]),
+        ("type:Linear", PLAIN + FC),
+        ("re:(fc|stem\\.0)\\.b.*", ["stem.0.bias", "fc.bias"]),
+        ("*", STEM + PLAIN + FC),
+    ],
+)
+def test_a_pattern_is_a_name_a_module_a_type_or_an_expression(pattern, names):
+    assert find_parameters(pattern, label_parameters(Small()), "here") == names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("stemm.*", "of stem, plain, fc; did you mean 'stem'"),
+        ("fc.weigth", "did you mean 'fc.weight'"),
+        ("type:BatchNorm3d", "did you mean 'type:BatchNorm2d'"),
+        ("Stem", "did you mean 'stem'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told_with_near_names(pattern, said):
+    with pytest.raises(OptionError, match="matches no parameter") as caught:
+        find_parameters(pattern, label_parameters(Small()), "here")
+    assert said in str(caught.value)
+
+
+def assigned(network=None, freeze=(), **changes):
+    options = Options()
+    options.set("optim.freeze", freeze)
+    for name, value in changes.items():
+        options.set(f"optim.{name}", value)
+    return assign_parameters(network or Small(), options.optim)
+
+
+def test_without_options_there_is_one_group_of_all_that_is_trained():
+    network = Small()
+    network.fc.bias.requires_grad_(False)
+    got = assigned(network)
+    assert got.groups == [([*STEM, *PLAIN, "fc.weight"], {})]
+    assert got.frozen == set()
+
+
+def test_the_first_group_that_matches_counts_and_the_rest_comes_first():
+    ins = Entry()
+    ins.add_parameter_group("fc.bias", weight_decay=0.0)
+    ins.add_parameter_group("fc", lr_factor=0.1, momentum=0.5)
+    ins.add_parameter_group("stem.0", frozen=True)
+    got = assigned(groups=ins.options.optim.groups)
+    assert got.groups == [
+        (STEM[2:] + PLAIN, {}),
+        (["fc.bias"], {"weight_decay": 0.0}),
+        (["fc.weight"], {"momentum": 0.5, "lr_factor": 0.1}),
+    ]
+    assert got.frozen == {"stem.0.weight", "stem.0.bias"}
+    with pytest.raises(OptionError, match="put the narrower pattern first"):
+        assigned(groups=({"pattern": "fc"}, {"pattern": "fc.bias", "lr_factor": 2.0}))
+
+
+def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_decay():
+    got = assigned(
+        decay_norm_and_bias=False,
+        l1_decay=0.1,
+        groups=({"pattern": "fc", "weight_decay": 0.2}, {"pattern": "plain", "lr_factor": 3.0}),
+    )
+    none = {"weight_decay": 0.0, "l1_decay": 0.0}
+    assert [group for group in got.groups if group[0]] == [
+        (["stem.0.weight"], {"l1_decay": 0.1}),
+        (STEM[1:], none),
+        (["fc.weight"], {"weight_decay": 0.2, "l1_decay": 0.1}),
+        (["fc.bias"], {"weight_decay": 0.2, "l1_decay": 0.0}),
+        (["plain.0.weight"], {"lr_factor": 3.0, "l1_decay": 0.1}),
+        (["plain.0.bias"], {"lr_factor": 3.0, **none}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ({}, "pattern of a parameter group is None"),
+        ({"pattern": "re:("}, "expected a regular expression after 're:'"),
+        (
+            {"pattern": "fc", "lr_factor": 0},
+            "'fc': optim.groups.lr_factor is 0; expected more than",
+        ),
+        ({"pattern": "fc", "lr": 0.1}, "other arguments than 'lr': set_lr"),
+        ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so nothing else"),
+        ({"pattern": "fc", "momentum": float("nan")}, "plain values"),
+        ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),
+    ],
+)
+def test_a_wrong_group_is_refused_when_it_is_set(group, said):
+    options = Options()
+    with pytest.raises(OptionError) as caught:
+        options.set("optim.groups", (group,))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def frozen(*patterns, network=None):
+    network = network or Small()
+    freeze(network, assigned(network, freeze=patterns).frozen)
+    return network
+
+
+def test_frozen_batch_norms_stay_in_evaluation_and_nothing_else_does():
+    network = frozen("stem", "plain")
+    for mode in (True, False, True):
+        network.train(mode)
+        modes = {name: module.training for name, module in network.named_modules()}
+        assert {name for name, is_on in modes.items() if is_on != mode} == (
+            {"stem.1", "plain.1"} if mode else set()
+        )
+    assert [name for name, p in network.named_parameters() if p.requires_grad] == FC
+    before = network.stem[1].running_mean.clone(), network.plain[1].running_mean.clone()
+    network(torch.randn(4, 1, 5, 5)).sum().backward()
+    assert network.stem[1].running_mean.equal(before[0])
+    assert network.plain[1].running_mean.equal(before[1])
+
+
+def test_a_batch_norm_of_which_a_part_is_trained_learns_its_statistics():
+    network = frozen("stem.1.bias", "plain.0.bias").train()
+    assert network.stem[1].training
+    assert network.plain[1].training
+
+
+def test_a_synchronised_batch_norm_is_frozen_by_the_name_of_the_plain_one():
+    network = Small()
+    names = assigned(network, freeze=["type:BatchNorm2d"]).frozen
+    network.stem[1] = SyncBatchNorm.replacing(network.stem[1], group=None)
+    freeze(network, names)
+    network.train()
+    assert not network.stem[1].training
+
+
+def initialised(*rules, seed=3):
+    torch.manual_seed(0)
+    network = Small()
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    initialise_by_rule(network, read_initializations(rules), seed)
+    changed = {n: p.detach() for n, p in network.named_parameters() if not p.equal(before[n])}
+    return network, changed
+
+
+def test_a_rule_changes_what_it_matches_alike_for_a_seed_and_a_name():
+    xavier = {"pattern": "stem", "rule": "xavier_uniform"}
+    constant = {"pattern": "*.bias", "rule": "constant", "val": 0.5}
+    _, changed = initialised(constant, xavier)
+    assert set(changed) == {"stem.0.weight", *(n for n in STEM + PLAIN + FC if "bias" in n)}
+    assert all(bool((p == 0.5).all()) for name, p in changed.items() if "bias" in name)
+    _, alone = initialised(xavier)
+    assert alone["stem.0.weight"].equal(changed["stem.0.weight"])
+    _, other = initialised(xavier, seed=4)
+    assert not other["stem.0.weight"].equal(changed["stem.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "holds"),
+    [
+        ({"rule": "orthogonal", "gain": 2.0}, lambda w: (w @ w.T).allclose(4 * torch.eye(16), atol=1e-4)),
+        ({"rule": "kaiming_normal", "mode": "fan_out"}, lambda w: abs(w.std() - (2 / 16) ** 0.5) < 0.02),
+        ({"rule": "kaiming_uniform"}, lambda w: w.abs().max() < (3 / 900) ** 0.5 * 1.42),
+        ({"rule": "xavier_normal"}, lambda w: abs(w.std() - (2 / 916) ** 0.5) < 0.002),
+        ({"rule": "normal", "mean": 3.0, "std": 0.1}, lambda w: abs(w.mean() - 3) < 0.01),
+        ({"rule": "trunc_normal", "std": 1.0, "a": -0.5, "b": 0.5}, lambda w: w.abs().max() <= 0.5),
+        ({"rule": "uniform", "a": 1.0, "b": 2.0}, lambda w: 1 <= w.min() <= w.max() <= 2),
+    ],
+    ids=lambda value: value["rule"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_the_rules_are_those_of_torch_with_their_arguments(rule, holds):
+    network = nn.Sequential(nn.Linear(900, 16))
+    initialise_by_rule(network, read_initializations([{"pattern": "0.weight", **rule}]), 1)
+    assert holds(network[0].weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"rule": "xavier"}, "no rule is named 'xavier'"),
+        ({"rule": "normal", "sd": 1.0}, "has no 'sd'; known: mean, std"),
+        ({"rule": "normal", "std": "1"}, "std is '1'; expected a finite number"),
+        ({"rule": "constant"}, "needs val"),
+        ({"rule": "kaiming_normal", "mode": "fan"}, "cannot be used for fc.weight"),
+        ({"rule": "normal", "std": -1.0}, "cannot be used for fc.weight"),
+        ({"rule": "orthogonal", "pattern": "*.bias"}, "of two dimensions or more"),
+        (
+            {"rule": "normal", "pattern": "ffc"},
+            "model.initialization: the pattern 'ffc' matches no",
+        ),
+    ],
+)
+def test_a_wrong_rule_is_refused(rule, said):
+    with pytest.raises(OptionError) as caught:
+        initialised({"pattern": "fc", **rule})
+    assert said in str(caught.value)
+
+
+def test_a_setter_adds_a_rule_and_the_networks_here_take_it():
+    ins = Entry()
+    ins.set_initialization("type:Conv2d", "kaiming_normal", mode="fan_out")
+    ins.set_initialization("neck", "normal", std=0.01)
+    assert len(ins.options.model.initialization) == 2
+    network = build_model("SmallResNet", 8, (1, 16, 16))
+    initialise_by_rule(network, read_initializations(ins.options.model.initialization), 0)
+    assert float(network.neck.fc.weight.detach().std()) == pytest.approx(0.01, rel=0.2)

@@ -1,0 +1,197 @@
+"""Which modules and operators compute in which type."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from plsc import AutoMixedPrecisionLists
+from plsc.errors import OptionError
+from plsc.models.small import SmallResNet
+from plsc.optim.autocast import PrecisionLists, apply_lists, autocast
+from plsc.optim.operators import OPERATORS, OperatorPrecision
+
+CPU = torch.device("cpu")
+WATCHED = ("stem.0", "stem.1", "stem.2", "neck.fc", "neck.norm_out")
+BFLOAT16 = dict.fromkeys(WATCHED, torch.bfloat16)
+FLOAT32 = dict.fromkeys(WATCHED, torch.float32)
+
+
+def network(white=(), black=()):
+    torch.manual_seed(0)
+    net = SmallResNet(16, (3, 16, 16), dropout=0.0)
+    apply_lists(net, PrecisionLists.look_up(net, white, black), torch.bfloat16, CPU)
+    return net
+
+
+def types_in(net, mode="bfloat16"):
+    """Return the type that each watched module computes in: of a convolution's product, a norm's output."""
+    seen = {}
+    for name, module in net.named_modules():
+        if name in WATCHED:
+            module.register_forward_hook(
+                lambda _, inputs, output, name=name: seen.update({name: output.dtype})
+            )
+    with autocast(mode, CPU):
+        output = net(torch.randn(2, 3, 16, 16))
+    output.sum().backward()
+    assert all(p.dtype is p.grad.dtype is torch.float32 for p in net.parameters())
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("white", "black", "changed"),
+    [
+        ((), (), {}),
+        ((), ("BatchNorm2d",), {"stem.1": torch.float32}),
+        ((), ("BatchNorm?d",), {"stem.1": torch.float32, "neck.norm_out": torch.float32}),
+        ((), ("batch_norm",), {"stem.1": torch.float32, "neck.norm_out": torch.float32}),
+        ((), ("neck",), {"neck.fc": torch.float32, "neck.norm_out": torch.float32}),
+        ((), ("neck.f*",), {"neck.fc": torch.float32, "neck.norm_out": torch.float32}),
+        ((), ("linear",), {"neck.fc": torch.float32, "neck.norm_out": torch.float32}),
+        ((), ("SmallResNet",), FLOAT32),
+    ],
+)
+def test_modules_and_operators_compute_in_the_type_that_their_list_says(white, black, changed):
+    net = network(white, black)
+    assert types_in(copy.deepcopy(net)) == BFLOAT16 | changed
+    if changed:
+        assert types_in(net, "float32") == FLOAT32  # without autocast the lists are at rest
+    assert list(net.state_dict()) == list(SmallResNet(16, (3, 16, 16)).state_dict())
+
+
+def test_a_module_of_the_black_list_computes_what_it_would_without_mixed_precision():
+    net, plain = network(black=["SmallResNet"]), network()
+    images = torch.randn(2, 3, 16, 16)
+    with autocast("bfloat16", CPU):
+        embeddings = net(images)
+    assert torch.equal(embeddings, plain(images))
+
+
+@pytest.mark.parametrize("white", ["neck.fc", "linear"])
+def test_within_what_stays_float32_a_part_may_have_16_bits_and_gives_float32(white):
+    images, outputs = torch.randn(4, 3, 16, 16), []
+    for net in (network([white], ["SmallResNet"]), network()):
+        seen = []
+        net.neck.fc.register_forward_hook(lambda *call, seen=seen: seen.append(call[1:]))
+        with autocast("bfloat16" if not outputs else "float32", CPU):
+            net(images)
+        ((inputs,), output) = seen[0]
+        assert output.dtype is torch.float32
+        outputs.append((inputs, output))
+    (inputs, output), (plain_inputs, plain) = outputs
+    assert torch.equal(inputs, plain_inputs)  # all before it is float32
+    assert not torch.equal(output, plain)
+    weight, bias = net.neck.fc.weight.bfloat16(), net.neck.fc.bias.bfloat16()
+    assert torch.equal(output, F.linear(inputs.bfloat16(), weight, bias).float())
+
+
+def test_what_is_computed_again_in_the_backward_pass_goes_the_same_way():
+    images, gradients = torch.randn(4, 3, 16, 16), []
+    for is_again in (False, True):
+        net = network(white=["prelu"], black=["BatchNorm2d", "add"])
+        with autocast("bfloat16", CPU):
+            x = net.stem(images) if not is_again else None
+            if is_again:
+                net.forward._scope.is_on = True  # as the whole network's call leaves it
+                x = checkpoint(net.stem, images, use_reentrant=False)
+            else:
+                net.forward._scope.is_on = True
+                x = net.stem(images)
+        x.float().square().sum().backward()
+        gradients.append(net.stem[0].weight.grad)
+    assert torch.equal(*gradients)
+
+
+class Calls(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
+SQUARE = torch.randn(1, 3, 8, 8)
+MATRIX = torch.randn(8, 8)
+KERNELS = {n: torch.randn(3, 3, *[3] * n) for n in (1, 2, 3)}
+CALLS = {
+    **{f"conv{n}d": lambda x, n=n: getattr(F, f"conv{n}d")(x, KERNELS[n].to(x.dtype)) for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": lambda x, n=n: getattr(F, f"conv_transpose{n}d")(x, KERNELS[n].to(x.dtype))
+        for n in (1, 2, 3)
+    },
+    "linear": lambda x: F.linear(x, MATRIX),
+    "matmul": lambda x: x @ MATRIX,
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "batch_norm": nn.BatchNorm2d(3),
+    "layer_norm": nn.LayerNorm(8),
+    "group_norm": nn.GroupNorm(3, 3),
+    "instance_norm": nn.InstanceNorm2d(3),
+    "normalize": F.normalize,
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": nn.LogSoftmax(1),
+    "prelu": nn.PReLU(),
+    "relu": nn.ReLU(),
+    "gelu": nn.GELU(),
+    "silu": nn.SiLU(),
+    "sigmoid": lambda x: x.sigmoid(),
+    "tanh": nn.Tanh(),
+    "exp": torch.exp,
+    "log": lambda x: x.abs().log(),
+    "pow": lambda x: x**2,
+    "sum": lambda x: x.sum(1),
+    "mean": lambda x: x.mean((2, 3)),
+    "add": lambda x: x + x,
+    "mul": lambda x: x * 2,
+    "avg_pool2d": nn.AvgPool2d(2),
+    "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d(1),
+    "max_pool2d": nn.MaxPool2d(2),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+}  # fmt: skip
+
+
+def test_every_operator_of_the_table_computes_in_either_type_however_it_is_called():
+    assert CALLS.keys() == OPERATORS.keys()
+    for name, call in CALLS.items():
+        size = {"1d": (2, 3, 8), "3d": (1, 3, 8, 8, 8)}.get(name[-2:], (1, 3, 8, 8))
+        x = torch.randn(size)
+        for white, black, given in (((name,), (), torch.float32), ((), (name,), torch.bfloat16)):
+            with autocast("bfloat16", CPU), OperatorPrecision(white, black, torch.bfloat16, "cpu"):
+                output = call(x.to(given))
+            wanted = torch.bfloat16 if white else torch.float32
+            assert output.dtype is wanted, (name, output.dtype, wanted)
+
+
+@pytest.mark.parametrize(
+    ("white", "black", "said"),
+    [
+        (["neck.fcc"], [], "white_list has 'neck.fcc'.*did you mean 'neck.fc'"),
+        ([], ["BatchNorm3d"], "black_list has 'BatchNorm3d'.*did you mean 'BatchNorm"),
+        ([], ["conv2"], "did you mean 'conv2d'"),
+        (["neck.*"], ["neck.fc"], "name neck.fc; leave"),
+        (["linear"], ["linear"], "linear cannot be both"),
+    ],
+)
+def test_a_name_that_means_nothing_or_two_things_is_refused(white, black, said):
+    with pytest.raises(OptionError, match=said):
+        network(white, black)
+
+
+@pytest.mark.parametrize("wrong", ["BatchNorm2d", [1], [""], 3])
+def test_lists_of_names_are_lists_of_names(wrong):
+    with pytest.raises(OptionError, match=r"custom_white_list is .*expected a list of names"):
+        AutoMixedPrecisionLists(wrong)
+    with pytest.raises(OptionError, match=r"custom_black_list is .*expected a list of names"):
+        AutoMixedPrecisionLists(None, wrong)
+
+
+def test_lists_may_be_sets_or_missing_but_not_overlap():
+    lists = AutoMixedPrecisionLists({"softmax", "linear"}, ("BatchNorm2d",))
+    assert (lists.white_list, lists.black_list) == (("linear", "softmax"), ("BatchNorm2d",))
+    assert AutoMixedPrecisionLists().white_list == ()
+    with pytest.raises(OptionError, match="softmax cannot be both"):
+        AutoMixedPrecisionLists(["softmax"], ["softmax"])

@@ -1,0 +1,125 @@
+"""The learning rate is a function of the updates made."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from plsc.config import Options
+from plsc.entry import Entry
+from plsc.errors import OptionError
+from plsc.optim.schedule import scale_rate
+from plsc.train.build_optim import build_schedule, check_optim
+
+
+def schedule(function=None, total=None, epoch=None, **changes):
+    options = Options()
+    for name, value in changes.items():
+        options.set(f"optim.{name}", value)
+    return build_schedule(options, scale_rate(options.optim.lr, 1024), total, epoch, function)
+
+
+def halving(step, total_steps):
+    return 0.5 if step >= total_steps / 2 else 1.0
+
+
+def test_the_base_rate_is_scaled_by_the_global_batch():
+    assert scale_rate(0.1, 512) == 0.05
+
+
+@pytest.mark.parametrize("name", ["step", "multi_step"])
+def test_the_rate_decays_at_each_boundary(name):
+    rate = schedule(schedule=name, step_boundaries=(10, 20))
+    values = [0.1, 0.1, 0.01, 0.01, 0.001]
+    assert [rate(step) for step in (0, 9, 10, 19, 20)] == pytest.approx(values)
+
+
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_epochs": 2, "epoch": 2}])
+def test_warm_up_by_steps_or_epochs_rises_linearly_to_the_scaled_rate(warmup):
+    rate = schedule(**warmup)
+    assert [rate(step) for step in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+def test_falling_rates_go_from_the_base_after_the_warm_up_to_their_end():
+    falling = functools.partial(
+        schedule, lr=0.2, total=12, warmup_steps=2, end_lr_factor=0.1, decay_power=2.0
+    )
+    rate = falling(schedule="polynomial")
+    assert [rate(0), rate(1), rate(2)] == pytest.approx([0.1, 0.2, 0.2])
+    assert rate(7) == pytest.approx(0.2 * (0.1 + 0.9 * 0.25))
+    assert rate(12) == rate(100) == pytest.approx(0.02)
+    rate = falling(schedule="exponential")
+    assert [rate(2), rate(7), rate(12), rate(99)] == pytest.approx(
+        [0.2, 0.2 * 0.1**0.5, 0.02, 0.02]
+    )
+    rate = schedule(schedule="cosine", total=10)
+    assert [rate(0), rate(5), rate(10), rate(11)] == pytest.approx([0.1, 0.05, 0, 0])
+    rate = schedule(schedule="cosine", total=10, decay_steps=4)
+    assert rate(2) == pytest.approx(0.05)
+    assert rate(4) == pytest.approx(0)
+    assert schedule(schedule="constant")(10**6) == 0.1
+
+
+def test_cosine_cycles_begin_at_the_base_again_and_the_last_one_ends():
+    rate = schedule(schedule="cosine", total=9, cosine_cycles=3)
+    one = [0.1, 0.05 * (1 + math.cos(math.pi / 3)), 0.05 * (1 + math.cos(2 * math.pi / 3))]
+    assert [rate(step) for step in range(12)] == pytest.approx(one * 3 + [0.0] * 3)
+
+
+def test_a_function_of_the_users_multiplies_the_rate_after_the_warm_up():
+    ins = Entry()
+    ins.set_lr_schedule(lambda step: 2.0**-step)
+    assert ins.options.optim.schedule.startswith(f"{__name__}:test_a_function")
+    rate = schedule(ins._schedule, schedule=ins.options.optim.schedule, warmup_steps=2)
+    assert [rate(0), rate(1), rate(3)] == pytest.approx([0.05, 0.1, 0.1 / 8])
+    by_name = schedule(schedule=f"{__name__}:halving", total=10)
+    assert [by_name(4), by_name(5)] == pytest.approx([0.1, 0.05])
+    ins.set_lr_schedule("cosine")
+    assert ins._schedule is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (lambda step: -1.0, "returned -1.0 for step 0"),
+        (lambda step: math.nan, "returned nan"),
+        (lambda step: None, "returned None"),
+        (lambda step: [][step], "IndexError"),
+        (lambda: 1.0, "TypeError"),
+        (torch.optim.lr_scheduler.StepLR, "torch's StepLR, which counts its own calls"),
+        (functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=3), "CosineAnnealing"),
+    ],
+)
+def test_what_is_no_function_of_the_step_is_refused_before_training(factor, said):
+    with pytest.raises(OptionError, match=said):
+        schedule(factor, schedule="some.module:function")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"warmup_epochs": 1, "warmup_steps": 5}, "set one of the two"),
+        ({"schedule": "exponential"}, "never comes to 0"),
+        ({"cosine_cycles": 2}, "optim.schedule is 'step'"),
+    ],
+)
+def test_schedules_that_contradict_themselves_are_refused(changes, said):
+    options = Options()
+    for name, value in changes.items():
+        options.set(f"optim.{name}", value)
+    with pytest.raises(OptionError, match=said):
+        check_optim(options)
+
+
+def test_a_schedule_that_needs_the_number_of_steps_says_how_to_tell_it():
+    with pytest.raises(OptionError, match="set_decay_steps, set_train_steps"):
+        schedule(schedule="cosine")
+    with pytest.raises(OptionError, match="set_warmup_steps"):
+        schedule(warmup_epochs=2)
+    with pytest.raises(OptionError, match="did you mean 'cosine'"):
+        schedule(schedule="cosin")
+    with pytest.raises(OptionError, match="defined in the script"):
+        schedule(schedule="__main__:mine")
+    with pytest.raises(OptionError, match="has no 'halvin'; did you mean 'halving'"):
+        schedule(schedule=f"{__name__}:halvin")
