@@ -142,7 +142,8 @@ def compare(case: Case, options: argparse.Namespace, world: World, report: Repor
     chosen = [way for way in ways(world.device.type) if is_wanted(way, options)]
     report.print(
         f"\n### {case.network} at {case.shape[1]} x {case.shape[2]}, C = {case.classes:,}, B = {case.batch} "
-        f"on {world.size} rank{'s' * (world.size > 1)}, {'JPEG files' if case.folder else 'synthetic images'}\n"
+        f"on {world.size} rank{'s' * (world.size > 1)}, "
+        f"{'JPEG files' if case.folder else 'synthetic images'}\n"
     )
     built: dict[str, Built] = {}
     for way in chosen:
@@ -310,8 +311,8 @@ def parse() -> argparse.Namespace:
     add(
         "--processor-time",
         action="store_true",
-        help="count the time on processors, of all threads, instead of the clock's: with --threads 1 it is what "
-        "the step takes on an idle core, also where others use the machine",
+        help="count the time on processors, of all threads, instead of the clock's: with --threads 1 it is "
+        "what the step takes on an idle core, also where others use the machine",
     )
     add("--measure", nargs=4, metavar=("WAY", "NETWORK", "CLASSES", "BATCH"))
     return parser.parse_args()

@@ -117,7 +117,7 @@ def _backward_at_once() -> AbstractContextManager[Any]:
     from torch._functorch import config
 
     name = "force_non_lazy_backward_lowering"
-    return config.patch(**{name: True}) if hasattr(config, name) else nullcontext()
+    return config.patch({name: True}) if hasattr(config, name) else nullcontext()
 
 
 def _in_a_line(reason: object) -> str:

@@ -34,8 +34,8 @@ def check_speed(options: Options, ranks: int) -> None:
         )
     if options.memory.checkpoint_stages.strip() != "none":
         raise OptionError(
-            "speed.compile cannot be used with memory.checkpoint_stages: torch.compile decides by itself what "
-            "is computed again; leave one of the two out"
+            "speed.compile cannot be used with memory.checkpoint_stages: torch.compile decides by itself "
+            "what is computed again; leave one of the two out"
         )
     if options.train.deterministic:
         raise OptionError(
