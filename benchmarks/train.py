@@ -149,7 +149,7 @@ def compare(case: Case, options: argparse.Namespace, world: World, report: Repor
     for way in chosen:
         use_tf32(way)
         built[way.name] = build(way, case, world)
-        for _ in range(2):
+        for _ in range(options.warm_up):
             built[way.name].step()
     clock = clock_of(options)
     times: dict[str, list[float]] = {way.name: [] for way in chosen}
@@ -298,6 +298,7 @@ def parse() -> argparse.Namespace:
     add("--batch", type=numbers, default=None, help="images of a rank, as in 128,512")
     add("--rounds", type=int, default=7)
     add("--steps", type=int, default=None, help="at once; 1, or 4 of a small network")
+    add("--warm-up", type=int, default=2, help="steps of each way before the first round")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--ways", type=lambda text: text.split("|"), help="only these, and the textbook")
