@@ -1,7 +1,7 @@
 """A training script like a user's, for tests: job.py DATASET SAVE_DIR [setter=value ...]
 
 Values are Python literals; `setter*=(1, 2)` gives several arguments. `verb=test` or `verb=predict` runs that
-instead of train.
+instead of train; `arguments=(2,)` is for the verb.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
 def main() -> None:
     dataset, save_dir, *settings = sys.argv[1:]
     ins = small_entry(dataset, save_dir)
-    verb = "train"
+    verb, arguments = "train", ()
     for setting in settings:
         name, _, value = setting.partition("=")
         if name == "verb":
             verb = value
+        elif name == "arguments":
+            arguments = ast.literal_eval(value)
         elif name.endswith("*"):
             getattr(ins, name[:-1])(*ast.literal_eval(value))
         else:
             getattr(ins, name)(ast.literal_eval(value))
-    print(f"result: {getattr(ins, verb)()}")
+    print(f"result: {getattr(ins, verb)(*arguments)}")
 
 
 if __name__ == "__main__":
