@@ -26,6 +26,7 @@ _GIVEN = {
     "all_gather": 1,
     "all_gather_single": 1,
     "reduce_scatter_tensor": 1,
+    "reduce_scatter_single": 1,
     "reduce_scatter": 1,
     "all_reduce": 0,
     "broadcast": 0,

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
     parser.add_argument("run", type=Path, help="new folder for checkpoints, metrics and plots")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--precision", default="float32", help="or bfloat16")
     options = parser.parse_args()
 
     with (options.data / "label.txt").open() as file:
@@ -54,6 +55,7 @@ def main() -> None:
     ins.set_step_boundaries((steps // 2, steps * 3 // 4, steps * 9 // 10))
     ins.set_lr_decay_factor(0.3)
 
+    ins.set_precision(options.precision)
     ins.set_seed(1)
     ins.set_calc_acc(True)
     ins.set_log_period(max(1, steps // 40))

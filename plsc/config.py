@@ -22,8 +22,10 @@ from plsc.options.head import HeadOptions
 from plsc.options.memory import MemoryOptions
 from plsc.options.model import ModelOptions
 from plsc.options.optim import OptimOptions
+from plsc.options.parallel import ParallelOptions
 from plsc.options.precision import PrecisionOptions
 from plsc.options.runtime import RuntimeOptions
+from plsc.options.speed import SpeedOptions
 from plsc.options.train import TrainOptions
 
 
@@ -42,7 +44,9 @@ class Options:
     train: TrainOptions = field(default_factory=TrainOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+    speed: SpeedOptions = field(default_factory=SpeedOptions)
     explicit: MutableSet[str] = field(default_factory=set)
     adopted: MutableSet[str] = field(default_factory=set)
 

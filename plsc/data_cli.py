@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import OptionError, worded
-from plsc.flags import in_short_flags
 from plsc.verbs import Argument, Verb, run_verb
 
 
@@ -184,8 +183,14 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``plsc data <verb> --flag ...``; return the exit code."""
-    with worded(in_short_flags):
+    with worded(_in_flags):
         return run_verb("plsc data", "Prepare, convert and look at datasets.", VERBS, arguments)
+
+
+def _in_flags(text: str) -> str:
+    from plsc.flags import in_short_flags  # imports all options, for messages alone
+
+    return in_short_flags(text)
 
 
 def _without_none(kind: Any) -> Any:

@@ -8,7 +8,6 @@ keeps its traceback.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +72,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'b'?``, or nothing where no name is near."""
+    import difflib  # for messages alone
+
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

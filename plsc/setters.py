@@ -741,6 +741,26 @@ class Setters:
         """
         self.options.set("checkpoint.store_timeout", seconds)
 
+    def set_backbone_parallel(self, way: str) -> None:
+        """Set ``parallel.backbone``: replicated (each rank has the whole backbone) or sharded
+        (each has a share of its parameters, gradients and optimizer state, and more is
+        sent). Default: 'replicated'.
+        """
+        self.options.set("parallel.backbone", way)
+
+    def set_backbone_shard_size(self, ranks: int) -> None:
+        """Set ``parallel.shard_size``: ranks that share one copy of a sharded backbone, such
+        as those of a machine; 0: all ranks. Default: 0.
+        """
+        self.options.set("parallel.shard_size", ranks)
+
+    def set_backbone_shard_units(self, patterns: str) -> None:
+        """Set ``parallel.shard_units``: modules of a sharded backbone that are put together
+        one at a time: auto, or names separated by commas in which * stands for one
+        component, such as 'stages.*.*,neck'. Default: 'auto'.
+        """
+        self.options.set("parallel.shard_units", patterns)
+
     def set_device(self, device: str) -> None:
         """Set ``runtime.device``: auto, cpu or cuda. Default: 'auto'."""
         self.options.set("runtime.device", device)
@@ -766,3 +786,33 @@ class Setters:
         sets 1). Default: 0.
         """
         self.options.set("runtime.cpu_threads", num)
+
+    def set_channels_last(self, mode: str) -> None:
+        """Set ``speed.channels_last``: keep images channels last in memory: on, off, or auto
+        (on in 16 bits and on CPUs). Default: 'auto'.
+        """
+        self.options.set("speed.channels_last", mode)
+
+    def set_compile(self, flag: bool) -> None:
+        """Set ``speed.compile``: compile the backbone's training step by torch.compile:
+        minutes at the first start, a cache keeps it. Default: False.
+        """
+        self.options.set("speed.compile", flag)
+
+    def set_fold_batch_norm(self, flag: bool) -> None:
+        """Set ``speed.fold_batch_norm``: evaluate and predict with batch norms folded into the
+        convolutions before them. Default: False.
+        """
+        self.options.set("speed.fold_batch_norm", flag)
+
+    def set_overlap_copies(self, flag: bool) -> None:
+        """Set ``speed.overlap_copies``: on a GPU, copy a batch there while the step before
+        still runs. Default: True.
+        """
+        self.options.set("speed.overlap_copies", flag)
+
+    def set_bucket_mb(self, mebibytes: float) -> None:
+        """Set ``speed.bucket_mb``: MiB of gradients that are summed over the ranks at once,
+        while backward goes on. Default: 25.0.
+        """
+        self.options.set("speed.bucket_mb", mebibytes)

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.manifest import FileInfo, Manifest, TensorInfo
@@ -53,11 +53,14 @@ class ShardedTensor:
     """This rank's rows of a tensor whose rows are split over the ranks by `class_range`.
 
     local: [rows here, ...], possibly none. rows: of the whole tensor. start: number of the first local row.
+    mesh: where the rows are split over groups of ranks that each have all of them, the ranks as a mesh
+    [groups, ranks of a group]; None: over all ranks.
     """
 
     local: Tensor
     rows: int
     start: int
+    mesh: DeviceMesh | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,24 +95,36 @@ def state_dict_of(
         raise ValueError(f"keys both whole and sharded: {sorted(both)}")
     state: dict[str, Any] = {key: tensor.detach() for key, tensor in tensors.items()}
     for key, part in sharded.items():
-        start, stop = class_range(part.rows, world.rank, world.size)
+        place, places = world.rank, world.size
+        if part.mesh is not None:
+            place, places = part.mesh.get_local_rank(1), part.mesh.size(1)
+        start, stop = class_range(part.rows, place, places)
         if (part.start, len(part.local)) != (start, stop - start):
             raise ValueError(
                 f"{key}: local rows {part.start} to {part.start + len(part.local)}, expected {start} "
-                f"to {stop} on rank {world.rank} of {world.size}"
+                f"to {stop} at place {place} of {places}"
             )
-        local = part.local.detach()
-        if world.size == 1:
-            state[key] = local
-            continue
+        state[key] = part.local.detach() if world.size == 1 else _as_dtensor(part, world)
+    return state
+
+
+def _as_dtensor(part: ShardedTensor, world: World) -> DTensor:
+    local = part.local.detach()
+    placements: list[Placement] = [Shard(0)]
+    if part.mesh is None:
         assert world.head_group is not None
         mesh = DeviceMesh.from_group(world.head_group, local.device.type)
-        shape = torch.Size(part.shape)
-        strides = torch.empty(shape, device="meta").stride()
-        state[key] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
+    else:  # the same ranks, but a copy of the rows may be in other memory than training has them
+        mesh = DeviceMesh.from_group(
+            part.mesh.get_all_groups(),
+            local.device.type,
+            mesh=part.mesh.mesh,
+            mesh_dim_names=part.mesh.mesh_dim_names,
         )
-    return state
+        placements = [Replicate(), *placements]
+    shape = torch.Size(part.shape)
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
 def checksum(path: Path) -> FileInfo:

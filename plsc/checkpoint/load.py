@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plsc.checkpoint.agree import on_every_rank, together
 from plsc.checkpoint.layout import (
+    OFFSETS_KEY,
+    PLACES_KEY,
     ShardedTensor,
     check_checksums,
     check_files,
@@ -33,8 +37,9 @@ def load_tensors(
     """Fill ``tensors`` and the rows of ``sharded`` in place from ``path``; return its manifest. Collective.
 
     Everything asked for must be there with the same global shape and type; what else is there is left.
-    Sharded rows come out right whatever number of ranks saved them. All is checked, checksums included
-    (each rank reads its share of the files for that), before the first tensor is touched.
+    Rows come out right whatever number of ranks saved them, and whether they were split then or are now.
+    All is checked, checksums included (each rank reads its share of the files for that), before the first
+    tensor is touched.
 
     Raises:
         CheckpointError: on all ranks alike.
@@ -76,7 +81,7 @@ def load_tensors(
 
 
 def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
-    """Return the whole (not sharded) tensors of ``path`` whose key begins with ``prefix``, on the CPU.
+    """Return the tensors of ``path`` whose key begins with ``prefix``, on the CPU, sharded ones put together.
 
     For one process, without any collective; keys keep the prefix. Only the files that hold such tensors
     are read.
@@ -87,23 +92,30 @@ def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]
     folder = Path(path)
     manifest = read_manifest(folder)
     places = check_files(folder, manifest)
-    wanted = [
-        key for key, info in manifest.tensors.items() if key.startswith(prefix) and not info.sharded
-    ]
+    wanted = [key for key in manifest.tensors if key.startswith(prefix)]
     if not wanted:
         raise CheckpointError(f"{folder} holds no tensor whose name begins with {prefix!r}")
     names = sorted({name for key in wanted for name in places[key]})
-    weights: dict[str, Tensor] = {}
+    parts: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in wanted}
     try:
         check_checksums(folder, manifest, names)
         for name in names:
             with safe_open(folder / name, framework="pt") as file:
+                begins = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen
                 for key in wanted:
                     if name in places[key]:
-                        weights[key] = file.get_tensor(key)
+                        first = min(begins[key][OFFSETS_KEY][:1], default=0)
+                        parts[key].append((first, file.get_tensor(key)))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {folder / name}: {error}") from error
-    return weights
+    return {key: _join(pieces) for key, pieces in parts.items()}
+
+
+def _join(pieces: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the rows of all parts, each given with the number of its first one, in order."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    return torch.cat([part for _, part in sorted(pieces, key=lambda piece: piece[0])])
 
 
 def _check_wanted(
@@ -123,9 +135,4 @@ def _check_wanted(
             raise CheckpointError(
                 f"{key!r} in {folder} is {have.dtype} {list(have.shape)}, this run needs {want.dtype} "
                 f"{list(want.shape)}; use the options that it was saved with"
-            )
-        if want.sharded != have.sharded:
-            saved = "sharded" if have.sharded else "whole"
-            raise CheckpointError(
-                f"{key!r} in {folder} is {saved}, this run needs it {'sharded' if want.sharded else 'whole'}"
             )

@@ -17,7 +17,7 @@ from plsc.data.atomic import replacing
 from plsc.errors import DataError, PlscError
 from plsc.storage.names import base_name, parent_of
 from plsc.storage.retry import reason_of, with_retries
-from plsc.storage.sync import sync
+from plsc.storage.sync import sync, sync_tree
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 _BUFFER = 4 * 2**20
@@ -27,9 +27,10 @@ _BUFFER = 4 * 2**20
 def publishing(location: str | Path) -> Iterator[BinaryIO]:
     """Yield a binary file to write, which appears at a path or URL when the block succeeds.
 
-    When the block fails there is nothing under that name, and what was written is removed.
+    The folders above it are made. When the block fails there is nothing under that name, and what was written
+    is removed.
 
-    Raises DataError: something is there already, the folder is missing, a full disk, no permission.
+    Raises DataError: something is there already, a full disk, no permission.
     """
     location = str(location)
     refuse_existing(location)
@@ -37,6 +38,7 @@ def publishing(location: str | Path) -> Iterator[BinaryIO]:
         with _publishing_remotely(location) as file:
             yield file
         return
+    make_parent(Path(location))
     remove_leftovers(Path(location))
     with replacing(location) as temporary, temporary.open("wb", buffering=_BUFFER) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -51,6 +53,7 @@ def publishing_folder(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     refuse_existing(str(path))
+    make_parent(path)
     remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     lock = -1
@@ -59,16 +62,23 @@ def publishing_folder(path: str | Path) -> Iterator[Path]:
         lock = os.open(temporary, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield temporary
-        for folder, _, files in os.walk(temporary):
-            for name in (*files, "."):
-                sync(Path(folder, name))
+        sync_tree(temporary)
         temporary.rename(path)
+        sync(path.parent)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
+
+
+def make_parent(path: Path) -> None:
+    """Make the folder that a local file or folder is in, and those above it; DataError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def remove_leftovers(path: Path) -> None:

@@ -17,11 +17,11 @@ from plsc.parallel.collectives import sum_over_ranks
 class Target:
     """What this rank knows of the labels' logits; zero, or -1, for samples whose class is elsewhere.
 
-    samples: int64 [T], those whose class is here (on a GPU all B of them, as it would have to be waited for to
-    know; those of other ranks count for nothing); w: [T, D], the (winning) row of each, of length 1 if rows
-    are normalised. For all B samples: place, the position of the class among those in play; row, of the
-    row among the rows in play; logit, with margin and scale; slope = dpsi / dc; radial = d logit / d|x| or
-    None; threshold, hard_factor: as in `Queries`.
+    samples: int64 [T], those whose class is here (on a GPU all B of them, as it would have to be waited for
+    to know; those of other ranks count for nothing); w: [T, D], the (winning) row of each, of length 1 if
+    rows are normalised. For all B samples: place, the position of the class among those in play; row, of
+    the row among the rows in play; logit, with margin and scale; slope = dpsi / dc; radial = d logit / d|x|
+    or None; threshold, hard_factor: as in `Queries`.
     """
 
     samples: Tensor

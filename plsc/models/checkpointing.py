@@ -138,13 +138,13 @@ class _Region:
     def install(self) -> None:
         """Replace the module's forward."""
         # A partial, which a deep copy of the network follows, unlike a closure.
-        self._module.forward = functools.partial(_run, self)  # type: ignore[method-assign]
+        self._module.forward = functools.partial(_run, self)
 
     def remove(self) -> None:
         """Give the module its own forward again."""
         del self._module.forward
         if self._own_forward is not None:
-            self._module.forward = self._own_forward  # type: ignore[method-assign]
+            self._module.forward = self._own_forward
 
     def run(self, *inputs: Any, **named: Any) -> Any:
         """Call the module; where gradients are wanted, keep its inputs alone."""

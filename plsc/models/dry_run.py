@@ -69,6 +69,31 @@ def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
     return _table(rows) + "\n" + _totals(model)
 
 
+def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int]:
+    """Return how often a run on blank images calls each module, by name; those that it does not are absent.
+
+    A module that has several names is counted under its first one.
+
+    Raises:
+        OptionError: the network cannot take ``image_shape`` (C, H, W).
+    """
+    calls: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        calls[name] = calls.get(name, 0) + 1
+
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: note(name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        _dry_run(model, image_shape)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
 def _is_batch(output: Any) -> bool:
     return isinstance(output, Tensor) and output.dim() > 0
 

@@ -57,9 +57,10 @@ def apply_lists(
     """Let a network's modules follow the lists whenever it is called with autocast on, in place.
 
     A module of the black list, and all within it, computes in float32, one of the white list in `dtype`; of
-    modules within each other the innermost decides (within one in float32 its result is float32 again), and for an operator that is named itself its name does.
-    Parameters and state dicts stay what they are. It is the ``forward`` of single modules that is wrapped,
-    so that what activation checkpointing computes again goes the same way.
+    modules within each other the innermost decides (within one in float32 its result is float32 again), and
+    for an operator that is named itself its name does. Parameters and state dicts stay what they are. It is
+    the ``forward`` of single modules that is wrapped, so that what activation checkpointing computes again
+    goes the same way.
     """
     modules = dict(network.named_modules())
     scope = _Scope(device.type)
@@ -67,7 +68,7 @@ def apply_lists(
         if "batch_norm" in names:  # also that of plsc, which calls no operator of this name
             for module in modules.values():
                 if isinstance(module, _BatchNorm):
-                    module.forward = _InType(module.forward, scope, kind)
+                    module.forward = _InType(module.forward, scope, kind)  # type: ignore[method-assign]
     for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
         for name in names:
             module = modules[name]

@@ -12,12 +12,15 @@ from plsc.errors import OptionError, PlscError, suggest
 from plsc.optim.groups import L1_DECAY, LR_FACTOR
 from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind
+from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
+from plsc.parallel.sharding import split_rows
 
 Groups = Sequence[dict[str, Any]]
 """Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""
 
 Factory = Callable[..., torch.optim.Optimizer]
+
+_FUSED_WHERE_SHARDED = ("Adam", "AdamW")  # torch's others have no rule for DTensors
 
 FULL_RATE = "initial_lr"
 """Key of a group's learning rate at the schedule's full height, named as torch's own schedules name it."""
@@ -36,6 +39,9 @@ def build_optimizer(
     """
     kind = OPTIMIZERS[options.optimizer.lower()]
     arguments = {**(options.optimizer_arguments or {}), "lr": base_rate}
+    expected = check_named_arguments(options.optimizer_arguments or {})
+    if expected is not None:
+        raise OptionError(f"optim.optimizer is {options.optimizer}; expected {expected}")
     for name in kind.takes:
         value = getattr(options, name)
         if name in (options.optimizer_arguments or {}):
@@ -43,7 +49,13 @@ def build_optimizer(
                 f"optim.optimizer_arguments has {name}, which is an option by itself: set_{name}({value})"
             )
         arguments[name] = value
-    arguments |= implementation_flags(options, kind, device)
+    sharded = any(split_rows(p) is not None for group in groups for p in group["params"])
+    if sharded and kind.class_name == "Adafactor":
+        raise OptionError(
+            "optim.optimizer adafactor cannot update a sharded backbone, of whose matrices each rank has "
+            "some rows; use another one, or set_backbone_parallel('replicated')"
+        )
+    arguments |= implementation_flags(options, kind, device, sharded)
     what = f"optim.optimizer {options.optimizer}"
     optimizer = _make(getattr(torch.optim, kind.class_name), what, groups, arguments)
     _check_settings(optimizer, groups, what)
@@ -80,10 +92,17 @@ def build_custom(
 
 
 def implementation_flags(
-    options: OptimOptions, kind: OptimizerKind, device: torch.device
+    options: OptimOptions, kind: OptimizerKind, device: torch.device, sharded: bool = False
 ) -> dict[str, bool]:
     """Return the arguments by which torch chooses what computes a step. Raises OptionError."""
     wanted = options.implementation
+    if sharded and wanted == "fused" and kind.class_name not in _FUSED_WHERE_SHARDED:
+        raise OptionError(
+            f"optim.implementation is 'fused', but torch's fused {options.optimizer} takes no sharded "
+            "backbone; use 'auto' or 'foreach'"
+        )
+    if sharded and wanted == "auto":
+        wanted = "foreach"
     if wanted == "fused" and not kind.has_fused:
         names = ", ".join(name for name, one in OPTIMIZERS.items() if one.has_fused)
         raise OptionError(
@@ -142,12 +161,17 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
                     f"{what} has no setting {name!r}, which a parameter group has; "
                     f"{suggest(name, optimizer.defaults)}"
                 )
-    kept = [{key for key in ours if key in group} for group in optimizer.param_groups]
-    for name in ours:
-        if any(name in group for group in groups) and not any(name in keys for keys in kept):
-            raise OptionError(
-                f"{what} lost the {name} of its parameter groups; hand the groups on as they are given"
-            )
+            holder = _group_of(group["params"][0], optimizer) if group["params"] else group
+            if name != "params" and holder.get(name) != value:
+                raise OptionError(
+                    f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
+                    "are given"
+                )
+
+
+def _group_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    return next(group for group in groups if any(p is parameter for p in group["params"]))
 
 
 def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -77,7 +77,11 @@ def _split_by_decay(
     if options.decay_norm_and_bias:
         return [(names, own)]
     # What a group says itself holds for all that it has.
-    undecayed = {name: 0.0 for name, value in decays.items() if value is None}
+    undecayed = {
+        name: 0.0
+        for name, value in decays.items()
+        if value is None and (name != L1_DECAY or L1_DECAY in own)
+    }
     matrices = [name for name in names if named[name].ndim > 1]
     vectors = [name for name in names if named[name].ndim <= 1]
     return [(matrices, own), (vectors, {**own, **undecayed})]

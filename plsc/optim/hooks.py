@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from plsc.optim.groups import L1_DECAY
 
@@ -53,6 +54,16 @@ def _align(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if needs_momentum and any("momentum_buffer" in state for state in states):
             for parameter, state in zip(trained, states, strict=True):
                 if "momentum_buffer" not in state:
-                    # The step makes of it what a first step begins with: the gradient.
-                    missing = group["dampening"] / group["momentum"]
-                    state["momentum_buffer"] = missing * parameter.grad
+                    state["momentum_buffer"] = _before_first(parameter, group)
+
+
+def _before_first(parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return the momentum from which a step comes to what a first step has: the decayed gradient g.
+
+    That is the m of ``momentum * m + (1 - dampening) * g = g``.
+    """
+    gradient = parameter.grad
+    if gradient is None or not group["dampening"]:
+        return torch.zeros_like(parameter)
+    decayed = gradient.add(parameter, alpha=group["weight_decay"])
+    return decayed * (group["dampening"] / group["momentum"])

@@ -70,13 +70,19 @@ def check_optimizer(name: str) -> str | None:
     return f"'package.module:factory' or a name; {suggest(name.lower(), OPTIMIZERS)}"
 
 
+def check_named_arguments(arguments: dict[str, Any]) -> str | None:
+    """Return None for arguments of a named optimizer that are not set otherwise; else what was expected."""
+    for name in arguments:
+        if name in RESERVED:
+            return f"other arguments than {name!r}: {RESERVED[name]}"
+    return check_arguments(arguments)
+
+
 def check_arguments(arguments: dict[str, Any]) -> str | None:
     """Return None for plain values that survive a checkpoint, by argument; else what was expected."""
     for name, value in arguments.items():
         if not isinstance(name, str) or not name.isidentifier():
             return f"names of arguments, and not {name!r}"
-        if name in RESERVED:
-            return f"other arguments than {name!r}: {RESERVED[name]}"
         items = value if isinstance(value, (list, tuple)) else [value]
         if not all(map(_is_plain, items)):
             return f"plain values, and not {name}={value!r}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from plsc.errors import OptionError
 from plsc.option import Check, OptionSpec, at_least, more_than
-from plsc.options.optimizer_table import check_arguments
+from plsc.options.optimizer_table import check_named_arguments
 from plsc.patterns import check_pattern
 
 
@@ -61,7 +61,7 @@ def _read(value: Mapping[str, Any]) -> ParameterGroup:
                 arguments[name] = given
     except OptionError as error:
         raise OptionError(f"parameter group {pattern!r}: {error}") from error
-    expected = check_arguments(arguments)
+    expected = check_named_arguments(arguments)
     if expected is not None:
         raise OptionError(f"parameter group {pattern!r}: expected {expected}")
     group = ParameterGroup(pattern, arguments=arguments, **read)

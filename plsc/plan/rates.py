@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from plsc.errors import OptionError
 from plsc.plan.checks import above_zero, one_of
@@ -89,7 +91,7 @@ def choose_rates(
     product_rate, backbone_rate: TFLOP/s; copy_rate, memory_rate, network_rate: GB/s; latency: microseconds.
     A rate of the backbone's that is missing is that of the head. Raises OptionError for what is out of range.
     """
-    given = {
+    given: dict[str, Any] = {
         "product": _scaled("product_rate", product_rate, 1e12),
         "backbone": _scaled("backbone_rate", backbone_rate or product_rate, 1e12),
         "copy": _scaled("copy_rate", copy_rate, 1e9),
@@ -100,28 +102,25 @@ def choose_rates(
         raise OptionError(f"latency is {latency}; expected microseconds, 0 or more")
     if not 0 < reached <= 1:
         raise OptionError(f"reached is {reached}; expected a share of the peak rates in (0, 1]")
-    seconds = latency * 1e-6
-    if node is None:
-        return Rates(**given, latency=seconds)
+    rates = Rates(**given, latency=latency * 1e-6)
+    return rates if node is None else _completed(rates, node, reached, precision, offload)
+
+
+def _completed(rates: Rates, node: str, reached: float, precision: str, offload: bool) -> Rates:
+    """Return the rates with those that are missing from a node's data sheet."""
     peak = NODES[one_of("node", node, NODES)]
-    product = peak.products[precision]
-    sheet = {
-        "product": product,
-        "backbone": product,
-        "copy": None if offload else peak.memory,
-        "memory": peak.memory,
-        "network": peak.network,
-    }
-    rates = {
-        name: given[name] or (None if rate is None else reached * rate)
-        for name, rate in sheet.items()
-    }
-    is_sheet = given["network"] is None
-    return Rates(
-        **rates,
-        node_network=reached * peak.node_network if is_sheet else None,
+    product = reached * peak.products[precision]
+    memory = reached * peak.memory
+    return dataclasses.replace(
+        rates,
+        product=rates.product or product,
+        backbone=rates.backbone or product,
+        copy=rates.copy
+        or (None if offload else memory),  # of the way to the device it says nothing
+        memory=rates.memory or memory,
+        network=rates.network or reached * peak.network,
+        node_network=None if rates.network else reached * peak.node_network,
         devices=peak.devices,
-        latency=seconds,
         origin=f"at {reached:.0%} of the data sheet's rates of a {peak.name}, an assumption",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def sync(path: str | os.PathLike[str]) -> None:
@@ -12,3 +13,10 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Do so for a folder, and all files and folders in it."""
+    for inside, _, files in os.walk(folder):
+        for name in (*files, "."):
+            sync(Path(inside, name))

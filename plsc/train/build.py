@@ -25,9 +25,11 @@ from plsc.optim.groups import Assignment, assign_parameters
 from plsc.optim.precision import LossScaler
 from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
-from plsc.parallel.gradients import sum_gradients
+from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.train.acceleration import check_speed, compiled, lay_out
+from plsc.train.backbone import shard_size, spread_backbone
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
@@ -122,7 +124,8 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     feed = make_feed(options, world, user.train_reader, user.train_transform, global_batch)
     head, rows = build_heads(options, feed.class_num, feed.sets, world)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
-    forward = sum_gradients(network, world)
+    trained = compiled(network, options, world, global_batch)
+    forward, note = spread_backbone(network, trained, options, world)
     optimizer, base_rate = build_updates(
         options,
         dict(network.named_parameters()),
@@ -154,7 +157,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
-        notes=join_notes(feed.notes, mode_note(options, world.device)),
+        notes=join_notes(note, feed.notes, mode_note(options, world.device)),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
@@ -184,12 +187,15 @@ def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
     check_precision(options)
+    check_speed(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
         )
     check_optim(options)
     _check_pretrained(options)
+    if options.parallel.backbone == "sharded":
+        shard_size(options, ranks)
     total = options.train.global_batch_size
     if total is None:
         return
@@ -226,6 +232,11 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
     """Return the backbone on its device, checked with a dry run; its weights follow the seed."""
     torch.manual_seed(options.train.seed)
     model = custom
+    if model is not None and is_sharded(model):
+        raise OptionError(
+            f"this {type(model).__name__} was sharded over the ranks by an earlier run of this process; make "
+            "a new one (set_model)"
+        )
     if model is None:
         model = build_model(
             options.model.name,
@@ -234,7 +245,9 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
             dropout=options.model.dropout,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
-    return model.to(world.device, getattr(torch, options.runtime.dtype))
+    model = model.to(world.device, getattr(torch, options.runtime.dtype))
+    lay_out(model, options, world.device)
+    return model
 
 
 def _check_batch_norm(

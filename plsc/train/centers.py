@@ -14,6 +14,7 @@ from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.heads.joint import JointRows
 from plsc.parallel.collectives import sum_over_ranks
+from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.build_head import build_head_of, build_row_optimizer
@@ -66,12 +67,13 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     """Return how many training images chose each row of this rank, [C_local, K]."""
     counts = new_counts(head)
     run.network.eval()
-    for batch in run.loader.epoch(0):
-        images = batch.input(run.world.device)
-        labels = batch.labels.to(run.world.device)
-        with torch.no_grad():
-            embeddings = run.network(images)
-        count_choices(head, embeddings, labels, counts)
+    with whole_parameters(run.network):
+        for batch in run.loader.epoch(0):
+            images = batch.input(run.world.device, run.network.input_layout)
+            labels = batch.labels.to(run.world.device)
+            with torch.no_grad():
+                embeddings = run.network(images)
+            count_choices(head, embeddings, labels, counts)
     return counts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plsc.parallel.sharding import gradient_norm, local_part
 from plsc.train.build import Run
 
 
@@ -19,12 +20,13 @@ def clip_gradients(run: Run) -> float | Tensor:
     limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
     every = [p for group in run.optimizer.param_groups for p in group["params"]]
     wanted = every if scope == "all" else run.network.parameters()
-    parameters = [p for p in wanted if p.grad is not None]
-    # The gradients are whole and alike on all ranks by now.
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in wanted if p.grad is not None]
+    # The gradients are summed over the ranks by now; a sharded backbone's are split over them.
+    norm = gradient_norm(gradients)
     if scope == "all" and run.rows is not None:
         norm = torch.hypot(norm, run.rows.gradient_norm().to(norm))
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    for gradient in gradients:
+        local_part(gradient).mul_(torch.clamp(limit / (norm + 1e-6), max=1.0).to(gradient.device))
     if scope == "backbone" or run.rows is None:
         return 1.0
     if norm.is_cuda:

@@ -16,6 +16,7 @@ from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.optim.factory import FULL_RATE
+from plsc.parallel.sharding import local_part, split_rows
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -54,29 +55,37 @@ def collect_tensors(
 
     Keys: ``backbone.<state dict key>``, ``head.weight``, ``head.<buffer>`` for a margin's statistics,
     ``momentum.<key>`` and ``optimizer.<state>.<key>`` for the optimizer's, ``rows.<parameter>.<state>`` for
-    the row optimizer's. Of several heads: ``heads.<name>.weight``, ``rows.<name>.<parameter>.<state>``.
+    the row optimizer's. A sharded backbone's parameters and states of their shape are among the sharded
+    ones. Of several heads: ``heads.<name>.weight``, ``rows.<name>.<parameter>.<state>``.
     """
-    whole = {f"backbone.{key}": value for key, value in network.state_dict().items()}
+    backbone = {f"backbone.{key}": value for key, value in network.state_dict().items()}
+    whole: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     sharded: dict[str, ShardedTensor] = {}
     for prefix, rows_prefix, one, optimizer_of_rows in each_head(head, rows):
         whole.update({f"{prefix}.{key}": buffer for key, buffer in one.named_buffers()})
-        split: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
         for name, parameter in one.named_parameters():
-            split[f"{prefix}.{name}"] = parameter
+            own[f"{prefix}.{name}"] = parameter
             states = {} if optimizer_of_rows is None else optimizer_of_rows.state[parameter]
             for state, tensor in states.items():
-                split[f"{rows_prefix}.{name}.{state}"] = tensor
+                own[f"{rows_prefix}.{name}.{state}"] = tensor
         if not one.is_sharded:
-            dense.update(split)
+            dense.update(own)
             continue
         first = one.class_range[0]
-        for key, tensor in split.items():
+        for key, tensor in own.items():
             sharded[key] = ShardedTensor(tensor.detach(), one.class_num, first)
     for key, parameter in _named_parameters(network, head).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                whole[_state_key(state, key)] = value
+                backbone[_state_key(state, key)] = value
+    for key, value in backbone.items():
+        split = split_rows(value)
+        if split is None:
+            whole[key] = local_part(value)
+        else:
+            sharded[key] = ShardedTensor(local_part(value).detach(), value.shape[0], *split)
     whole.update(dense)
     return {key: tensor.detach() for key, tensor in whole.items()}, sharded
 

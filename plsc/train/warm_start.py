@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.fetch import fetch
+from plsc.checkpoint.importers.file_tensor import FileTensor
 from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
@@ -83,6 +84,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
 
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
+    backbone: Mapping[str, FileTensor | RowParts]
     if path.is_dir():
         backbone, head = read_checkpoint_weights(path, run.world.rank, run.world.size)
     else:

@@ -1,18 +1,25 @@
-"""One rank of test_checkpoint.py. Arguments: what to do, and the folder to save in."""
+"""One rank of test_checkpoint.py: checkpoint_worker.py cases|rank_dies FOLDER
+
+`cases` runs all that needs no death on four ranks, which form smaller worlds where fewer are meant.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors, save_checkpoint
 from plsc.errors import CheckpointError, DistributedError
 from plsc.parallel.shard import class_range, class_ranges
 from plsc.parallel.world import World
+from tests.distributed.worker import run_worker, smaller_world
 
 ROW_COUNTS = (1, 2, 5, 9, 1001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
@@ -127,18 +134,40 @@ def disagree(world: World, folder: Path) -> None:
         raise AssertionError("a missing tensor was not noticed")
 
 
+def run_cases(full: World, folder: Path) -> None:
+    worlds = {ranks: smaller_world(full, ranks) for ranks in (1, 2, 3, 4)}
+
+    def on(ranks: int, action: Callable[..., None], *args: object) -> None:
+        world = worlds[ranks]
+        if world is not None:
+            action(world, *args)
+        dist.barrier()
+
+    def passed(case: str) -> None:
+        if full.is_main:
+            print(f"passed: {case}", flush=True)
+
+    for saved_on in worlds:
+        on(saved_on, save, folder / str(saved_on), "1", 4)
+        on(saved_on, save, folder / str(saved_on), "1", 5)  # replaces it
+        on(saved_on, load, folder / str(saved_on), "1", 5)
+    passed("as many ranks")
+    for saved_on, loaded_on in itertools.combinations(reversed(worlds), 2):
+        on(loaded_on, load, folder / str(saved_on), "1", 5)
+    passed("fewer ranks")
+    for ranks in (1, 3):
+        on(ranks, full_disk, folder / f"full{ranks}")
+    passed("full disk")
+    on(2, disagree, folder / "disagree")
+    passed("disagree")
+
+
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     world = World.from_environment("cpu", timeout_seconds=60)
-    if what == "save":
-        save(world, folder, "1", 4)
-        save(world, folder, "1", 5)  # replaces it
-    elif what == "load":
-        load(world, folder, "1", 5)
-    else:
-        {"full_disk": full_disk, "rank_dies": rank_dies, "disagree": disagree}[what](world, folder)
+    {"cases": run_cases, "rank_dies": rank_dies}[what](world, folder)
     world.close()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

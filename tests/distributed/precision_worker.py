@@ -1,4 +1,4 @@
-"""Runs with scripted overflows on one, two and three ranks, in one launch of three: precision_worker.py DATASET FOLDER"""
+"""Runs with scripted overflows on one, two and three ranks: precision_worker.py DATASET FOLDER"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.resume_worker import smaller_world
 from tests.overflowing import logged, train_scripted
 from tests.resuming import different, options_of, saved_at
 
-# Two overflows in a row halve the scale, three finite steps in a row double it. g, p, e: tests/overflowing.py.
+# Two overflows in a row halve the scale, three finite steps double it. g, p, e: see tests/overflowing.py.
 SCRIPT = [
     # kind, scale afterwards, steps skipped so far, updates made before
     (".", 8, 0, 0), (".", 8, 0, 1), (".", 16, 0, 2),
@@ -33,6 +33,7 @@ FIXED = {"precision__use_dynamic_loss_scaling": False}
 SAMPLED = {
     "head__sample_ratio": 0.5, "train__micro_batches": 2, "optim__clip_norm": 0.5,
     "optim__clip_scope": "all", "head__optimizer": "adamw", "model__sync_batch_norm": True,
+    "precision__mode": "bfloat16", "precision__black_list": ("batch_norm",),
 }  # fmt: skip
 DENSE = {"head__loss_type": "curricularface", "optim__clip_norm": 0.5}
 

@@ -20,7 +20,7 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.state import collect_tensors
 from tests.distributed.train_worker import draw_alike_on_any_ranks
-from tests.distributed.worker import run_worker
+from tests.distributed.worker import run_worker, smaller_world
 from tests.resuming import Steady, different, losses_of, options_of, saved_at, tensors_of, train
 
 RANKS = (1, 2, 3, 4)
@@ -34,16 +34,6 @@ ROWS = {
     "bf16-adamw": ("adaface", 3, "bfloat16", "adamw", "bfloat16"),
     "fp32-adagrad": ("softmax", 1, "float32", "adagrad", "float32"),
 }
-
-
-def smaller_world(full: World, ranks: int) -> World | None:
-    """Return the world of the first so many ranks; None on the others. Every rank calls it."""
-    if ranks == 1:
-        return World(0, 1, 0, full.device) if full.is_main else None
-    groups = [dist.new_group(list(range(ranks)), backend="gloo") for _ in range(5)]
-    if full.rank >= ranks:
-        return None
-    return World(full.rank, ranks, full.local_rank, full.device, *groups)
 
 
 def state_of_rows(world: World, is_filled: bool):

@@ -1,4 +1,4 @@
-"""How a script of several ranks ends."""
+"""What scripts of several ranks share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+
+import torch.distributed as dist
+
+from plsc.parallel.world import World
 
 
 def run_worker(main: Callable[[], None]) -> None:
@@ -16,3 +20,13 @@ def run_worker(main: Callable[[], None]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def smaller_world(full: World, ranks: int) -> World | None:
+    """Return the world of the first so many ranks; None on the others. Every rank calls it."""
+    if ranks == 1:
+        return World(0, 1, 0, full.device) if full.is_main else None
+    groups = [dist.new_group(list(range(ranks)), backend="gloo") for _ in range(5)]
+    if full.rank >= ranks:
+        return None
+    return World(full.rank, ranks, full.local_rank, full.device, *groups)

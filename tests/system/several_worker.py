@@ -11,8 +11,8 @@ import torch.distributed as dist
 from plsc.checkpoint import read_manifest
 from plsc.config import Options
 from plsc.parallel.world import World
-from tests.distributed.resume_worker import close, joined, smaller_world
-from tests.distributed.worker import run_worker
+from tests.distributed.resume_worker import close, joined
+from tests.distributed.worker import run_worker, smaller_world
 from tests.resuming import Steady, different, options_of, saved_at, train
 
 # name: weight, head. Of glyphs and cars a step has one image, so most ranks have none; of cars there are

@@ -163,12 +163,15 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
 
 
 def _has_class_rows(key: str, info: TensorInfo, manifest: Manifest) -> bool:
-    """Whether it is sharded, or a dense head's parameter, or state of its optimizer with such a shape."""
+    """Whether it is sharded, or a dense head's parameter, or state of its optimizer with such a shape.
+
+    Nothing of a backbone has: that may be sharded, too.
+    """
+    if "backbone" in key.split("."):
+        return False
     if info.sharded or key in _OF_HEAD:
         return True
-    is_state = key.endswith(tuple(f".{name}" for name in _OF_HEAD)) and "backbone" not in key.split(
-        "."
-    )
+    is_state = key.endswith(tuple(f".{name}" for name in _OF_HEAD))
     return is_state and info.shape[:1] == (manifest.class_num,)
 
 
@@ -218,7 +221,7 @@ def _new_tensors(manifest: Manifest, plan: Plan, moved: set[str]) -> dict[str, T
     return {
         key: dataclasses.replace(info, shape=(plan.after, *info.shape[1:]))
         if key in moved
-        else info
+        else dataclasses.replace(info, sharded=False)  # a sharded backbone's are put together
         for key, info in manifest.tensors.items()
     }
 

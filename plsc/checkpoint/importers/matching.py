@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.importers.file_tensor import FileTensor
+from plsc.checkpoint.importers.row_parts import RowParts
 from plsc.errors import CheckpointError
+from plsc.parallel.sharding import copy_into
 
 _SHOWN = 5  # names a list
 _LONGEST_NAME = 80
@@ -49,7 +51,7 @@ class Match:
 
 
 def match_into(
-    target: Mapping[str, Tensor], found: Mapping[str, FileTensor | Tensor], source: str
+    target: Mapping[str, Tensor], found: Mapping[str, FileTensor | RowParts | Tensor], source: str
 ) -> Match:
     """Copy what agrees into the tensors of ``target``, in place, and return what did.
 
@@ -71,12 +73,12 @@ def match_into(
         if tuple(there.shape) != tuple(here.shape):
             match.shapes[name] = (tuple(here.shape), tuple(there.shape))
             continue
-        value = there.read() if isinstance(there, FileTensor) else there
+        value = there if isinstance(there, Tensor) else there.read()
         taken[name] = check_finite(value, f"{source}: {printable(key)}").to(here.dtype)
         match.matched.append(name)
     match.unused = list(left)
     for name, value in taken.items():
-        target[name].copy_(value)
+        copy_into(target[name], value)
     # Not counted: how many batches a batch norm has seen, which every network has alike.
     total = sum(tensor.numel() for tensor in target.values() if tensor.is_floating_point())
     learnt = sum(value.numel() for value in taken.values() if value.is_floating_point())

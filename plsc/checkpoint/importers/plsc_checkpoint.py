@@ -19,7 +19,7 @@ _HEADS = ("head.", "heads.")
 
 def read_checkpoint_weights(
     path: str | os.PathLike[str], rank: int = 0, ranks: int = 1
-) -> tuple[dict[str, FileTensor], dict[str, RowParts]]:
+) -> tuple[dict[str, RowParts], dict[str, RowParts]]:
     """Return the backbone's tensors by name, and the head's, whose names begin with ``head.``
     or, of several, ``heads.<name>.``.
 
@@ -40,14 +40,13 @@ def read_checkpoint_weights(
         for key, tensor in read_safetensors_file(folder / name).items():
             if key in wanted:
                 parts[key].append((min(places[key][OFFSETS_KEY][:1], default=0), tensor))
-    backbone = {
-        key.removeprefix("backbone."): pieces[0][1]
-        for key, pieces in parts.items()
-        if key.startswith("backbone.")
-    }
-    head = {
+    joined = {
         key: RowParts(tuple(tensor for _, tensor in sorted(pieces, key=lambda item: item[0])))
         for key, pieces in parts.items()
-        if key.startswith(_HEADS)
     }
-    return backbone, head
+    backbone = {
+        key.removeprefix("backbone."): rows
+        for key, rows in joined.items()
+        if key.startswith("backbone.")
+    }
+    return backbone, {key: rows for key, rows in joined.items() if key.startswith(_HEADS)}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from plsc.checkpoint.importers.file_tensor import FileTensor
@@ -26,6 +27,16 @@ class RowParts:
         if not self.parts[0].shape:
             return ()
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of all parts."""
+        return self.parts[0].dtype
+
+    def read(self) -> Tensor:
+        """Return the whole tensor, contiguous, on the CPU."""
+        parts = [part.read() for part in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows [start, stop) in order, some MiB at a time, each with its first row's number."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-_ABI = 3  # PLSC_DATA_ABI of native.h
+Kept = TypeVar("Kept")
+
+_ABI = 4  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 
@@ -36,3 +40,20 @@ def function(name: str, argument_types: tuple[Any, ...]) -> Any:
     found = getattr(loaded, name)
     found.argtypes, found.restype = argument_types, ctypes.c_int64
     return found
+
+
+def kept_by_thread(make: Callable[[], Kept]) -> Callable[[], Kept]:
+    """Return a function that returns what `make` returned when the thread first called it.
+
+    For the memory that a call of the library fills: made anew each time, its pages would cost more than the
+    call.
+    """
+    memory = threading.local()
+
+    def kept() -> Kept:
+        if not hasattr(memory, "value"):
+            memory.value = make()
+        value: Kept = memory.value
+        return value
+
+    return kept

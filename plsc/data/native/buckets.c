@@ -134,7 +134,7 @@ static int put_frame(struct output *out, const struct lines *lines, const int64_
 PLSC_API void plsc_write_frames(const struct lines *lines, const int64_t *numbers, const int64_t *order,
                                 const int64_t *counts, int64_t buckets, const int32_t *handles,
                                 const int64_t *offsets, struct outcome *outcome) {
-    struct output out = {.outcome = outcome};
+    struct output out = {.direct = -1, .outcome = outcome};
     int64_t done = 0;
     memset(outcome, 0, sizeof *outcome);
     for (int64_t bucket = 0; bucket < buckets; bucket++) {

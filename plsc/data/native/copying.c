@@ -28,7 +28,6 @@ static uint64_t weighted(const uint8_t *data, const uint64_t *factors, int64_t c
     return a + b + c + d;
 }
 
-/* What `size` bytes at `offset` of a file add to its checksum. factors: FACTORS of them. */
 PLSC_API uint64_t plsc_checksum(const uint8_t *data, int64_t size, int64_t offset,
                                 const uint64_t *factors) {
     uint64_t total = 0;
@@ -64,23 +63,47 @@ int open_output(struct output *out, int handle, int64_t offset) {
     out->base = offset - offset % CAPACITY;
     out->lead = out->fill = offset % CAPACITY;
     if (out->buffer == NULL)
-        out->buffer = malloc((size_t)CAPACITY);
+        out->buffer = aligned_alloc(BLOCK, (size_t)CAPACITY);
     return out->buffer != NULL || fail(out->outcome, NO_MEMORY, ENOMEM);
 }
 
+/* Writes buffer[begin, end) to a handle of the file. Returns where it ended, and in errno why it was not at
+   `end`. */
+static int64_t write_some(struct output *out, int handle, int64_t begin, int64_t end) {
+    while (begin < end) {
+        ssize_t done = pwrite(handle, out->buffer + begin, (size_t)(end - begin), out->base + begin);
+        if (done > 0) {
+            begin += done;
+        } else if (done == 0 || errno != EINTR) {
+            errno = done < 0 ? errno : EIO;
+            break;
+        }
+    }
+    return begin;
+}
+
+/* Whole blocks go past the system's cache, if that can be and there are many: no copy of them is made, and
+   nothing is left to be brought to the disk later. Whatever fails there is tried the usual way. */
+static int write_buffer(struct output *out) {
+    int64_t at = out->lead, first = (at + BLOCK - 1) / BLOCK * BLOCK, last = out->fill / BLOCK * BLOCK;
+    if (out->direct >= 0 && last - first >= CAPACITY / 2) {
+        at = write_some(out, out->handle, at, first);
+        if (at == first)
+            at = write_some(out, out->direct, first, last);
+        if (at < last)
+            out->direct = -1;
+    }
+    if (write_some(out, out->handle, at, out->fill) < out->fill)
+        return fail(out->outcome, CANNOT_WRITE, errno);
+    return 1;
+}
+
 int flush(struct output *out) {
-    int64_t at = out->lead;
     if (out->factors)
         out->outcome->checksum += plsc_checksum(out->buffer + out->lead, out->fill - out->lead,
                                                 out->base + out->lead, out->factors);
-    while (at < out->fill) {
-        ssize_t done = pwrite(out->handle, out->buffer + at, (size_t)(out->fill - at), out->base + at);
-        if (done < 0 && errno == EINTR)
-            continue;
-        if (done <= 0)
-            return fail(out->outcome, CANNOT_WRITE, done < 0 ? errno : EIO);
-        at += done;
-    }
+    if (!write_buffer(out))
+        return 0;
     if (out->fill == CAPACITY) {
         out->base += CAPACITY;
         out->fill = 0;
@@ -145,10 +168,12 @@ PLSC_API void plsc_catch_truncation(int32_t is_on) {
         sigaction(SIGBUS, &before, NULL);
 }
 
-/* Writes the lines order[0, count), each with a newline, to `handle` from `offset` on. */
+/* Writes the lines order[0, count), each with a newline, to `handle` from `offset` on. direct: the same file,
+   opened with O_DIRECT; -1 without. */
 PLSC_API void plsc_copy_lines(const struct lines *lines, const int64_t *order, int64_t count, int32_t handle,
-                              int64_t offset, const uint64_t *factors, struct outcome *outcome) {
-    struct output out = {.factors = factors, .outcome = outcome};
+                              int32_t direct, int64_t offset, const uint64_t *factors,
+                              struct outcome *outcome) {
+    struct output out = {.direct = direct, .factors = factors, .outcome = outcome};
     sigjmp_buf here;
     memset(outcome, 0, sizeof *outcome);
     if (!open_output(&out, handle, offset))

@@ -9,6 +9,7 @@
 
 #define FACTORS 32768 /* _WORDS of checksum.py */
 #define CAPACITY ((int64_t)FACTORS * 8) /* put together, summed and written while it is in the cache */
+#define BLOCK 4096 /* what is written past the system's cache is aligned to this, in memory and in the file */
 
 enum status { DONE, NO_MEMORY, CANNOT_WRITE, CUT_SHORT, OUTSIDE };
 
@@ -55,6 +56,7 @@ struct outcome {
 /* A file that is written from an offset on, in pieces that end at multiples of CAPACITY. */
 struct output {
     int handle;
+    int direct;   /* the same file, opened so that the system's cache is passed by; -1: there is none */
     int64_t base; /* offset of buffer[0] in the file, a multiple of CAPACITY */
     int64_t lead, fill; /* buffer[lead, fill) waits to be written */
     uint8_t *buffer;
@@ -68,6 +70,10 @@ int open_output(struct output *out, int handle, int64_t offset);
 int flush(struct output *out);
 int put(struct output *out, const void *data, int64_t size);
 int put_line(struct output *out, const struct lines *lines, int64_t line);
+
+/* What `size` bytes at `offset` of a file add to its checksum. factors: FACTORS of them. */
+PLSC_API uint64_t plsc_checksum(const uint8_t *data, int64_t size, int64_t offset,
+                                const uint64_t *factors);
 
 /* Where a line is; NULL, and the outcome says so, if that is outside of its memory. */
 const uint8_t *line_at(struct output *out, const struct lines *lines, int64_t line);

@@ -6,27 +6,19 @@ memory, or there is no library. The plain way then reads it, or says what is wro
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Iterator
 from ctypes import c_char_p, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
 
-from plsc.data.native import function
+from plsc.data.native import function, kept_by_thread
 
 BUFFER_BYTES = 2**20
 _BUFFER = (c_void_p, c_int64, c_void_p)
 
 
-class _Memory(threading.local):
-    @functools.cached_property
-    def buffer(self) -> np.ndarray:
-        return np.empty(BUFFER_BYTES, np.uint8)
-
-
-_memory = _Memory()
+_buffer = kept_by_thread(lambda: np.empty(BUFFER_BYTES, np.uint8))
 
 
 def read_files(
@@ -63,7 +55,7 @@ def _read(
     if call is None:
         yield from [None] * count
         return
-    buffer, sizes = _memory.buffer, np.empty(count, np.int64)
+    buffer, sizes = _buffer(), np.empty(count, np.int64)
     done = 0
     while done < count:
         places = [array[done:].ctypes.data for array in wanted]

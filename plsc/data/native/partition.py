@@ -42,7 +42,7 @@ def functions() -> ctypes.CDLL | None:
     lines, outcome = ctypes.POINTER(_Lines), ctypes.POINTER(_Outcome)
     signatures = {
         "checksum": ([_pointer, _long, _long, _pointer], ctypes.c_uint64),
-        "copy_lines": ([lines, _pointer, _long, _int, _long, _pointer, outcome], None),
+        "copy_lines": ([lines, _pointer, _long, _int, _int, _long, _pointer, outcome], None),
         "sort_to_buckets": (
             [_pointer, _pointer, _long, ctypes.c_uint64, _int, _int, *[_pointer] * 3],
             _int,
@@ -112,15 +112,18 @@ def copy_lines(
     handle: int,
     offset: int,
     factors: np.ndarray,
+    direct: int = -1,
 ) -> int:
     """Write the lines `order` (int64) to a file from `offset` on; return what they add to its checksum.
 
-    Raises OSError if the file cannot be written, CopyError if a line cannot be read.
+    direct: a handle of the same file that passes the system's cache by, -1 if there is none. Raises OSError
+    if the file cannot be written, CopyError if a line cannot be read.
     """
     outcome = _Outcome()
     order = np.ascontiguousarray(order)
     native.plsc_copy_lines(
-        lines.structure(), order.ctypes.data, len(order), handle, offset, factors.ctypes.data, outcome
+        lines.structure(), order.ctypes.data, len(order), handle, direct, offset,
+        factors.ctypes.data, outcome,
     )  # fmt: skip
     _raise_failure(outcome)
     return int(outcome.checksum)

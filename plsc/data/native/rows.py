@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from plsc.data.native import function
+from plsc.data.native import function, kept_by_thread
 
 MOST_ROWS = 8192  # of one call
 _COLUMNS = 6  # of rows.h
@@ -39,13 +37,7 @@ class FoundRows:
         return len(self.starts)
 
 
-class _Memory(threading.local):
-    @functools.cached_property
-    def columns(self) -> np.ndarray:
-        return np.empty((_COLUMNS, MOST_ROWS), np.int64)
-
-
-_memory = _Memory()
+_columns = kept_by_thread(lambda: np.empty((_COLUMNS, MOST_ROWS), np.int64))
 
 
 def find_csv_rows(
@@ -65,7 +57,7 @@ def find_json_rows(text: bytes, end: int, position: int, key: bytes) -> FoundRow
 def _find(call: Any, text: bytes, end: int, position: int, *what: Any) -> FoundRows | None:
     if call is None:
         return None
-    columns, state = _memory.columns, np.empty(2, np.int64)
+    columns, state = _columns(), np.empty(2, np.int64)
     room = (MOST_ROWS, columns.ctypes.data, state.ctypes.data)
     count = call(text, end, position, *what, *room)
     return FoundRows(*columns[:, :count].copy(), *state.tolist())

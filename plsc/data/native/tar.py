@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
 
-from plsc.data.native import function
+from plsc.data.native import function, kept_by_thread
 
 MOST_SAMPLES = 4096  # of one call
 IS_JSON = -2
@@ -40,13 +38,7 @@ class FoundSamples:
         return len(self.offsets)
 
 
-class _Memory(threading.local):
-    @functools.cached_property
-    def columns(self) -> np.ndarray:
-        return np.empty((_COLUMNS, MOST_SAMPLES), np.int64)
-
-
-_memory = _Memory()
+_columns = kept_by_thread(lambda: np.empty((_COLUMNS, MOST_SAMPLES), np.int64))
 
 
 def find_tar_samples(
@@ -62,7 +54,7 @@ def find_tar_samples(
     )
     if call is None:
         return None
-    columns, state = _memory.columns, np.empty(2, np.int64)
+    columns, state = _columns(), np.empty(2, np.int64)
     room = (MOST_SAMPLES, columns.ctypes.data, state.ctypes.data)
     count = call(piece, len(piece), offset, size, image.encode(), label.encode(), *room)
     return FoundSamples(*columns[:, :count].copy(), *state.tolist())

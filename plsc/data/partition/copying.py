@@ -14,15 +14,18 @@ from plsc.data.partition.files import write_all
 _CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
 
 
-def copy_lines(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:
+def copy_lines(
+    lines: LinePlaces, order: np.ndarray, handle: int, offset: int, direct: int = -1
+) -> int:
     """Write the lines `order` (int64), each closed by a newline, to an open file from `offset` on.
 
-    Returns what they add to the file's checksum. Raises CopyError for a line that is not where it should
-    be, OSError if the file cannot be written.
+    direct: a handle of the same file that passes the system's cache by, -1 if there is none; what may be
+    written so then is. Returns what they add to the file's checksum. Raises CopyError for a line that is not
+    where it should be, OSError if the file cannot be written.
     """
     library = native.functions()
     if library is not None:
-        return native.copy_lines(library, lines, order, handle, offset, factors())
+        return native.copy_lines(library, lines, order, handle, offset, factors(), direct)
     return copy_lines_plainly(lines, order, handle, offset)
 
 

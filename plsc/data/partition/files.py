@@ -30,6 +30,17 @@ def write_all(handle: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
+def open_direct(path: Path) -> int:
+    """Return a handle to write a file past the system's cache (O_DIRECT), -1 where that cannot be."""
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return -1
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+    except OSError:
+        return -1
+
+
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: maps all pages at once, not one by one
 
 

@@ -1,4 +1,8 @@
-"""Where all lines of plain files are: read in pieces by several threads."""
+"""Where all lines of plain files are: found in pieces by several threads.
+
+The files are mapped, and what is usual in them is found there, by C. A piece that holds anything else, and
+all of them where there is no library, are read by `LineReader`, which knows what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from plsc.data.line_reader import Buffers, LineReader, LongLine
-from plsc.data.partition.checksum import checksum
+from plsc.data.lines import MAX_LINE_BYTES
+from plsc.data.native import search
+from plsc.data.native.partition import truncation_caught
+from plsc.data.partition.checksum import checksum, factors
 from plsc.data.partition.counts import Counts, InputCount
+from plsc.data.partition.files import map_file
 from plsc.data.partition.inputs import Input
 from plsc.data.partition.parallel import map_in_order
 from plsc.data.partition.split import Split, open_split, split_at_lines
@@ -26,11 +34,15 @@ class TooManyLines(Exception):
 
 @dataclass
 class Index:
-    """Lines of the inputs, in their order: files int32, starts and ends (newline excluded) int64."""
+    """Lines of the inputs, in their order: files int32, starts and ends (newline excluded) int64.
+
+    memories: the files, mapped, uint8.
+    """
 
     files: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
+    memories: list[np.ndarray]
 
 
 @dataclass
@@ -41,6 +53,12 @@ class _Found:
     starts: list[np.ndarray] = field(default_factory=list)
     ends: list[np.ndarray] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
+
+    def add(self, starts: np.ndarray, ends: np.ndarray) -> None:
+        """Add the places of lines, int64."""
+        self.starts.append(starts)
+        self.ends.append(ends)
+        self.count.lines += len(starts)
 
 
 class Indexer:
@@ -54,6 +72,7 @@ class Indexer:
         self._skip_bad = skip_bad
         self._on_bytes = on_bytes
         self._kept = threading.local()  # each thread's buffers, for its next piece
+        self._memories: list[np.ndarray] = []
         self._lines = 0
         self._lock = threading.Lock()
 
@@ -62,21 +81,25 @@ class Indexer:
         # Messages about skipped lines need their numbers, so there each file is read by one thread.
         size = None if self._skip_bad else _PIECE_BYTES
         splits = split_at_lines(inputs, size)
-        found = map_in_order(self._workers, self._read, splits)
+        self._memories = [_map(one) for one in inputs]
+        with truncation_caught():
+            found = map_in_order(self._workers, self._read, splits)
         counts = Counts([InputCount(one) for one in inputs])
         for split, some in zip(splits, found, strict=True):
             counts.inputs[split.number].add(some.count)
             counts.remember(some.messages)
         starts = [array for some in found for array in some.starts]
         ends = [array for some in found for array in some.ends]
-        if not starts:
-            nothing = np.empty(0, dtype=np.int64)
-            return Index(nothing.astype(np.int32), nothing, nothing), counts
+        nothing = np.empty(0, dtype=np.int64)  # for inputs without lines
+        places = np.concatenate([nothing, *starts]), np.concatenate([nothing, *ends])
         lines = [one.lines for one in counts.inputs]
         files = np.repeat(np.arange(len(inputs), dtype=np.int32), lines)
-        return Index(files, np.concatenate(starts), np.concatenate(ends)), counts
+        return Index(files, *places, self._memories), counts
 
     def _read(self, split: Split) -> _Found:
+        found = self._search(split)
+        if found is not None:
+            return found
         try:
             return self._read_lines(split)
         except DataError:
@@ -87,6 +110,28 @@ class Indexer:
         raise DataError(
             f"{split.source.name} changed while it was read; start again when it is whole"
         )
+
+    def _search(self, split: Split) -> _Found | None:
+        """Find the lines in the mapped file; None if they are not all usual, or there is no library."""
+        library = search.functions()
+        if library is None:
+            return None
+        found = _Found(InputCount(split.source))
+        count, data = found.count, self._memories[split.number]
+        try:
+            for lines in search.search_lines(
+                library, data, split.begin, split.end, MAX_LINE_BYTES, factors()
+            ):
+                found.add(lines.starts, lines.ends)
+                count.blanks += lines.blanks
+                count.checksum = (count.checksum + lines.checksum) % 2**64
+                self._take(len(lines.starts))
+        except search.UnusualLine:
+            self._take(-count.lines)
+            return None
+        count.content_bytes = split.end - split.begin
+        self._on_bytes(count.content_bytes)
+        return found
 
     def _read_lines(self, split: Split) -> _Found:
         found = _Found(InputCount(split.source))
@@ -105,15 +150,13 @@ class Indexer:
                 start=start, keeps_long=False,
             )  # fmt: skip
             for lines in reader:
+                before = count.lines
                 if isinstance(lines, LongLine):
-                    found.starts.append(np.array([lines.start]))
-                    found.ends.append(np.array([lines.start + lines.length]))
+                    found.add(np.array([lines.start]), np.array([lines.start + lines.length]))
                 else:
-                    found.starts.append(lines.starts + reader.base)
-                    found.ends.append(lines.ends + reader.base)
+                    found.add(lines.starts + reader.base, lines.ends + reader.base)
                     buffers.give_back(lines.data)
-                count.lines += len(found.starts[-1])
-                self._take(len(found.starts[-1]))
+                self._take(count.lines - before)
         count.blanks, count.skipped = reader.blanks, len(reader.skipped)
         found.messages = reader.skipped
         self._kept.buffers = buffers
@@ -124,3 +167,11 @@ class Indexer:
             self._lines += lines
             if self._lines > self._room:
                 raise TooManyLines
+
+
+def _map(one: Input) -> np.ndarray:
+    """Return the bytes of a plain file, uint8."""
+    try:
+        return map_file(one.location, one.size)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{one.name} cannot be read: {error}; check the file") from error

@@ -19,10 +19,10 @@ def read_size(text: str | int) -> int:
     """Return '512M' as bytes; K, M, G, T are powers of 1024. Raises OptionError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     if match is None:
-        raise OptionError(f"memory is {text!r}; expected a size such as 512M or 4G")
+        raise OptionError(f"--memory is {text!r}; expected a size such as 512M or 4G")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < LEAST:
-        raise OptionError(f"memory is {text!r}; expected at least {LEAST // 2**20}M")
+        raise OptionError(f"--memory is {text!r}; expected at least {LEAST // 2**20}M")
     return size
 
 
@@ -37,6 +37,11 @@ class Budget:
 
     total: int
     workers: int
+
+    @property
+    def copiers(self) -> int:
+        """Threads that write parts: while one waits for the disk, another one copies."""
+        return 2 * self.workers
 
     @property
     def block(self) -> int:

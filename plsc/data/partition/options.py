@@ -60,26 +60,26 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.nranks <= MOST_RANKS:
-            raise OptionError(f"nranks is {self.nranks}; expected 1 to {MOST_RANKS}")
+            raise OptionError(f"--nranks is {self.nranks}; expected 1 to {MOST_RANKS}")
         if self.workers is not None and not 1 <= self.workers <= 64:
-            raise OptionError(f"workers is {self.workers}; expected 1 to 64")
+            raise OptionError(f"--workers is {self.workers}; expected 1 to 64")
         if self.bad_lines not in ("stop", "skip"):
-            raise OptionError(f"bad_lines is {self.bad_lines!r}; expected stop or skip")
+            raise OptionError(f"--bad_lines is {self.bad_lines!r}; expected stop or skip")
         if self.engine not in ("local", "spark"):
-            raise OptionError(f"engine is {self.engine!r}; expected local or spark")
+            raise OptionError(f"--engine is {self.engine!r}; expected local or spark")
         if self.master and self.engine != "spark":
-            raise OptionError("master is set, but the engine is local; pass --engine spark")
+            raise OptionError("--master is set, but not --engine spark; pass both")
         if not -(2**63) <= self.seed < 2**64:
-            raise OptionError(f"seed is {self.seed}; expected a number of 64 bits")
+            raise OptionError(f"--seed is {self.seed}; expected a number of 64 bits")
         for first, second in (
             ("verify", "delete_inputs"),
             ("verify", "dry_run"),
             ("dry_run", "delete_inputs"),
         ):
             if getattr(self, first) and getattr(self, second):
-                raise OptionError(f"{first} and {second} exclude each other; give one of them")
+                raise OptionError(f"--{first} and --{second} exclude each other; give one of them")
         if not self.data_dir.strip():
-            raise OptionError("data_dir is empty; expected a folder or URL")
+            raise OptionError("--data_dir is empty; expected a folder or URL")
         read_size(self.memory)
 
     @property

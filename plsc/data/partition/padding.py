@@ -7,8 +7,21 @@ import threading
 
 import numpy as np
 
-from plsc.data.partition.order import padding_lines
+from plsc.data.partition.order import lines_per_rank, padding_lines
 from plsc.data.partition.parts import Parts, Run
+
+
+def warning_of_repeats(lines: int, nranks: int) -> str | None:
+    """Return a warning, one line, if more places are filled with repeats than there are lines."""
+    each = lines_per_rank(lines, nranks)
+    repeats = each * nranks - lines
+    if repeats <= lines:
+        return None
+    return (
+        f"warning: {nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
+        f"{repeats / (each * nranks):.0%} are repeats: there are {lines} lines only; a smaller --nranks has "
+        "fewer"
+    )
 
 
 class Padding:

@@ -14,11 +14,12 @@ import numpy as np
 
 from plsc.data.native.partition import LinePlaces, start_writeback
 from plsc.data.partition.copying import copy_lines, put
-from plsc.data.partition.files import read_exactly
+from plsc.data.partition.files import open_direct, read_exactly
 from plsc.storage.sync import sync
 
 _TASK_BYTES = 2**24  # of a run that is cut up: what one thread writes in a few milliseconds
 _CHUNK_BYTES = 2**18
+_DIRECT_BYTES = 2**20  # of a run from which on it is written past the system's cache
 _MASK = 2**64 - 1
 
 
@@ -56,6 +57,8 @@ def part_names(nranks: int) -> list[str]:
 class Parts:
     """One file a rank, each with `lines_each` lines. Several threads may write runs at once.
 
+    Long runs are written past the system's cache where it can be: the parts have to be on the disk anyway
+    before they are published, and a copy of them in the cache takes as long to make as the shuffle itself.
     on_bytes is called with the number of bytes after each write. syncer: a pool that brings to the disk what
     is written, while more is written.
     """
@@ -72,6 +75,9 @@ class Parts:
         self.lines_each = lines_each
         self.sizes = [0] * nranks
         self.checksums = [0] * nranks
+        self._lengths = [
+            0
+        ] * nranks  # of the files, as far as they were made longer ahead of writing
         self._missing = [lines_each] * nranks
         self._on_bytes = on_bytes
         self._syncer = syncer
@@ -99,9 +105,11 @@ class Parts:
 
         Raises CopyError for a line that is not where it should be, OSError if the part cannot be written.
         """
-        with self._opened(run.rank) as handle:
-            total = copy_lines(lines, order[run.begin : run.end], handle, run.offset)
-        self._count(run, total)
+        with self._opened(run.rank) as handle, self._direct(run) as direct:
+            if direct >= 0:
+                self._extend(run.rank, handle)
+            total = copy_lines(lines, order[run.begin : run.end], handle, run.offset, direct)
+        self._count(run, total, direct >= 0)
 
     def copy_line(self, run: Run, source: int, offset: int, length: int) -> None:
         """Write a run of one line, which lies in an open file, piece by piece."""
@@ -110,14 +118,14 @@ class Parts:
             for begin in range(0, length, _CHUNK_BYTES):
                 size = min(_CHUNK_BYTES, length - begin)
                 total += put(handle, read_exactly(source, size, offset + begin), run.offset + begin)
-        self._count(run, total)
+        self._count(run, total, False)
 
     def finish(self) -> None:
         """Wait until all parts are on the disk. Raises OSError if that fails."""
         for future in self._syncs:
             future.result()
 
-    def _count(self, run: Run, total: int) -> None:
+    def _count(self, run: Run, total: int, is_direct: bool) -> None:
         self._on_bytes(run.size)
         rank = run.rank
         with self._lock:
@@ -126,12 +134,29 @@ class Parts:
             is_whole = self._missing[rank] == 0
         if is_whole:
             self._syncs.append(self._syncer.submit(sync, self.paths[rank]))
-        else:
+        elif not is_direct:
             self._syncs.append(self._syncer.submit(self._begin_sync, run))
 
     def _begin_sync(self, run: Run) -> None:
         with self._opened(run.rank) as handle:
             start_writeback(handle, run.offset, run.size)
+
+    def _extend(self, rank: int, handle: int) -> None:
+        """Let the file be as long as it will be: writers that make it longer would take turns."""
+        with self._lock:
+            if self._lengths[rank] < self.sizes[rank]:
+                self._lengths[rank] = self.sizes[rank]
+                os.ftruncate(handle, self.sizes[rank])
+
+    @contextmanager
+    def _direct(self, run: Run) -> Iterator[int]:
+        """Yield a handle that passes the cache by, -1 if there is none or the run is short."""
+        handle = open_direct(self.paths[run.rank]) if run.size >= _DIRECT_BYTES else -1
+        try:
+            yield handle
+        finally:
+            if handle >= 0:
+                os.close(handle)
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[int]:

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.data.partition import manifest as manifests
 from plsc.data.partition.progress import Progress
@@ -14,10 +14,12 @@ from plsc.data.partition.workspace import SUFFIX
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.retry import reason_of
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 
-# Their "rename" copies every byte and is seen half done: there the manifest, written last, publishes.
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
+if TYPE_CHECKING:
+    from plsc.storage.store import Store
+
+_SILENCE = 300.0  # seconds in which a client may say nothing of a large piece that it sends
 _OURS = re.compile(rf"(part_\d+\.txt|{re.escape(manifests.FILE_LIST)})$")
 
 
@@ -26,14 +28,11 @@ def exists(url: str) -> bool:
 
     On an object store, parts without a manifest are what a run that was killed left: nothing.
     """
-    filesystem, path = open_filesystem(url)
-    with _telling(url):
-        if not filesystem.exists(path):
-            return False
-        if not _is_object_store(url):
-            return True
-        found = filesystem.find(path)
-        return any(_OURS.search(name.rsplit("/", 1)[-1]) is None for name in found)
+    store = _store(url)
+    if store.can_rename:
+        return store.exists()
+    store.make_folder()  # makes none: it tells of a bucket that is not there, before the work is done
+    return any(_OURS.match(name) is None for name in store.names())
 
 
 def publish(folder: Path, url: str, manifest: dict[str, Any], progress: Progress) -> None:
@@ -51,33 +50,31 @@ def publish(folder: Path, url: str, manifest: dict[str, Any], progress: Progress
 def staged(url: str) -> Iterator[str]:
     """Yield the URL to write the files to; when the block succeeds, the output is at `url`.
 
-    Raises DataError if the store fails; what was written is removed when the block does not succeed.
+    On an object store that is the place itself, and the manifest, written last, publishes. Raises DataError
+    if the store fails; what was written is removed when the block does not succeed.
     """
     url = url.rstrip("/")
     parent, _, name = url.rpartition("/")
-    target = url if _is_object_store(url) else f"{parent}/.{name}{SUFFIX}"
-    filesystem, path = open_filesystem(target)
-    with _telling(url):
-        try:
-            if target != url:
-                if filesystem.exists(path):  # a run that was killed left it
-                    filesystem.rm(path, recursive=True)
-                filesystem.makedirs(path, exist_ok=True)
-            yield target
-            if target != url:
-                filesystem.mv(path, open_filesystem(url)[1], recursive=True)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                filesystem.rm(path, recursive=True)
-            raise
+    is_renamed = not is_object_store(url)
+    store, temporary = (_store(parent), f".{name}{SUFFIX}") if is_renamed else (_store(url), "")
+    try:
+        if is_renamed:
+            store.delete(temporary)  # a run that was killed left it
+        store.make_folder(temporary)
+        yield store.child(temporary) if is_renamed else url
+        if is_renamed:
+            store.rename(temporary, name)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            store.delete(temporary)
+        raise
 
 
 def put(folder: Path, target: str, names: list[str], progress: Progress) -> None:
     """Upload files of `folder`, in this order."""
-    filesystem, path = open_filesystem(target)
+    store = _store(target)
     for one in names:
-        filesystem.put_file(str(folder / one), f"{path}/{one}")
-        progress.add((folder / one).stat().st_size)
+        store.put(folder / one, one, progress.add)
 
 
 def delete(location: str) -> None:
@@ -103,8 +100,10 @@ def opened(folder: str, name: str) -> Iterator[Any]:
         yield file
 
 
-def _is_object_store(url: str) -> bool:
-    return url.split("://", 1)[0].lower() in _OBJECT_STORES
+def _store(url: str) -> Store:
+    from plsc.storage.store import Store  # imports fsspec
+
+    return Store(url, silence=_SILENCE)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from plsc.data.partition.indexing import Index, TooManyLines
 from plsc.data.partition.inputs import Input, list_inputs
 from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import lines_per_rank
-from plsc.data.partition.padding import Padding
+from plsc.data.partition.padding import Padding, warning_of_repeats
 from plsc.data.partition.parallel import pool_of
 from plsc.data.partition.parts import Parts
 from plsc.data.partition.progress import Progress
@@ -81,14 +81,14 @@ def _write(
         if found is not None:
             index, counts = found
             parts, padding = target.open(counts)
-            gather(index, inputs, options.seed, parts, padding, options.budget.workers)
+            gather(index, inputs, options.seed, parts, padding, options.budget.copiers)
         else:
             buckets, counts = _spread(options, inputs, folder, temporary, progress)
             parts, padding = target.open(counts)
             fitting = list(fitting_buckets(buckets, temporary, options.seed, options.budget))
             Sorter(options.seed, parts, padding, options.budget).run(fitting)
         parts.finish()
-    _tell(counts, progress)
+    _tell(counts, options.nranks, progress)
     manifest = manifests.build(options, counts, parts, len(padding))
     manifests.write(folder, manifest)
     return manifest
@@ -103,7 +103,7 @@ def _run_on_spark(
     def finish(target: str) -> dict[str, Any]:
         counts, parts, padding = spark.write(options, inputs, target)
         _check_unchanged(inputs)
-        _tell(counts, progress)
+        _tell(counts, options.nranks, progress)
         for stray in workspace.path.glob(".part_*"):
             stray.unlink()  # of a task that was killed, and run again elsewhere
         manifest = manifests.build(options, counts, parts, padding)
@@ -183,7 +183,9 @@ def expected_bytes(inputs: list[Input]) -> int:
     return sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
 
 
-def _tell(counts: Counts, progress: Progress) -> None:
+def _tell(counts: Counts, nranks: int, progress: Progress) -> None:
+    if warning := warning_of_repeats(counts.lines, nranks):
+        progress.say(warning)
     if counts.blanks:
         progress.say(f"{counts.blanks} blank lines were left out")
     for message in counts.messages:

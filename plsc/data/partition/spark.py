@@ -77,7 +77,7 @@ def write(
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
     except ImportError:
-        raise OptionError("engine spark needs PySpark; pip install 'plsc[spark]'") from None
+        raise OptionError("--engine spark needs PySpark; pip install 'plsc[spark]'") from None
     builder = SparkSession.builder.appName("plsc data partition")
     if options.master and options.master.startswith("local"):
         # The same interpreter, which has plsc; a cluster's is for its configuration to say.

@@ -10,6 +10,7 @@ from plsc.data.line_reader import Buffers, LineReader, LongLine
 from plsc.data.partition.inputs import Input
 from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import lines_per_rank
+from plsc.data.partition.padding import warning_of_repeats
 from plsc.data.partition.progress import Progress
 from plsc.errors import DataError
 
@@ -39,6 +40,8 @@ def survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
             content += reader.offset
     if lines == 0:
         raise DataError(f"the files of {options.file_list} hold no samples")
+    if warning := warning_of_repeats(lines, options.nranks):
+        progress.say(warning)
     each = lines_per_rank(lines, options.nranks)
     return {
         "seed": options.seed,

@@ -10,7 +10,6 @@ import numpy as np
 
 from plsc.data.native.partition import CopyError, LinePlaces, truncation_caught
 from plsc.data.partition.counts import Counts
-from plsc.data.partition.files import map_file
 from plsc.data.partition.indexing import BLOCK_BYTES, Index, Indexer
 from plsc.data.partition.inputs import Input
 from plsc.data.partition.memory import BYTES_A_LINE
@@ -41,7 +40,7 @@ def index_inputs(
 
 
 def gather(
-    index: Index, inputs: list[Input], seed: int, parts: Parts, padding: Padding, workers: int
+    index: Index, inputs: list[Input], seed: int, parts: Parts, padding: Padding, copiers: int
 ) -> None:
     """Write all lines to the parts in the order of their keys, then the padding.
 
@@ -53,7 +52,7 @@ def gather(
     runs = parts.claim(0, lengths)
     for run in runs:
         padding.note(run, order, lengths)
-    lines = LinePlaces(index.starts, sizes, [_map(one) for one in inputs], index.files)
+    lines = LinePlaces(index.starts, sizes, index.memories, index.files)
 
     def write(task: Run) -> None:
         try:
@@ -65,23 +64,15 @@ def gather(
             ) from error
 
     with truncation_caught():
-        map_in_order(workers, write, _side_by_side(runs, lengths, workers))
+        map_in_order(copiers, write, _side_by_side(runs, lengths, copiers))
     padding.copy(parts)
 
 
-def _side_by_side(runs: list[Run], lengths: np.ndarray, workers: int) -> list[Run]:
+def _side_by_side(runs: list[Run], lengths: np.ndarray, copiers: int) -> list[Run]:
     """Cut the runs into tasks, so ordered that threads write different files: one file admits one writer."""
     tasks = []
-    for first in range(0, len(runs), workers):
-        rows = [run.cut(lengths) for run in runs[first : first + workers]]
+    for first in range(0, len(runs), copiers):
+        rows = [run.cut(lengths) for run in runs[first : first + copiers]]
         for column in range(max(map(len, rows))):
             tasks += [row[column] for row in rows if column < len(row)]
     return tasks
-
-
-def _map(one: Input) -> np.ndarray:
-    """Return the bytes of a plain file, uint8."""
-    try:
-        return map_file(one.location, one.size)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{one.name} cannot be read: {error}; check the file") from error

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from plsc.errors import DataError
-from plsc.storage.sync import sync
+from plsc.storage.sync import sync, sync_tree
 
 SUFFIX = ".plsc-partial"
 
@@ -46,9 +46,7 @@ class Workspace:
     def publish(self, target: Path) -> None:
         """Give the folder its final name, once all of it is on the disk. Raises DataError if it is taken."""
         with _telling(f"cannot publish {target}"):
-            for entry in self.path.iterdir():
-                sync(entry)
-            sync(self.path)
+            sync_tree(self.path)
             if os.path.lexists(target):
                 raise DataError(f"{target} came into being meanwhile; it is left alone")
             self.path.rename(target)

@@ -21,19 +21,9 @@ from plsc.data.sources.recordio_index import scan
 from plsc.data.sources.tar import TarSource
 from plsc.data.writers import writer_of
 from plsc.errors import DataError, OptionError
+from tests.in_memory import InMemory
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
-
-
-class InMemory:
-    location = "train"
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.size = content, len(content)
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        assert 0 <= offset <= offset + length <= self.size
-        return self.content[offset : offset + length]
 
 
 class OneShard(list):

@@ -7,22 +7,27 @@ import errno
 import mmap
 import os
 import re
+import resource
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from plsc.data import lines as lines_module
+from plsc.data.line_reader import Buffers, LineReader
 from plsc.data.lines import MAX_LINE_BYTES, find_newlines_plainly
 from plsc.data.native import lines as native_lines
 from plsc.data.native import partition as native
+from plsc.data.native import search
 from plsc.data.native.partition import CopyError, LinePlaces
 from plsc.data.partition.buckets import Spread
 from plsc.data.partition.checksum import checksum_plainly, factors
 from plsc.data.partition.copying import copy_lines_plainly
-from plsc.data.partition.files import map_file
+from plsc.data.partition.files import map_file, open_direct
 from plsc.data.partition.frames import read_frames_plainly
 
 FUNCTIONS = native_lines.functions()
@@ -136,6 +141,34 @@ def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
         os.close(handle)
 
 
+@pytest.mark.parametrize("offset", [0, 5, 4096, 262_140, 300_001])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_file_is_the_same_when_it_is_written_past_the_cache_or_that_is_refused(
+    tmp_path, offset, is_refused
+):
+    lines = some_places([5000, 1, 70_000] * 20)
+    order = np.random.default_rng(1).permutation(60)
+    plain = copied(
+        lambda handle, at: copy_lines_plainly(lines, order, handle, at), tmp_path / "plain", offset
+    )
+    direct = open_direct(tmp_path / "plain")
+    if direct < 0:
+        pytest.skip(f"{tmp_path} cannot be written past the cache")
+    os.close(direct)
+
+    def copy(handle: int, at: int) -> int:
+        refuses = os.open(tmp_path / "ours", os.O_RDONLY)
+        direct = open_direct(tmp_path / "ours")
+        try:
+            chosen = refuses if is_refused else direct
+            return native.copy_lines(LIBRARY, lines, order, handle, at, factors(), chosen)
+        finally:
+            os.close(refuses)
+            os.close(direct)
+
+    assert copied(copy, tmp_path / "ours", offset) == plain
+
+
 @pytest.mark.parametrize("offset", [0, 5, 262_140, 262_144, 300_001])
 @pytest.mark.parametrize(
     "lengths", [[0, 1, 2, 7, 8, 9], [5000] * 200, [300_000, 1, 600_000], [262_143, 262_143], []]
@@ -184,17 +217,30 @@ def test_a_line_outside_of_its_memory_is_refused(start, length, file):
             native.write_frames(LIBRARY, places, none, none, np.array([2]), handles, none)
 
 
-def test_a_full_disk_is_an_error_of_the_system():
+@pytest.fixture
+def tiny_files() -> Iterator[None]:
+    """No file may grow beyond 300,000 bytes, as if the disk were full there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # Python ignores the signal
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
     lines = some_places([5000] * 100, files=1)
     order, counts = np.arange(100), np.array([100])
-    with Path("/dev/full").open("wb") as full:
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            native.copy_lines(LIBRARY, lines, order, full.fileno(), 0, factors())
+    with (tmp_path / "full").open("wb") as full:
+        direct = open_direct(tmp_path / "full")
+        for other in {-1, direct}:
+            with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+                native.copy_lines(LIBRARY, lines, order, full.fileno(), 0, factors(), other)
         handles = np.array([full.fileno()], np.int32)
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
             native.write_frames(
                 LIBRARY, lines, order, order, counts, handles, np.zeros(1, np.int64)
             )
+        if direct >= 0:
+            os.close(direct)
 
 
 def test_a_mapped_file_that_is_cut_short_is_an_error_and_not_the_end_of_the_process(tmp_path):
@@ -264,3 +310,28 @@ class TestBuckets:
             assert [row.tolist() for row in ours] == [row.tolist() for row in plain]
         if damage == "none" and more == 0:
             assert ours is not None
+
+
+@given(texts, st.booleans(), st.sampled_from([5, MAX_LINE_BYTES]), st.sampled_from([1, 3, 8192]))
+def test_lines_found_in_one_pass_are_those_of_the_reader(data, at_end, longest, room):
+    array = FENCED.holding(data, at_end)
+    found: list[search.FoundLines] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MOST_LINES", room)
+        patch.setattr(lines_module, "MAX_LINE_BYTES", longest)
+        reader = LineReader(BytesIO(data), "a", Buffers(1, 2**10))
+        try:
+            found += search.search_lines(LIBRARY, array, 0, len(data), longest, factors())
+        except search.UnusualLine:
+            event("unusual")
+            return
+        expected = [(one.starts + reader.base, one.ends + reader.base) for one in reader]
+    for ours, theirs in zip(
+        ([one.starts for one in found], [one.ends for one in found]),
+        zip(*expected, strict=True) if expected else ([], []),
+        strict=True,
+    ):
+        assert [n for some in ours for n in some] == [n for some in theirs for n in some]
+    assert sum(one.blanks for one in found) == reader.blanks
+    total = sum(one.checksum for one in found) % 2**64
+    assert total == checksum_plainly(np.frombuffer(data, np.uint8), 0)

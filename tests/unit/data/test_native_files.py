@@ -67,8 +67,8 @@ def test_files_that_are_no_plain_full_files_are_left_to_the_plain_way(tmp_path):
 
 @needs_library
 def test_more_than_the_memory_holds_is_read_by_several_calls(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BUFFER_BYTES", 100)
-    monkeypatch.setattr(files, "_memory", files._Memory())
+    buffer = np.empty(100, np.uint8)
+    monkeypatch.setattr(files, "_buffer", lambda: buffer)
     contents = [bytes([65 + n]) * (n * 9 + 1) for n in range(20)]  # of 1 to 172 bytes
     names = [str(n) for n in range(20)]
     for name, content in zip(names, contents, strict=True):

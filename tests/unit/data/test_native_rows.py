@@ -19,19 +19,9 @@ from plsc.data.sources.columns import LabelReader
 from plsc.data.sources.csv_rows import CsvSource
 from plsc.data.sources.json_lines import JsonLinesSource
 from plsc.errors import DataError
+from tests.in_memory import InMemory
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
-
-
-class InMemory:
-    location = "train"
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.size = content, len(content)
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        assert 0 <= offset <= offset + length <= self.size
-        return self.content[offset : offset + length]
 
 
 @pytest.fixture(scope="module")

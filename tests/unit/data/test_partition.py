@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.data.partition import PartitionOptions, indexing, partition, run, verify, within_memory
+from plsc.data.partition import PartitionOptions, indexing, partition, run, verify
 from plsc.data.partition.checksum import checksum
 from plsc.data.partition.memory import LEAST, Budget, read_size
 from plsc.data.partition.options import fields
@@ -315,6 +316,16 @@ def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, way):
     assert sorted(path.name for path in folder.iterdir()) == ["data0.txt", "file_list.txt"]
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_more_repeats_than_lines_are_warned_of(tmp_path, capsys, dry_run):
+    folder = write_set(tmp_path, some_lines(12))
+    for nranks, is_warned in ((24, False), (25, True)):
+        partition(PartitionOptions(str(folder), nranks, dry_run=dry_run))
+        said = capsys.readouterr().err
+        assert said.startswith("warning: 25 parts hold 1 line each, of which 52% ") == is_warned
+        assert len(said.splitlines()) == is_warned
+
+
 def test_bad_and_blank_lines_are_left_out_counted_and_told(tmp_path, way, capsys):
     good = some_lines(20)
     folder = write_set(tmp_path, [*good[:7], b"", b"A\tnan", *good[7:], b"  "], files=1)
@@ -375,19 +386,47 @@ def test_an_input_that_changes_meanwhile_stops_the_run(tmp_path, monkeypatch):
     assert not (folder / "partition_2").exists()
 
 
-def test_an_input_that_is_cut_short_while_it_is_copied_stops_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", ["found", "copied"])
+def test_an_input_that_is_cut_short_while_its_lines_are_found_or_copied_stops_the_run(
+    tmp_path, monkeypatch, moment
+):
     folder = write_set(tmp_path, some_lines(300, longest=2000))
-    map_file = within_memory.map_file
 
-    def map_and_cut(location, size):
-        mapped = map_file(location, size)
-        Path(location).write_bytes(b"")
-        return mapped
+    def cut_before(module, name):
+        function = getattr(module, name)
 
-    monkeypatch.setattr(within_memory, "map_file", map_and_cut)
-    with pytest.raises(DataError, match=r"data[012]\.txt changed while it was read"):
+        def cut(*arguments):
+            for file in folder.glob("data*.txt"):
+                os.truncate(file, file.stat().st_size // 2)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, cut)
+
+    if moment == "found":
+        cut_before(indexing, "map_in_order")
+    else:
+        cut_before(run, "gather")
+    with pytest.raises(DataError, match=r"data[012]\.txt"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
+
+
+def test_unusual_lines_within_memory_are_read_as_through_buckets(tmp_path, monkeypatch):
+    lines = some_lines(400, longest=300)
+    folder = write_set(tmp_path, lines, files=2)
+    (folder / "data0.txt").write_bytes(
+        b"\xef\xbb\xbf" + b"\r\n".join(lines[:150]) + b"\n\r\n\n" + b" \n".join(lines[150:200])
+    )
+    monkeypatch.setattr(indexing, "_PIECE_BYTES", 2000)
+    partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "within")))
+    choose(monkeypatch, "many buckets")
+    partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "buckets")))
+    manifests = []
+    for name in ("within", "buckets"):
+        manifests.append(json.loads((tmp_path / name / "manifest.json").read_text()))
+    assert manifests[0] == manifests[1]
+    assert manifests[0]["blank_lines"] == 2
+    assert manifests[0]["lines"] == 400
 
 
 def test_a_byte_order_mark_within_a_file_is_a_part_of_its_line(tmp_path, monkeypatch):
@@ -493,7 +532,7 @@ def test_sizes_are_read(text, size):
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(OptionError, match=next(iter(wrong))):
+    with pytest.raises(OptionError, match=f"--{next(iter(wrong))}"):
         PartitionOptions(**{"data_dir": "x", "nranks": 2, **wrong})
 
 

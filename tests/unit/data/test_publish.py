@@ -98,11 +98,16 @@ def test_leftover_files_are_removed_and_links_are_not_followed(tmp_path):
     assert (tmp_path / "a.rec").read_bytes() == b"1"
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(DataError, match="cannot write"), publishing(tmp_path / "gone/file"):
+def test_folders_that_are_missing_are_made_and_what_stands_in_their_way_is_told(tmp_path):
+    with publishing(tmp_path / "new/inner/file") as file:
+        file.write(b"1")
+    assert (tmp_path / "new/inner/file").read_bytes() == b"1"
+    with publishing_folder(tmp_path / "other/folder"):
         pass
-    with (
-        pytest.raises(DataError, match="cannot write"),
-        publishing_folder(tmp_path / "gone/folder"),
-    ):
-        pass
+    assert (tmp_path / "other/folder").is_dir()
+    for publish in (publishing, publishing_folder):
+        with (
+            pytest.raises(DataError, match=r"cannot write .*Not a directory"),
+            publish(tmp_path / "new/inner/file/below/a"),
+        ):
+            pass

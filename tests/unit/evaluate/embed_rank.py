@@ -1,4 +1,7 @@
-"""One rank of test_embed: python -m torch.distributed.run ... embed_rank.py FOLDER CASE."""
+"""One rank of test_embed: python -m torch.distributed.run ... embed_rank.py FOLDER CASE [CASE ...]
+
+What it embeds, or the error, goes to FOLDER/CASE/RANK.npy or .txt.
+"""
 
 import os
 import sys
@@ -16,26 +19,34 @@ from plsc.parallel.world import World
 class Network(torch.nn.Module):
     """Keeps the pixels, so that each image has an embedding of its own."""
 
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = fails
+
     def forward(self, input, label, is_train):
-        if CASE == "bug" and world.rank == 1:
+        if self.fails:
             raise RuntimeError("out of memory")
         return input.flatten(1)[:, ::5]
 
 
-folder, CASE = Path(sys.argv[1]), sys.argv[2]
+folder, cases = Path(sys.argv[1]), sys.argv[2:]
 world = World.from_environment(device="cpu", timeout_seconds=60)
-images = read_pairs(folder / "pairs.bin").images
-if CASE == "few":
-    images = images[:2]
-if CASE == "bad":
-    images[-1] = b"no image"
-try:
-    embeddings = embed_images(
-        Network(), images, (3, 16, 16), batch_size=2, device="cpu", world=world, name="pairs.bin"
-    )
-    np.save(folder / f"{world.rank}.npy", embeddings)
-except (PlscError, RuntimeError) as error:
-    (folder / f"{world.rank}.txt").write_text(f"{type(error).__name__}: {error}")
+for case in cases:
+    images = read_pairs(folder / "pairs.bin").images
+    if case == "few":
+        images = images[:2]
+    if case == "bad":
+        images[-1] = b"no image"
+    network = Network(case == "bug" and world.rank == 1)
+    output = folder / case / f"{world.rank}.npy"
+    output.parent.mkdir(exist_ok=True)
+    try:
+        embeddings = embed_images(
+            network, images, (3, 16, 16), batch_size=2, device="cpu", world=world, name="pairs.bin"
+        )
+        np.save(output, embeddings)
+    except (PlscError, RuntimeError) as error:
+        output.with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
 world.close()
 # What is tested is over. With torch 2.15, a process that has used gloo is now and then aborted while it ends
 # ("terminate called without an active exception"), on loaded machines.

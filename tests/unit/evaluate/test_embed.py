@@ -107,22 +107,26 @@ def test_a_network_that_gives_no_embeddings_is_an_option_error():
         embed(Network(), [])
 
 
-def embed_on_ranks(folder, case, ranks):
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    """The folder of what three ranks made of each case, in one launch."""
+    folder = tmp_path_factory.mktemp("ranks")
     write_pairs(folder / "pairs.bin", [*IMAGES, IMAGES[0]], [True, False, True, False])
-    run_ranks(Path(__file__).with_name("embed_rank.py"), ranks, str(folder), case)
+    worker = Path(__file__).with_name("embed_rank.py")
+    run_ranks(worker, 3, str(folder), "good", "few", "bad", "bug")
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "count"), [("good", 8), ("few", 2)])
-def test_every_rank_returns_all_embeddings_in_order(tmp_path, case, count):
+def test_every_rank_returns_all_embeddings_in_order(on_ranks, case, count):
     class Pixels(torch.nn.Module):
         def forward(self, input, label, is_train):
             return input.flatten(1)[:, ::5]
 
-    embed_on_ranks(tmp_path, case, ranks=3)
     alone = embed(Pixels(), [*IMAGES, IMAGES[0]][:count])
     for rank in range(3):
-        assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), alone)
+        assert np.array_equal(np.load(on_ranks / case / f"{rank}.npy"), alone)
 
 
 @pytest.mark.slow
@@ -133,7 +137,7 @@ def test_every_rank_returns_all_embeddings_in_order(tmp_path, case, count):
         ("bug", "RuntimeError: out of memory", "DistributedError: rank 1 failed while it embedded"),
     ],
 )
-def test_an_error_on_one_rank_reaches_all(tmp_path, case, own, others):
-    embed_on_ranks(tmp_path, case, ranks=2)
-    assert (tmp_path / "1.txt").read_text().startswith(own)
-    assert (tmp_path / "0.txt").read_text().startswith(others)
+def test_an_error_on_one_rank_reaches_all(on_ranks, case, own, others):
+    assert (on_ranks / case / "1.txt").read_text().startswith(own)
+    for rank in (0, 2):
+        assert (on_ranks / case / f"{rank}.txt").read_text().startswith(others)

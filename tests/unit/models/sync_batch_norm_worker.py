@@ -1,14 +1,16 @@
-"""One rank of test_sync_batch_norm.py: compare with one process's batch norm on the whole batch."""
+"""One rank of test_sync_batch_norm.py: compare with one process's batch norm on the whole batch.
+
+Four ranks, of which the first one, two or three form groups of their own, too.
+"""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from plsc.models import equalise_buffers, synchronise_batch_norm
+from tests.distributed.worker import run_worker
 
 
 def make_network(dims: int) -> nn.Module:
@@ -22,7 +24,7 @@ def make_network(dims: int) -> nn.Module:
     return network
 
 
-def compare(sizes: list[int], dims: int) -> None:
+def compare(group: dist.ProcessGroup, sizes: list[int], dims: int) -> None:
     rank, total = dist.get_rank(), sum(sizes)
     generator = torch.Generator().manual_seed(dims)
     shape = (total, 5, 4, 3, 2)[: dims + 2]
@@ -33,7 +35,7 @@ def compare(sizes: list[int], dims: int) -> None:
 
     truth, network = make_network(dims), make_network(dims)
     keys = list(network.state_dict())
-    assert synchronise_batch_norm(network, dist.group.WORLD) is network
+    assert synchronise_batch_norm(network, group) is network
     assert list(network.state_dict()) == keys
     for _ in range(2):
         truth.zero_grad()
@@ -46,12 +48,12 @@ def compare(sizes: list[int], dims: int) -> None:
         close(output, expected[mine])
         close(part.grad, whole.grad[mine])
         for parameter, true in zip(network.parameters(), truth.parameters(), strict=True):
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=group)
             close(parameter.grad, true.grad)
     for key, buffer in network.state_dict().items():
         close(buffer, truth.state_dict()[key])
         first = buffer.clone()
-        dist.broadcast(first, 0)
+        dist.broadcast(first, 0, group=group)
         assert torch.equal(first, buffer), f"{key} differs between ranks"
     network.eval()
     truth.eval()
@@ -63,21 +65,19 @@ def close(value: torch.Tensor, true: torch.Tensor) -> None:
     torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
 
 
-def check_far_from_zero() -> None:
+def check_far_from_zero(group: dist.ProcessGroup) -> None:
     """A sum of squares in fp32 would lose every digit of a variance of 1 beside a mean of 3000."""
     images = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 3000
-    network = synchronise_batch_norm(nn.BatchNorm1d(3), dist.group.WORLD)
+    network = synchronise_batch_norm(nn.BatchNorm1d(3), group)
     expected = nn.BatchNorm1d(3).double()(images.double())
-    mine = slice(dist.get_rank() * 5, 64 if is_last() else dist.get_rank() * 5 + 5)
+    mine = slice(
+        dist.get_rank() * 5, 64 if dist.get_rank() == group.size() - 1 else dist.get_rank() * 5 + 5
+    )
     torch.testing.assert_close(network(images[mine]).double(), expected[mine], rtol=1e-3, atol=1e-3)
 
 
-def is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-def check_half_precision() -> None:
-    network = synchronise_batch_norm(nn.BatchNorm2d(3), dist.group.WORLD)
+def check_half_precision(group: dist.ProcessGroup) -> None:
+    network = synchronise_batch_norm(nn.BatchNorm2d(3), group)
     images = torch.randn(4, 3, 2, 2).bfloat16().requires_grad_()
     output = network(images)
     output.sum().backward()
@@ -85,8 +85,8 @@ def check_half_precision() -> None:
     assert network.weight.grad.dtype == torch.float32
 
 
-def check_too_little() -> None:
-    network = synchronise_batch_norm(nn.BatchNorm1d(3), dist.group.WORLD)
+def check_too_little(group: dist.ProcessGroup) -> None:
+    network = synchronise_batch_norm(nn.BatchNorm1d(3), group)
     try:
         network(torch.zeros(1 if dist.get_rank() == 0 else 0, 3))
     except ValueError as error:
@@ -95,36 +95,46 @@ def check_too_little() -> None:
         raise AssertionError("one value in the global batch was normalised")
 
 
-def check_equalise() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def check_equalise(group: dist.ProcessGroup) -> None:
+    rank, ranks = dist.get_rank(), group.size()
     module = nn.BatchNorm1d(3)
     module.running_mean.fill_(rank)
     module.running_var.copy_(torch.tensor([0.1, 1 / 3, 1e-30]))
     module.num_batches_tracked.fill_(10 + rank)
     module.register_buffer("scratch", torch.full((rank + 1,), rank), persistent=False)
-    equalise_buffers(module, dist.group.WORLD)
+    equalise_buffers(module, group)
     assert module.running_mean.tolist() == [(ranks - 1) / 2] * 3
     assert torch.equal(module.running_var, torch.tensor([0.1, 1 / 3, 1e-30]))
     assert int(module.num_batches_tracked) == 10
     assert module.scratch.tolist() == [rank] * (rank + 1)
 
 
+def check(group: dist.ProcessGroup) -> None:
+    ranks = group.size()
+    if ranks == 1:
+        network = make_network(2)
+        assert type(synchronise_batch_norm(network, group)[0]) is nn.BatchNorm2d
+        return
+    for sizes in ([3] * ranks, list(range(2, ranks + 2)), [0, 5, 1, 2][:ranks]):
+        for dims in range(4):
+            compare(group, sizes, dims)
+    check_far_from_zero(group)
+    check_half_precision(group)
+    check_too_little(group)
+    check_equalise(group)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
-    if sys.argv[1:] == ["single"]:
-        network = make_network(2)
-        assert type(synchronise_batch_norm(network, dist.group.WORLD)[0]) is nn.BatchNorm2d
-    else:
-        for sizes in ([3] * ranks, list(range(2, ranks + 2)), [0, 5, 1, 2][:ranks]):
-            for dims in range(4):
-                compare(sizes, dims)
-        check_far_from_zero()
-        check_half_precision()
-        check_too_little()
-        check_equalise()
+    groups = [dist.new_group(list(range(ranks))) for ranks in range(1, 5)]
+    for ranks, group in enumerate(groups, start=1):
+        if dist.get_rank() < ranks:
+            check(group)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"passed on {ranks}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

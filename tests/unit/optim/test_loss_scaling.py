@@ -1,5 +1,6 @@
 """When the loss scale changes, and what it does to gradients."""
 
+import itertools
 import math
 
 import pytest
@@ -44,14 +45,10 @@ def test_the_scale_follows_the_table(script, settings, scales):
 
 def by_runs(script, incr_every, decr_every):
     """The scale after a script, from its runs of like letters: each full period in one changes it once."""
-    scale, steps = 8.0, 0
-    for run_of_one_kind in "".join(
-        f" {a}" if a != b else a for b, a in zip(" " + script, script)
-    ).split():
-        is_overflow = run_of_one_kind[0] == "x"
-        for _ in range(len(run_of_one_kind) // (decr_every if is_overflow else incr_every)):
-            scale = max(1.0, scale / 2) if is_overflow else min(HIGHEST_SCALE, scale * 2)
-        steps += len(run_of_one_kind)
+    scale = 8.0
+    for letter, same in itertools.groupby(script):
+        for _ in range(len(list(same)) // (decr_every if letter == "x" else incr_every)):
+            scale = max(1.0, scale / 2) if letter == "x" else min(HIGHEST_SCALE, scale * 2)
     return scale
 
 
@@ -94,7 +91,8 @@ def test_a_run_that_only_overflows_is_given_up_once_the_scale_cannot_fall(settin
 def test_the_scale_is_on_the_gradient_of_the_embeddings_before_it_is_rounded_and_nowhere_else():
     embeddings = torch.full((2, 3), 0.5, dtype=torch.float16, requires_grad=True)
     scaled = scale_gradient(embeddings, 1024.0)
-    assert scaled.dtype is torch.float32 and torch.equal(scaled, embeddings.detach().float())
+    assert scaled.dtype is torch.float32
+    assert torch.equal(scaled, embeddings.detach().float())
     tiny = 2.0**-30  # float16 ends at 2^-24
     (scaled * tiny).sum().backward()
     assert torch.equal(embeddings.grad, torch.full_like(embeddings, 2.0**-20))
@@ -115,5 +113,6 @@ def test_gradients_are_divided_and_looked_at_whatever_their_kind(bad):
             wrong[-1] = bad
         assert bool(unscale([dense, empty, double, sparse], 4.0)) == (bad is not None)
         wrong[-1] = before / 4
-    assert dense.tolist() == [[8 / 4**3] * 2] * 2 and sparse._values().tolist() == [8 / 4**3] * 2
+    assert dense.tolist() == [[8 / 4**3] * 2] * 2
+    assert sparse._values().tolist() == [8 / 4**3] * 2
     assert not unscale([], 2.0)

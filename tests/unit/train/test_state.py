@@ -1,5 +1,6 @@
 """The state of optimizers, by name: any of torch's comes back and goes on to the same bits."""
 
+import functools
 import json
 
 import pytest
@@ -9,6 +10,9 @@ from torch import nn
 from plsc.checkpoint.manifest import TensorInfo
 from plsc.errors import CheckpointError
 from plsc.heads import build_head
+from plsc.optim.factory import build_optimizer
+from plsc.options.optim import OptimOptions
+from plsc.options.optimizer_table import OPTIMIZERS as BY_NAME
 from plsc.train.state import collect_numbers, collect_tensors, make_state
 
 
@@ -25,13 +29,14 @@ class CountingInNumbers(torch.optim.SGD):
         return outcome
 
 
-OPTIMIZERS = {
+def by_name(name, parameters):
+    options = OptimOptions(optimizer=name, optimizer_arguments=ARGUMENTS.get(name))
+    return build_optimizer(options, [{"params": parameters}], 0.01, torch.device("cpu"))
+
+
+ARGUMENTS = {"adam": {"amsgrad": True}, "rmsprop": {"momentum": 0.9, "centered": True}}
+OPTIMIZERS = {name: functools.partial(by_name, name) for name in BY_NAME} | {
     "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-    "Adafactor": lambda p: torch.optim.Adafactor(p),
-    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "numbers": lambda p: CountingInNumbers(p, 0.1, momentum=0.9),
 }
 

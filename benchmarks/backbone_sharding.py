@@ -1,0 +1,138 @@
+"""What a sharded backbone costs and saves: `torchrun --nproc-per-node=2 benchmarks/backbone_sharding.py`
+
+Steps of the whole machinery (backbone, head, both optimizers) on random images, with the backbone whole on
+every rank and sharded, a block of steps each in turn, in the same processes. Prints a line of JSON for each
+way (rank 0): milliseconds a step and of the backbone's optimizer (medians over the blocks), bytes of
+parameters, gradients and optimizer state on a rank, bytes that a rank hands to the collectives in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from measuring import say
+from traffic import count_bytes
+
+from plsc.config import Options
+from plsc.parallel.sharding import bytes_here
+from plsc.parallel.world import World
+from plsc.train.build import Run, UserParts, build_run
+
+WAYS = {
+    "replicated": {},
+    "sharded": {"parallel.backbone": "sharded"},
+    "pairs": {"parallel.backbone": "sharded", "parallel.shard_size": 2},
+}
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="ResNet50")
+    parser.add_argument("--image", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=16, help="images a rank")
+    parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--optimizer", default="sgd")
+    parser.add_argument("--steps", type=int, default=3, help="of a block")
+    parser.add_argument("--blocks", type=int, default=5)
+    return parser.parse_args()
+
+
+def build(arguments: argparse.Namespace, world: World, way: str, folder: str) -> Run:
+    """Return a run with random images of a reader that is never asked."""
+
+    def reader() -> Iterator[Any]:
+        yield from ()
+
+    options = Options()
+    settings = {
+        "model.name": arguments.model,
+        "model.image_shape": (3, arguments.image, arguments.image),
+        "head.class_num": arguments.classes,
+        "optim.optimizer": arguments.optimizer,
+        "train.batch_size": arguments.batch,
+        "checkpoint.save_dir": folder,
+        "data.num_workers": 0,
+        **WAYS[way],
+    }
+    for path, value in settings.items():
+        options.set(path, value)
+    return build_run(options, world, UserParts(train_reader=reader))
+
+
+def step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Make a step; return the seconds of the backbone's optimizer."""
+    run.optimizer.zero_grad(set_to_none=True)
+    run.head(run.forward(images, labels, True), labels).loss.backward()
+    began = time.perf_counter()
+    run.optimizer.step()
+    seconds = time.perf_counter() - began
+    assert run.rows is not None
+    run.rows.step()
+    return seconds
+
+
+def bytes_of(run: Run) -> dict[str, int]:
+    """Return the bytes of the backbone's parameters, gradients and optimizer state on this rank."""
+    parameters = list(run.network.parameters())
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": bytes_here(parameters),
+        "gradients": bytes_here([p.grad for p in parameters if p.grad is not None]),
+        "state": bytes_here([value for value in states if isinstance(value, torch.Tensor)]),
+    }
+
+
+def main() -> None:
+    """Measure, and print."""
+    arguments = parse()
+    world = World.from_environment("cpu")
+    shape = (arguments.batch, 3, arguments.image, arguments.image)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(world.rank))
+    labels = torch.arange(arguments.batch) % arguments.classes
+    counted: collections.Counter[str] = collections.Counter()
+    ways = [way for way in WAYS if way != "pairs" or world.size > 2]
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {way: build(arguments, world, way, folder) for way in ways}
+    count_bytes(counted)
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    given: dict[str, dict[str, int]] = {}
+    for block in range(arguments.blocks + 1):
+        for way, run in runs.items():
+            counted.clear()
+            began, updating = time.perf_counter(), 0.0
+            for _ in range(arguments.steps):
+                updating += step(run, images, labels)
+            seconds = (time.perf_counter() - began) / arguments.steps
+            if block:  # the first one warms up
+                times[way].append((seconds, updating / arguments.steps))
+            given[way] = {name: total // arguments.steps for name, total in counted.items()}
+            world.barrier()
+    if world.is_main:
+        for way, run in runs.items():
+            seconds, updating = (
+                statistics.median(values) for values in zip(*times[way], strict=True)
+            )
+            say(
+                "backbone sharding",
+                way=way,
+                ranks=world.size,
+                **{name: value for name, value in vars(arguments).items() if name != "blocks"},
+                step_ms=round(seconds * 1e3, 1),
+                optimizer_ms=round(updating * 1e3, 1),
+                bytes=bytes_of(run),
+                given=given[way],
+                notes=run.notes.splitlines()[0],
+            )
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

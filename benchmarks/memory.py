@@ -1,0 +1,182 @@
+"""Measures what the ways to train in less memory save, and what time they cost.
+
+    python benchmarks/memory.py                    # ResNet18 at 112 x 112, batch 32: some minutes
+    python benchmarks/memory.py --time --rounds 5  # the times, each way in turn in one process
+
+Memory: a process for each way, one rank on the CPU, two steps. Needed is the peak of its resident set beyond
+what it had after a step of a small network, which loads what is loaded late. Beside it stands what `plsc plan`
+says. Big blocks of memory go back to the system at once (MALLOC_MMAP_THRESHOLD_), so that the peak is that of
+the tensors and not of the allocator. Lines of JSON go to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from plsc.plan import plan
+
+MIB = 2**20
+WAYS: dict[str, dict[str, Any]] = {
+    "plain (sgd with momentum)": {},
+    "checkpoint all blocks": {"memory.checkpoint_stages": "all"},
+    "checkpoint every second block": {
+        "memory.checkpoint_stages": "all",
+        "memory.checkpoint_every": 2,
+    },
+    "checkpoint the first two stages": {"memory.checkpoint_stages": "stages.0.*,stages.1.*"},
+    "checkpoint whole stages": {"memory.checkpoint_stages": "stages.*"},
+    "checkpoint stem and all blocks": {"memory.checkpoint_stages": "stem,stages.*.*"},
+    "2 micro-batches": {"train.micro_batches": 2},
+    "4 micro-batches": {"train.micro_batches": 4},
+    "bf16": {"precision.mode": "bfloat16"},
+    "adamw": {"optim.optimizer": "adamw"},
+    "bf16, 4 micro-batches, checkpoint all blocks": {
+        "precision.mode": "bfloat16",
+        "train.micro_batches": 4,
+        "memory.checkpoint_stages": "all",
+    },
+}
+_PLAN_NAMES = {
+    "memory.checkpoint_stages": "checkpoint",
+    "memory.checkpoint_every": "checkpoint_every",
+    "train.micro_batches": "micro_batches",
+    "optim.optimizer": "backbone_optimizer",
+    "precision.mode": "precision",
+}
+
+
+def base(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of every way."""
+    return {
+        "model.name": arguments.model,
+        "model.image_shape": (3, arguments.image, arguments.image),
+        "train.batch_size": arguments.batch,
+        "head.class_num": arguments.classes,
+    }
+
+
+def measure(arguments: argparse.Namespace, name: str) -> None:
+    """Make three steps of a way and print the peak of this process's memory."""
+    from training_run import TrainingRun
+
+    from plsc.parallel.world import World
+
+    world = World.single("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        small = {"model.name": "SmallResNet", "model.image_shape": (3, 32, 32)}
+        settings = base(arguments) | WAYS[name]
+        TrainingRun(world, folder, settings | small).step()
+        ready = status("VmRSS")
+        run = TrainingRun(world, folder, settings)
+        losses = [run.step() for _ in range(2)]  # the second has the optimizer's states
+        print(json.dumps({"ready": ready, "peak": status("VmHWM"), "losses": losses}))
+
+
+def status(field: str) -> int:
+    """Return bytes of a field of this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def planned_bytes(arguments: argparse.Namespace, name: str) -> int:
+    """Return what `plsc plan` says of a way, head and backbone."""
+    return plan(
+        arguments.classes,
+        model=arguments.model,
+        image=arguments.image,
+        batch=arguments.batch,
+        **{_PLAN_NAMES[key]: value for key, value in WAYS[name].items()},
+    ).device_bytes
+
+
+def compare_memory(arguments: argparse.Namespace, names: list[str]) -> None:
+    """Print and note the memory of each way."""
+    print(f"{arguments.model}, {arguments.image} x {arguments.image}, batch {arguments.batch}\n")
+    print("| way | needed MiB | of plain | plan MiB | plan / needed |\n|---|---|---|---|---|")
+    plain = None
+    for name in names:
+        done = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--one", name],
+            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        facts = json.loads(done.stdout.splitlines()[-1])
+        needed, foreseen = facts["peak"] - facts["ready"], planned_bytes(arguments, name)
+        plain = plain or needed
+        print(
+            f"| {name} | {needed / MIB:,.0f} | {needed / plain:.2f} | {foreseen / MIB:,.0f} | "
+            f"{foreseen / needed:.2f} |",
+            flush=True,
+        )
+        note(arguments, kind="memory", way=name, needed=needed, planned=foreseen, **facts)
+
+
+def compare_times(arguments: argparse.Namespace, names: list[str]) -> None:
+    """Make a step of each way in turn, and print the medians and their ratio to the first way's."""
+    from training_run import TrainingRun
+
+    from plsc.parallel.world import World
+
+    world, runs = World.single("cpu"), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            runs[name] = TrainingRun(world, folder, base(arguments) | WAYS[name])
+            runs[name].step()
+        taken: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(arguments.rounds):
+            for name, run in runs.items():
+                began = time.perf_counter()
+                run.step()
+                taken[name].append(time.perf_counter() - began)
+    print("| way | ms a step | of plain |\n|---|---|---|")
+    for name in names:
+        pairs = zip(taken[name], taken[names[0]], strict=True)
+        ratio = statistics.median(one / first for one, first in pairs)
+        print(f"| {name} | {statistics.median(taken[name]) * 1000:,.0f} | {ratio:.2f} |")
+        note(arguments, kind="time", way=name, seconds=taken[name])
+
+
+def note(arguments: argparse.Namespace, **facts: Any) -> None:
+    """Append a line of JSON to the output."""
+    if arguments.output is not None:
+        shape = {key: getattr(arguments, key) for key in ("model", "image", "batch", "classes")}
+        with arguments.output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts | shape) + "\n")
+
+
+def main() -> None:
+    """Compare the ways."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="ResNet18")
+    parser.add_argument("--image", type=int, default=112)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--ways", nargs="*", help="those whose names begin so; all if not given")
+    parser.add_argument("--time", action="store_true", help="the times instead of the memory")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="file to which lines of JSON are added")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        measure(arguments, arguments.one)
+        return
+    wanted = arguments.ways
+    names = [name for name in WAYS if wanted is None or name.startswith(tuple(wanted))]
+    (compare_times if arguments.time else compare_memory)(arguments, names)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A training run over random images that other benchmarks make steps of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.config import Options
+from plsc.data.batch import Batch
+from plsc.parallel.world import World
+from plsc.train.build import Run, UserParts, build_run
+from plsc.train.step import Step
+
+
+class TrainingRun:
+    """A run whose steps are made one by one, over the same batch."""
+
+    def __init__(self, world: World, folder: str | Path, settings: dict[str, Any]) -> None:
+        options = Options()
+        settings = {
+            "train.with_test": False,
+            "checkpoint.save_dir": str(folder),
+            "data.num_workers": 0,
+            "data.train_image_num": 10**9,
+            **settings,
+        }
+        for path, value in settings.items():
+            options.set(path, value)
+        self.run: Run = build_run(options, world, UserParts(train_reader=_reader(options)))
+        self.run.network.train()
+        self._step = Step(self.run)
+        with closing(self.run.loader.epoch(0, 0)) as batches:
+            self._batch: Batch = next(iter(batches))
+
+    def step(self) -> float:
+        """Make a step over the same batch as ever; return its loss."""
+        loss = self._step.make(self._batch, is_logged=False)[1]
+        self.run.position.advance()
+        return loss
+
+
+def _reader(options: Options) -> Any:
+    shape, classes = options.model.image_shape, options.head.class_num
+
+    def read() -> Iterator[tuple[np.ndarray, int]]:
+        random = np.random.default_rng(0)
+        while True:
+            yield random.normal(size=shape).astype(np.float32), int(random.integers(classes))
+
+    return read

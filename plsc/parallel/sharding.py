@@ -1,0 +1,206 @@
+"""The backbone's parameters split over the ranks: PyTorch's FSDP2 (`fully_shard`) beside the sharded head.
+
+Each rank keeps a share of the rows of every parameter, and of its gradient and optimizer state, as a DTensor.
+A unit of the network (`plsc.parallel.units`) is put together on all ranks just before it computes and
+dropped afterwards; its gradients are summed and split in one reduce-scatter. With shards over groups of
+fewer ranks (HSDP) the groups have the same rows and add their gradients up.
+
+The convention is that of `plsc.parallel.gradients`: the SUM over all ranks, no division.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from plsc.errors import OptionError
+from plsc.parallel.shard import class_range
+from plsc.parallel.world import World
+
+_DIMENSIONS = ("replicate", "shard")
+
+
+def shard_network(
+    network: nn.Module,
+    units: Sequence[str],
+    world: World,
+    size: int,
+    timeout: datetime.timedelta,
+) -> None:
+    """Split a network's parameters over groups of ``size`` ranks, in place; a collective of all ranks.
+
+    The values are rank 0's, as DDP has it, so a network that was made differently on every rank becomes the
+    same one. units: names of modules that are put together and dropped on their own; what is in none of them
+    is whole from the network's forward to the end of its backward. size: a divisor of the number of
+    ranks. timeout: of the groups' collectives.
+
+    Afterwards all ranks must call the network, and backward through it, equally often.
+
+    Raises:
+        OptionError: a parameter that is a single number without a dimension cannot be split.
+    """
+    scalars = [name for name, parameter in network.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise OptionError(
+            f"{', '.join(scalars[:4])}: a parameter without a dimension cannot be sharded; give it the shape "
+            "[1], or set_backbone_parallel('replicated')"
+        )
+    mesh = _make_mesh(world, size, timeout)
+    _make_equal(network, world)
+    for name in sorted(units, key=lambda unit: unit.count("."), reverse=True):
+        fully_shard(network.get_submodule(name), mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    for module in _sharded_modules(network):
+        module.set_gradient_divide_factor(1.0)
+        # By default a factor of 1 becomes an operation of NCCL's own, a sum of products, which gloo lacks.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(network: nn.Module) -> bool:
+    """Whether `shard_network` has split this network."""
+    return isinstance(network, FSDPModule)
+
+
+@contextmanager
+def whole_parameters(network: nn.Module) -> Iterator[None]:
+    """Have all parameters whole on every rank: forward then needs no other rank. Entered by all ranks.
+
+    For evaluation, where the ranks have different numbers of batches and one may fail alone. Takes the
+    memory of all parameters. Nothing happens to a network that is not sharded. Do not ask for the
+    network's state dict inside: that splits the parameters again.
+    """
+    modules = _sharded_modules(network)
+    for module in modules:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(module is not network, recurse=False)
+            module.reshard()
+
+
+@contextmanager
+def without_all_reduce(network: nn.Module) -> Iterator[None]:
+    """Have backward() add up gradients within each group of shards only; the next one outside adds the rest.
+
+    For micro-batches. The split gradients are kept, never whole ones: those would take the memory that
+    sharding saves. Over a single group every backward() sums over all ranks at once.
+    """
+    if not isinstance(network, FSDPModule):
+        yield
+        return
+    network.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        network.set_requires_all_reduce(True)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a split tensor, sharing its memory; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def split_rows(tensor: Tensor) -> tuple[int, DeviceMesh | None] | None:
+    """Return where this rank's rows of a split tensor begin, and its mesh where there are several groups.
+
+    None for a tensor that every rank has whole. Raises OptionError for one that is split otherwise than by
+    its rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    *groups, last = tensor.placements
+    if last == Replicate():
+        return None
+    if last != Shard(0) or any(placement != Replicate() for placement in groups):
+        raise OptionError(
+            f"a tensor of the optimizer's state is placed as {tensor.placements}, which checkpoints do not "
+            "hold; use an optimizer whose state is split like the parameters, by rows"
+        )
+    mesh = tensor.device_mesh
+    place, places = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    start, _ = class_range(tensor.shape[0], place, places)
+    return start, mesh if groups else None
+
+
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into ``target``, of which this rank perhaps has a share of the rows alone."""
+    local, split = local_part(target), split_rows(target)
+    local.copy_(value if split is None else value[split[0] : split[0] + len(local)])
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of whole and split gradients together, a scalar; a collective if some are split.
+
+    All split ones are split alike. On every rank the same bits.
+    """
+    whole: list[Tensor] = []
+    split: list[Tensor] = []
+    group = None
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and split_rows(gradient) is not None:
+            split.append(local_part(gradient))
+            mesh = gradient.device_mesh
+            group = mesh.get_group(mesh.ndim - 1)
+        else:
+            whole.append(local_part(gradient))
+    norm = torch.nn.utils.get_total_norm(whole)
+    if group is None:
+        return norm
+    squared = torch.nn.utils.get_total_norm(split).square()
+    dist.all_reduce(squared, group=group)
+    return squared.sqrt() if not whole else torch.hypot(norm.to(squared), squared.sqrt())
+
+
+def bytes_here(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes of the tensors' numbers this rank has."""
+    return sum(math.prod(local_part(t).shape) * t.element_size() for t in tensors)
+
+
+def _sharded_modules(network: nn.Module) -> list[FSDPModule]:
+    """Return the network, first, and its units; nothing if it is not sharded."""
+    return [module for module in network.modules() if isinstance(module, FSDPModule)]
+
+
+def _make_mesh(world: World, size: int, timeout: datetime.timedelta) -> DeviceMesh:
+    """Return the ranks as a mesh [shards], or [groups, shards of a group], neighbours in one group."""
+    assert world.backbone_group is not None
+    if size == world.size:
+        return DeviceMesh.from_group(world.backbone_group, world.device.type)
+    ranks = torch.arange(world.size).view(-1, size)
+    shards = _own_group(ranks.tolist(), world.rank, timeout)
+    copies = _own_group(ranks.T.tolist(), world.rank, timeout)
+    return DeviceMesh.from_group(
+        [copies, shards], world.device.type, mesh=ranks, mesh_dim_names=_DIMENSIONS
+    )
+
+
+def _own_group(every: list[list[int]], rank: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Make the groups, all of them on every rank, and return the one that this rank is in."""
+    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in every]
+    mine = next(group for ranks, group in made if rank in ranks)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+@torch.no_grad()
+def _make_equal(network: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's parameters and buffers, each contiguous, as `fully_shard` wants them."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.contiguous()
+    for tensor in (*network.parameters(), *network.buffers()):
+        dist.broadcast(tensor.data, group_src=0, group=world.backbone_group)

@@ -1,0 +1,118 @@
+"""Trains with several optimizers, groups and frozen parts on any number of ranks.
+
+    optim_worker.py DATASET OUTPUT
+
+OUTPUT.pt holds the network's weights and the class rows after the last step of each case.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+from torch import nn
+
+from plsc.config import Options
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run
+from plsc.train.logs import RunLog
+from plsc.train.loop import Trainer
+from plsc.train.places import open_places
+from plsc.train.saving import Saver
+
+STEPS = 5
+
+
+class Network(BaseModel):
+    def __init__(self):
+        super().__init__()
+        # Before batch norm a bias has no gradient but rounding, which some optimizers blow up.
+        first, second = (nn.Conv2d(*sizes, 3, 2, 1, bias=False) for sizes in ((3, 4), (4, 6)))
+        self.stem = nn.Sequential(first, nn.BatchNorm2d(4))
+        self.conv = nn.Sequential(second, nn.BatchNorm2d(6))
+        self.fc = nn.Linear(6 * 4 * 4, 12)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(torch.tanh(self.conv(torch.tanh(self.stem(input)))).flatten(1))
+
+
+def centred(groups, lr):
+    return torch.optim.RMSprop(groups, lr, momentum=0.9, centered=True)
+
+
+def rising(step):
+    return (step + 1) / STEPS
+
+
+CASES = {
+    "nesterov, a frozen batch norm, clipped": {
+        "optim.nesterov": True, "optim.freeze": ("type:BatchNorm2d",), "optim.l1_decay": 1e-4,
+        "optim.groups": ({"pattern": "fc", "lr_factor": 0.5, "weight_decay": 0.0},),
+        "optim.clip_norm": 0.5, "optim.clip_scope": "all",
+    },
+    "adamw, half decayed, in micro-batches": {
+        # Batch norms would see micro-batches.
+        "optim.optimizer": "adamw", "optim.freeze": ("stem", "conv.1"),
+        "optim.decay_norm_and_bias": False,
+        "train.micro_batches": 2, "head.weight_decay": 0.1, "head.optimizer": "adamw",
+        "model.initialization": ({"pattern": "conv", "rule": "kaiming_normal"},),
+    },
+    "adafactor, dense": {
+        "optim.optimizer": "adafactor", "head.loss_type": "arcface", "head.lr_factor": 0.5,
+        "optim.schedule": "cosine", "optim.warmup_steps": 2, "optim.implementation": "for_loop",
+    },
+    "nadam, everything frozen but the rows": {"optim.optimizer": "nadam", "optim.freeze": ("*",)},
+    "a factory": {
+        "optim.optimizer": f"{__name__}:centred", "optim.optimizer_arguments": {"lr": 0.001},
+        "optim.schedule": f"{__name__}:rising",
+    },
+}  # fmt: skip
+
+
+def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]:
+    options = Options()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "data.dataset_dir": dataset, "data.num_workers": 0, "model.image_shape": (3, 16, 16),
+            "model.emb_size": 12, "model.sync_batch_norm": True, "optim.lr": 2.0,
+            "head.scale": 16.0, "train.global_batch_size": 12, "train.steps": STEPS,
+            "train.log_period": 1, "runtime.dtype": "float64",
+            "checkpoint.save_dir": world.broadcast_object(folder), **CASES[case],
+        }  # fmt: skip
+        for path, value in settings.items():
+            options.set(path, value)
+        torch.manual_seed(0)
+        user = UserParts(Network(), optimizer=centred, schedule=rising)
+        run = build_run(options, world, user)
+        places = open_places(options, world, print)
+        log = RunLog(run.save_dir, world.is_main, 0, STEPS)
+        Trainer(run, log, Saver(run, log, places)).train()
+        log.close()
+        places.release()
+        world.barrier()
+    found = {f"{case}: {key}": value for key, value in run.network.state_dict().items()}
+    rows = world.all_gather_object(run.head.weight.detach())
+    found[f"{case}: rows"] = torch.cat(rows) if run.head.is_sharded else rows[-1]
+    return found
+
+
+def train_all(dataset: str, world: World) -> dict[str, torch.Tensor]:
+    found = {}
+    for case in CASES:
+        found |= train_case(dataset, world, case)
+    return found
+
+
+def main() -> None:
+    dataset, output = sys.argv[1:]
+    world = World.from_environment("cpu")
+    found = train_all(dataset, world)
+    if world.is_main:
+        torch.save(found, f"{output}.pt")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

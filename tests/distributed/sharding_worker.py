@@ -1,0 +1,315 @@
+"""Trains with the backbone whole on every rank and sharded, on four ranks: sharding_worker.py DATASET FOLDER
+
+Says for each claim of test_backbone_sharding.py what it saw; fails where one does not hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plsc.errors import DataError, OptionError
+from plsc.models import BaseModel
+from plsc.parallel.sharding import bytes_here, local_part
+from plsc.parallel.world import World
+from plsc.train.build import Run, UserParts, build_run
+from plsc.train.checkpointing import adopt_options, open_checkpoint, publish
+from plsc.train.evaluation import Target, evaluate_targets
+from plsc.train.resume import keep_global_batch, restore
+from plsc.train.warm_start import start_from_pretrained
+from tests.distributed.resume_worker import joined, smaller_world
+from tests.resuming import different, losses_of, options_of, saved_at, train
+
+STEPS = 6  # three an epoch
+
+
+class Block(nn.Module):
+    """Parameters of 7 x inputs, 7, 7 and 1 rows: none divides by 4."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, 7, 1)
+        self.norm = nn.BatchNorm2d(7)
+        self.act = nn.PReLU()
+        self.drop = nn.Dropout2d(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.act(self.norm(self.conv(x))))
+
+
+class Uneven(BaseModel):
+    """Blocks of odd sizes, a layer that is frozen, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 5, 4, stride=4)
+        self.blocks = nn.Sequential(Block(5), Block(7))
+        self.frozen = nn.Conv2d(7, 6, 1).requires_grad_(False)
+        self.unused = nn.Linear(3, 9)
+        self.fc = nn.Linear(6 * 4 * 4, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(self.frozen(self.blocks(self.stem(input))).flatten(1))
+
+
+UNITS = {"parallel.shard_units": "blocks.*,fc"}
+SHARDED = {"parallel.backbone": "sharded", **UNITS}
+GROUPS = {**SHARDED, "parallel.shard_size": 2}
+WAYS = {"replicated": {}, "sharded": SHARDED, "groups": GROUPS}
+CASES = {
+    # name: (tolerance, ways, settings)
+    "fp64": (1e-9, ("sharded",), {
+        "optim.clip_norm": 0.5, "model.sync_batch_norm": True, "data.val_targets": "lfw",
+    }),
+    "fp32": (1e-4, ("sharded",), {
+        "runtime.dtype": "float32", "memory.checkpoint_stages": "blocks", "optim.l1_decay": 1e-3,
+    }),
+    "scaled-bf16": (0.02, ("sharded",), {
+        "runtime.dtype": "float32", "precision.mode": "bfloat16", "precision.loss_scaling": "always",
+        "precision.init_loss_scaling": 256.0, "optim.optimizer": "rmsprop", "optim.lr": 0.03,
+    }),
+    "adamw-micro-fp64": (1e-9, ("sharded", "groups"), {
+        "optim.optimizer": "adamw", "optim.lr": 0.1, "train.micro_batches": 2, "optim.clip_norm": 0.5,
+        "optim.clip_scope": "all",
+    }),
+    "dense-fp64": (1e-9, ("groups",), {
+        "head.loss_type": "arcface", "data.val_targets": "lfw", "optim.clip_norm": 0.5,
+        "optim.clip_scope": "all",
+    }),
+}  # fmt: skip
+
+
+def options_for(dataset: Path, folder: Path, *settings: dict):
+    options = options_of(dataset, folder, runtime__dtype="float64", train__batch_size=6)
+    options.set("head.scale", 16.0)
+    for path, value in ((p, v) for one in settings for p, v in one.items()):
+        options.set(path, value)
+    return options
+
+
+def check_equal(world: World, dataset: Path, folder: Path, case: str) -> None:
+    """Losses, weights, optimizer state and evaluation are those of the backbone that is whole everywhere."""
+    tolerance, ways, settings = CASES[case]
+    results = {}
+    for way in ("replicated", *ways):
+        options = options_for(dataset, folder / case / way, settings, WAYS[way])
+        options.set("checkpoint.every_n_steps", 2)
+        options.set("checkpoint.keep_last", -1)
+        results[way] = train(options, world, Uneven)
+        world.barrier()
+    theirs = folder / case / "replicated"
+    for way in ways:
+        assert results[way].evaluation.keys() == results["replicated"].evaluation.keys()
+        for name, one in results[way].evaluation.items():
+            assert abs(one.accuracy - results["replicated"].evaluation[name].accuracy) < 1e-6
+        if not world.is_main:
+            continue
+        ours = folder / case / way
+        mine, right = losses_of(ours), losses_of(theirs)
+        assert sorted(mine) == sorted(right) == list(range(1, STEPS + 1))
+        assert all(abs(mine[s] - loss) < tolerance * max(1, loss) for s, loss in right.items()), way
+        tensors, wanted = joined(saved_at(ours, STEPS)), joined(saved_at(theirs, STEPS))
+        assert tensors.keys() == wanted.keys()
+        before = joined(saved_at(theirs, 2))
+        for key, tensor in wanted.items():
+            apart = (tensors[key] - tensor).abs().max() if tensor.numel() else 0
+            assert apart <= tolerance * max(1, tensor.abs().max()), f"{case} {way} {key}: {apart}"
+            is_still = "frozen" in key or "unused" in key or key.endswith("step")
+            assert is_still or not tensor.equal(before[key]), f"{key} was not trained"
+        print(f"{case} {way}: equal", flush=True)
+
+
+def check_resumed_to_the_bit(world: World, dataset: Path, folder: Path) -> None:
+    for case, way in (("fp64", "sharded"), ("adamw-micro-fp64", "groups")):
+        whole = folder / case / way
+        options = options_for(dataset, folder / "resumed" / case, CASES[case][2], WAYS[way])
+        options.set("checkpoint.load_dir", str(saved_at(whole, 2)))
+        train(options, world, Uneven)
+        world.barrier()
+        if world.is_main:
+            found = different(saved_at(folder / "resumed" / case, STEPS), saved_at(whole, STEPS))
+            assert not found, found
+            print(f"{case} {way}: resumed to the bit", flush=True)
+
+
+def restored(world: World, dataset: Path, folder: Path, source: Path, way: dict) -> Run:
+    options = options_for(dataset, folder, {"checkpoint.load_dir": str(source)}, way)
+    options.explicit.discard("train.batch_size")
+    manifest = open_checkpoint(source)
+    adopt_options(options, manifest)
+    keep_global_batch(options, source, manifest, world.size)
+    run = build_run(options, world, UserParts(model=Uneven()))
+    restore(run, source, manifest)
+    return run
+
+
+def check_layouts(worlds: dict[int, World | None], dataset: Path, folder: Path) -> None:
+    """A checkpoint of any layout comes into any other one, and is saved from there, with its bits."""
+    case = "adamw-micro-fp64"
+    targets = {
+        "replicated": ((4, "sharded"), (4, "groups")),
+        "sharded": ((4, "groups"), (4, "replicated"), (3, "sharded"), (1, "sharded")),
+        "groups": ((4, "sharded"), (3, "sharded"), (2, "replicated")),
+    }
+    for saved_as, layouts in targets.items():
+        source = saved_at(folder / case / saved_as, 4)
+        for ranks, way in layouts:
+            world = worlds[ranks]
+            name = f"{saved_as} to {way} on {ranks}"
+            if world is not None:
+                layout = {"parallel.backbone": "replicated"} if way == "replicated" else WAYS[way]
+                if (ranks, way) == (4, "sharded"):
+                    # Elsewhere a size that comes from the checkpoint is kept, if it divides the ranks.
+                    layout = {**layout, "parallel.shard_size": 0}
+                run = restored(world, dataset, folder / "again", source, layout)
+                publish(run, folder / "again", name)
+                if world.is_main:
+                    mine, right = joined(folder / "again" / name), joined(source)
+                    assert mine.keys() == right.keys()
+                    # The mean of three ranks' buffers, though they are equal, is rounded in fp64.
+                    wrong = [
+                        key
+                        for key, tensor in right.items()
+                        if not tensor.equal(mine[key])
+                        and not (".running_" in key and torch.allclose(tensor, mine[key], 1e-12))
+                    ]
+                    assert not wrong, f"{name}: {wrong}"
+                if (ranks, way) == (4, "sharded"):
+                    check_memory(world, run)
+            dist.barrier()
+    if dist.get_rank() == 0:
+        print("layouts: the same bits", flush=True)
+
+
+def check_memory(world: World, run: Run) -> None:
+    """No rank has more than its rows of anything that has as many rows as there are ranks."""
+    parameters = list(run.network.parameters())
+    states = [t for s in run.optimizer.state.values() for t in s.values() if t.ndim]
+    assert len(states) == 2 * sum(p.requires_grad and p in run.optimizer.state for p in parameters)
+    for tensor in (*parameters, *states):
+        assert len(local_part(tensor)) <= -(-tensor.shape[0] // world.size), tensor.shape
+    here = world.all_gather_object(bytes_here([*parameters, *states]))
+    assert sum(here) == sum(t.numel() * 8 for t in (*parameters, *states))
+
+
+def check_share_of_a_larger_network(world: World, dataset: Path, folder: Path) -> None:
+    options = options_for(dataset, folder, {"parallel.backbone": "sharded"})
+    options.set("model.name", "SmallResNet")
+    run = build_run(options, world, UserParts())
+    parameters = list(run.network.parameters())
+    share = bytes_here(parameters) / sum(p.numel() * 8 for p in parameters)
+    assert share < 0.26, share
+    assert "4 ranks, in 3 units" in run.notes, run.notes
+    if world.is_main:
+        print(f"memory: {share:.3f} of the parameters on rank 0", flush=True)
+
+
+def check_warm_start(world: World, dataset: Path, folder: Path) -> None:
+    source = saved_at(folder / "fp64" / "sharded", STEPS)
+    for way in WAYS:
+        options = options_for(
+            dataset, folder / "warm", WAYS[way], {"model.pretrained": str(source)}
+        )
+        run = build_run(options, world, UserParts(model=Uneven()))
+        started = start_from_pretrained(run)
+        assert started is not None
+        assert started.backbone.share == 1.0
+        publish(run, folder / "warm", way)
+        if world.is_main:
+            mine, right = joined(folder / "warm" / way), joined(source)
+            for key, tensor in right.items():
+                if key.startswith(("backbone.", "head.")):
+                    assert tensor.equal(mine[key]), key
+    if world.is_main:
+        print("warm start: the same bits", flush=True)
+
+
+def check_evaluation(world: World, dataset: Path, folder: Path) -> None:
+    """An image that one rank alone cannot read is reported by all; the network trains on afterwards."""
+    run = build_run(options_for(dataset, folder, SHARDED), world, UserParts(model=Uneven()))
+    image = (dataset / "images/0_0.png").read_bytes()
+    broken = Target("broken", [image] * 39 + [b"no image"], np.array([True, False] * 10))
+    from plsc.parallel.sharding import whole_parameters
+
+    for _ in range(2):
+        with pytest.raises(DataError, match="image 39 of broken"), whole_parameters(run.network):
+            evaluate_targets(run.network, [broken], run.options, world)
+        run.network.train()
+        run.forward(torch.zeros(4, 3, 16, 16).double(), None, True).sum().backward()
+    if world.is_main:
+        print("evaluation: refused everywhere", flush=True)
+
+
+class OfTheRank(Uneven):
+    """Another one on every rank."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(dist.get_rank())
+        super().__init__()
+
+
+class Lonely(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Borrowing(Uneven):
+    """Uses a layer's weight outside of the layer."""
+
+    def build_network(self, input, label, is_train=True):
+        return super().build_network(input, label, is_train) + self.fc.weight.sum()
+
+
+def check_networks(world: World, dataset: Path, folder: Path) -> None:
+    options = options_for(dataset, folder, SHARDED)
+    run = build_run(options, world, UserParts(model=OfTheRank()))
+    torch.manual_seed(0)
+    for (key, mine), right in zip(
+        run.network.named_parameters(), Uneven().parameters(), strict=True
+    ):
+        assert mine.full_tensor().equal(right.double()), key
+    refusals = {
+        r"earlier run of this process": (run.network, {}),
+        r"^scale: .*shape \[1\]": (Lonely(), {}),
+        r"Borrowing cannot be sharded as it is: .*name the units yourself": (Borrowing(), {}),
+        r"parallel.shard_size is 3, which does not divide the 4": (
+            Uneven(), {"parallel.shard_size": 3},
+        ),
+        r"adafactor cannot update a sharded": (Uneven(), {"optim.optimizer": "adafactor"}),
+        r"torch's fused sgd takes no sharded": (Uneven(), {"optim.implementation": "fused"}),
+        r"unused is called 0 times": (Uneven(), {"parallel.shard_units": "unused"}),
+    }  # fmt: skip
+    for text, (network, more) in refusals.items():
+        with pytest.raises(OptionError, match=text):
+            build_run(options_for(dataset, folder, SHARDED, more), world, UserParts(model=network))
+    # What is used outside of its layer may be in the unit around everything.
+    more = {"parallel.shard_units": "blocks.*"}
+    build_run(options_for(dataset, folder, SHARDED, more), world, UserParts(model=Borrowing()))
+    if world.is_main:
+        print("networks: made equal, or refused", flush=True)
+
+
+def main() -> None:
+    dataset, folder = map(Path, sys.argv[1:])
+    world = World.from_environment("cpu")
+    worlds = {ranks: world if ranks == 4 else smaller_world(world, ranks) for ranks in (1, 2, 3, 4)}
+    for case in CASES:
+        check_equal(world, dataset, folder, case)
+    check_resumed_to_the_bit(world, dataset, folder)
+    check_layouts(worlds, dataset, folder)
+    check_share_of_a_larger_network(world, dataset, folder)
+    check_warm_start(world, dataset, folder)
+    check_evaluation(world, dataset, folder)
+    check_networks(world, dataset, folder)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

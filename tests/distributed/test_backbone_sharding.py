@@ -1,0 +1,109 @@
+"""A sharded backbone trains like one that every rank has whole; its checkpoints fit any layout.
+
+One launch of four ranks looks at all of it.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from plsc.checkpoint import load_weights, read_manifest
+from plsc.checkpoint.classes import change_classes
+from plsc.parallel.world import World
+from plsc.train.build import UserParts
+from plsc.train.job import load_network
+from tests.distributed.launch import run_ranks
+from tests.distributed.resume_worker import joined
+from tests.distributed.sharding_worker import CASES, STEPS, Uneven
+from tests.images import write_dataset, write_pair_file
+from tests.resuming import options_of, saved_at
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What the four ranks printed, and the folder of their runs."""
+    folder = tmp_path_factory.mktemp("sharding")
+    # 65 images in steps of 24; 42 to evaluate: uneven shares on 4 ranks.
+    dataset = write_dataset(folder / "set", classes=13, per_class=5)
+    write_pair_file(dataset / "lfw.bin", dataset, pairs=21)
+    worker = Path(__file__).with_name("sharding_worker.py")
+    return run_ranks(worker, 4, str(dataset), str(folder / "runs")).stdout, folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(outcome):
+    return saved_at(outcome[1] / "fp64" / "sharded", STEPS)
+
+
+def test_losses_weights_states_and_evaluation_are_those_of_a_whole_backbone(outcome):
+    for case, (_, ways, _) in CASES.items():
+        for way in ways:
+            assert f"{case} {way}: equal" in outcome[0]
+
+
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(outcome):
+    assert outcome[0].count("resumed to the bit") == 2
+
+
+def test_a_checkpoint_comes_into_every_other_layout_with_its_bits(outcome):
+    assert "layouts: the same bits" in outcome[0]
+    assert "warm start: the same bits" in outcome[0]
+
+
+def test_no_rank_has_more_than_its_share_of_parameters_and_state(outcome):
+    assert "memory: 0.25" in outcome[0]
+
+
+def test_an_image_that_one_rank_cannot_read_ends_the_evaluation_of_all(outcome):
+    assert "evaluation: refused everywhere" in outcome[0]
+
+
+def test_networks_that_differ_between_ranks_are_made_equal_and_others_refused(outcome):
+    assert "networks: made equal, or refused" in outcome[0]
+
+
+def test_the_network_is_read_whole_where_it_is_used(checkpoint, tmp_path):
+    manifest = read_manifest(checkpoint)
+    assert manifest.tensors["backbone.fc.weight"].sharded
+    options = options_of(tmp_path, tmp_path / "none", checkpoint__load_dir=str(checkpoint))
+    network = load_network(options, World.single(), UserParts(model=Uneven()))
+    expected = joined(checkpoint)
+    for name, tensor in network.state_dict().items():
+        assert tensor.equal(expected[f"backbone.{name}"]), name
+
+
+def test_classes_are_dropped_from_it_and_its_backbone_stays(checkpoint, tmp_path):
+    change_classes(checkpoint, tmp_path / "fewer", drop=[3, 12])
+    before, after = joined(checkpoint), joined(tmp_path / "fewer")
+    assert after.keys() == before.keys()
+    for key, tensor in before.items():
+        kept = [c for c in range(13) if c not in (3, 12)]
+        has_classes = key.startswith(("head.", "rows."))
+        assert after[key].equal(tensor[kept] if has_classes else tensor), key
+    weights = load_weights(tmp_path / "fewer", "backbone.")
+    assert weights["backbone.fc.weight"].shape == (8, 96)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA devices here"
+)
+def test_on_two_gpus_it_trains_like_a_whole_backbone(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
+    job = Path(__file__).with_name("job.py")
+    losses = {}
+    for way in ("replicated", "sharded"):
+        done = run_ranks(
+            job, 2, str(dataset), str(tmp_path / way), f"set_backbone_parallel={way!r}",
+            "set_device='cuda'", "set_dropout=0.0",
+            env={"CUDA_VISIBLE_DEVICES": "0,1"},
+        )  # fmt: skip
+        losses[way] = [
+            float(line.split(" loss ")[1].split()[0])
+            for line in done.stdout.splitlines()
+            if " loss " in line
+        ]
+    assert losses["sharded"] == pytest.approx(losses["replicated"], rel=1e-3)

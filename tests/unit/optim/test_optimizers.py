@@ -1,0 +1,273 @@
+"""The optimizers by name and by factory: their updates are torch's."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.config import Options
+from plsc.entry import Entry
+from plsc.errors import OptionError
+from plsc.optim.factory import build_custom, build_optimizer, describe_implementation, set_rates
+from plsc.options.optimizer_table import OPTIMIZERS
+from plsc.train.build_optim import check_optim
+
+CPU = torch.device("cpu")
+PAGE = (Path(__file__).parents[3] / "docs/optimizers.md").read_text(encoding="utf-8")
+
+
+def weights(layout=torch.contiguous_format):
+    torch.manual_seed(1)
+    matrix, vector = torch.randn(3, 2, 3, 3).to(memory_format=layout), torch.randn(3)
+    return nn.Parameter(matrix), nn.Parameter(vector)
+
+
+def put_gradients(parameters, step):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def options_of(**changes):
+    options = Options()
+    for name, value in changes.items():
+        options.set(f"optim.{name}", value)
+    return options
+
+
+def built(groups, rate=0.05, **changes):
+    return build_optimizer(options_of(**changes).optim, groups, rate, CPU)
+
+
+def steps(optimizer, parameters, count=3, factor=1.0):
+    for step in range(count):
+        put_gradients(parameters, step)
+        set_rates(optimizer.param_groups, factor)
+        optimizer.step()
+
+
+MORE = {
+    "sgd": ({"momentum": 0.8, "nesterov": True}, {"momentum": 0.8, "nesterov": True}),
+    "adam": (
+        {"betas": (0.8, 0.9), "optimizer_arguments": {"amsgrad": True}},
+        {"betas": (0.8, 0.9), "amsgrad": True},
+    ),
+    "rmsprop": (
+        {"optimizer_arguments": {"momentum": 0.9, "centered": True}},
+        {"momentum": 0.9, "centered": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_of_groups_is_that_of_torchs_optimizer_made_by_hand(name):
+    kind = OPTIMIZERS[name]
+    given, by_hand = MORE.get(name, ({}, {}))
+    decay = {"weight_decay": 0.02} if kind.takes else {}
+    none = {"weight_decay": 0.0} if kind.takes else {}
+    mine = weights()
+    groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 0.1, **none}]
+    ours = built(
+        groups, optimizer=name.upper(), weight_decay=0.02, implementation="for_loop", **given
+    )
+    theirs = weights()
+    rate = 0.05 * 0.5
+    hand_groups = [
+        {"params": [theirs[0]], **decay},
+        {"params": [theirs[1]], "lr": rate * 0.1, **none},
+    ]
+    hand = getattr(torch.optim, kind.class_name)(hand_groups, lr=rate, foreach=False, **by_hand)
+    steps(ours, mine, factor=0.5)
+    for step in range(3):
+        put_gradients(theirs, step)
+        hand.step()
+    assert not mine[0].equal(weights()[0])
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_every_implementation_makes_the_same_update_whatever_the_layout_of_gradients(name, layout):
+    ways = ["for_loop", "foreach", *(["fused"] if OPTIMIZERS[name].has_fused else []), "auto"]
+    results = []
+    for way in ways:
+        mine = weights(layout)
+        optimizer = built([{"params": list(mine)}], optimizer=name, implementation=way)
+        steps(optimizer, mine)  # the gradients are contiguous
+        results.append(mine)
+        assert way == "auto" or describe_implementation(optimizer) == f"{way} on cpu"
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"dampening": 0.5}])
+def test_a_parameter_that_gets_its_first_gradient_late_begins_then(arguments):
+    results = []
+    for way in ("for_loop", "fused"):
+        mine = weights()
+        optimizer = built(
+            [{"params": list(mine)}], implementation=way, optimizer_arguments=arguments
+        )
+        for step in range(3):
+            put_gradients(mine, step)
+            if step == 0:
+                mine[0].grad = None
+            optimizer.step()
+        results.append(mine)
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_l1_decay_adds_the_sign_of_the_weights_to_the_gradients_of_its_groups():
+    mine = weights()
+    before = [p.detach().clone() for p in mine]
+    groups = [{"params": [mine[0]], "l1_decay": 0.5}, {"params": [mine[1]], "l1_decay": 0.0}]
+    optimizer = built(groups, rate=0.1, momentum=0.0, weight_decay=0.0)
+    for parameter in mine:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(mine[0], before[0] - 0.05 * before[0].sign(), atol=1e-7)
+    assert mine[1].equal(before[1])
+
+
+def test_a_factory_keeps_its_rates_and_settings_and_the_schedule_multiplies_them():
+    mine = weights()
+    groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 2.0, "weight_decay": 0.0}]
+
+    def factory(groups, eps):
+        groups[0]["lr"] = 0.3
+        return torch.optim.AdamW(groups, lr=0.001, eps=eps, weight_decay=0.7)
+
+    optimizer = build_custom(factory, "mine", groups, {"eps": 1e-7})
+    set_rates(optimizer.param_groups, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.15, 0.001]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.0]
+    assert optimizer.defaults["eps"] == 1e-7
+
+
+def losing(groups):
+    return torch.optim.SGD([groups[0]], 0.1)
+
+
+def flattening(groups):
+    return torch.optim.SGD([p for group in groups for p in group["params"]], 0.1)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, groups):
+        super().__init__(groups, {"lr_factor": 1})
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (losing, "without 1 of the 2 parameters that it was given, and with 0 others"),
+        (flattening, "lost the lr_factor 2.0 of a parameter group"),
+        (lambda groups: groups, "returned a list; expected a torch.optim.Optimizer"),
+        (lambda groups: 1 / 0, "cannot be made: ZeroDivisionError: division by zero"),
+        (lambda: None, "cannot be made: TypeError"),
+        (functools.partial(torch.optim.SGD, lr=-1.0), "Invalid learning rate: -1.0"),
+        (WithoutRate, "has no learning rate in its groups"),
+    ],
+)
+def test_a_factory_that_cannot_be_used_says_why(factory, said):
+    mine = weights()
+    groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 2.0}]
+    with pytest.raises(OptionError) as caught:
+        build_custom(factory, "mine", groups, {})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_setter_takes_names_factories_and_arguments_and_the_last_call_counts():
+    ins = Entry()
+    ins.set_optimizer(functools.partial(torch.optim.AdamW, lr=0.1), eps=1e-7)
+    assert ins.options.optim.optimizer == "torch.optim.adamw:AdamW"
+    assert ins.options.optim.optimizer_arguments == {"eps": 1e-7}
+    assert ins._optimizer.func is torch.optim.AdamW
+    ins.set_optimizer("RMSprop", centered=True)
+    assert ins._optimizer is None
+    assert ins.options.optim.optimizer_arguments == {"centered": True}
+    ins.set_optimizer("adam")
+    assert ins.options.optim.optimizer_arguments is None
+    with pytest.raises(OptionError, match="expected a name, or a function that takes parameter"):
+        ins.set_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("adamm", "did you mean 'adam'"),
+        ("LBFGS", "asks for the loss again and again in a step, with a closure"),
+        ("SparseAdam", "is for sparse gradients"),
+        ("muon", "updates matrices alone"),
+        ("nesterov", "set_nesterov(True)"),
+        (":f", "'package.module:factory'"),
+    ],
+)
+def test_an_optimizer_that_is_not_there_is_told_why_or_what_is_near(name, said):
+    with pytest.raises(OptionError) as caught:
+        Options().set("optim.optimizer", name)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"betas": (0.9, 0.99)}, "optim.betas is set, but the optimizer sgd does not take it"),
+        ({"nesterov": True, "momentum": 0.0}, "needs a momentum"),
+        (
+            {"optimizer": "radam", "implementation": "fused"},
+            "no fused radam; expected one of sgd, adam",
+        ),
+        (
+            {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},
+            "unexpected keyword argument 'epps'",
+        ),
+        ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value: -1"),
+        ({"optimizer_arguments": {"momentum": 0.5}}, "an option by itself: set_momentum(0.9)"),
+        ({"optimizer": "a.b:c", "implementation": "fused"}, "have it set foreach or fused"),
+    ],
+)
+def test_settings_that_an_optimizer_has_not_are_refused_before_any_data_is_read(changes, said):
+    with pytest.raises(OptionError) as caught:
+        check_optim(options_of(**changes))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "fused", "capturable"])
+def test_arguments_of_a_named_optimizer_that_are_set_elsewhere_are_refused(name):
+    with pytest.raises(OptionError, match=f"other arguments than '{name}'"):
+        check_optim(options_of(optimizer_arguments={name: 1}))
+
+
+@pytest.mark.parametrize("arguments", [{"not a name": 1}, {"eps": [object()]}, {"eps": 1e999}])
+def test_arguments_that_no_checkpoint_could_hold_are_refused(arguments):
+    with pytest.raises(OptionError, match=r"names of arguments|plain values"):
+        options_of(optimizer_arguments=arguments)
+
+
+def test_a_group_with_a_setting_that_the_optimizer_has_not_is_refused():
+    with pytest.raises(OptionError, match=r"has no setting 'momentun'.*did you mean 'momentum'"):
+        built([{"params": list(weights()), "momentun": 0.5}])
+    with pytest.raises(OptionError, match="has no setting 'weight_decay'"):
+        built([{"params": list(weights()), "weight_decay": 0.5}], optimizer="rprop")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_has_the_bytes_that_the_table_and_the_docs_say(name):
+    parameter = nn.Parameter(torch.randn(400, 400))
+    optimizer = built([{"params": [parameter]}], optimizer=name)
+    steps(optimizer, [parameter], count=1)
+    state = optimizer.state[parameter].values()
+    size = sum(t.nbytes for t in state if isinstance(t, torch.Tensor)) / parameter.numel()
+    assert size == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.03)
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}`"))
+    assert f"`{OPTIMIZERS[name].class_name}`" in row
+    assert ("| yes |" in row) == OPTIMIZERS[name].has_fused
+    assert all(option in row for option in OPTIMIZERS[name].takes)

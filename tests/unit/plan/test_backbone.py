@@ -1,0 +1,170 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from plsc.errors import OptionError
+from plsc.models import BaseModel, build_model
+from plsc.models.checkpointing import checkpoint_activations
+from plsc.optim.factory import build_optimizer
+from plsc.options.optim import OptimOptions
+from plsc.plan import plan_backbone
+from plsc.plan.measure import MemoryCount
+from plsc.plan.network import backbone_transfers
+
+BATCH = 16
+SMALL = {"image": (3, 32, 32), "embedding": 64, "batch": BATCH}
+
+
+class Plain(BaseModel):
+    """Counted by hand: images [b, 3, 4, 4], 6 outputs."""
+
+    def __init__(self, emb_size=6):
+        super().__init__()
+        self.fc = nn.Linear(48, emb_size, bias=False)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1)).tanh()
+
+
+class Asking(Plain):
+    """Looks at the numbers that it is given."""
+
+    def build_network(self, input, label, is_train=True):
+        return super().build_network(input, label) if input.sum().item() < 0 else input
+
+
+def real_step(network, count, dtype=None):
+    """Make a step in a context, return what the forward pass left, as `count` saw it."""
+    images = torch.randn(BATCH, 3, 32, 32)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        output = network(images)
+    kept = getattr(count, "live", None)
+    output.float().backward(torch.ones_like(output, dtype=torch.float32))
+    return kept
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
+def test_stored_bytes_are_those_of_the_real_tensors(name):
+    network = build_model("SmallResNet", 64, (3, 32, 32))
+    groups = [{"params": list(network.parameters())}]
+    optimizer = build_optimizer(OptimOptions(optimizer=name), groups, 0.1, torch.device("cpu"))
+    real_step(network, None)
+    optimizer.step()
+    states = [v for one in optimizer.state.values() for v in one.values() if torch.is_tensor(v)]
+    planned = plan_backbone("SmallResNet", backbone_optimizer=name, **SMALL)
+    assert planned.numbers == sum(p.numel() for p in network.parameters())
+    assert planned.stored == {
+        "parameters": sum(p.nbytes for p in network.parameters()),
+        "gradients": sum(p.grad.nbytes for p in network.parameters()),
+        f"states of {name}": sum(state.nbytes for state in states),
+        "buffers": sum(buffer.nbytes for buffer in network.buffers()),
+    }
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "all"])
+def test_operations_are_those_that_torch_counts_in_a_real_step(checkpoint):
+    network = build_model("SmallResNet", 64, (3, 32, 32)).train()
+    checkpoint_activations(network, checkpoint)
+    with FlopCounterMode(display=False) as counter:
+        real_step(network, None)
+    planned = plan_backbone("SmallResNet", checkpoint=checkpoint, **SMALL)
+    assert planned.operations == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("checkpoint", ["none", "all"])
+def test_activations_are_those_of_a_real_step(checkpoint, precision):
+    network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
+    checkpoint_activations(network, checkpoint)
+    with MemoryCount(network) as count:
+        kept = real_step(network, count, torch.bfloat16 if precision == "bf16" else None)
+    planned = plan_backbone("SmallResNet", checkpoint=checkpoint, precision=precision, **SMALL)
+    assert planned.kept == pytest.approx(kept, rel=0.01)
+    assert planned.step["activations at their peak"] == pytest.approx(count.peak, rel=0.02)
+
+
+def test_what_is_kept_is_what_autograd_saves():
+    # Counted in another way: by the tensors that autograd is given to keep.
+    network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
+    known = {tensor.untyped_storage()._cdata for tensor in network.state_dict().values()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = network(torch.randn(BATCH, 3, 32, 32))
+    kept = sum(storage.nbytes() for storage in saved.values())
+    planned = plan_backbone("SmallResNet", **SMALL)
+    assert planned.kept == pytest.approx(kept + output.nbytes, rel=0.02)
+
+
+def test_operators_and_bytes_of_a_layer_are_those_counted_by_hand():
+    planned = plan_backbone(
+        f"{__name__}:Plain", image=(3, 4, 4), embedding=6, batch=8, backbone_optimizer="sgd"
+    )
+    product, elements = 2 * 8 * 48 * 6, 4 * 8 * 6
+    operands = 4 * (8 * 48 + 48 * 6 + 8 * 6)
+    # The product and tanh; then tanh's slope, and the product for the weight: none for the images.
+    assert dict(planned.forward)[product, operands] == 1
+    assert dict(planned.forward)[0, 2 * elements] == 1
+    assert dict(planned.backward)[product, operands] == 1
+    assert dict(planned.backward)[0, 3 * elements] == 1
+    assert planned.operations == 2 * product
+    forward, backward = planned.seconds(rate=1.0, memory=1e9)
+    assert forward == pytest.approx(product, rel=1e-5)
+    assert backward == pytest.approx(product, rel=1e-5)
+    forward, _ = planned.seconds(rate=1e30, memory=1.0)
+    assert forward == pytest.approx(operands + 2 * elements, rel=0.5)
+
+
+def test_less_memory_costs_operations_and_parts_share_it():
+    plain = plan_backbone("SmallResNet", **SMALL)
+    again = plan_backbone("SmallResNet", checkpoint="all", **SMALL)
+    parts = plan_backbone("SmallResNet", micro_batches=4, **SMALL)
+    assert again.kept < 0.6 * plain.kept
+    assert plain.operations < again.operations < 4 / 3 * plain.operations
+    assert parts.operations == plain.operations
+    assert parts.kept < 0.3 * plain.kept
+
+
+def test_shards_divide_what_is_stored_and_gather_what_is_at_work():
+    whole = plan_backbone("SmallResNet", ranks=4, **SMALL)
+    parts = plan_backbone("SmallResNet", ranks=4, backbone_shards=4, **SMALL)
+    for name in ("parameters", "gradients", "states of sgd"):
+        assert parts.stored[name] == -(-whole.stored[name] // 4)
+    assert whole.step["buckets of gradients"] == whole.stored["gradients"]
+    assert "buckets of gradients" not in parts.step
+    assert parts.step["gathered parameters and their gradients"] <= 2 * whole.stored["parameters"]
+    assert {one.collective for one in parts.transfers(4)} == {"all-gather", "reduce-scatter"}
+    assert {one.collective for one in parts.transfers(8)} >= {"all-reduce"}
+
+
+def test_buckets_hold_every_gradient_once():
+    for size in (100, 2**20, 2**20 + 4, 80 * 2**20):
+        buckets = backbone_transfers(4, size)
+        assert sum(bucket.payload for bucket in buckets) == size
+        assert all(bucket.payload <= 25 * 2**20 for bucket in buckets)
+    assert backbone_transfers(1, 100) == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"model": "ResNet19"}, "no model is named 'ResNet19'"),
+        ({"precision": "int8"}, "precision is 'int8'; expected one of float32, fp32"),
+        ({"image": 30}, "image_shape is"),
+        ({"micro_batches": 0}, "micro_batches is 0; expected a whole number, 1 or more"),
+        ({"checkpoint": "layer1"}, "'layer1', which fits no module of SmallResNet"),
+        ({"backbone_optimizer": "sdg"}, "optim.optimizer is 'sdg'"),
+        ({"backbone_shards": 3, "ranks": 4}, "backbone_shards is 3; expected a divisor of the 4"),
+        ({"model": f"{__name__}:Asking"}, "does not run without data: DataDependentOutput"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_was_expected(wrong, expected):
+    with pytest.raises(OptionError, match=expected):
+        plan_backbone(**{"model": "SmallResNet", **SMALL, **wrong})

@@ -1,0 +1,175 @@
+"""Whole runs with optimizers, groups, frozen parts and schedules: what is saved, resumed, refused."""
+
+import pytest
+import torch
+import yaml
+
+from plsc.checkpoint import load_weights, read_manifest
+from plsc.cli import _parse, _read_options, render_options
+from plsc.errors import CheckpointError, OptionError
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run
+from tests.images import write_dataset
+from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
+
+WORLD = World.single()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=6, per_class=3)
+
+
+class Adapting(torch.optim.SGD):
+    """Keeps a number in its groups, as optimizers do that find their learning rate themselves."""
+
+    def __init__(self, groups, lr, d=1.0):
+        super().__init__(groups, lr, momentum=0.9)
+        for group in self.param_groups:
+            group["d"] = d
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= group["d"]
+            group["d"] *= 0.9
+        return super().step(closure)
+
+
+def falling(step, total_steps):
+    return 1 - step / (total_steps + 1)
+
+
+KINDS = {
+    "adamw": (
+        {
+            "optim__optimizer": "adamw",
+            "optim__groups": ({"pattern": "fc", "lr_factor": 0.3, "weight_decay": 0.1, "eps": 1e-6},),
+            "optim__decay_norm_and_bias": False,
+            "optim__freeze": ("norm",),
+            "optim__l1_decay": 1e-3,
+            "optim__schedule": f"{__name__}:falling",
+            "optim__warmup_steps": 2,
+            "head__weight_decay": 0.01,
+            "optim__nesterov": True,
+            "model__initialization": ({"pattern": "conv.weight", "rule": "orthogonal"},),
+        },
+        None,
+    ),
+    "dense nadam": (
+        {
+            "optim__optimizer": "nadam", "head__loss_type": "arcface", "head__lr_factor": 0.1,
+            "optim__schedule": "cosine", "optim__cosine_cycles": 2, "optim__clip_norm": 1.0,
+        },
+        None,
+    ),
+    "factory": (
+        {
+            "optim__optimizer": f"{__name__}:Adapting", "optim__optimizer_arguments": {"lr": 0.05},
+            "optim__groups": ({"pattern": "type:Linear", "lr_factor": 0.3},),
+        },
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_to_the_same_bits(kind, dataset, tmp_path):
+    settings, user = KINDS[kind]
+
+    def start(name, **more):
+        base = {"train__batch_size": 4, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1}
+        options = options_of(dataset, tmp_path / name, **base, **more)
+        return train(options, WORLD, user=user)
+
+    start("whole", **settings)
+    # Nothing is set again: the checkpoint tells it all.
+    start("resumed", checkpoint__load_dir=str(saved_at(tmp_path / "whole", 3)))
+    assert different(tmp_path / "resumed/1", tmp_path / "whole/1") == []
+    later = {s: x for s, x in losses_of(tmp_path / "whole").items() if s > 3}
+    assert losses_of(tmp_path / "resumed") == later
+    if kind == "factory":
+        numbers = read_manifest(tmp_path / "whole/1").scalars["optimizer_groups"]
+        assert numbers == [{"d": pytest.approx(0.9**10)}] * 2
+
+
+def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goes_on(
+    dataset, tmp_path, capsys
+):
+    def start(name, **more):
+        options = options_of(
+            dataset, tmp_path / name, train__batch_size=4, optim__optimizer="adagrad", **more
+        )
+        train(options, WORLD)
+        return load_weights(tmp_path / name / str(options.train.epochs - 1), "backbone.")
+
+    first = start("first", train__epochs=1, optim__freeze=("conv", "norm"))
+    torch.manual_seed(5)
+    untrained = Drawing().state_dict()
+    frozen = {key for key, value in first.items() if value.equal(untrained[key[9:]])}
+    assert frozen == {f"backbone.{key}" for key in untrained if key.startswith(("conv", "norm"))}
+    capsys.readouterr()
+    last = str(tmp_path / "first/0")
+    thawed = start("thawed", checkpoint__load_dir=last, train__epochs=2, optim__freeze=("fc",))
+    said = capsys.readouterr().out
+    assert "no state of the optimizer for 4 parameters: theirs begins afresh" in said
+    assert "optim.freeze: ('fc',) here, ('conv', 'norm') in the checkpoint" in said
+    changed = {key for key, value in thawed.items() if not value.equal(first[key])}
+    assert changed == {key for key in frozen if "conv" in key or "norm" in key}
+
+
+def test_with_everything_frozen_the_class_rows_are_trained(dataset, tmp_path):
+    options = options_of(dataset, tmp_path / "run", train__epochs=1, optim__freeze=("*",))
+    options.set("train.batch_size", 4)
+    result = train(options, WORLD)
+    assert result.steps == 5
+    losses = list(losses_of(tmp_path / "run").values())
+    assert losses[-1] < losses[0]
+
+
+def test_another_optimizer_cannot_take_the_state_and_is_told_what_can(dataset, tmp_path):
+    settings = {"train__epochs": 1, "train__batch_size": 4}
+    train(options_of(dataset, tmp_path / "run", **settings), WORLD)
+    options = options_of(dataset, tmp_path / "next", checkpoint__load_dir=str(tmp_path / "run/0"))
+    options.set("optim.optimizer", "adam")
+    with pytest.raises(CheckpointError, match=r"optimizer SGD, this run has Adam.*set_pretrained"):
+        train(options, WORLD)
+
+
+def test_another_implementation_is_announced(dataset, tmp_path, capsys):
+    settings = {"train__epochs": 1, "train__batch_size": 4}
+    train(options_of(dataset, tmp_path / "run", **settings), WORLD)
+    options = options_of(dataset, tmp_path / "next", checkpoint__load_dir=str(tmp_path / "run/0"))
+    options.set("optim.implementation", "for_loop")
+    options.set("train.epochs", 2)
+    train(options, WORLD)
+    said = (
+        "the optimizer's step is computed by for_loop on cpu here, fused on cpu in the checkpoint"
+    )
+    assert said in capsys.readouterr().out
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_any_data_is_read(tmp_path):
+    options = options_of(tmp_path / "no data", tmp_path / "run", optim__freeze=("stemm",))
+    options.set("model.name", "SmallResNet")
+    with pytest.raises(
+        OptionError, match=r"optim\.freeze: the pattern 'stemm' .*did you mean 'stem'"
+    ):
+        build_run(options, WORLD, UserParts())
+
+
+def test_groups_patterns_and_arguments_come_from_flags_and_files(tmp_path):
+    flags = [
+        "--optim.groups", "[{pattern: stem, lr_factor: 0.1}, {pattern: neck, eps: 1.0e-6}]",
+        "--optim.freeze", "[stages.0]", "--optim.optimizer", "adamw",
+        "--optim.optimizer_arguments", "{amsgrad: true}",
+        "--model.initialization", "[{pattern: neck.fc, rule: normal, std: 0.01}]",
+    ]  # fmt: skip
+    options = _read_options(_parse(["train", *flags])["train"])
+    assert options.optim.groups[1] == {"pattern": "neck", "eps": 1e-6}
+    assert options.optim.freeze == ("stages.0",)
+    assert options.optim.optimizer_arguments == {"amsgrad": True}
+    file = tmp_path / "run.yaml"
+    file.write_text(render_options(options))
+    assert yaml.safe_load(file.read_text())["optim"]["freeze"] == ["stages.0"]
+    again = _read_options(_parse(["train", "--config", str(file)])["train"])
+    assert again.as_dict() == options.as_dict()

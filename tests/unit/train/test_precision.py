@@ -1,0 +1,308 @@
+"""Mixed precision in runs of one process: what scaling changes, what is skipped, what stops a run."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from plsc import AutoMixedPrecisionLists, Entry
+from plsc.checkpoint import list_checkpoints, read_manifest
+from plsc.checkpoint.check import Checker
+from plsc.errors import CheckpointError, OptionError, TrainingError
+from plsc.heads import target
+from plsc.optim.precision import MOST_SKIPS, LossScaler
+from plsc.parallel.world import World
+from plsc.train import step as step_module
+from plsc.train.build import UserParts, build_run, check_combinations
+from plsc.train.evaluation import evaluate_targets, load_targets
+from plsc.train.losses import LossReader
+from plsc.train.precision import head_products, restore_scaler
+from plsc.train.resume import restore
+from plsc.train.step import Step
+from tests.images import write_dataset, write_pair_file
+from tests.overflowing import Scripted, logged, train_scripted
+from tests.resuming import different, options_of, saved_at, tensors_of, train
+
+WORLD = World.single()
+STEPS = 10
+SCALED = {"precision__loss_scaling": "always", "precision__init_loss_scaling": 64.0}
+RISING = {**SCALED, "precision__incr_every_n_steps": 2}
+HEADS = {
+    "dense": {"head__loss_type": "curricularface", "optim__clip_norm": 0.5, "optim__clip_scope": "all"},
+    "sampled": {
+        "head__loss_type": "dist_adaface", "head__sample_ratio": 0.5, "train__micro_batches": 2,
+        "optim__clip_norm": 0.5, "optim__clip_scope": "all", "head__row_dtype": "bfloat16",
+    },
+    "several": {"head__loss_type": "dist_magface"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """60 images: 10 steps of 6."""
+    folder = write_dataset(tmp_path_factory.mktemp("data") / "set", classes=6, per_class=10)
+    write_dataset(folder.parent / "glyphs", classes=4, per_class=4, seed=2)
+    write_pair_file(folder / "lfw.bin", folder, pairs=20)
+    return folder
+
+
+def options(dataset, save_dir, **changes):
+    settings = {"train__batch_size": 6, "train__epochs": 1, "train__with_test": False, **changes}
+    return options_of(dataset, save_dir, **settings)
+
+
+def options_for(head, dataset, save_dir, **changes):
+    made = options(dataset, save_dir, **HEADS[head], **changes)
+    if head == "several":
+        made.add_data_set(name="faces", path=str(dataset), weight=2.0)
+        made.add_data_set(name="glyphs", path=str(dataset.parent / "glyphs"), loss_type="softmax")
+        made.set("train.epoch_steps", STEPS)
+    return made
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_scale_changes_no_bit_of_what_is_learnt_and_a_skipped_step_none_of_what_was_there(
+    head, dataset, tmp_path
+):
+    train(options_for(head, dataset, tmp_path / "plain"), WORLD, Scripted)
+    scaled = options_for(head, dataset, tmp_path / "scaled", **RISING)
+    train_scripted(scaled, WORLD, "." * STEPS)
+    assert not different(tmp_path / "scaled/0", tmp_path / "plain/0")
+    assert logged(tmp_path / "scaled", "loss_scale")["loss_scale"][-1] == 64 * 2**5
+    skipping = options_for(head, dataset, tmp_path / "skipping", **SCALED)
+    train_scripted(skipping, WORLD, "..ge..p.e.")  # which looks at every bit
+    found = logged(tmp_path / "skipping", "skipped_steps", "loss", "mean_loss")
+    assert found["skipped_steps"] == [0, 0, 1, 2, 2, 2, 3, 3, 4, 4]
+    # Where the embeddings were not finite there is no loss.
+    assert [n for n, loss in enumerate(found["loss"]) if loss is None] == [3, 8]
+    assert [n for n, loss in enumerate(found["mean_loss"]) if loss is None] == [3, 8]
+
+
+STOPS = {
+    "a loss that is nan though nothing overflowed": (SCALED, "...l", "the loss is nan at step 3"),
+    "an overflow in the forward pass with nothing left to scale down": (
+        {**SCALED, "precision__init_loss_scaling": 1.0}, "..e", "the loss is nan at step 2",
+    ),
+    "an overflow without scaling": ({}, ".e", "the loss is nan at step 1"),
+    "an overflow in bfloat16": ({"precision__mode": "bfloat16"}, ".e", "the loss is nan at step 1"),
+    "overflows without end": (
+        {**SCALED, "precision__init_loss_scaling": 2.0, "train__epochs": 4}, "." + "g" * 30,
+        f"{MOST_SKIPS} steps in a row had .* loss scale of 1, which cannot fall",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_what_scaling_cannot_mend_stops_the_run(case, dataset, tmp_path):
+    settings, script, said = STOPS[case]
+    with pytest.raises(TrainingError, match=said):
+        train_scripted(options(dataset, tmp_path / "run", **settings), WORLD, script)
+    if "without end" in case:  # two that lowered the scale to 1, and then so many
+        lines = logged(tmp_path / "run", "step")["step"]
+        assert lines[-1] == 1 + 2 + MOST_SKIPS - 1
+    else:
+        assert len(json.loads((tmp_path / "run/bad_batch.json").read_text())["samples"]) == 6
+
+
+@pytest.fixture
+def reading_late(monkeypatch):
+    monkeypatch.setattr(
+        step_module, "LossReader", lambda world, folder, is_late: LossReader(world, folder, True)
+    )
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3, 5])
+def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anything_is_saved(
+    every_n_steps, dataset, tmp_path, reading_late
+):
+    late = options(
+        dataset, tmp_path / "late", train__log_period=100, checkpoint__every_n_steps=every_n_steps,
+        checkpoint__keep_last=-1,
+    )  # fmt: skip
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        make = Step.make
+        patch.setattr(Step, "make", lambda *args: made.append(1) or make(*args))
+        with pytest.raises(TrainingError, match=r"the loss is nan at step 4 \(epoch 0"):
+            train_scripted(late, WORLD, "....l.....")
+    # The fifth step's loss is looked at when the sixth has begun, or is to be saved.
+    assert len(made) == (6 if every_n_steps == 3 else 5)
+    # The last save may have been under way when the run ended.
+    saved = {manifest.step for _, manifest in list_checkpoints(tmp_path / "late")}
+    assert saved <= {step for step in range(1, 5) if step % every_n_steps == 0}
+    with pytest.raises(TrainingError):
+        train_scripted(options(dataset, tmp_path / "once"), WORLD, "....l")
+    names = [
+        json.loads((tmp_path / run / "bad_batch.json").read_text()) for run in ("late", "once")
+    ]
+    assert names[0] == names[1]
+
+
+def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_path, monkeypatch):
+    settings = {"train__log_period": 4, "checkpoint__every_n_steps": 5}
+    train(options(dataset, tmp_path / "once", **settings), WORLD, Scripted)
+    monkeypatch.setattr(
+        step_module, "LossReader", lambda world, folder, is_late: LossReader(world, folder, True)
+    )
+    train(options(dataset, tmp_path / "late", **settings), WORLD, Scripted)
+    assert not different(tmp_path / "late/0", tmp_path / "once/0")
+    mine, theirs = (logged(tmp_path / run, "loss", "mean_loss") for run in ("late", "once"))
+    assert mine == theirs
+    assert len(mine["loss"]) == 3
+    metrics = [
+        read_manifest(saved_at(tmp_path / run, 5)).scalars["metrics"] for run in ("late", "once")
+    ]
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["loss"] > 0
+
+
+@pytest.mark.parametrize("margin", ["curricularface", "adaface", "softmax"])
+def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(
+    margin, dataset, tmp_path, monkeypatch
+):
+    settings = {"head__loss_type": f"dist_{margin}", "head__sample_ratio": 0.5, "train__steps": 4}
+    train(options(dataset, tmp_path / "here", **settings), WORLD, Scripted)
+    monkeypatch.setattr(target, "_must_not_wait", lambda labels, weight: True)
+    train(options(dataset, tmp_path / "all", **settings), WORLD, Scripted)
+    assert not different(tmp_path / "all/0-step4", tmp_path / "here/0-step4")
+
+
+def first_step(dataset, save_dir, **settings):
+    """Return the loss, the backbone's gradient and the change of the rows of a first step."""
+    made = options(
+        dataset,
+        save_dir,
+        model__name="SmallResNet",
+        model__emb_size=32,
+        train__batch_size=30,
+        **settings,
+    )
+    run = build_run(made, WORLD, UserParts())
+    run.network.train()
+    before = run.head.weight.detach().clone()
+    output = Step(run).make(next(run.loader.epoch(0, 0)), False).output
+    gradient = torch.cat([p.grad.flatten() for p in run.network.parameters()])
+    return output.mean_loss, gradient, run.head.weight.detach() - before
+
+
+def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_tolerance(
+    dataset, tmp_path
+):
+    exact = first_step(dataset, tmp_path / "a")
+    # As docs/precision.md states: loss, gradient and change of the rows, relative to their norms.
+    for settings, tolerances in (
+        ({"precision__mode": "bfloat16"}, (0.005, 0.15, 0.05)),
+        ({"head__products": "bfloat16"}, (0.001, 0.01, 0.01)),
+    ):
+        found = first_step(dataset, tmp_path / "b", **settings)
+        for mine, right, tolerance in zip(found, exact, tolerances, strict=True):
+            assert 0 < (mine - right).norm() < tolerance * right.norm()
+
+
+def test_evaluation_is_in_float32_unless_it_is_to_follow_training(dataset, tmp_path):
+    accuracies = {}
+    for name, settings in {
+        "float32": {},
+        "bfloat16": {"precision__mode": "bfloat16"},
+        "following": {"precision__mode": "bfloat16", "precision__evaluation": "training"},
+    }.items():
+        made = options(dataset, tmp_path / name, model__name="SmallResNet", **settings)
+        run = build_run(made, WORLD, UserParts())
+        result = evaluate_targets(run.network, load_targets(made), made, WORLD)["lfw"]
+        accuracies[name] = (result.threshold, result.accuracy)
+    assert accuracies["float32"] == accuracies["bfloat16"] != accuracies["following"]
+
+
+def test_set_mixed_precision_sets_what_it_says_or_nothing():
+    ins = Entry()
+    lists = AutoMixedPrecisionLists(["softmax"], ["BatchNorm2d"])
+    ins.set_mixed_precision(True, 128, 1000, 3, 4, 0.25, False, lists)
+    precision = ins.options.precision
+    assert LossScaler.of(precision) == LossScaler(128.0, 1000, 3, 4.0, 0.25, False)
+    assert precision.mode == "float16"
+    assert (precision.white_list, precision.black_list) == (("softmax",), ("BatchNorm2d",))
+    ins.set_mixed_precision(True)
+    assert LossScaler.of(precision) == LossScaler(1.0, 2000, 2, 2.0, 0.5, True)
+    assert (precision.white_list, precision.black_list) == ((), ())
+    ins.set_mixed_precision(use_fp16=False)
+    assert precision.mode == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"use_fp16": 1}, "use_fp16 is 1; expected True or False"),
+        ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected between 1 and 1.67"),
+        ({"init_loss_scaling": 2.0**25}, "expected between 1 and"),
+        ({"init_loss_scaling": math.nan}, "init_loss_scaling is nan"),
+        ({"incr_every_n_steps": 0}, "incr_every_n_steps is 0; expected at least 1"),
+        ({"decr_every_n_nan_or_inf": 2.5}, "expected an integer"),
+        ({"incr_ratio": 1.0}, "incr_ratio is 1.0; expected more than 1"),
+        ({"decr_ratio": 1}, "decr_ratio is 1; expected more than 0 and less than 1"),
+        ({"decr_ratio": 0.0}, "decr_ratio is 0.0; expected more than 0"),
+        ({"use_dynamic_loss_scaling": "yes"}, "expected True or False"),
+        ({"amp_lists": ["softmax"]}, "expected plsc.AutoMixedPrecisionLists"),
+    ],
+)
+def test_a_wrong_argument_is_refused_and_changes_nothing(arguments, said):
+    ins = Entry()
+    before = ins.options.as_dict()
+    with pytest.raises(OptionError, match=said):
+        ins.set_mixed_precision(**{"use_fp16": True, "init_loss_scaling": 2.0} | arguments)
+    assert ins.options.as_dict() == before
+    assert not ins.options.explicit
+
+
+def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
+    made = options(dataset, tmp_path / "a", precision__mode="float16")
+    run = build_run(made, WORLD, UserParts(model=Scripted()))
+    assert run.scaler is None
+    assert run.notes.count("is float16, which is for GPUs: this CPU computes in bfloat16") == 1
+    assert head_products(made) == "bfloat16"
+    made.set("head.products", "float32")
+    assert head_products(made) == "float32"
+    made.set("runtime.dtype", "float64")
+    with pytest.raises(OptionError, match=r"mode is float16, but runtime.dtype is float64"):
+        check_combinations(made, 1)
+    named = options(dataset, tmp_path / "b", precision__black_list=("norn",))
+    with pytest.raises(OptionError, match=r"black_list has 'norn'.*did you mean 'norm'"):
+        build_run(named, WORLD, UserParts(model=Scripted()))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        3, {}, {"scale": 0.5}, {"scale": "8"}, {"scale": True}, {"scale": 2.0**60}, {"finite": -1},
+        {"skipped": None}, {"stuck": 1.5},
+    ],
+)  # fmt: skip
+def test_a_damaged_scale_in_a_checkpoint_is_one_line(damage):
+    saved = {**LossScaler(8.0).state(), **damage} if isinstance(damage, dict) and damage else damage
+    with pytest.raises(CheckpointError, match=r"the manifest: .*choose another checkpoint"):
+        restore_scaler(LossScaler(), saved, Checker("the manifest"))
+
+
+def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, tmp_path):
+    train(options(dataset, tmp_path / "plain", train__steps=4), WORLD, Scripted)
+    made = options(dataset, tmp_path / "more", **RISING)
+    run = build_run(made, WORLD, UserParts(model=Scripted()))
+    path = tmp_path / "plain/0-step4"
+    manifest = read_manifest(path)
+    restore(run, path, manifest)
+    assert (run.scaler.scale, run.position.updates) == (64.0, 4)
+    manifest.scalars["updates"] = 5
+    with pytest.raises(CheckpointError, match="5 updates are more than the 4 steps"):
+        restore(run, path, manifest)
+    assert tensors_of(path)
+
+
+def test_lists_and_activation_checkpointing_go_together(dataset, tmp_path):
+    settings = {
+        "model__name": "SmallResNet", "precision__mode": "bfloat16", "train__steps": 3, "model__emb_size": 32,
+        "precision__black_list": ("BatchNorm2d", "relu", "stages.2"), "precision__white_list": ("prelu",),
+    }  # fmt: skip
+    for name, stages in (("plain", "none"), ("again", "all")):
+        made = options(dataset, tmp_path / name, memory__checkpoint_stages=stages, **settings)
+        train(made, WORLD, lambda: None)
+    assert not different(tmp_path / "again/0-step3", tmp_path / "plain/0-step3")
