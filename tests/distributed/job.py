@@ -1,7 +1,8 @@
 """A training script like a user's, for tests: job.py DATASET SAVE_DIR [setter=value ...] [-- another run ...]
 
 Values are Python literals; `setter*=(1, 2)` gives several arguments, and `NAME=text` is for the environment.
-`verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. What fails before the last run is printed.
+`verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. What fails before the
+last run is printed.
 """
 
 from __future__ import annotations
