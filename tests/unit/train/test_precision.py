@@ -13,6 +13,7 @@ from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads import target
 from plsc.optim.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
+from plsc.train import job, precision
 from plsc.train import step as step_module
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
@@ -306,3 +307,26 @@ def test_lists_and_activation_checkpointing_go_together(dataset, tmp_path):
         made = options(dataset, tmp_path / name, memory__checkpoint_stages=stages, **settings)
         train(made, WORLD, lambda: None)
     assert not different(tmp_path / "again/0-step3", tmp_path / "plain/0-step3")
+
+
+def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(
+    dataset, tmp_path, monkeypatch
+):
+    # A CPU can compute in float16, too slowly for use: here it may.
+    for module in (precision, step_module, job):
+        monkeypatch.setattr(module, "training_mode", lambda options, device: options.precision.mode)
+    small = {"model__name": "SmallResNet", "model__emb_size": 32}
+    settings = {
+        "precision__mode": "float16", "precision__init_loss_scaling": 2.0**18, "train__epochs": 2,
+        "precision__decr_every_n_nan_or_inf": 1,
+    }  # fmt: skip
+    train(options(dataset, tmp_path / "float32", **small, train__steps=1), WORLD, lambda: None)
+    train(options(dataset, tmp_path / "float16", **small, **settings), WORLD, lambda: None)
+    found = logged(tmp_path / "float16", "loss_scale", "skipped_steps", "loss")
+    skipped = found["skipped_steps"][-1]
+    assert 1 <= skipped < 2 * STEPS - 3
+    assert found["skipped_steps"][:skipped] == list(range(1, skipped + 1))
+    assert found["loss_scale"][-1] == 2.0 ** (18 - skipped)
+    exact = logged(tmp_path / "float32", "loss")["loss"][0]
+    assert found["loss"][0] == pytest.approx(exact, rel=1e-3)
+    assert found["loss"][-1] < found["loss"][0]
