@@ -25,6 +25,7 @@ from plsc.options.optim import OptimOptions
 from plsc.options.parallel import ParallelOptions
 from plsc.options.precision import PrecisionOptions
 from plsc.options.runtime import RuntimeOptions
+from plsc.options.speed import SpeedOptions
 from plsc.options.train import TrainOptions
 
 
@@ -45,6 +46,7 @@ class Options:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+    speed: SpeedOptions = field(default_factory=SpeedOptions)
     explicit: MutableSet[str] = field(default_factory=set)
     adopted: MutableSet[str] = field(default_factory=set)
 

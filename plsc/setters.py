@@ -786,3 +786,33 @@ class Setters:
         sets 1). Default: 0.
         """
         self.options.set("runtime.cpu_threads", num)
+
+    def set_channels_last(self, mode: str) -> None:
+        """Set ``speed.channels_last``: keep images channels last in memory: on, off, or auto
+        (on in 16 bits and on CPUs). Default: 'auto'.
+        """
+        self.options.set("speed.channels_last", mode)
+
+    def set_compile(self, flag: bool) -> None:
+        """Set ``speed.compile``: compile the backbone's training step by torch.compile:
+        minutes at the first start, a cache keeps it. Default: False.
+        """
+        self.options.set("speed.compile", flag)
+
+    def set_fold_batch_norm(self, flag: bool) -> None:
+        """Set ``speed.fold_batch_norm``: evaluate and predict with batch norms folded into the
+        convolutions before them. Default: False.
+        """
+        self.options.set("speed.fold_batch_norm", flag)
+
+    def set_overlap_copies(self, flag: bool) -> None:
+        """Set ``speed.overlap_copies``: on a GPU, copy a batch there while the step before
+        still runs. Default: True.
+        """
+        self.options.set("speed.overlap_copies", flag)
+
+    def set_bucket_mb(self, mebibytes: float) -> None:
+        """Set ``speed.bucket_mb``: MiB of gradients that are summed over the ranks at once,
+        while backward goes on. Default: 25.0.
+        """
+        self.options.set("speed.bucket_mb", mebibytes)

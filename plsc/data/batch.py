@@ -44,9 +44,13 @@ class Batch:
         self.cpu_seconds = time.thread_time() - computed
         return self
 
-    def input(self, device: torch.device | str) -> torch.Tensor:
-        """Return the network's input: float32 [b, C, H, W] on ``device``, normalised."""
-        return to_input(self.images, device, self.mirrored)
+    def input(
+        self,
+        device: torch.device | str,
+        layout: torch.memory_format = torch.contiguous_format,
+    ) -> torch.Tensor:
+        """Return the network's input: float32 [b, C, H, W] on ``device``, normalised, in a memory format."""
+        return to_input(self.images, device, self.mirrored, layout)
 
     def final_images(self) -> torch.Tensor:
         """Return a copy of the images, mirrored where that is still to be done."""
@@ -91,30 +95,38 @@ class NamesOf(Sequence[str]):
 
 
 def to_input(
-    images: torch.Tensor, device: torch.device | str, mirrored: torch.Tensor | None = None
+    images: torch.Tensor,
+    device: torch.device | str,
+    mirrored: torch.Tensor | None = None,
+    layout: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
     """Return float32 images [b, C, H, W] on ``device``: (x - 127.5) / 128 of uint8, floats untouched.
 
     Bytes travel to the device as they are, and become floats there. mirrored: bool [b], of uint8 images that
-    are to be mirrored. The result is contiguous.
+    are to be mirrored. layout: of the result in memory; it costs nothing more, as decoded images are
+    channels last and have to be written anew anyhow. preserve_format stands for contiguous_format.
     """
+    if layout == torch.preserve_format:
+        layout = torch.contiguous_format
     if images.dtype == torch.uint8 and torch.device(device).type == "cpu" and not images.is_cuda:
-        return _normalised_on_cpu(images, mirrored)
+        return _normalised_on_cpu(images, mirrored, layout)
     moved = images.to(device, non_blocking=True)
     if images.dtype != torch.uint8:
-        return moved.float()
+        return moved.to(torch.float32, memory_format=layout)
     if mirrored is not None:
         chosen = mirrored.to(device, non_blocking=True)[:, None, None, None]
         moved = torch.where(chosen, moved.flip(-1), moved)
-    floats = moved.to(torch.float32, memory_format=torch.contiguous_format)
+    floats = moved.to(torch.float32, memory_format=layout)
     return floats.sub_(127.5).div_(128.0)
 
 
-def _normalised_on_cpu(images: torch.Tensor, mirrored: torch.Tensor | None) -> torch.Tensor:
+def _normalised_on_cpu(
+    images: torch.Tensor, mirrored: torch.Tensor | None, layout: torch.memory_format
+) -> torch.Tensor:
     """Image by image: what is written for one is still in the cache when it is scaled."""
     if images.ndim < 2:
         return images.float().sub_(127.5).div_(128.0)
-    result = torch.empty(images.shape, dtype=torch.float32)
+    result = torch.empty(images.shape, dtype=torch.float32, memory_format=layout)
     half, scale = np.float32(127.5), np.float32(1 / 128)
     flips = [False] * len(images) if mirrored is None else mirrored.tolist()
     for pixels, floats, flip in zip(images.numpy(), result.numpy(), flips, strict=True):

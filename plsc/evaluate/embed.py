@@ -62,6 +62,7 @@ def embed_images(
         raise DataError(f"{name}: there are none to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
+    layout = getattr(model, "input_layout", torch.contiguous_format)
 
     def embed_range() -> np.ndarray:
         parts = []
@@ -70,7 +71,7 @@ def embed_images(
         ]
         with closing(_decode_ahead(images, batches, image_shape, name, num_threads)) as decoded:
             for batch, pixels in zip(batches, decoded, strict=True):
-                parts.append(_embed(model, to_input(pixels, device), flip))
+                parts.append(_embed(model, to_input(pixels, device, layout=layout), flip))
                 finite = np.isfinite(parts[-1]).all(axis=1)
                 if not finite.all():
                     raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError
@@ -23,10 +24,13 @@ class BaseModel(nn.Module):
             def build_network(self, input, label, is_train=True):
                 return self.fc(self.conv(input).mean((2, 3)))
 
+    input_layout: the memory format in which the images reach `build_network`; see `use_channels_last`.
+
     Raises:
         OptionError: at construction, if the class does not implement `build_network`.
     """
 
+    input_layout = torch.preserve_format
     kept_in_evaluation: tuple[nn.Module, ...] = ()
 
     def __init__(self) -> None:
@@ -45,13 +49,13 @@ class BaseModel(nn.Module):
     def forward(
         self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None
     ) -> Tensor:
-        """Call `build_network` on the images in the network's own floating-point type.
+        """Call `build_network` on the images in the network's own floating-point type and layout.
 
         ``is_train`` is ``self.training`` if not given.
         """
         first = next(self.parameters(), None)
         if first is not None and first.is_floating_point():
-            input = input.to(first.dtype)
+            input = input.to(first.dtype, memory_format=self.input_layout)
         return self.build_network(input, label, self.training if is_train is None else is_train)
 
     def train(self, mode: bool = True) -> BaseModel:
@@ -65,6 +69,18 @@ class BaseModel(nn.Module):
         """Leave these modules of the network in evaluation mode from now on: frozen batch norms."""
         self.kept_in_evaluation = tuple(modules)
         self.train(self.training)
+
+
+def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:
+    """Have a network keep its images channels last in memory, [b, H, W, C], from its input on; in place.
+
+    torch's convolutions, batch norms and element-wise operations hand the layout on. Shapes, names and
+    numbers stay what they are. weights: lay out those of convolutions alike, so that none is re-ordered at
+    each step.
+    """
+    network.input_layout = torch.channels_last
+    if weights:
+        network.to(memory_format=torch.channels_last)
 
 
 def _not_implemented(name: str) -> OptionError:

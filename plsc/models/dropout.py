@@ -70,7 +70,10 @@ class SampleDropout(nn.Module):
         if numbers is None or not fits or len(numbers) != len(input):
             drop = torch.feature_dropout if self.whole_channels else F.dropout
             return drop(input, self.p, True)
-        key = int(torch.randint(2**31 - 1, ()))
+        drawn = torch.randint(2**31 - 1, ())
+        # A number would be a constant of the compiled code, which would be compiled anew at each step.
+        is_compiling = torch.compiler.is_compiling()
+        key = drawn.to(numbers.device) if is_compiling else int(drawn)
         shape = input.shape[:2] if self.whole_channels else input.shape
         mask = keep_mask(numbers, shape[1:].numel(), self.p, key).view(shape)
         scaled = mask.to(input.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
@@ -81,10 +84,10 @@ class SampleDropout(nn.Module):
         return f"p={self.p}"
 
 
-def keep_mask(numbers: Tensor, count: int, p: float, key: int) -> Tensor:
+def keep_mask(numbers: Tensor, count: int, p: float, key: int | Tensor) -> Tensor:
     """Return which of ``count`` values of each sample stay, bool [b, count]; each with probability 1 - p.
 
-    A function of (key, number, position) alone. numbers: int64 [b].
+    A function of (key, number, position) alone. numbers: int64 [b]; key: below 2^31.
     """
     low, high = numbers.to(torch.int32), (numbers >> 32).to(torch.int32)
     rows = _mix(low ^ _mix(high ^ key))

@@ -7,6 +7,7 @@ import math
 from torch import nn
 
 from plsc.errors import OptionError
+from plsc.models.activation import PReLU
 
 BATCH_NORM_EPS = 2e-5
 BATCH_NORM_MOMENTUM = (
@@ -20,9 +21,9 @@ def batch_norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM)
 
 
-def prelu() -> nn.PReLU:
+def prelu() -> PReLU:
     """Return a PReLU with one slope for all channels, 0.25 at first."""
-    return nn.PReLU(init=0.25)
+    return PReLU(init=0.25)
 
 
 class EmbeddingNeck(nn.Sequential):

@@ -14,11 +14,13 @@ from plsc.parallel.sharding import is_sharded, without_all_reduce
 from plsc.parallel.world import World
 
 
-def sum_gradients(network: nn.Module, world: World) -> nn.Module:
+def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> nn.Module:
     """Wrap a network so that backward() leaves on every rank the SUM of the ranks' gradients.
 
     The head gives the gradient of the mean loss of the GLOBAL batch, so the sum of what the ranks find
     is the gradient; DDP's average would be too small by the number of ranks.
+
+    bucket_mb: MiB of gradients that are summed at once, beside the rest of backward().
     """
     if world.size == 1 or not any(p.requires_grad for p in network.parameters()):
         return network
@@ -30,6 +32,9 @@ def sum_gradients(network: nn.Module, world: World) -> nn.Module:
     wrapped = DistributedDataParallel(
         _Replica(network),
         process_group=world.backbone_group,
+        bucket_cap_mb=bucket_mb,
+        # A gradient is where it is summed: no second copy of all gradients, nor the time to make it.
+        gradient_as_bucket_view=True,
         # Without it DDP re-orders its buckets after the first step of every start, and with them the
         # order of the additions: a resumed run would differ from an uninterrupted one in the last bit.
         find_unused_parameters=True,

@@ -19,8 +19,12 @@ from plsc.parallel.world import World
 _KEPT_WHOLE = "its parameters stay whole on each rank"
 
 
-def spread_backbone(network: BaseModel, options: Options, world: World) -> tuple[nn.Module, str]:
+def spread_backbone(
+    network: BaseModel, trained: nn.Module, options: Options, world: World
+) -> tuple[nn.Module, str]:
     """Return what to call in training, whose backward() leaves the sum of all ranks' gradients; and a note.
+
+    trained: the network, or what computes its training step; the latter only where it is not sharded.
 
     A sharded network is changed in place: optimizers are built afterwards. The note is for the user, and
     empty where there is nothing to say. A collective.
@@ -30,14 +34,13 @@ def spread_backbone(network: BaseModel, options: Options, world: World) -> tuple
     """
     parallel = options.parallel
     if parallel.backbone == "replicated":
-        return sum_gradients(network, world), ""
+        return sum_gradients(trained, world, options.speed.bucket_mb), ""
     if world.size == 1:
-        return network, f"one rank: the backbone is not sharded, {_KEPT_WHOLE}"
+        return trained, f"one rank: the backbone is not sharded, {_KEPT_WHOLE}"
     size = shard_size(options, world.size)
     if size == 1:
-        return sum_gradients(
-            network, world
-        ), f"one rank a copy: the backbone is not sharded, {_KEPT_WHOLE}"
+        summing = sum_gradients(trained, world, options.speed.bucket_mb)
+        return summing, f"one rank a copy: the backbone is not sharded, {_KEPT_WHOLE}"
     calls = count_calls(network, options.model.image_shape)
     patterns = [part.strip() for part in parallel.shard_units.split(",") if part.strip()]
     is_auto = patterns in ([], ["auto"])

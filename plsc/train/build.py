@@ -28,6 +28,7 @@ from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.train.acceleration import check_speed, compiled, lay_out
 from plsc.train.backbone import shard_size, spread_backbone
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
@@ -123,7 +124,8 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     feed = make_feed(options, world, user.train_reader, user.train_transform, global_batch)
     head, rows = build_heads(options, feed.class_num, feed.sets, world)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
-    forward, note = spread_backbone(network, options, world)
+    trained = compiled(network, options, world, global_batch)
+    forward, note = spread_backbone(network, trained, options, world)
     optimizer, base_rate = build_updates(
         options,
         dict(network.named_parameters()),
@@ -185,6 +187,7 @@ def check_combinations(options: Options, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
     check_precision(options)
+    check_speed(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
@@ -242,7 +245,9 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
             dropout=options.model.dropout,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
-    return model.to(world.device, getattr(torch, options.runtime.dtype))
+    model = model.to(world.device, getattr(torch, options.runtime.dtype))
+    lay_out(model, options, world.device)
+    return model
 
 
 def _check_batch_norm(

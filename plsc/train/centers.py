@@ -69,7 +69,7 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     run.network.eval()
     with whole_parameters(run.network):
         for batch in run.loader.epoch(0):
-            images = batch.input(run.world.device)
+            images = batch.input(run.world.device, run.network.input_layout)
             labels = batch.labels.to(run.world.device)
             with torch.no_grad():
                 embeddings = run.network(images)

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from plsc.config import Options
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
+from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.train.acceleration import evaluated
 from plsc.train.precision import evaluation_context
 
 _DEFAULT_TARGET = "lfw"
@@ -70,11 +71,12 @@ def load_targets(options: Options, test_reader: TestReader | None = None) -> lis
 
 
 def evaluate_targets(
-    network: nn.Module, targets: Sequence[Target], options: Options, world: World
+    network: BaseModel, targets: Sequence[Target], options: Options, world: World
 ) -> dict[str, VerificationResult]:
     """Return the ten-fold verification of every target, the same on all ranks; a collective."""
     channels, height, width = options.model.image_shape
     results = {}
+    network = evaluated(network, options, world)
     for target in targets:
         with evaluation_context(options, world.device):
             embeddings = embed_images(

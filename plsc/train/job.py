@@ -20,6 +20,7 @@ from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.train.acceleration import evaluated
 from plsc.train.build import Run, UserParts, build_network, build_run
 from plsc.train.checkpointing import adopt_options, check_save_dir
 from plsc.train.evaluation import evaluate_targets, load_targets
@@ -123,7 +124,7 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
     """Return the embeddings of the dataset's images, or of the predict reader's."""
-    network = load_network(options, world, user)
+    network = evaluated(load_network(options, world, user), options, world)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader):
         return _predict_stream(network, reader, options, world)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any, NoReturn, Protocol
 
 from plsc.data.batch import Batch
+from plsc.data.device_copies import copied_aside
 from plsc.heads import HeadOutput
 from plsc.marks import Part, mark
 from plsc.models.sync_batch_norm import equal_buffers
@@ -90,7 +92,7 @@ class Trainer:
         run, position = self._run, self._position
         run.network.train()
         window = self._window = Meter()
-        with closing(run.loader.epoch(position.epoch, position.step_in_epoch)) as batches:
+        with closing(self._read()) as batches:
             while not self._made_all_steps():
                 self._watch.begin_step()
                 window.start_step()
@@ -133,6 +135,14 @@ class Trainer:
                     self._save()
         if position.step_in_epoch == run.loader.steps_per_epoch:
             position.next_epoch()  # the run's last step was the epoch's last, too
+
+    def _read(self) -> Generator[Batch, None, None]:
+        """Yield what is left of the epoch."""
+        run, position = self._run, self._position
+        batches = run.loader.epoch(position.epoch, position.step_in_epoch)
+        if run.options.speed.overlap_copies:
+            return copied_aside(batches, run.world.device)
+        return batches
 
     def _read_losses(self, everything: bool = True) -> None:
         """Count the losses that are here; `everything` waits for them."""

@@ -94,7 +94,7 @@ class Step:
         scale = 1.0 if run.scaler is None else run.scaler.scale
         sizes = self._sizes(batch)
         with mark(Part.COPY):
-            images = batch.input(device).tensor_split(parts)
+            images = batch.input(device, run.network.input_layout).tensor_split(parts)
             labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
         split = None if numbers is None else numbers.tensor_split(parts)

@@ -100,3 +100,22 @@ def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ra
     assert {sample["ranks"] for sample in samples if sample["op"] == "load"} == {1, 2, 3}
     gathered = next(one for one in samples if one["way"] == "gather + torch.save")
     assert gathered["on_one_rank"] >= 8 * gathered["classes"] * gathered["D"]
+
+
+def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path):
+    for arguments in ([], ["--files", "--workers", "0"]):
+        done = subprocess.run(
+            [sys.executable, "benchmarks/train.py", str(tmp_path), "--quick", *arguments],
+            cwd=REPO,
+            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+            text=True,
+            capture_output=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    samples = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    timed = [(one["way"], one["round"], one["files"]) for one in samples if one["kind"] == "time"]
+    ways = {way for way, _, _ in timed}
+    assert {"textbook, fp32", "plsc, fp32", "plsc, bf16"} < ways
+    assert sorted(timed) == sorted(
+        (way, turn, files) for way in ways for turn in (0, 1) for files in (False, True)
+    )

@@ -50,3 +50,22 @@ def test_a_gpu_trains_evaluates_saves_and_resumes_like_a_cpu(tmp_path):
         dataset, tmp_path / "gpu", "cuda", set_train_epochs=3, set_checkpoint_dir=result.checkpoint
     )
     assert more.epochs == 3
+
+
+def test_copies_beside_the_step_and_the_layout_change_nothing_but_rounding(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
+    plain = {"set_channels_last": "off", "set_overlap_copies": False}
+    train(dataset, tmp_path / "plain", "cuda", **plain)
+    train(dataset, tmp_path / "copies", "cuda", set_channels_last="off")
+    train(dataset, tmp_path / "last", "cuda", set_channels_last="on")
+    assert losses(tmp_path / "copies") == losses(tmp_path / "plain")
+    assert losses(tmp_path / "last")[:3] == pytest.approx(losses(tmp_path / "plain")[:3], rel=1e-3)
+
+
+def test_a_compiled_backbone_trains_as_the_plain_one(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
+    train(dataset, tmp_path / "plain", "cuda")
+    train(dataset, tmp_path / "compiled", "cuda", set_compile=True, set_train_steps=3)
+    assert losses(tmp_path / "compiled")[:3] == pytest.approx(
+        losses(tmp_path / "plain")[:3], rel=1e-3
+    )

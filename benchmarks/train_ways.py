@@ -1,0 +1,286 @@
+"""The ways to make a whole training step that benchmarks/train.py compares: the textbook's and plsc's.
+
+A way is built once and then asked for steps. All see the same images and labels in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from ways import LR, MOMENTUM, WEIGHT_DECAY, arcface
+
+from plsc.config import Options
+from plsc.data.batch import Batch
+from plsc.heads.initial import initial_rows
+from plsc.models import build_model
+from plsc.models.activation import PReLU
+from plsc.parallel.world import World
+from plsc.train.build import Run, UserParts, build_run
+from plsc.train.step import Step
+
+TEXTBOOK = "textbook, fp32"
+_BATCHES = 4  # different ones, used again and again
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a network by its name in plsc, on images of a shape, over so many classes.
+
+    batch: images of a rank. folder: of real images, one folder a class; None: synthetic ones in memory.
+    """
+
+    network: str
+    shape: tuple[int, int, int]
+    emb_size: int
+    classes: int
+    batch: int
+    folder: Path | None = None
+    workers: int = 2
+
+
+@dataclass(frozen=True)
+class TrainWay:
+    """name; autocast: of the textbook, None for float32; options: those of plsc, None for the textbook."""
+
+    name: str
+    autocast: torch.dtype | None = None
+    options: dict[str, Any] | None = field(default=None)
+    tf32: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is plsc."""
+        return self.options is not None
+
+
+_BF16 = {"precision.mode": "bfloat16"}
+_FP16 = {"precision.mode": "float16"}
+_PLAIN = {"speed.channels_last": "off", "speed.overlap_copies": False}
+_COMPILED = {"speed.compile": True}
+
+
+def ways(device: str) -> list[TrainWay]:
+    """Return the ways that a device can go."""
+    found = [
+        TrainWay(TEXTBOOK),
+        TrainWay("textbook, bf16 autocast", autocast=torch.bfloat16),
+        TrainWay("plsc, fp32, all off", options=_PLAIN),
+        TrainWay("plsc, fp32", options={}),
+        TrainWay("plsc, fp32, compiled", options=_COMPILED),
+        TrainWay("plsc, bf16, channels first", options={**_BF16, **_PLAIN}),
+        TrainWay("plsc, bf16", options=_BF16),
+        TrainWay("plsc, bf16, kept", options={**_BF16, "head.keep_mb": 4096.0}),
+        TrainWay(
+            "plsc, bf16, kept, compiled", options={**_BF16, **_COMPILED, "head.keep_mb": 4096.0}
+        ),
+    ]
+    if device == "cuda":
+        found += [
+            TrainWay("textbook, tf32", tf32=True),
+            TrainWay("plsc, tf32", options={}, tf32=True),
+            TrainWay("plsc, fp16", options=_FP16),
+            TrainWay("plsc, fp16, compiled", options={**_FP16, **_COMPILED}),
+        ]
+    return found
+
+
+@dataclass
+class Built:
+    """A way, ready to run. step(): makes one step and returns its loss, a number or a tensor."""
+
+    step: Callable[[], Any]
+    close: Callable[[], None] = lambda: None
+
+
+def build(way: TrainWay, case: Case, world: World) -> Built:
+    """Return a way, ready to run."""
+    build_one = _build_ours if way.is_ours else _build_textbook
+    return build_one(way, case, world)
+
+
+def synthetic(case: Case, world: World) -> list[tuple[Tensor, Tensor]]:
+    """Return some batches: uint8 images [b, C, H, W], channels last as a decoder leaves them, and labels."""
+    generator = torch.Generator().manual_seed(world.rank)
+    channels, height, width = case.shape
+    size = (case.batch, height, width, channels)
+    return [
+        (
+            torch.randint(256, size, dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2),
+            torch.randint(case.classes, (case.batch,), generator=generator),
+        )
+        for _ in range(_BATCHES)
+    ]
+
+
+def options_of(way: TrainWay, case: Case, device: str) -> Options:
+    """Return the options of a way of ours."""
+    options = Options()
+    values: dict[str, Any] = {
+        "runtime.device": device,
+        "model.name": case.network,
+        "model.image_shape": case.shape,
+        "model.emb_size": case.emb_size,
+        "model.dropout": 0.0,
+        "head.class_num": case.classes,
+        "train.batch_size": case.batch,
+        "train.with_test": False,
+        "train.epochs": 1_000_000,
+        "data.num_workers": case.workers,
+        "optim.momentum": MOMENTUM,
+        "optim.weight_decay": WEIGHT_DECAY,
+        "optim.lr": LR,
+        **(way.options or {}),
+    }
+    if case.folder is not None:
+        values["data.dataset_dir"] = str(case.folder)
+    for path, value in values.items():
+        options.set(path, value)
+    return options
+
+
+class _Images(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """As many images as a batch needs, for a run that is given its batches by hand."""
+
+    def __init__(self, case: Case, ranks: int) -> None:
+        self.image = torch.zeros(case.shape, dtype=torch.uint8)
+        self.targets = [index % case.classes for index in range(case.batch * ranks)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.image, self.targets[index]
+
+
+def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
+    options = options_of(way, case, world.device.type)
+    reader = _Images(case, world.size) if case.folder is None else None
+    run = build_run(options, world, UserParts(train_reader=reader))
+    run.network.train()
+    step = Step(run)
+    batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
+
+    def make() -> Any:
+        batch = next(batches)
+        world.agree_max(0, 0, 0)  # as the loop does
+        made = step.make(batch, False)
+        run.position.advance(made.is_skipped)
+        step.losses.read(False)
+        return made.output.mean_loss
+
+    return Built(make, batches.close)
+
+
+def _batches_of(run: Run) -> Iterator[Batch]:
+    epoch = 0
+    while True:
+        yield from run.loader.epoch(epoch)
+        epoch += 1
+
+
+def _batches_in_memory(case: Case, world: World) -> Iterator[Batch]:
+    batches = [
+        Batch(images, labels, [""] * len(labels)) for images, labels in synthetic(case, world)
+    ]
+    if world.device.type == "cuda":
+        batches = [batch.pin_memory() for batch in batches]
+    while True:
+        yield from batches
+
+
+class _Textbook(nn.Module):
+    """A network and dense ArcFace, as in the paper, under autograd."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        network = build_model(case.network, case.emb_size, case.shape, dropout=0.0)
+        self.network = _with_torchs_layers(network).to(device)
+        self.weight = nn.Parameter(initial_rows(0, 0, case.classes, case.emb_size).to(device))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss."""
+        return arcface(self.network(images).float(), self.weight, labels)
+
+
+def _with_torchs_layers(network: nn.Module) -> nn.Module:
+    """Return a copy of a network with torch's own layers where plsc has faster ones."""
+    network = copy.deepcopy(network)
+    for module in list(network.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, PReLU):
+                plain = nn.PReLU(child.num_parameters)
+                plain.load_state_dict(child.state_dict())
+                setattr(module, name, plain)
+    return network
+
+
+def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
+    device = world.device
+    model: nn.Module = _Textbook(case, device).train()
+    if world.size > 1:
+        model = DistributedDataParallel(model, process_group=world.backbone_group)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1e-3, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+    )
+    batches = _textbook_files(case, world) if case.folder else _textbook_memory(case, world)
+
+    def make() -> float:
+        images, labels = next(batches)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, way.autocast, enabled=way.autocast is not None):
+            loss = model(images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Built(make, batches.close)
+
+
+def _textbook_memory(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images that are normalised already: what no loader can do better."""
+    batches = [
+        (images.float().contiguous().sub_(127.5).div_(128), labels)
+        for images, labels in synthetic(case, world)
+    ]
+    if world.device.type == "cuda":
+        batches = [(images.pin_memory(), labels.pin_memory()) for images, labels in batches]
+    while True:
+        yield from batches
+
+
+def _textbook_files(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what torchvision's ImageFolder and torch's DataLoader give."""
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision import datasets, transforms
+
+    channels = case.shape[0]
+    steps = [transforms.ToTensor(), transforms.Normalize([0.5] * channels, [0.5] * channels)]
+    if channels == 1:
+        steps.insert(0, transforms.Grayscale())
+    dataset = datasets.ImageFolder(
+        str(case.folder),
+        transforms.Compose([transforms.RandomHorizontalFlip(), *steps]),
+    )
+    sampler = DistributedSampler(dataset, world.size, world.rank) if world.size > 1 else None
+    loader = DataLoader(
+        dataset,
+        case.batch,
+        shuffle=sampler is None,
+        sampler=sampler,
+        num_workers=case.workers,
+        pin_memory=world.device.type == "cuda",
+        drop_last=True,
+        persistent_workers=case.workers > 0,
+    )
+    while True:
+        yield from loader

@@ -1,0 +1,148 @@
+"""Batch norms folded into the layers before them: fewer passes over the images in evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+
+from plsc.models.activation import PReLU
+from plsc.models.base_model import BaseModel
+from plsc.models.dropout import SampleDropout
+
+TOLERANCE = 1e-3  # of the embeddings of noise, as a part of the largest; folding itself changes 1e-6 in fp32
+_FOLDABLE = (nn.Conv2d, nn.Linear)
+
+
+def fold_batch_norm(network: BaseModel, image_shape: Sequence[int]) -> BaseModel | str:
+    """Return a network for evaluation that computes the same in fewer passes, or why there is none.
+
+    A batch norm in evaluation multiplies each channel and adds to it. Where it alone reads what a
+    convolution or a linear layer gives, its numbers go into that layer's weights, and it is left out. Weights
+    that change are copies; all others are shared; `network` stays as it was, and later changes of it
+    are not followed.
+
+    image_shape: (C, H, W), to try both on noise: what they give must be equal to `TOLERANCE`.
+    """
+    with _evaluating(network):
+        try:
+            graph = _Tracer().trace(network, concrete_args={"label": None, "is_train": False})
+        except Exception as error:  # code of the user's that does not stand tracing
+            reason = " ".join(str(error).split())[:200]
+            return f"its code cannot be followed: {type(error).__name__}: {reason}"
+        modules = dict(network.named_modules())
+        traced = fx.GraphModule(network, graph)
+        pairs = list(_pairs(graph, modules))
+        if not pairs:
+            return "no batch norm in it follows a layer of its own"
+        for layer_node, norm_node in pairs:
+            layer, norm = modules[str(layer_node.target)], modules[str(norm_node.target)]
+            _replace(traced, str(layer_node.target), _fold(layer, norm))
+            norm_node.replace_all_uses_with(layer_node)
+            graph.erase_node(norm_node)
+        traced.recompile()
+        folded = FoldedNetwork(traced, network.input_layout)
+        apart = _difference(network, folded, image_shape)
+    if not apart <= TOLERANCE:
+        return f"the embeddings of noise differ by {apart:.1e} of the largest"
+    return folded
+
+
+class FoldedNetwork(BaseModel):
+    """What `fold_batch_norm` returns; for evaluation alone."""
+
+    def __init__(self, traced: fx.GraphModule, layout: torch.memory_format) -> None:
+        super().__init__()
+        self.traced = traced
+        self.input_layout = layout
+        super().train(False)
+
+    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
+        """Return the embeddings [b, D] of the images [b, C, H, W]."""
+        return self.traced(input, None, False)
+
+    def train(self, mode: bool = True) -> FoldedNetwork:
+        """Stay in evaluation mode: the layers are shared with a network that may be training."""
+        return self
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        ours = (_BatchNorm, PReLU, SampleDropout)
+        return isinstance(m, ours) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _pairs(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the calls of a layer and of the batch norm that alone reads it, each module called once."""
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    times: dict[int, int] = {}
+    for node in calls:
+        module = id(modules[str(node.target)])
+        times[module] = times.get(module, 0) + 1
+    for node in calls:
+        norm = modules[str(node.target)]
+        before = node.args[0] if node.args else None
+        if not isinstance(norm, _BatchNorm) or norm.running_mean is None:
+            continue
+        if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
+            continue
+        layer = modules[str(before.target)]
+        if _is_foldable(layer, norm) and times[id(layer)] == times[id(norm)] == 1:
+            yield before, node
+
+
+def _is_foldable(layer: nn.Module, norm: _BatchNorm) -> bool:
+    """Whether these two kinds go together, and nobody looks at what is between them."""
+    is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in (layer, norm))
+    is_pair = isinstance(layer, nn.Linear) != isinstance(norm, nn.BatchNorm2d)
+    return type(layer) in _FOLDABLE and is_pair and not is_hooked
+
+
+def _fold(layer: nn.Module, norm: _BatchNorm) -> nn.Module:
+    """Return a layer that does both."""
+    assert isinstance(layer, _FOLDABLE)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    weight, bias = layer.weight, layer.bias
+    fuse: Callable[..., tuple[nn.Parameter, nn.Parameter]] = (
+        fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
+    )
+    fused = copy.copy(layer)  # shares all but what is put in its place here
+    fused._parameters = dict(layer._parameters)
+    with torch.no_grad():
+        fused.weight, fused.bias = fuse(
+            weight, bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        )
+    return fused.requires_grad_(False)
+
+
+def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in another's place; fx makes the modules on the way to it anew for the traced network."""
+    parent, _, last = name.rpartition(".")
+    setattr(network.get_submodule(parent), last, layer)
+
+
+def _difference(network: BaseModel, other: BaseModel, image_shape: Sequence[int]) -> float:
+    """Return how far apart the embeddings of two noise images are, as a part of the largest number."""
+    first = next(network.parameters())
+    noise = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    noise = noise.to(first.device, first.dtype)
+    with torch.inference_mode(), torch.autocast(first.device.type, enabled=False):
+        mine, theirs = network(noise, None, False), other(noise, None, False)
+    return float((mine - theirs).abs().max() / mine.abs().max().clamp_min(1e-30))
+
+
+@contextlib.contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,108 @@
+"""The options of speed, made to work on a run's backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from plsc.config import Options
+from plsc.errors import OptionError
+from plsc.models import BaseModel, check_model
+from plsc.models.base_model import use_channels_last
+from plsc.models.compiled import CompiledNetwork
+from plsc.models.folding import fold_batch_norm
+from plsc.parallel.world import World
+from plsc.train.precision import training_mode
+
+
+def check_speed(options: Options, ranks: int) -> None:
+    """Raise OptionError for options of speed that exclude others."""
+    if not options.speed.compile:
+        return
+    if options.model.sync_batch_norm and ranks > 1:
+        raise OptionError(
+            "speed.compile cannot be used with model.sync_batch_norm on several ranks: they talk to each "
+            "other in every batch norm, where compiled code has to be cut; set_compile(False), or leave the "
+            "statistics to each rank"
+        )
+    if options.parallel.backbone == "sharded" and ranks > 1:
+        raise OptionError(
+            "speed.compile cannot be used with parallel.backbone 'sharded': compiled code holds parameters "
+            "that sharding drops and puts together again; leave one of the two out"
+        )
+    if options.memory.checkpoint_stages.strip() != "none":
+        raise OptionError(
+            "speed.compile cannot be used with memory.checkpoint_stages: torch.compile decides by itself "
+            "what is computed again; leave one of the two out"
+        )
+    if options.train.deterministic:
+        raise OptionError(
+            "speed.compile cannot be used with train.deterministic: what torch.compile makes is not under "
+            "that promise; leave one of the two out"
+        )
+
+
+def lay_out(network: BaseModel, options: Options, device: torch.device) -> None:
+    """Let a network keep its images channels last, if `speed.channels_last` says so, in place.
+
+    With auto a network that does not stand it (one that asks for a `view` of its feature maps) stays as it
+    was. Raises OptionError if the option is on and the network does not stand it.
+    """
+    mode = options.speed.channels_last
+    if mode == "off" or (mode == "auto" and not _pays(network, options, device)):
+        return
+    # FSDP takes no parameters of another layout than torch's usual one.
+    use_channels_last(network, weights=options.parallel.backbone == "replicated")
+    try:
+        check_model(network, options.model.image_shape, options.model.emb_size)
+    except OptionError as error:
+        network.input_layout = torch.preserve_format
+        network.to(memory_format=torch.contiguous_format)
+        if mode == "on":
+            raise OptionError(
+                f"speed.channels_last is on, but {error}; in the network's code, reshape or flatten works "
+                "where view does not; or set_channels_last('off')"
+            ) from error
+
+
+def _pays(network: nn.Module, options: Options, device: torch.device) -> bool:
+    """Whether the layout is faster: measured on a CPU, for 16 bits on a GPU as its makers say."""
+    if options.runtime.dtype == "float64":
+        return False
+    if not any(isinstance(module, nn.Conv2d) for module in network.modules()):
+        return False
+    return device.type == "cpu" or training_mode(options, device) != "float32"
+
+
+def compiled(network: BaseModel, options: Options, world: World, global_batch: int) -> nn.Module:
+    """Return what computes a training step of the network: itself, or compiled if `speed.compile` is on."""
+    if not options.speed.compile:
+        return network
+    return CompiledNetwork(network, batch_sizes(options, world, global_batch), _say_on(world))
+
+
+def batch_sizes(options: Options, world: World, global_batch: int) -> set[int]:
+    """Return how many images this rank's micro-batches of a full global batch have: one number or two."""
+    mine = global_batch // world.size + (world.rank < global_batch % world.size)
+    parts = options.train.micro_batches
+    return {mine // parts + (part < mine % parts) for part in range(parts)} - {0}
+
+
+def evaluated(network: BaseModel, options: Options, world: World) -> BaseModel:
+    """Return what to evaluate: the network, or one with `speed.fold_batch_norm`, made of its present weights.
+
+    Not a collective: on ranks with equal networks the outcome is alike.
+    """
+    if not options.speed.fold_batch_norm:
+        return network
+    folded = fold_batch_norm(network, options.model.image_shape)
+    if isinstance(folded, str):
+        _say_on(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
+        return network
+    return folded
+
+
+def _say_on(world: World) -> Callable[[str], None]:
+    return lambda line: print(line, flush=True) if world.is_main else None

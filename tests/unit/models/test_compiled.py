@@ -1,0 +1,114 @@
+"""A compiled network trains as the plain one does, and what cannot be compiled trains all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.models import BaseModel
+from plsc.models.compiled import CompiledNetwork, describe_breaks
+from plsc.models.dropout import draw_by_sample
+
+pytestmark = pytest.mark.slow
+
+
+class Tiny(BaseModel):
+    """A convolution, a batch norm, dropout by sample and a layer; with `is_cut`, code that torch cuts at."""
+
+    def __init__(self, is_cut: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_cut = is_cut
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.dropout, self.fc = nn.Dropout(0.5), nn.Linear(8, 4)
+
+    def build_network(self, input, label, is_train=True):
+        maps = self.norm(self.conv(input)).relu()
+        if self.is_cut:
+            torch._dynamo.graph_break()
+        return self.fc(self.dropout(maps.mean((2, 3))))
+
+
+def learn(network: nn.Module, forward: nn.Module, size: int) -> dict[str, torch.Tensor]:
+    samples = draw_by_sample(network)
+    samples.numbers = torch.arange(size)
+    torch.manual_seed(7)
+    network.zero_grad()
+    images = torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(size))
+    output = forward(images, torch.zeros(size, dtype=torch.int64), True)
+    output.square().sum().backward()
+    found = {name: p.grad.clone() for name, p in network.named_parameters()}
+    return {**found, "output": output.detach(), "mean": network.norm.running_mean.clone()}
+
+
+def assert_alike(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_steps_are_the_plain_networks_and_other_sizes_are_not_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+    plain, network = Tiny(), Tiny()
+    compiled = CompiledNetwork(network, {6}, said.append)
+    assert set(network.state_dict()) == set(plain.state_dict())
+    assert len(list(compiled.parameters())) == len(list(plain.parameters()))
+    for size in (6, 6, 5):
+        assert_alike(learn(network, compiled, size), learn(plain, plain, size))
+    assert [line.split(":")[0] for line in said] == [
+        "compiling the network",
+        "the network is compiled in one piece",
+    ]
+    assert compiled._proved == {6}
+    network.eval()
+    plain.eval()
+    images = torch.randn(6, 3, 8, 8)
+    assert torch.equal(compiled(images, None, False), plain(images, None, False))
+
+
+def test_cuts_are_told_once_in_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+    plain, network = Tiny(is_cut=True), Tiny(is_cut=True)
+    compiled = CompiledNetwork(network, {6}, said.append)
+    assert_alike(learn(network, compiled, 6), learn(plain, plain, 6))
+    learn(network, compiled, 6)
+    assert len(said) == 2
+    assert "in pieces" in said[1]
+    assert "graph_break" in said[1]
+    assert "\n" not in said[1]
+
+
+def test_without_a_compiler_it_trains_the_plain_network_and_says_so(tmp_path, monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing compiled is there
+    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "no-compiler")))
+    torch._dynamo.reset()
+    said: list[str] = []
+    plain, network = Tiny(), Tiny()
+    compiled = CompiledNetwork(network, {6}, said.append)
+    for size in (6, 6):
+        expected = learn(plain, plain, size)
+        found = learn(network, compiled, size)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert len(said) == 2
+    assert "is not compiled, and trains as it is" in said[1]
+
+
+def test_an_error_of_the_networks_own_comes_as_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    class Wrong(Tiny):
+        def build_network(self, input, label, is_train=True):
+            return self.fc(input)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        learn(network := Wrong(), CompiledNetwork(network, {6}, print), 6)
+
+
+def test_the_words_for_many_cuts_are_few():
+    line = describe_breaks([f"reason {number}\nmore\nand more" for number in range(5)])
+    assert "cut for 5 reasons" in line
+    assert "reason 2 more; and 2 more" in line

@@ -1,0 +1,226 @@
+"""Options of speed change a step by rounding alone, also two at a time; what excludes each other says so."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from plsc.config import Options
+from plsc.data.batch import Batch
+from plsc.data.device_copies import copied_aside
+from plsc.errors import OptionError
+from plsc.models import BaseModel, build_model
+from plsc.models.compiled import CompiledNetwork
+from plsc.models.folding import FoldedNetwork
+from plsc.parallel.world import World
+from plsc.train.acceleration import batch_sizes, check_speed, evaluated, lay_out
+from plsc.train.build import UserParts, build_run
+from plsc.train.step import Step
+
+SHAPE = (3, 16, 16)
+CLASSES, BATCH = 12, 8
+# Of each option, by what part it may change the first step's loss, by rounding; the second's thrice that.
+CHANGES: dict[str, tuple[dict[str, Any], float]] = {
+    "channels_last": ({"speed.channels_last": "on"}, 1e-5),
+    "bfloat16": ({"precision.mode": "bfloat16"}, 1e-2),
+    "micro_batches": ({"train.micro_batches": 2}, 0.0),
+    "clip": ({"optim.clip_norm": 20.0}, 0.0),
+    "adamw rows": ({"head.optimizer": "adamw"}, 0.0),
+    "checkpointing": ({"memory.checkpoint_stages": "all"}, 0.0),
+    "kept": ({"head.keep_mb": 64.0}, 1e-4),
+    "buckets, copies": ({"speed.bucket_mb": 1.0, "speed.overlap_copies": False}, 0.0),
+}
+MEANT = ("micro_batches", "clip", "adamw rows")  # the plain path has them, too: they mean something
+
+
+class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Noise in two batches."""
+
+    def __init__(self) -> None:
+        self.targets = [index % CLASSES for index in range(2 * BATCH)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels = np.random.default_rng(index).integers(0, 256, SHAPE, dtype=np.uint8)
+        return torch.from_numpy(pixels), self.targets[index]
+
+
+def options_with(values: dict[str, Any]) -> Options:
+    options = Options()
+    common = {
+        "model.name": "SmallResNet",
+        "model.image_shape": SHAPE,
+        "model.emb_size": 16,
+        "head.class_num": CLASSES,
+        "train.batch_size": BATCH,
+        "train.with_test": False,
+        "data.num_workers": 0,
+        "optim.lr": 0.1,
+        "speed.channels_last": "off",
+    }
+    for path, value in {**common, **values}.items():
+        options.set(path, value)
+    return options
+
+
+def losses(values: dict[str, Any], steps: int = 2) -> list[float]:
+    """Return the losses of some steps of a run with these options."""
+    run = build_run(options_with(values), World.single(), UserParts(train_reader=Images()))
+    run.network.train()
+    step, found = Step(run), []
+    for batch in itertools.islice(run.loader.epoch(0), steps):
+        made = step.make(batch, False)
+        run.position.advance(made.is_skipped)
+        found.append(float(made.output.mean_loss))
+    return found
+
+
+_PLAIN: dict[str, list[float]] = {}
+
+
+def plain(*names: str) -> list[float]:
+    """Return the losses of the path with what the options mean, and none of their speed."""
+    values: dict[str, Any] = {}
+    for name in names:
+        values |= CHANGES[name][0] if name in MEANT else {}
+    if str(values) not in _PLAIN:
+        _PLAIN[str(values)] = losses(values)
+    return _PLAIN[str(values)]
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CHANGES, 2)))
+def test_two_options_together_make_the_steps_of_the_plain_path(one, other):
+    first, second = losses(CHANGES[one][0] | CHANGES[other][0])
+    expected = plain(one, other)
+    tolerance = CHANGES[one][1] + CHANGES[other][1]
+    assert first == pytest.approx(expected[0], rel=tolerance)
+    assert second == pytest.approx(expected[1], rel=3 * tolerance)
+    assert expected[1] != expected[0]
+
+
+@pytest.mark.slow
+def test_a_compiled_network_makes_the_same_steps_in_both_precisions_and_layouts(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = {"speed.compile": True, "model.dropout": 0.4}
+    for values, tolerance in (
+        ({}, 1e-4),
+        ({"speed.channels_last": "on", "precision.mode": "bfloat16"}, 1e-2),
+    ):
+        expected = losses({**values, "model.dropout": 0.4})
+        assert losses({**values, **compiled}) == pytest.approx(expected, rel=tolerance)
+    assert capsys.readouterr().out.count("the network is compiled in one piece") == 2
+
+
+def test_every_feature_map_and_gradient_stays_channels_last():
+    network = build_model("SmallResNet", 16, SHAPE, dropout=0.0)
+    options = options_with({"speed.channels_last": "on"})
+    lay_out(network, options, torch.device("cpu"))
+    maps: list[torch.Tensor] = []
+    for module in network.modules():
+        if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, nn.PReLU)):
+            module.register_forward_hook(lambda _m, _i, output: maps.append(output))
+    plainly_laid = torch.randn(4, *SHAPE)
+    network(plainly_laid).sum().backward()
+    assert len(maps) > 30
+    wide = [one for one in maps if one.ndim == 4 and one.shape[2] > 1]
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in wide)
+    kernels = [p for p in network.parameters() if p.ndim == 4]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
+    assert all(p.grad.stride() == p.stride() for p in kernels)
+
+
+def test_the_order_of_features_does_not_depend_on_the_layout():
+    first, last = (build_model("SmallResNet", 16, SHAPE, dropout=0.0).eval() for _ in range(2))
+    last.load_state_dict(first.state_dict())
+    lay_out(last, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
+    images = torch.randn(4, *SHAPE)
+    with torch.no_grad():
+        torch.testing.assert_close(last(images), first(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_is_written_in_the_networks_layout_at_once():
+    pixels = torch.randint(256, (3, 16, 16, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    mirrored = torch.tensor([True, False, True])
+    batch = Batch(pixels, torch.zeros(3, dtype=torch.int64), [""] * 3, mirrored=mirrored)
+    laid = batch.input("cpu", torch.channels_last)
+    assert laid.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(laid, batch.input("cpu"))
+    assert batch.input("cpu").is_contiguous()
+
+
+class Viewing(BaseModel):
+    """Asks for a view of its maps, which channels last cannot give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4 * 14 * 14, 16)
+
+    def build_network(self, input, label, is_train=True):
+        maps = self.conv(input)
+        return self.fc(maps.view(len(maps), -1))
+
+
+def test_a_network_that_does_not_stand_the_layout_is_left_alone_or_refused():
+    network = Viewing()
+    lay_out(network, options_with({"speed.channels_last": "auto"}), torch.device("cpu"))
+    assert network.conv.weight.is_contiguous()
+    network(torch.randn(2, *SHAPE))
+    with pytest.raises(
+        OptionError, match=r"channels_last is on, but .* set_channels_last\('off'\)"
+    ):
+        lay_out(network, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
+
+
+def test_what_excludes_each_other_says_so():
+    compiled = {"speed.compile": True}
+    with pytest.raises(OptionError, match=r"model\.sync_batch_norm"):
+        check_speed(options_with({**compiled, "model.sync_batch_norm": True}), 2)
+    check_speed(options_with({**compiled, "model.sync_batch_norm": True}), 1)
+    with pytest.raises(OptionError, match=r"parallel\.backbone 'sharded'"):
+        check_speed(options_with({**compiled, "parallel.backbone": "sharded"}), 2)
+    with pytest.raises(OptionError, match=r"memory\.checkpoint_stages"):
+        check_speed(options_with({**compiled, "memory.checkpoint_stages": "all"}), 1)
+    with pytest.raises(OptionError, match=r"train\.deterministic"):
+        check_speed(options_with({**compiled, "train.deterministic": True}), 1)
+
+
+def test_the_sizes_that_are_compiled_are_those_of_full_batches():
+    options = options_with({"train.micro_batches": 3})
+    rank = World(1, 2, 1, torch.device("cpu"))
+    assert batch_sizes(options, rank, 21) == {4, 3}  # 10 on the second rank
+    assert batch_sizes(options, World.single(), 9) == {3}
+
+
+def test_evaluation_takes_the_plain_network_or_a_folded_one_never_a_compiled_one(capsys):
+    values = {"speed.compile": True, "speed.fold_batch_norm": True}
+    run = build_run(options_with(values), World.single(), UserParts(train_reader=Images()))
+    assert isinstance(run.forward, CompiledNetwork)
+    assert type(run.network).__name__ == "SmallResNet"
+    assert isinstance(evaluated(run.network, run.options, run.world), FoldedNetwork)
+    network = Viewing()
+    assert evaluated(network, run.options, run.world) is network
+    assert "passed over for this network" in capsys.readouterr().out
+
+
+def test_batches_on_a_cpu_pass_as_they_are_and_their_reader_is_closed():
+    closed: list[bool] = []
+
+    def reader():
+        try:
+            yield from (1, 2, 3)
+        finally:
+            closed.append(True)
+
+    batches = copied_aside(reader(), torch.device("cpu"))
+    assert next(batches) == 1
+    batches.close()
+    assert closed == [True]
