@@ -10,7 +10,6 @@ from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.checkpoint.check import Checker
 from plsc.errors import CheckpointError, OptionError, TrainingError
-from plsc.heads import target
 from plsc.optim.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
 from plsc.train import job, precision
@@ -156,17 +155,6 @@ def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_
     ]
     assert metrics[0] == metrics[1]
     assert metrics[0]["loss"] > 0
-
-
-@pytest.mark.parametrize("margin", ["curricularface", "adaface", "softmax"])
-def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(
-    margin, dataset, tmp_path, monkeypatch
-):
-    settings = {"head__loss_type": f"dist_{margin}", "head__sample_ratio": 0.5, "train__steps": 4}
-    train(options(dataset, tmp_path / "here", **settings), WORLD, Scripted)
-    monkeypatch.setattr(target, "_must_not_wait", lambda labels, weight: True)
-    train(options(dataset, tmp_path / "all", **settings), WORLD, Scripted)
-    assert not different(tmp_path / "all/0-step4", tmp_path / "here/0-step4")
 
 
 def first_step(dataset, save_dir, **settings):
