@@ -1,12 +1,12 @@
 """Measures what the ways to train in less memory save, and what time they cost.
 
-    python benchmarks/memory.py                    # ResNet18 at 112 x 112, batch 32: some minutes on two cores
+    python benchmarks/memory.py                    # ResNet18 at 112 x 112, batch 32: some minutes
     python benchmarks/memory.py --time --rounds 5  # the times, each way in turn in one process
 
 Memory: a process for each way, one rank on the CPU, two steps. Needed is the peak of its resident set beyond
-what it had after a step of a small network, which loads what is loaded late. Beside it stands what `plsc plan`
-says. Big blocks of memory go back to the system at once (MALLOC_MMAP_THRESHOLD_), so that the peak is that of the
-tensors and not of the allocator. Lines of JSON go to --output.
+what it had after a step of a small network, which loads what is loaded late. Beside it: what `plsc plan` says.
+Big blocks of memory go back to the system at once (MALLOC_MMAP_THRESHOLD_), so that the peak is that of
+the tensors and not of the allocator. Lines of JSON go to --output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from plsc.plan import plan
 
 MIB = 2**20
 WAYS: dict[str, dict[str, Any]] = {
-    # name: what is set; bf16 is autocast of the backbone
     "plain (sgd with momentum)": {},
     "checkpoint all blocks": {"memory.checkpoint_stages": "all"},
     "checkpoint every second block": {
@@ -38,10 +37,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "checkpoint stem and all blocks": {"memory.checkpoint_stages": "stem,stages.*.*"},
     "2 micro-batches": {"train.micro_batches": 2},
     "4 micro-batches": {"train.micro_batches": 4},
-    "bf16": {"bf16": True},
+    "bf16": {"precision.mode": "bfloat16"},
     "adamw": {"optim.optimizer": "adamw"},
     "bf16, 4 micro-batches, checkpoint all blocks": {
-        "bf16": True,
+        "precision.mode": "bfloat16",
         "train.micro_batches": 4,
         "memory.checkpoint_stages": "all",
     },
@@ -51,6 +50,7 @@ _PLAN_NAMES = {
     "memory.checkpoint_every": "checkpoint_every",
     "train.micro_batches": "micro_batches",
     "optim.optimizer": "backbone_optimizer",
+    "precision.mode": "precision",
 }
 
 
@@ -70,15 +70,13 @@ def measure(arguments: argparse.Namespace, name: str) -> None:
 
     from plsc.parallel.world import World
 
-    way = dict(WAYS[name])
-    bf16 = way.pop("bf16", False)
     world = World.single("cpu")
     with tempfile.TemporaryDirectory() as folder:
         small = {"model.name": "SmallResNet", "model.image_shape": (3, 32, 32)}
-        settings = base(arguments) | way
-        TrainingRun(world, folder, settings | small, bf16).step()
+        settings = base(arguments) | WAYS[name]
+        TrainingRun(world, folder, settings | small).step()
         ready = status("VmRSS")
-        run = TrainingRun(world, folder, settings, bf16)
+        run = TrainingRun(world, folder, settings)
         losses = [run.step() for _ in range(2)]  # the second has the optimizer's states
         print(json.dumps({"ready": ready, "peak": status("VmHWM"), "losses": losses}))
 
@@ -91,15 +89,12 @@ def status(field: str) -> int:
 
 def planned_bytes(arguments: argparse.Namespace, name: str) -> int:
     """Return what `plsc plan` says of a way, head and backbone."""
-    way = dict(WAYS[name])
-    precision = "bfloat16" if way.pop("bf16", False) else "float32"
     return plan(
         arguments.classes,
         model=arguments.model,
         image=arguments.image,
         batch=arguments.batch,
-        precision=precision,
-        **{_PLAN_NAMES[key]: value for key, value in way.items()},
+        **{_PLAN_NAMES[key]: value for key, value in WAYS[name].items()},
     ).device_bytes
 
 
@@ -136,9 +131,7 @@ def compare_times(arguments: argparse.Namespace, names: list[str]) -> None:
     world, runs = World.single("cpu"), {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            way = dict(WAYS[name])
-            bf16 = way.pop("bf16", False)
-            runs[name] = TrainingRun(world, folder, base(arguments) | way, bf16)
+            runs[name] = TrainingRun(world, folder, base(arguments) | WAYS[name])
             runs[name].step()
         taken: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(arguments.rounds):

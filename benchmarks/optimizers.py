@@ -30,12 +30,15 @@ WAYS = ("for_loop", "foreach", "fused")
 
 def parameters_of(model: str, layout: str, device: torch.device) -> list[nn.Parameter]:
     """Return parameters shaped as the network's, with gradients."""
-    network = build_model(model).to(device)
-    if layout == "channels_last":
-        network = network.to(memory_format=torch.channels_last)
-    parameters = list(network.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter) * 1e-3
+    with torch.device("meta"):
+        shapes = [p.shape for p in build_model(model).parameters()]
+    parameters = []
+    for shape in shapes:
+        weights = torch.full(shape, 0.01, device=device)
+        if layout == "channels_last" and weights.ndim == 4:
+            weights = weights.to(memory_format=torch.channels_last)
+        parameters.append(nn.Parameter(weights))
+        parameters[-1].grad = torch.full_like(parameters[-1], 1e-3)
     return parameters
 
 
@@ -78,7 +81,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     args = parser.parse_args()
-    count = sum(p.numel() for p in build_model(args.model).parameters())
+    with torch.device("meta"):
+        count = sum(p.numel() for p in build_model(args.model).parameters())
     print(f"{args.model}, {count / 1e6:.1f} million parameters, {args.layout}, {args.device}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print("| optimizer | for_loop ms | foreach ms | fused ms | foreach/for_loop | fused/for_loop |")

@@ -1,9 +1,9 @@
-"""Checks the model of a step's time (docs/scaling.md) against steps that are made: prediction over measurement.
+"""Checks the model of a step's time (docs/scaling.md) against steps that are made.
 
     python benchmarks/step_model.py                                   # one rank
     torchrun --nproc-per-node=2 benchmarks/step_model.py              # two, a core each
 
-Measures the rates of this machine first, with operators that are none of the model's: a 3 x 3 convolution, a
+Measures the rates of this machine first, with operators of their own: a 3 x 3 convolution, a
 product of the head's shape, a copy, an all-reduce, a short all-reduce. Then steps of a whole run, and of its
 parts alone: backbone forward and backward, head, gradients' sum. Bytes that the ranks hand to collectives are
 counted and compared with the plan. Rank 0 prints a table, and lines of JSON to --output.

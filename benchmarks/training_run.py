@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from plsc.config import Options
 from plsc.data.batch import Batch
@@ -18,11 +17,9 @@ from plsc.train.step import Step
 
 
 class TrainingRun:
-    """A run whose steps are made one by one; bf16: the forward pass of the backbone under autocast."""
+    """A run whose steps are made one by one, over the same batch."""
 
-    def __init__(
-        self, world: World, folder: str | Path, settings: dict[str, Any], bf16: bool = False
-    ) -> None:
+    def __init__(self, world: World, folder: str | Path, settings: dict[str, Any]) -> None:
         options = Options()
         settings = {
             "train.with_test": False,
@@ -34,14 +31,6 @@ class TrainingRun:
         for path, value in settings.items():
             options.set(path, value)
         self.run: Run = build_run(options, world, UserParts(train_reader=_reader(options)))
-        if bf16:
-            plain = self.run.forward.forward
-
-            def forward(*inputs: Any) -> torch.Tensor:
-                with torch.autocast(world.device.type, torch.bfloat16):
-                    return plain(*inputs).float()
-
-            self.run.forward.forward = forward  # type: ignore[method-assign]
         self.run.network.train()
         self._step = Step(self.run)
         with closing(self.run.loader.epoch(0, 0)) as batches:
@@ -49,7 +38,7 @@ class TrainingRun:
 
     def step(self) -> float:
         """Make a step over the same batch as ever; return its loss."""
-        loss = self._step.make(self._batch, is_logged=False)[1]
+        loss = float(self._step.make(self._batch, is_logged=False).output.mean_loss)
         self.run.position.advance()
         return loss
 

@@ -68,7 +68,7 @@ def apply_lists(
         if "batch_norm" in names:  # also that of plsc, which calls no operator of this name
             for module in modules.values():
                 if isinstance(module, _BatchNorm):
-                    module.forward = _InType(module.forward, scope, kind)
+                    module.forward = _InType(module.forward, scope, kind)  # type: ignore[method-assign]
     for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
         for name in names:
             module = modules[name]

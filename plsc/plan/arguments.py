@@ -71,7 +71,13 @@ _BACKBONE = (
         "image size: channels, height, width, or one side of an RGB image",
         "model.image_shape",
     ),
-    Argument("precision", str, "float32", "of the backbone: float32, bfloat16 or float16"),
+    Argument(
+        "precision",
+        str,
+        "float32",
+        "of the backbone: float32, bfloat16 or float16",
+        "precision.mode",
+    ),
     Argument(
         "checkpoint",
         str,

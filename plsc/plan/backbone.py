@@ -121,9 +121,11 @@ def plan_backbone(
         dtype=None if mode == "float32" else getattr(torch, mode),
         checkpoint=checkpoint,
         every=whole("checkpoint_every", checkpoint_every, 1),
-        optimizer=lambda parameters: build_optimizer(options.optim, [{"params": parameters}]),
+        optimizer=lambda parameters: build_optimizer(
+            options.optim, [{"params": parameters}], options.optim.lr, torch.device("cpu")
+        ),
     )
-    step = {"activations at their peak": max(found.peak, found.update)}
+    step = {"activations at their peak": found.peak}
     if shards > 1:
         # The block at work and the next one, and what is in none, with the gradients of all.
         gathered = min(found.parameters, found.outside_blocks + 2 * found.largest_block)

@@ -32,9 +32,9 @@ class Measured:
 
     parameters, trained, buffers: bytes of the tensors, of those with gradients; numbers: how many numbers
     the parameters are. kept: what the forward pass leaves for the backward pass. peak: the most that is
-    there at once, images and outputs included, parameters and their gradients not. update: the same while
-    the optimizer steps. forward, backward: the operators of a pass, each kind of `Work` with its count.
-    largest_block, outside_blocks: parameters of the largest block, and of what is in none.
+    there at once, images and outputs included, parameters and their gradients not. state: the optimizer's.
+    forward, backward: the operators of a pass, each kind of `Work` with its count. largest_block,
+    outside_blocks: parameters of the largest block, and of what is in none.
     """
 
     numbers: int
@@ -46,7 +46,6 @@ class Measured:
     kept: int = 0
     peak: int = 0
     state: int = 0
-    update: int = 0
     forward: Counter[Work] = field(default_factory=Counter)
     backward: Counter[Work] = field(default_factory=Counter)
 
@@ -86,9 +85,6 @@ def measure(
                 found.kept, found.forward = count.live, count.take_work()
                 embeddings.float().backward(torch.ones_like(embeddings, dtype=torch.float32))
                 found.peak, found.backward = count.peak, count.take_work()
-                del embeddings, images
-                if optimizer is not None:
-                    _step(optimizer, network, found, count)
     except PlscError:
         raise
     except Exception as error:  # whatever a network may do with its input
@@ -97,6 +93,8 @@ def measure(
             f"the network cannot be planned, for it does not run without data: {type(error).__name__}: "
             f"{line[:200]}"
         ) from error
+    if optimizer is not None:
+        found.state = count_states(network, optimizer)
     return found
 
 
@@ -133,20 +131,23 @@ def _nbytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _step(
-    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    network: nn.Module,
-    found: Measured,
-    count: MemoryCount,
-) -> None:
-    """Make two updates, of which the first makes the states."""
-    optimizer = build([p for p in network.parameters() if p.requires_grad])
-    optimizer.step()
-    states = [value for one in optimizer.state.values() for value in one.values()]
-    found.state = sum(value.nbytes for value in states if isinstance(value, Tensor))
-    before = count.restart_peak()
-    optimizer.step()
-    found.update = count.peak - before
+def count_states(
+    network: nn.Module, build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> int:
+    """Return the bytes of the states that an optimizer makes for a network's parameters.
+
+    Real ones, for many optimizers look at their numbers: one shape after another, and it is forgotten again.
+    """
+    shapes = Counter((p.shape, p.dtype) for p in network.parameters() if p.requires_grad)
+    total = 0
+    for (shape, dtype), times in shapes.items():
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = build([parameter])
+        optimizer.step()
+        states = optimizer.state[parameter].values()
+        total += times * sum(state.nbytes for state in states if isinstance(state, Tensor))
+    return total
 
 
 class MemoryCount(TorchDispatchMode):
@@ -179,11 +180,6 @@ class MemoryCount(TorchDispatchMode):
         """Return the work done since the last call."""
         done, self.work = self.work, Counter()
         return done
-
-    def restart_peak(self) -> int:
-        """Let the peak begin anew from what is there, and return that."""
-        self.peak = self.live
-        return self.live
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

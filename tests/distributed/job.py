@@ -1,16 +1,22 @@
-"""A training script like a user's, for tests: job.py DATASET SAVE_DIR [setter=value ...]
+"""A training script like a user's, for tests: job.py DATASET SAVE_DIR [setter=value ...] [-- another run ...]
 
-Values are Python literals; `setter*=(1, 2)` gives several arguments. `verb=test` or `verb=predict` runs that
-instead of train.
+Values are Python literals; `setter*=(1, 2)` gives several arguments, and `NAME=text` is for the environment.
+`verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. What fails before the
+last run is printed.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import sys
+from itertools import groupby
 from pathlib import Path
 
+import torch.distributed as dist
+
 from plsc import Entry
+from plsc.errors import PlscError
 
 
 def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
@@ -29,19 +35,37 @@ def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
     return ins
 
 
-def main() -> None:
-    dataset, save_dir, *settings = sys.argv[1:]
+def run(dataset: str, save_dir: str, *settings: str) -> None:
     ins = small_entry(dataset, save_dir)
-    verb = "train"
+    verb, arguments = "train", ()
     for setting in settings:
         name, _, value = setting.partition("=")
         if name == "verb":
             verb = value
+        elif name == "arguments":
+            arguments = ast.literal_eval(value)
+        elif name.isupper():
+            os.environ[name] = value
         elif name.endswith("*"):
             getattr(ins, name[:-1])(*ast.literal_eval(value))
         else:
             getattr(ins, name)(ast.literal_eval(value))
-    print(f"result: {getattr(ins, verb)()}")
+    print(f"result: {getattr(ins, verb)(*arguments)}", flush=True)
+
+
+def main() -> None:
+    runs = [list(words) for is_mark, words in groupby(sys.argv[1:], "--".__eq__) if not is_mark]
+    if len(runs) > 1 and "RANK" in os.environ:
+        dist.init_process_group("gloo")  # for all of them
+    for number, words in enumerate(runs, start=1):
+        try:
+            run(*words)
+        except PlscError as error:
+            if number == len(runs):
+                raise
+            print(f"run {number} failed: {error}", file=sys.stderr, flush=True)
+    if dist.is_initialized() and len(runs) > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from plsc import Entry
 from plsc.checkpoint import list_checkpoints
 from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.tools import verify
+from plsc.cli import main
 from plsc.errors import CheckpointError, OptionError
 from plsc.storage.store import Store
 from tests.distributed.job import small_entry
@@ -54,90 +54,82 @@ def local_run(cache: Path) -> Path:
 
 
 def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_bits(
-    dataset, store_url, tmp_path
+    dataset, store_url, tmp_path, monkeypatch, capsys
 ):
     whole = tmp_path / "whole"
-    run_ranks(JOB, 2, str(dataset), str(whole), "set_train_epochs=4", "set_async_save=False")
-
-    here, there = {"PLSC_CACHE_DIR": str(tmp_path / "a")}, {"PLSC_CACHE_DIR": str(tmp_path / "b")}
-    settings = "set_max_last_checkpoint_num=1", "set_save_top_k=0", "set_save_every_n_steps=5"
-    done = run_ranks(JOB, 2, str(dataset), store_url, *settings, env=here)
+    here, there = f"PLSC_CACHE_DIR={tmp_path / 'a'}", f"PLSC_CACHE_DIR={tmp_path / 'b'}"
+    keep = "set_max_last_checkpoint_num=1", "set_save_top_k=0", "set_save_every_n_steps=5"
+    load = f"set_checkpoint_dir={store_url + '/1'!r}"
+    done = run_ranks(
+        JOB, 2,
+        str(dataset), str(whole), "set_train_epochs=4", "set_async_save=False", "--",
+        str(dataset), store_url, here, *keep, "--",
+        str(dataset), store_url, there, load, "set_train_epochs=4",
+    )  # fmt: skip
     assert "training waited" in done.stdout
     assert re.search(r"sending .*to s3://bucket/run \(rank 0 of 2\): .*B/s", done.stdout)
-    assert [name for name, _ in list_remote(Store(store_url))] == ["1"]
-    assert {"metrics.jsonl", "loss.png", "best.json"} - set(Store(store_url).names()) <= {
-        "best.json"
-    }
-    refused = run_ranks(JOB, 0, str(dataset), store_url, env=there, check=False)
-    assert refused.returncode == 1
-    assert "s3://bucket/run holds checkpoints of an earlier run: 1" in refused.stderr
-    load = f"set_checkpoint_dir={store_url + '/1'!r}"
-    run_ranks(JOB, 2, str(dataset), store_url, "set_train_epochs=4", load, env=there)
+    assert not local_run(tmp_path / "b").samefile(local_run(tmp_path / "a"))
     assert different(local_run(tmp_path / "b") / "3", whole / "3") == []
-    assert [manifest.epoch for _, manifest in list_remote(Store(store_url))] == [4]
-    listed = subprocess.run(
-        [sys.executable, "-m", "plsc.cli", "checkpoint", "list", store_url],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert re.match(r"3: step \d+, epoch 4, 13 classes, saved by 2 ranks, .*loss", listed.stdout)
+    store = Store(store_url)
+    assert [manifest.epoch for _, manifest in list_remote(store)] == [4]
+    assert {"metrics.jsonl", "loss.png"} <= set(store.names())
+
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "c"))
+    with pytest.raises(
+        CheckpointError, match="s3://bucket/run holds checkpoints of an earlier run: 3"
+    ):
+        small_entry(dataset, store_url).train()
+    capsys.readouterr()
+    assert main(["checkpoint", "list", store_url]) == 0
+    line = capsys.readouterr().out
+    assert re.match(r"3: step \d+, epoch 4, 13 classes, saved by 2 ranks, .*loss", line)
 
 
 def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_password_nowhere(
-    dataset, tmp_path
+    dataset, tmp_path, monkeypatch, capfd
 ):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
     with hdfs_server() as hdfs:
 
-        def arguments(name: str, epochs: int, checkpoint: str | None, *more: str) -> list[str]:
-            info = (hdfs.url, f"{getpass.getuser()},{PASSWORD}", "/runs/a", checkpoint)
-            settings = f"set_train_epochs={epochs}", "set_store_timeout=3", f"set_hdfs_info*={info}"
-            return [str(dataset), str(tmp_path / name), *settings, *more]
+        def info(checkpoint: str | None) -> tuple[str, str, str, str | None]:
+            return hdfs.url, f"{getpass.getuser()},{PASSWORD}", "/runs/a", checkpoint
 
-        env = {"PLSC_CACHE_DIR": str(tmp_path / "cache")}
-        first = run_ranks(JOB, 2, *arguments("first", 2, None), env=env)
-        store = Store(f"{hdfs.url}/runs/a")
-        assert [name for name, _ in list_remote(store)] == ["0", "1"]
-        assert verify(f"{hdfs.url}/runs/a/1").epoch == 2
-
-        # The store goes down in the middle: what it misses is here, and is sent when it is back.
-        fetch = f"set_checkpoint_dir={str(tmp_path / 'fetched')!r}"
-        job = subprocess.Popen(
-            command(JOB, 1, *arguments("second", 4, "/runs/a/1", fetch)),
-            env=clean_environment(**env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        first, second = (
+            [str(dataset), str(tmp_path / name), f"set_hdfs_info*={info(checkpoint)}"]
+            for name, checkpoint in (("first", None), ("second", "/runs/a/1"))
         )
+        fetch = f"set_checkpoint_dir={str(tmp_path / 'fetched')!r}"
+        more = fetch, "set_train_epochs=4", "set_store_timeout=3"
+        job = subprocess.Popen(
+            command(JOB, 2, *first, "--", *second, *more),
+            env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        # The store goes down in the middle: what it misses is here, and is sent when it is back.
         wait_for((tmp_path / "second" / "metrics.jsonl").exists, job)
         hdfs.kill()
         output, _ = job.communicate(timeout=200)
         assert job.returncode == 0, output
         assert (tmp_path / "fetched" / "manifest.json").is_file()
-        assert re.search(
-            r"unsent=\[PosixPath\('\S+/second/2'\), PosixPath\('\S+/second/3'\)\]", output
-        )
+        unsent = r"unsent=\[PosixPath\('\S+/second/2'\), PosixPath\('\S+/second/3'\)\]"
+        assert re.search(unsent, output), output
         push = re.search(r"plsc (checkpoint push \S+ \S+)", output)
         hdfs.start("namenode")
         hdfs.wait_until_ready()
-        pushed = subprocess.run(
-            [sys.executable, "-m", "plsc.cli", *push[1].split()],
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert "sent 2 checkpoints: 2, 3" in pushed.stdout
-        assert [name for name, _ in list_remote(Store(store.url))] == ["0", "1", "2", "3"]
+        store = Store(f"{hdfs.url}/runs/a")
+        assert [name for name, _ in list_remote(store)] == ["0", "1"]
+        assert verify(f"{hdfs.url}/runs/a/1").epoch == 2
+        assert main(push[1].split()) == 0
+        assert "sent 2 checkpoints: 2, 3" in capfd.readouterr().out
+        assert [name for name, _ in list_remote(store)] == ["0", "1", "2", "3"]
 
         hdfs.kill()
+        third = small_entry(dataset, tmp_path / "third")
+        third.set_hdfs_info(*info(None))
         began = time.monotonic()
-        down = run_ranks(JOB, 0, *arguments("third", 2, None), check=False, env=env)
-        assert down.returncode == 1
+        with pytest.raises(CheckpointError, match=f"{hdfs.url}/runs/a") as down:
+            third.train()
         assert time.monotonic() - began < 60  # promised; it is no measure of speed
-        assert f"{hdfs.url}/runs/a" in down.stderr
-        everything = [first.stdout, first.stderr, output, down.stdout, down.stderr]
+        everything = [output, str(down.value), *capfd.readouterr()]
         everything += [
             path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()
         ]
@@ -151,17 +143,18 @@ def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longe
     keep = "set_max_last_checkpoint_num=-1"
     first = start(0, str(dataset), str(save_dir), "set_train_epochs=1000", keep)
     wait_for((save_dir / "0").exists, first)
-    resume = f"set_checkpoint_dir={str(save_dir / '0')!r}"
-    second = run_ranks(JOB, 0, str(dataset), str(save_dir), resume, check=False)
-    assert second.returncode == 1
-    assert f"another run (process {first.pid} on" in second.stderr
+    second = small_entry(dataset, save_dir)
+    second.set_checkpoint_dir(save_dir / "0")
+    with pytest.raises(CheckpointError, match=rf"another run \(process {first.pid} on"):
+        second.train()
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    newest = list_checkpoints(save_dir)[-1]
-    settings = f"set_train_steps={newest[1].step + 1}", "set_train_epochs=1000"
-    run_ranks(
-        JOB, 0, str(dataset), str(save_dir), f"set_checkpoint_dir={str(newest[0])!r}", *settings
-    )
+    path, manifest = list_checkpoints(save_dir)[-1]
+    third = small_entry(dataset, save_dir)
+    third.set_checkpoint_dir(path)
+    third.set_train_epochs(1000)
+    third.set_train_steps(manifest.step + 1)
+    assert third.train().steps == manifest.step + 1
 
 
 def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_path):
@@ -221,13 +214,13 @@ def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_w
         f"sys.path.insert(0, {str(ROOT)!r}); runpy.run_path({str(JOB)!r}, run_name='__main__')\n"
     )
     resume = f"set_checkpoint_dir={str(tmp_path / 'run' / '1')!r}", "set_train_epochs=3"
-    stopped = run_ranks(script, 0, str(dataset), str(tmp_path / "run"), *resume, check=False)
-    assert stopped.returncode == 1
-    assert "File too large" in stopped.stderr
-    assert "earlier checkpoints are whole" in stopped.stderr
-    goes_on = *resume, "set_save_error='continue'"
-    done = run_ranks(script, 0, str(dataset), str(tmp_path / "run"), *goes_on)
+    run = str(dataset), str(tmp_path / "run"), *resume
+    done = run_ranks(script, 0, *run, "set_save_error='continue'", "--", *run, check=False)
     assert "training goes on without it" in done.stdout
+    assert done.stdout.count("result: ") == 1
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert "earlier checkpoints are whole" in done.stderr
     assert [path.name for path, _ in list_checkpoints(tmp_path / "run")] == ["0", "1"]
     assert verify(tmp_path / "run" / "1").epoch == 2
     assert not list((tmp_path / "run").glob(".saving-*"))

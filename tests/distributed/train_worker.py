@@ -1,9 +1,10 @@
 """Trains small networks on any number of ranks and writes what came out.
 
-    train_worker.py DATASET OUTPUT [break-convention]
+    train_worker.py DATASET FOLDER
 
-OUTPUT.json holds, for each case, the losses of all steps and what every rank kept; OUTPUT.npz the weights
-before and after. With `break-convention` the backbone's gradients are averaged instead of summed.
+Four ranks, of which the first one, two or three form smaller worlds. FOLDER/<ranks>.json holds, for each
+case, the losses of all steps and what every rank kept; FOLDER/<ranks>.npz the weights before and after. For
+`broken` two ranks average the backbone's gradients instead of summing them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plsc.config import Options
@@ -27,6 +31,7 @@ from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.places import open_places
 from plsc.train.saving import Saver
+from tests.distributed.worker import run_worker, smaller_world
 
 STEPS = 50
 GLOBAL_BATCH = 24
@@ -115,9 +120,9 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
     if not loss_type.endswith("softmax"):
         settings["head.scale"] = 16.0
     settings.update(MORE.get(case, {}))
-    if case == "sampled-fp64":
-        ShardedHead._classes_in_play = draw_alike_on_any_ranks
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if case == "sampled-fp64":
+            patch.setattr(ShardedHead, "_classes_in_play", draw_alike_on_any_ranks)
         folder = world.broadcast_object(folder)
         settings["checkpoint.save_dir"] = folder
         for path, value in settings.items():
@@ -153,28 +158,42 @@ def weights_of(run) -> dict[str, np.ndarray]:
     return arrays
 
 
-def main() -> None:
-    dataset, output, *mode = sys.argv[1:]
-    cases = list(CASES)
-    if mode == ["break-convention"]:
-        right = gradients._sum_bucket
-
-        def average_bucket(group, bucket):
-            ranks = group.size()
-            return right(group, bucket).then(lambda future: future.value() / ranks)
-
-        gradients._sum_bucket = average_bucket
-        cases = cases[:1]
-    world = World.from_environment("cpu")
+def train_cases(dataset: str, world: World, output: Path, cases: Iterable[str]) -> None:
     reports, arrays = {}, {}
     for case in cases:
         reports[case], more = train_case(dataset, world, case)
         arrays |= more
     if world.is_main:
-        Path(f"{output}.json").write_text(json.dumps(reports))
-        np.savez(f"{output}.npz", **arrays)
-    world.close()
+        output.with_suffix(".json").write_text(json.dumps(reports))
+        np.savez(output.with_suffix(".npz"), **arrays)
+
+
+def break_convention(patch: pytest.MonkeyPatch) -> None:
+    right = gradients._sum_bucket
+
+    def average_bucket(group, bucket):
+        ranks = group.size()
+        return right(group, bucket).then(lambda future: future.value() / ranks)
+
+    patch.setattr(gradients, "_sum_bucket", average_bucket)
+
+
+def main() -> None:
+    dataset, folder = sys.argv[1], Path(sys.argv[2])
+    full = World.from_environment("cpu")
+    worlds = {ranks: smaller_world(full, ranks) for ranks in (1, 2, 3, 4)}
+    for ranks, world in worlds.items():
+        if world is not None:
+            train_cases(dataset, world, folder / str(ranks), CASES)
+        dist.barrier()
+    world = worlds[2]
+    if world is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            break_convention(patch)
+            train_cases(dataset, world, folder / "broken", list(CASES)[:1])
+    dist.barrier()
+    full.close()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

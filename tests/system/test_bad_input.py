@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from plsc.cli import main
 from tests.distributed.launch import run_ranks
 from tests.system.bad_input_worker import Files, cases, truncate
 
@@ -86,15 +87,20 @@ def test_a_wrong_setting_ends_a_script_with_one_line(one_bad_image, tmp_path):
         assert_one_line_and_failure(done, "softmax has no margin")
 
 
-def test_the_command_line_ends_with_one_line_and_no_traceback(tmp_path):
+def test_the_command_line_ends_with_one_line_and_no_traceback(tmp_path, capfd):
+    nowhere = ["train", "--data.dataset_dir", str(tmp_path / "nowhere")]
+    done = run_ranks(HERE.parents[1] / "plsc" / "cli.py", 0, *nowhere, check=False)
+    assert_one_line_and_failure(done)
     for arguments in (
-        ["train", "--data.dataset_dir", str(tmp_path / "nowhere")],
         ["train", "--train.batch_size", "0"],
         ["test"],
         ["predict", "--checkpoint.load_dir", str(tmp_path / "nothing")],
     ):
-        done = run_ranks(HERE.parents[1] / "plsc" / "cli.py", 0, *arguments, check=False)
-        assert_one_line_and_failure(done)
+        capfd.readouterr()
+        assert main(arguments) == 1
+        error = capfd.readouterr().err
+        assert error.startswith("plsc: error:")
+        assert len(error.splitlines()) == 1, error
 
 
 def test_a_full_disk_while_saving_is_one_line_and_leaves_the_older_checkpoint_whole(tmp_path):

@@ -267,25 +267,30 @@ def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, 
 def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_on(
     dataset, tmp_path
 ):
-    root = Path(__file__).resolve().parents[2]
     options = (
         "--data.dataset_dir", str(dataset), "--data.num_workers", "0", "--train.batch_size", "6",
         "--model.name", "SmallResNet", "--model.emb_size", "8", "--model.image_shape", "[3,16,16]",
     )  # fmt: skip
-
-    def plsc(*arguments):
-        done = run_ranks(
-            root / "plsc" / "cli.py", 2, *arguments, *options, env={"PYTHONPATH": str(root)}
-        )
-        return done.stdout
-
     full, small, more = tmp_path / "full", tmp_path / "small", tmp_path / "more"
-    plsc(
-        "train", "--head.loss_type", "dist_arcface", "--head.sub_centers", "3",
-        "--train.epochs", "1", "--checkpoint.save_dir", str(full),
-    )  # fmt: skip
-    said = plsc("dominant", "--checkpoint.load_dir", str(full / "0"), "--output", str(small))
+    commands = [
+        ["train", "--head.loss_type", "dist_arcface", "--head.sub_centers", "3",
+         "--train.epochs", "1", "--checkpoint.save_dir", str(full)],
+        ["dominant", "--checkpoint.load_dir", str(full / "0"), "--output", str(small)],
+        ["train", "--checkpoint.load_dir", str(small), "--checkpoint.save_dir", str(more),
+         "--train.epochs", "2"],
+    ]  # fmt: skip
+    script = tmp_path / "commands.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from plsc.cli import main\n"
+        "dist.init_process_group('gloo')\n"
+        f"for command in {commands!r}:\n"
+        f"    assert main([*command, *{options!r}]) == 0\n"
+        "dist.destroy_process_group()\n"
+    )
+    said = run_ranks(script, 2).stdout
     assert "one row a class" in said
+    assert "trained 8 steps" in said
     weight = torch.cat([load_file(f)["head.weight"] for f in sorted(small.glob("*.safetensors"))])
     before = torch.cat(
         [load_file(f)["head.weight"] for f in sorted((full / "0").glob("*.safetensors"))]
@@ -293,11 +298,6 @@ def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_o
     assert before.shape == (6, 3, 8)
     assert weight.shape == (6, 8)
     assert all((row == subs).all(dim=1).any() for row, subs in zip(weight, before, strict=True))
-    said = plsc(
-        "train", "--checkpoint.load_dir", str(small), "--checkpoint.save_dir", str(more),
-        "--train.epochs", "2",
-    )  # fmt: skip
-    assert "trained 8 steps" in said
 
     ins = entry(dataset, tmp_path / "unused", set_checkpoint_dir=str(full / "0"))
     with pytest.raises(OptionError, match="is there already"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +138,7 @@ def fitting_buckets(
 
 
 class Sorter:
-    """Writes buckets to the parts: several threads read and sort them, and take places in turn."""
+    """Writes buckets to the parts: threads read and sort them and take places in turn, others copy."""
 
     def __init__(self, seed: int, parts: Parts, padding: Padding, budget: Budget) -> None:
         self._seed = seed
@@ -150,21 +150,21 @@ class Sorter:
 
     def run(self, buckets: list[Bucket]) -> None:
         """Write all lines of the buckets, which come in key order, then the padding."""
-        with (
-            truncation_caught(),
-            pool_of(self._budget.copiers) as self._copiers,
-            pool_of(self._budget.workers) as pool,
-        ):
-            futures = [pool.submit(self._write, *numbered) for numbered in enumerate(buckets)]
+        workers, copiers = self._budget.workers, self._budget.copiers
+        with truncation_caught(), pool_of(copiers) as copying, pool_of(workers) as pool:
+            futures = [
+                pool.submit(self._write, turn, bucket, copying)
+                for turn, bucket in enumerate(buckets)
+            ]
             errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenTurn)):
             raise error
         self._padding.copy(self._parts)
 
-    def _write(self, turn: int, bucket: Bucket) -> None:
+    def _write(self, turn: int, bucket: Bucket, copying: Executor) -> None:
         try:
             if bucket.memory <= self._budget.bucket:
-                self._write_sorted(turn, bucket)
+                self._write_sorted(turn, bucket, copying)
             else:
                 self._write_single(turn, bucket)
             bucket.remove()
@@ -172,7 +172,7 @@ class Sorter:
             self._turns.give_up()
             raise
 
-    def _write_sorted(self, turn: int, bucket: Bucket) -> None:
+    def _write_sorted(self, turn: int, bucket: Bucket, copying: Executor) -> None:
         loaded = load(bucket)
         lines = loaded.lines
         order = np.argsort(line_keys(self._seed, loaded.numbers)).astype(np.int64)
@@ -184,7 +184,7 @@ class Sorter:
         for run in runs:
             self._padding.note(run, numbers, lengths)
             for piece in run.cut(lengths):
-                copies.append(self._copiers.submit(self._parts.write, piece, lines, order))
+                copies.append(copying.submit(self._parts.write, piece, lines, order))
         try:
             for copy in copies:
                 copy.result()

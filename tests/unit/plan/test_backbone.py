@@ -44,12 +44,11 @@ def real_step(network, count, dtype=None):
     return kept
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
 def test_stored_bytes_are_those_of_the_real_tensors(name):
     network = build_model("SmallResNet", 64, (3, 32, 32))
-    optimizer = build_optimizer(
-        OptimOptions(optimizer=name), [{"params": list(network.parameters())}]
-    )
+    groups = [{"params": list(network.parameters())}]
+    optimizer = build_optimizer(OptimOptions(optimizer=name), groups, 0.1, torch.device("cpu"))
     real_step(network, None)
     optimizer.step()
     states = [v for one in optimizer.state.values() for v in one.values() if torch.is_tensor(v)]
