@@ -38,7 +38,7 @@ class TrainingRun:
 
     def step(self) -> float:
         """Make a step over the same batch as ever; return its loss."""
-        loss = self._step.make(self._batch, is_logged=False)[1]
+        loss = float(self._step.make(self._batch, is_logged=False).output.mean_loss)
         self.run.position.advance()
         return loss
 

@@ -22,6 +22,7 @@ class CompiledNetwork(nn.Module):
     network: anything that is called as ``network(images, labels, is_train)``. sizes: the numbers of images
     that training gives it; a last smaller batch is computed by the plain network, since another size would
     take minutes to compile. say: is told once whether it was compiled, into how many pieces, and why not.
+    backend: of torch.compile.
 
     What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the
     plain network. Parameters and buffers are the network's own, under its name; keep `network` for
@@ -29,7 +30,11 @@ class CompiledNetwork(nn.Module):
     """
 
     def __init__(
-        self, network: nn.Module, sizes: Collection[int], say: Callable[[str], None]
+        self,
+        network: nn.Module,
+        sizes: Collection[int],
+        say: Callable[[str], None],
+        backend: str = "inductor",
     ) -> None:
         super().__init__()
         self.network = network
@@ -37,7 +42,9 @@ class CompiledNetwork(nn.Module):
         self._proved: set[int] = set()
         self._say = say
         keep_compiled_code()
-        compiled = torch.compile(network, dynamic=False, options={"fallback_random": True})
+        # Only this backend has random numbers of its own.
+        options: Any = {"fallback_random": True} if backend == "inductor" else None
+        compiled = torch.compile(network, dynamic=False, backend=backend, options=options)
         # Not as a module of this one, which would have every parameter twice.
         self._compiled: Callable[..., Tensor] | None = lambda *inputs: compiled(*inputs)
 

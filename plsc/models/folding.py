@@ -64,10 +64,11 @@ class FoldedNetwork(BaseModel):
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, D] of the images [b, C, H, W]."""
-        return self.traced(input, None, False)
+        with _evaluating(self.traced):  # it shares layers with a network that may be training
+            return self.traced(input, None, False)
 
     def train(self, mode: bool = True) -> FoldedNetwork:
-        """Stay in evaluation mode: the layers are shared with a network that may be training."""
+        """Stay in evaluation mode."""
         return self
 
 

@@ -98,6 +98,18 @@ def _ways_of_backbone(run: Run, ranks: Sequence[RankTimes]) -> Iterator[str]:
     threads, free = torch.get_num_threads(), mine.cores // beside
     if run.world.device.type == "cpu" and threads < free:
         yield f"it computes on {threads} of {free} cores a rank: set_cpu_threads({free})"
+    is_plain = run.options.runtime.dtype == "float32" and run.options.precision.mode == "float32"
+    if is_plain and _has_fast_bfloat16(run):
+        yield "set_precision('bfloat16')"
+    if not run.options.speed.compile:
+        yield "set_compile(True)"
+
+
+def _has_fast_bfloat16(run: Run) -> bool:
+    if run.world.device.type == "cuda":
+        return torch.cuda.get_device_capability(run.world.device) >= (8, 0)
+    known = getattr(torch.cpu, "_is_amx_tile_supported", None)  # torch has no public name for it
+    return known is not None and bool(known())
 
 
 def _slow_rank(result: ProfileResult, ranks: Sequence[RankTimes]) -> str:

@@ -52,14 +52,15 @@ def collectives_of(events: Iterable[Any], steps: int) -> list[Collective]:
     waits, kernels = union(waits), union(kernels)
     result = []
     for name, spans in found.items():
-        total = sum(stop - start for start, stop in spans)
-        whole = union(spans)
+        whole = union(spans)  # two may be under way at once
         if name.startswith("gloo:"):
             hidden = _length(whole) - _length(overlap(whole, waits))
         else:
             hidden = _length(overlap(whole, kernels))
         result.append(
-            Collective(name, len(spans) / steps, total / 1000 / steps, hidden / 1000 / steps)
+            Collective(
+                name, len(spans) / steps, _length(whole) / 1000 / steps, hidden / 1000 / steps
+            )
         )
     return sorted(result, key=lambda one: -one.milliseconds)
 

@@ -47,7 +47,7 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
         step, losses = Step(run), []
         run.network.train()
         for batch in itertools.islice(run.loader.epoch(0, 0), 3):
-            losses.append(step.make(batch, is_logged=True)[1])
+            losses.append(float(step.make(batch, is_logged=True).output.mean_loss))
             run.position.advance()
     whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     return losses, whole | {key: value.local for key, value in sharded.items()}

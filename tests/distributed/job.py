@@ -1,7 +1,8 @@
 """A training script like a user's, for tests: job.py DATASET SAVE_DIR [setter=value ...] [-- another run ...]
 
 Values are Python literals; `setter*=(1, 2)` gives several arguments, and `NAME=text` is for the environment.
-`verb=test` or `verb=predict` runs that instead of train. What fails before the last run is printed.
+`verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. What fails before the
+last run is printed.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
 
 def run(dataset: str, save_dir: str, *settings: str) -> None:
     ins = small_entry(dataset, save_dir)
-    verb = "train"
+    verb, arguments = "train", ()
     for setting in settings:
         name, _, value = setting.partition("=")
         if name == "verb":
             verb = value
+        elif name == "arguments":
+            arguments = ast.literal_eval(value)
         elif name.isupper():
             os.environ[name] = value
         elif name.endswith("*"):
             getattr(ins, name[:-1])(*ast.literal_eval(value))
         else:
             getattr(ins, name)(ast.literal_eval(value))
-    print(f"result: {getattr(ins, verb)()}", flush=True)
+    print(f"result: {getattr(ins, verb)(*arguments)}", flush=True)
 
 
 def main() -> None:

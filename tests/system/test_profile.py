@@ -56,8 +56,8 @@ def losses(save_dir):
 
 def test_two_ranks_have_a_table_and_a_trace_each_and_nothing_is_saved(dataset, tmp_path):
     done = run_ranks(
-        JOB, 2, str(dataset), str(tmp_path / "saved"), "verb=profile", "set_sync_batch_norm=True",
-        "set_clip_norm=1.0", cwd=tmp_path,
+        JOB, 2, str(dataset), str(tmp_path / "saved"), "verb=profile", "arguments=(2,)",
+        "set_sync_batch_norm=True", "set_clip_norm=1.0", cwd=tmp_path,
     )  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile"]
     folder = tmp_path / "profile"

@@ -58,8 +58,11 @@ def test_the_embeddings_are_the_same_and_the_network_is_untouched(name, left, is
     assert not folded.training
     images = torch.randn(4, *SHAPE)
     with torch.no_grad():
+        found = folded(images)  # while the network is training
+        assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+        assert network.training
         expected = network.eval()(images)
-        assert (folded(images) - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 class Odd(BaseModel):
