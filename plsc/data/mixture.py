@@ -155,7 +155,8 @@ def split_batch(global_batch: int, weights: Sequence[float]) -> list[int]:
     """Return how many images of a step each data set gives: in proportion to the weights, each at least one.
 
     Rounded by largest remainders, the larger weight first, then the first of equals; who would have none
-    takes one from the largest, of equal ones from that of the least weight. Raises OptionError if there are more data sets than images.
+    takes one from the largest, of equal ones from that of the least weight. Raises OptionError if there
+    are more data sets than images.
     """
     if global_batch < len(weights):
         raise OptionError(
