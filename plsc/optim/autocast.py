@@ -70,7 +70,7 @@ def apply_lists(
         layers = tuple(_LAYERS[name] for name in names if name in _LAYERS)
         for module in modules.values():
             if isinstance(module, layers):
-                module.forward = _InType(module.forward, scope, kind)  # type: ignore[method-assign]
+                module.forward = _InType(module.forward, scope, kind)
     for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
         for name in names:
             module = modules[name]
