@@ -82,14 +82,14 @@ def test_without_a_compiler_it_trains_the_plain_network_and_says_so(tmp_path, mo
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing compiled is there
-    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "no-compiler")))
     torch._dynamo.reset()
     said: list[str] = []
     plain, network = Tiny(), Tiny()
     compiled = CompiledNetwork(network, {6}, said.append)
     for size in (6, 6):
         expected = learn(plain, plain, size)
-        found = learn(network, compiled, size)
+        with config.patch({"cpp.cxx": (None, str(tmp_path / "no-compiler"))}):
+            found = learn(network, compiled, size)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert len(said) == 2
     assert "is not compiled, and trains as it is" in said[1]
