@@ -35,6 +35,7 @@ LIBRARY = native.functions()
 if FUNCTIONS is None or LIBRARY is None:
     pytest.skip("the C library is not built here", allow_module_level=True)
 FIND, READ = FUNCTIONS
+SEARCH = search.functions()
 
 
 class Fenced:
@@ -321,7 +322,7 @@ def test_lines_found_in_one_pass_are_those_of_the_reader(data, at_end, longest, 
         patch.setattr(lines_module, "MAX_LINE_BYTES", longest)
         reader = LineReader(BytesIO(data), "a", Buffers(1, 2**10))
         try:
-            found += search.search_lines(LIBRARY, array, 0, len(data), longest, factors())
+            found += search.search_lines(SEARCH, array, 0, len(data), longest, factors())
         except search.UnusualLine:
             event("unusual")
             return
