@@ -4,8 +4,8 @@
     python benchmarks/memory.py --time --rounds 5  # the times, each way in turn in one process
 
 Memory: a process for each way, one rank on the CPU, two steps. Needed is the peak of its resident set beyond
-what it had after a step of a small network, which loads what is loaded late. Beside it: what `plsc plan` says.
-Big blocks of memory go back to the system at once (MALLOC_MMAP_THRESHOLD_), so that the peak is that of
+what it had after a step of a small network, which loads what is loaded late; beside it what `plsc plan`
+says. Big blocks of memory go back to the system at once (MALLOC_MMAP_THRESHOLD_): the peak is that of
 the tensors and not of the allocator. Lines of JSON go to --output.
 """
 

@@ -154,8 +154,9 @@ class MixturePlan:
 def split_batch(global_batch: int, weights: Sequence[float]) -> list[int]:
     """Return how many images of a step each data set gives: in proportion to the weights, each at least one.
 
-    Rounded by largest remainders, the first of equals first; who would have none takes one from the
-    largest. Raises OptionError if there are more data sets than images.
+    Rounded by largest remainders, the larger weight first, then the first of equals; who would have none
+    takes one from the largest, of equal ones from that of the least weight. Raises OptionError if there
+    are more data sets than images.
     """
     if global_batch < len(weights):
         raise OptionError(
@@ -166,11 +167,12 @@ def split_batch(global_batch: int, weights: Sequence[float]) -> list[int]:
     total = sum(weight / largest for weight in weights)
     wanted = [global_batch * (weight / largest) / total for weight in weights]
     counts = [int(share) for share in wanted]
-    by_remainder = sorted(range(len(wanted)), key=lambda k: counts[k] - wanted[k])
+    by_remainder = sorted(range(len(wanted)), key=lambda k: (counts[k] - wanted[k], -weights[k]))
     for k in by_remainder[: global_batch - sum(counts)]:
         counts[k] += 1
     for k, count in enumerate(counts):
         if count == 0:
-            counts[counts.index(max(counts))] -= 1
+            giver = max(range(len(counts)), key=lambda j: (counts[j], -weights[j], j))
+            counts[giver] -= 1
             counts[k] = 1
     return counts

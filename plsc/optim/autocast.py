@@ -18,6 +18,8 @@ from plsc.optim.operators import OPERATORS, OperatorPrecision, cast
 from plsc.options.precision import check_apart
 
 _NAMES_SHOWN = 12
+# Operators for which plsc has layers that compute them in another way, without calling torch's.
+_LAYERS: dict[str, type[nn.Module]] = {"batch_norm": _BatchNorm, "prelu": nn.PReLU}
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,10 @@ def apply_lists(
     modules = dict(network.named_modules())
     scope = _Scope(device.type)
     for names, kind in ((lists.white_operators, dtype), (lists.black_operators, torch.float32)):
-        if "batch_norm" in names:  # also that of plsc, which calls no operator of this name
-            for module in modules.values():
-                if isinstance(module, _BatchNorm):
-                    module.forward = _InType(module.forward, scope, kind)  # type: ignore[method-assign]
+        layers = tuple(_LAYERS[name] for name in names if name in _LAYERS)
+        for module in modules.values():
+            if isinstance(module, layers):
+                module.forward = _InType(module.forward, scope, kind)
     for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
         for name in names:
             module = modules[name]

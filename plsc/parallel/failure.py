@@ -27,7 +27,7 @@ _TOLD = "failure-told"  # set once that rank has printed it
 _POLL_SECONDS = 0.5
 _SPEAK_SECONDS = 3.0  # how long a failing rank may take to say why
 _JOIN_SECONDS = 2.0  # the store's host may be gone
-_LEAVE_SECONDS = 5.0  # how long a rank may take to leave by itself, once a failure is known
+_LEAVE_SECONDS = 10.0  # how long a rank may take to leave by itself, once a failure is known
 
 
 class FailureWatch:

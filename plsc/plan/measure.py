@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from plsc.errors import OptionError, PlscError
+from plsc.models.activation import PReLU
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
 
 Work = tuple[int, int]
@@ -73,6 +75,11 @@ def measure(
             network = build().train()
     except PlscError:
         network = build().train()  # a constructor may want real numbers
+    for module in network.modules():
+        if isinstance(
+            module, PReLU
+        ):  # on a CPU it asks for its slope's value; elsewhere it is torch's
+            module.forward = partial(nn.PReLU.forward, module)  # type: ignore[method-assign]
     checkpoint_activations(network, checkpoint, every)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):

@@ -18,9 +18,15 @@ from plsc.optim.precision import COUNTS, MOST_SKIPS, LossScaler
 
 def check_precision(options: Options) -> None:
     """Raise OptionError for options of precision that contradict others."""
-    if options.precision.mode != "float32" and options.runtime.dtype == "float64":
+    precision = options.precision
+    if options.speed.compile and (precision.white_list or precision.black_list):
         raise OptionError(
-            f"precision.mode is {options.precision.mode}, but runtime.dtype is float64, which is for checks "
+            "speed.compile cannot be used with precision.white_list and black_list: compiled code does not "
+            "call the modules and operators that they name; leave one of the two out"
+        )
+    if precision.mode != "float32" and options.runtime.dtype == "float64":
+        raise OptionError(
+            f"precision.mode is {precision.mode}, but runtime.dtype is float64, which is for checks "
             "in full precision; leave one of the two out"
         )
 

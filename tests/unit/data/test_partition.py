@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.data.partition import PartitionOptions, indexing, partition, run, verify
+from plsc.data.partition import PartitionOptions, indexing, partition, parts, run, verify
 from plsc.data.partition.checksum import checksum
 from plsc.data.partition.memory import LEAST, Budget, read_size
 from plsc.data.partition.options import fields
@@ -427,6 +427,27 @@ def test_unusual_lines_within_memory_are_read_as_through_buckets(tmp_path, monke
     assert manifests[0] == manifests[1]
     assert manifests[0]["blank_lines"] == 2
     assert manifests[0]["lines"] == 400
+
+
+@pytest.mark.parametrize("way", ["within memory", "one bucket", "plain"])
+@pytest.mark.parametrize("is_possible", [False, True])
+def test_parts_are_the_same_written_past_the_cache_or_through_it(
+    tmp_path, monkeypatch, way, is_possible
+):
+    lines = some_lines(3001, longest=2000)
+    folder = write_set(tmp_path, lines)
+    choose(monkeypatch, way)
+    opened = []
+    open_direct = parts.open_direct
+    monkeypatch.setattr(
+        parts,
+        "open_direct",
+        lambda path: opened.append(path) or (open_direct(path) if is_possible else -1),
+    )
+    partition(PartitionOptions(str(folder), 2))
+    assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
+    assert len(set(opened)) == 2  # both parts are long enough for it
+    verify(PartitionOptions(str(folder), 2))
 
 
 def test_a_byte_order_mark_within_a_file_is_a_part_of_its_line(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from plsc.optim.operators import OPERATORS, OperatorPrecision
 CPU = torch.device("cpu")
 WATCHED = ("stem.0", "stem.1", "stem.2", "neck.fc", "neck.norm_out")
 BFLOAT16 = dict.fromkeys(WATCHED, torch.bfloat16)
+NORMED = dict.fromkeys(("stem.1", "stem.2"), torch.float32)  # PReLU keeps the type that it is given
 FLOAT32 = dict.fromkeys(WATCHED, torch.float32)
 
 
@@ -46,9 +47,11 @@ def types_in(net, mode="bfloat16"):
     ("white", "black", "changed"),
     [
         ((), (), {}),
-        ((), ("BatchNorm2d",), {"stem.1": torch.float32}),
-        ((), ("BatchNorm?d",), {"stem.1": torch.float32, "neck.norm_out": torch.float32}),
-        ((), ("batch_norm",), {"stem.1": torch.float32, "neck.norm_out": torch.float32}),
+        ((), ("BatchNorm2d",), NORMED),
+        ((), ("prelu",), {"stem.2": torch.float32}),
+        (("prelu",), ("BatchNorm2d",), {"stem.1": torch.float32}),
+        ((), ("BatchNorm?d",), NORMED | {"neck.norm_out": torch.float32}),
+        ((), ("batch_norm",), NORMED | {"neck.norm_out": torch.float32}),
         ((), ("neck",), {"neck.fc": torch.float32, "neck.norm_out": torch.float32}),
         ((), ("neck.f*",), {"neck.fc": torch.float32, "neck.norm_out": torch.float32}),
         ((), ("linear",), {"neck.fc": torch.float32, "neck.norm_out": torch.float32}),

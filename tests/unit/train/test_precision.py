@@ -10,9 +10,9 @@ from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.checkpoint.check import Checker
 from plsc.errors import CheckpointError, OptionError, TrainingError
-from plsc.heads import target
 from plsc.optim.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
+from plsc.train import job, precision
 from plsc.train import step as step_module
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
@@ -157,17 +157,6 @@ def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_
     assert metrics[0]["loss"] > 0
 
 
-@pytest.mark.parametrize("margin", ["curricularface", "adaface", "softmax"])
-def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(
-    margin, dataset, tmp_path, monkeypatch
-):
-    settings = {"head__loss_type": f"dist_{margin}", "head__sample_ratio": 0.5, "train__steps": 4}
-    train(options(dataset, tmp_path / "here", **settings), WORLD, Scripted)
-    monkeypatch.setattr(target, "_must_not_wait", lambda labels, weight: True)
-    train(options(dataset, tmp_path / "all", **settings), WORLD, Scripted)
-    assert not different(tmp_path / "all/0-step4", tmp_path / "here/0-step4")
-
-
 def first_step(dataset, save_dir, **settings):
     """Return the loss, the backbone's gradient and the change of the rows of a first step."""
     made = options(
@@ -265,7 +254,10 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     made.set("runtime.dtype", "float64")
     with pytest.raises(OptionError, match=r"mode is float16, but runtime.dtype is float64"):
         check_combinations(made, 1)
-    named = options(dataset, tmp_path / "b", precision__black_list=("norn",))
+    named = options(dataset, tmp_path / "b", precision__black_list=("norn",), speed__compile=True)
+    with pytest.raises(OptionError, match="compile cannot be used with precision"):
+        check_combinations(named, 1)
+    named.set("speed.compile", False)
     with pytest.raises(OptionError, match=r"black_list has 'norn'.*did you mean 'norm'"):
         build_run(named, WORLD, UserParts(model=Scripted()))
 
@@ -306,3 +298,26 @@ def test_lists_and_activation_checkpointing_go_together(dataset, tmp_path):
         made = options(dataset, tmp_path / name, memory__checkpoint_stages=stages, **settings)
         train(made, WORLD, lambda: None)
     assert not different(tmp_path / "again/0-step3", tmp_path / "plain/0-step3")
+
+
+def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(
+    dataset, tmp_path, monkeypatch
+):
+    # A CPU can compute in float16, too slowly for use: here it may.
+    for module in (precision, step_module, job):
+        monkeypatch.setattr(module, "training_mode", lambda options, device: options.precision.mode)
+    small = {"model__name": "SmallResNet", "model__emb_size": 32}
+    settings = {
+        "precision__mode": "float16", "precision__init_loss_scaling": 2.0**18, "train__epochs": 2,
+        "precision__decr_every_n_nan_or_inf": 1,
+    }  # fmt: skip
+    train(options(dataset, tmp_path / "float32", **small, train__steps=1), WORLD, lambda: None)
+    train(options(dataset, tmp_path / "float16", **small, **settings), WORLD, lambda: None)
+    found = logged(tmp_path / "float16", "loss_scale", "skipped_steps", "loss")
+    skipped = found["skipped_steps"][-1]
+    assert 1 <= skipped < 2 * STEPS - 3
+    assert found["skipped_steps"][:skipped] == list(range(1, skipped + 1))
+    assert found["loss_scale"][-1] == 2.0 ** (18 - skipped)
+    exact = logged(tmp_path / "float32", "loss")["loss"][0]
+    assert found["loss"][0] == pytest.approx(exact, rel=1e-3)
+    assert found["loss"][-1] < found["loss"][0]

@@ -31,7 +31,7 @@ class CountingInNumbers(torch.optim.SGD):
 
 def by_name(name, parameters):
     options = OptimOptions(optimizer=name, optimizer_arguments=ARGUMENTS.get(name))
-    return build_optimizer(options, [{"params": parameters}], 0.01, torch.device("cpu"))
+    return build_optimizer(options, [{"params": parameters}], 0.01, parameters[0].device)
 
 
 ARGUMENTS = {"adam": {"amsgrad": True}, "rmsprop": {"momentum": 0.9, "centered": True}}
@@ -41,16 +41,18 @@ OPTIMIZERS = {name: functools.partial(by_name, name) for name in BY_NAME} | {
 }
 
 
-def parts(make):
+def parts(make, device="cpu"):
     torch.manual_seed(1)
-    network, head = nn.Linear(6, 4), build_head("arcface", 5, 4)
+    network, head = nn.Linear(6, 4).to(device), build_head("arcface", 5, 4).to(device)
     return network, head, make([*network.parameters(), *head.parameters()])
 
 
 def steps(network, head, optimizer, count):
     for _ in range(count):
         optimizer.zero_grad()
-        output = head(network(torch.randn(8, 6)), torch.randint(5, (8,)))
+        device = network.weight.device
+        images, labels = torch.randn(8, 6), torch.randint(5, (8,))
+        output = head(network(images.to(device)), labels.to(device))
         output.loss.backward()
         optimizer.step()
 
@@ -62,16 +64,26 @@ def info_of(tensors):
     }
 
 
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+    ],
+)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_to_the_same_bits(name):
-    first = parts(OPTIMIZERS[name])
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_an_optimizer_goes_on_to_the_same_bits(name, device):
+    first = parts(OPTIMIZERS[name], device)
     steps(*first, 3)
     saved = {key: tensor.clone() for key, tensor in collect_tensors(*first, None)[0].items()}
     numbers = json.loads(json.dumps(collect_numbers(*first)))
     random = torch.get_rng_state()
     steps(*first, 2)
 
-    second = parts(OPTIMIZERS[name])
+    second = parts(OPTIMIZERS[name], device)
     make_state(*second, info_of(saved), numbers)
     into = collect_tensors(*second, None)[0]
     assert into.keys() == saved.keys()
