@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.data.device_copies import copied_aside
 from plsc.errors import OptionError
@@ -20,93 +15,12 @@ from plsc.models.folding import FoldedNetwork
 from plsc.parallel.world import World
 from plsc.train.acceleration import batch_sizes, check_speed, evaluated, lay_out
 from plsc.train.build import UserParts, build_run
-from plsc.train.step import Step
-
-SHAPE = (3, 16, 16)
-CLASSES, BATCH = 12, 8
-# Of each option, by what part it may change the first step's loss, by rounding; the second's thrice that.
-CHANGES: dict[str, tuple[dict[str, Any], float]] = {
-    "channels_last": ({"speed.channels_last": "on"}, 1e-5),
-    "bfloat16": ({"precision.mode": "bfloat16"}, 2e-2),
-    "micro_batches": ({"train.micro_batches": 2}, 0.0),
-    "clip": ({"optim.clip_norm": 20.0}, 0.0),
-    "adamw rows": ({"head.optimizer": "adamw"}, 0.0),
-    "checkpointing": ({"memory.checkpoint_stages": "all"}, 0.0),
-    "kept": ({"head.keep_mb": 64.0}, 1e-4),
-    "buckets, copies": ({"speed.bucket_mb": 1.0, "speed.overlap_copies": False}, 0.0),
-}
-MEANT = ("micro_batches", "clip", "adamw rows")  # the plain path has them, too: they mean something
+from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, losses, options_with, pairs
 
 
-class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Noise in three batches."""
-
-    def __init__(self) -> None:
-        self.targets = [index % CLASSES for index in range(3 * BATCH)]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        pixels = np.random.default_rng(index).integers(0, 256, SHAPE, dtype=np.uint8)
-        return torch.from_numpy(pixels), self.targets[index]
-
-
-def options_with(values: dict[str, Any]) -> Options:
-    options = Options()
-    common = {
-        "model.name": "SmallResNet",
-        "model.image_shape": SHAPE,
-        "model.emb_size": 16,
-        "head.class_num": CLASSES,
-        "train.batch_size": BATCH,
-        "train.with_test": False,
-        "data.num_workers": 0,
-        "optim.lr": 0.1,
-        "speed.channels_last": "off",
-    }
-    for path, value in {**common, **values}.items():
-        options.set(path, value)
-    return options
-
-
-def losses(
-    values: dict[str, Any], steps: int = 2, model: type[BaseModel] | None = None
-) -> list[float]:
-    """Return the losses of some steps of a run with these options."""
-    torch.manual_seed(0)
-    user = UserParts(train_reader=Images(), model=model() if model else None)
-    run = build_run(options_with(values), World.single(), user)
-    run.network.train()
-    step, found = Step(run), []
-    for batch in itertools.islice(run.loader.epoch(0), steps):
-        made = step.make(batch, False)
-        run.position.advance(made.is_skipped)
-        found.append(float(made.output.mean_loss))
-    return found
-
-
-_PLAIN: dict[str, list[float]] = {}
-
-
-def plain(*names: str) -> list[float]:
-    """Return the losses of the path with what the options mean, and none of their speed."""
-    values: dict[str, Any] = {}
-    for name in names:
-        values |= CHANGES[name][0] if name in MEANT else {}
-    if str(values) not in _PLAIN:
-        _PLAIN[str(values)] = losses(values)
-    return _PLAIN[str(values)]
-
-
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CHANGES, 2)))
+@pytest.mark.parametrize(("one", "other"), pairs(CHANGES))
 def test_two_options_together_make_the_steps_of_the_plain_path(one, other):
-    first, second = losses(CHANGES[one][0] | CHANGES[other][0])
-    expected = plain(one, other)
-    tolerance = CHANGES[one][1] + CHANGES[other][1]
-    assert first == pytest.approx(expected[0], rel=tolerance)
-    assert second == pytest.approx(expected[1], rel=3 * tolerance)
-    assert expected[1] != expected[0]
+    check_pair(one, other)
 
 
 class Tiny(BaseModel):

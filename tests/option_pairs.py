@@ -1,0 +1,128 @@
+"""Two steps of a small run with any options, and what two of them may change together, on any ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.config import Options
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run
+from plsc.train.step import Step
+
+SHAPE = (3, 16, 16)
+CLASSES, BATCH = 12, 8
+
+CHANGES: dict[str, tuple[dict[str, Any], float]] = {
+    "channels_last": ({"speed.channels_last": "on"}, 1e-5),
+    "bfloat16": ({"precision.mode": "bfloat16"}, 2e-2),
+    "micro_batches": ({"train.micro_batches": 2}, 0.0),
+    "clip": ({"optim.clip_norm": 20.0, "optim.clip_scope": "all"}, 0.0),
+    "adamw": ({"optim.optimizer": "adamw", "head.optimizer": "adamw", "optim.lr": 0.01}, 0.0),
+    "fused": ({"optim.implementation": "fused"}, 1e-6),
+    "foreach": ({"optim.implementation": "foreach"}, 1e-6),
+    "loss scaling": (
+        {"precision.loss_scaling": "always", "precision.init_loss_scaling": 1024.0},
+        0.0,
+    ),
+    "sampled": ({"head.sample_ratio": 0.5}, 0.0),
+    "checkpointing": ({"memory.checkpoint_stages": "all"}, 0.0),
+    "kept": ({"head.keep_mb": 64.0}, 1e-4),
+    "buckets, copies": ({"speed.bucket_mb": 1.0, "speed.overlap_copies": False}, 0.0),
+}
+"""By what part an option may change the first step's loss, by rounding; the second's thrice that."""
+
+CHANGES_OF_RANKS: dict[str, tuple[dict[str, Any], float]] = {
+    "synchronised": ({"model.sync_batch_norm": True}, 0.0),
+    "sharded backbone": ({"parallel.backbone": "sharded"}, 1e-5),
+}
+"""Options that mean something on several ranks alone."""
+
+MEANT = ("micro_batches", "clip", "adamw", "sampled", "synchronised")
+"""The plain path has these, too: they change what is learnt."""
+
+EXCLUDED = ("fused", "sharded backbone")
+"""A pair that is refused: torch's fused SGD does not take it."""
+
+_ONE_OPTION = ("fused", "foreach")
+
+
+class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Noise in three batches."""
+
+    def __init__(self) -> None:
+        self.targets = [index % CLASSES for index in range(3 * BATCH)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels = np.random.default_rng(index).integers(0, 256, SHAPE, dtype=np.uint8)
+        return torch.from_numpy(pixels), self.targets[index]
+
+
+def options_with(values: dict[str, Any]) -> Options:
+    options = Options()
+    common = {
+        "model.name": "SmallResNet",
+        "model.image_shape": SHAPE,
+        "model.emb_size": 16,
+        "head.class_num": CLASSES,
+        "train.global_batch_size": BATCH,
+        "train.with_test": False,
+        "data.num_workers": 0,
+        "optim.lr": 0.1,
+        "speed.channels_last": "off",
+    }
+    for path, value in {**common, **values}.items():
+        options.set(path, value)
+    return options
+
+
+def losses(
+    values: dict[str, Any],
+    steps: int = 2,
+    model: type[BaseModel] | None = None,
+    world: World | None = None,
+) -> list[float]:
+    """Return the losses of some steps of a run with these options."""
+    torch.manual_seed(0)
+    user = UserParts(train_reader=Images(), model=model() if model else None)
+    run = build_run(options_with(values), world or World.single(), user)
+    run.network.train()
+    step, found = Step(run), []
+    for batch in itertools.islice(run.loader.epoch(0), steps):
+        made = step.make(batch, False)
+        run.position.advance(made.is_skipped)
+        found.append(float(made.output.mean_loss))
+    return found
+
+
+def pairs(changes: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the names of all two options that may be set together."""
+    every = itertools.combinations(changes, 2)
+    return [pair for pair in every if pair not in (_ONE_OPTION, EXCLUDED)]
+
+
+_PLAIN: dict[str, list[float]] = {}
+
+
+def check_pair(one: str, other: str, world: World | None = None) -> None:
+    """Assert that two steps with both options are those of the plain path, within what each may change."""
+    changes = CHANGES | CHANGES_OF_RANKS
+    meant: dict[str, Any] = {}
+    for name in (one, other):
+        meant |= changes[name][0] if name in MEANT else {}
+    if str(meant) not in _PLAIN:
+        _PLAIN[str(meant)] = losses(meant, world=world)
+    expected = _PLAIN[str(meant)]
+    first, second = losses(changes[one][0] | changes[other][0], world=world)
+    tolerance = changes[one][1] + changes[other][1]
+    assert first == pytest.approx(expected[0], rel=tolerance), (one, other)
+    assert second == pytest.approx(expected[1], rel=3 * tolerance), (one, other)
+    assert expected[1] != expected[0]
