@@ -209,7 +209,7 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
 def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
     """Print what `plsc plan` says of each way of ours beside what was measured."""
     sys.path.insert(0, str(HERE.parent))  # this checkout's plsc
-    from plsc.plan import plan
+    from plsc.plan import plan_head
 
     samples, trouble = run_child(
         [str(HERE / "head.py"), "--rates", str(batch), *passed_on(options)], None
@@ -234,12 +234,10 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
         if planned is None:
             continue
         products = "bfloat16" if "bf16" in sample["way"] else "float32"
-        made = plan(
+        made = plan_head(
             classes,
             batch=batch,
             embedding=options.dimension,
-            product_rate=rates[products] / 1e12,
-            copy_rate=rates["copy"] / 1e9,
             **planned,
         )
         seconds = [
@@ -248,7 +246,10 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
             if one["kind"] == "time"
             and (one["C"], one["B"], one["way"]) == (classes, batch, sample["way"])
         ]
-        parts = [1000 * (part or 0) for part in (made.product_seconds, made.copy_seconds)]
+        parts = [
+            1000 * made.operations / rates[products],
+            1000 * made.rows_moved / rates["copy"],
+        ]
         report.print(
             f"| {sample['way']} | {made.stored_bytes:,} | {sample['needed']:,} | "
             f"{sum(made.step.values()):,} | {max(0, sample['over']):,} | "

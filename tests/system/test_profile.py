@@ -15,7 +15,7 @@ from plsc import Entry
 from plsc.cli import main
 from plsc.errors import OptionError
 from plsc.marks import Part, set_recorder
-from plsc.profile.watch import TRACED
+from plsc.profiling.watch import TRACED
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.resuming import Drawing

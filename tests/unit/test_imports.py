@@ -18,7 +18,7 @@ ROOMS = [
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
     {"train", "utils", "plan", "data_cli"},
-    {"setters", "checkpoint_cli", "profile"},
+    {"setters", "checkpoint_cli", "profiling"},
     {"entry"},
     {"cli"},
 ]

@@ -7,8 +7,8 @@ from enum import Enum, auto
 
 from plsc.data.batch import Batch
 from plsc.marks import no_recorder, set_recorder
-from plsc.profile.timeline import Timeline
-from plsc.profile.tracing import Tracer
+from plsc.profiling.timeline import Timeline
+from plsc.profiling.tracing import Tracer
 from plsc.train.advice import WaitMeter
 from plsc.train.build import Run
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.marks import Part, mark, mark_backward, no_recorder, set_recorder
-from plsc.profile.timeline import Timeline
+from plsc.profiling.timeline import Timeline
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 
 from plsc.errors import as_worded
 from plsc.marks import Part
-from plsc.profile.result import ProfileResult, RankTimes
+from plsc.profiling.result import ProfileResult, RankTimes
 from plsc.train.advice import advise
 from plsc.train.build import Run
 from plsc.train.precision import head_products

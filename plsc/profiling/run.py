@@ -17,11 +17,11 @@ from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.marks import Part
 from plsc.parallel.world import World
-from plsc.profile.advice import advice_of
-from plsc.profile.collectives import collectives_of
-from plsc.profile.result import ProfileResult, RankTimes, combine
-from plsc.profile.table import render
-from plsc.profile.watch import TRACED, ProfileWatch
+from plsc.profiling.advice import advice_of
+from plsc.profiling.collectives import collectives_of
+from plsc.profiling.result import ProfileResult, RankTimes, combine
+from plsc.profiling.table import render
+from plsc.profiling.watch import TRACED, ProfileWatch
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.checkpointing import adopt_options
 from plsc.train.find import open_to_resume

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plsc.profile.result import ProfileResult
-from plsc.profile.watch import TRACED
+from plsc.profiling.result import ProfileResult
+from plsc.profiling.watch import TRACED
 
 
 def render(result: ProfileResult) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.marks import Part
-from plsc.profile.collectives import Collective, collectives_of, overlap, union
+from plsc.profiling.collectives import Collective, collectives_of, overlap, union
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda s: (s[0], sum(s))))
 

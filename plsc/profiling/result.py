@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.marks import Part
-from plsc.profile.collectives import Collective
+from plsc.profiling.collectives import Collective
 from plsc.train.advice import Reading
 
 
