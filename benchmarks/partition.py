@@ -59,6 +59,8 @@ BASELINES = (
 WAYS = (
     *BASELINES,
     ours("plsc, within memory", "--memory 8G"),
+    ours("plsc, within memory, left in the cache", "--memory 8G --no_sync"),
+    ours("plsc, bound of 256 MB, left in the cache", "--memory 256M --no_sync"),
     ours("plsc, within memory, 1 worker", "--memory 8G --workers 1"),
     ours("plsc, bound of 256 MB", "--memory 256M"),
     ours("plsc, bound of 64 MB", "--memory 64M"),

@@ -50,6 +50,11 @@ class PartitionOptions:
         None,
     )
     bad_lines: str = _option("what to do about a line that is no sample: stop or skip", "stop")
+    no_sync: bool = _option(
+        "do not wait until the parts are on the disk, as cp does not: a loss of power soon afterwards may "
+        "damage them, which --verify tells",
+        False,
+    )
     delete_inputs: bool = _option("delete the data files once the output is published", False)
     dry_run: bool = _option(
         "read and check the inputs, say what would be written, write nothing", False
@@ -67,6 +72,10 @@ class PartitionOptions:
             raise OptionError(f"--bad_lines is {self.bad_lines!r}; expected stop or skip")
         if self.engine not in ("local", "spark"):
             raise OptionError(f"--engine is {self.engine!r}; expected local or spark")
+        if self.no_sync and self.engine == "spark":
+            raise OptionError(
+                "--no_sync is for --engine local; the executors of spark sync their parts"
+            )
         if self.master and self.engine != "spark":
             raise OptionError("--master is set, but not --engine spark; pass both")
         if not -(2**63) <= self.seed < 2**64:
@@ -75,6 +84,7 @@ class PartitionOptions:
             ("verify", "delete_inputs"),
             ("verify", "dry_run"),
             ("dry_run", "delete_inputs"),
+            ("no_sync", "delete_inputs"),
         ):
             if getattr(self, first) and getattr(self, second):
                 raise OptionError(f"--{first} and --{second} exclude each other; give one of them")

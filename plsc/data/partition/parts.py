@@ -60,7 +60,7 @@ class Parts:
     Long runs are written past the system's cache where it can be: the parts have to be on the disk anyway
     before they are published, and a copy of them in the cache takes as long to make as the shuffle itself.
     on_bytes is called with the number of bytes after each write. syncer: a pool that brings to the disk what
-    is written, while more is written.
+    is written, while more is written; without one, all goes to the cache and is left there.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Parts:
         nranks: int,
         lines_each: int,
         on_bytes: Callable[[int], None],
-        syncer: Executor,
+        syncer: Executor | None,
     ) -> None:
         self.paths = [folder / name for name in part_names(nranks)]
         self.lines_each = lines_each
@@ -132,6 +132,8 @@ class Parts:
             self.checksums[rank] = (self.checksums[rank] + total) & _MASK
             self._missing[rank] -= run.end - run.begin
             is_whole = self._missing[rank] == 0
+        if self._syncer is None:
+            return
         if is_whole:
             self._syncs.append(self._syncer.submit(sync, self.paths[rank]))
         elif not is_direct:
@@ -151,7 +153,8 @@ class Parts:
     @contextmanager
     def _direct(self, run: Run) -> Iterator[int]:
         """Yield a handle that passes the cache by, -1 if there is none or the run is short."""
-        handle = open_direct(self.paths[run.rank]) if run.size >= _DIRECT_BYTES else -1
+        is_chosen = self._syncer is not None and run.size >= _DIRECT_BYTES
+        handle = open_direct(self.paths[run.rank]) if is_chosen else -1
         try:
             yield handle
         finally:

@@ -60,7 +60,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
             if is_url(options.output):
                 remote.publish(workspace.path, options.output, manifest, progress)
             else:
-                workspace.publish(Path(options.output))
+                workspace.publish(Path(options.output), is_synced=not options.no_sync)
     if options.delete_inputs:
         for one in inputs:
             remote.delete(one.location)
@@ -174,7 +174,8 @@ class _Target:
             )
         self.progress.begin("writing", sum(one.content_bytes for one in counts.inputs))
         each = lines_per_rank(counts.lines, nranks)
-        parts = Parts(self.folder, nranks, each, self.progress.add, self.syncer)
+        syncer = None if self.options.no_sync else self.syncer
+        parts = Parts(self.folder, nranks, each, self.progress.add, syncer)
         return parts, Padding(self.options.seed, counts.lines, nranks)
 
 

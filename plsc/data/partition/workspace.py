@@ -43,15 +43,20 @@ class Workspace:
                 shutil.rmtree(self.path)
         os.close(self._lock)
 
-    def publish(self, target: Path) -> None:
-        """Give the folder its final name, once all of it is on the disk. Raises DataError if it is taken."""
+    def publish(self, target: Path, is_synced: bool = True) -> None:
+        """Give the folder its final name, once all of it is on the disk. Raises DataError if it is taken.
+
+        is_synced: wait for the disk; without, a loss of power may leave the name and not all that is in it.
+        """
         with _telling(f"cannot publish {target}"):
-            sync_tree(self.path)
+            if is_synced:
+                sync_tree(self.path)
             if os.path.lexists(target):
                 raise DataError(f"{target} came into being meanwhile; it is left alone")
             self.path.rename(target)
             self._is_published = True
-            sync(target.parent)
+            if is_synced:
+                sync(target.parent)
 
     def _claim(self) -> int:
         while True:

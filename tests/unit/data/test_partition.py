@@ -278,6 +278,21 @@ def write_compressed_set(folder: Path, lines: list[bytes]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_without_sync_nothing_is_waited_for_and_the_parts_are_the_same(
+    tmp_path, monkeypatch, way, no_sync
+):
+    synced: list[str] = []
+    for module in ("parts", "workspace"):
+        monkeypatch.setattr(
+            f"plsc.data.partition.{module}.sync", lambda path: synced.append(Path(path).name)
+        )
+    folder = write_set(tmp_path / "set", lines := some_lines(50))
+    partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out"), no_sync=no_sync))
+    assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
+    assert set(synced) == (set() if no_sync else {*parts.part_names(3), tmp_path.name})
+
+
 def test_compressed_inputs_give_the_same_parts(tmp_path):
     lines = some_lines(300)
     folder = write_compressed_set(tmp_path, lines)
@@ -550,6 +565,7 @@ def test_sizes_are_read(text, size):
         {"memory": "much"}, {"engine": "ray"}, {"nranks": 10**6}, {"master": "local[2]"},
         {"memory": "1M"}, {"memory": "-1G"}, {"nranks": 0}, {"workers": 0},
         {"bad_lines": "keep"}, {"verify": True, "delete_inputs": True}, {"seed": 2**64},
+        {"no_sync": True, "delete_inputs": True}, {"no_sync": True, "engine": "spark"},
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(wrong):
