@@ -107,6 +107,16 @@ def as_worded(text: str) -> str:
     return _wording(text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Return an error's type, and the first line of its message if it has one."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
 def report(error: BaseException) -> int:
     """Print an error that ends the program, once, to stderr; return the exit code.
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint import CheckpointException
 
-from plsc.errors import CheckpointError, DistributedError, PlscError
+from plsc.errors import CheckpointError, DistributedError, PlscError, kind_and_line
 from plsc.parallel.world import World
 
 T = TypeVar("T")
@@ -76,5 +76,5 @@ def _reason(doing: str, error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"could not {doing}: {error.strerror}{where}"
-    first_line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    first_line = kind_and_line(error)
     return f"could not {doing}: {first_line}"

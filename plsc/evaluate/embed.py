@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from plsc.data.decode import decode_into
 from plsc.data.ring import BufferRing
 from plsc.data.threads import Stopped, in_order
 from plsc.errors import DataError, DistributedError, OptionError
+from plsc.models.modes import evaluating
 from plsc.parallel.shard import class_range
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def embed_images(
                     )
         return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
 
-    with _evaluation_mode(model), torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         if world is None or world.size == 1:
             return embed_range()
         return _share(world, embed_range)
@@ -127,18 +127,6 @@ def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
     if flip:
         embedding = embedding + model(input.flip(-1), None, False).float()
     return embedding.cpu().numpy()
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    # a part of the model may be frozen in evaluation mode while the rest trains
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _share(world: World, embed_range: Callable[[], np.ndarray]) -> np.ndarray:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plsc.errors import OptionError, PlscError
+from plsc.errors import OptionError, PlscError, first_line
+from plsc.models.modes import evaluating
 
 
 def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -> None:
@@ -124,7 +123,7 @@ def _dry_run(model: nn.Module, image_shape: tuple[int, ...]) -> Any:
     images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
     # no_grad, not inference_mode: a network that keeps a tensor from its first call (a position grid, a
     # lazy parameter) could not train with it later.
-    with _evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             return model(images)
         except PlscError:
@@ -132,21 +131,5 @@ def _dry_run(model: nn.Module, image_shape: tuple[int, ...]) -> Any:
         except Exception as error:  # whatever a user's network may throw
             raise OptionError(
                 f"{type(model).__name__} cannot take images of shape {tuple(image_shape)}: "
-                f"{type(error).__name__}: {_first_line(error)}; change the network or set_image_shape"
+                f"{type(error).__name__}: {first_line(error)}; change the network or set_image_shape"
             ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every layer goes back to its own mode, frozen ones included."""
-    modes = [(layer, layer.training) for layer in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for layer, mode in modes:
-            layer.training = mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,6 +13,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 from plsc.models.activation import PReLU
 from plsc.models.base_model import BaseModel
 from plsc.models.dropout import SampleDropout
+from plsc.models.modes import evaluating
 
 TOLERANCE = 1e-3  # of the embeddings of noise, as a part of the largest; folding itself changes 1e-6 in fp32
 _FOLDABLE = (nn.Conv2d, nn.Linear)
@@ -29,7 +29,7 @@ def fold_batch_norm(network: BaseModel, image_shape: Sequence[int]) -> BaseModel
 
     image_shape: (C, H, W), to try both on noise: what they give must be equal to `TOLERANCE`.
     """
-    with _evaluating(network):
+    with evaluating(network):
         try:
             graph = _Tracer().trace(network, concrete_args={"label": None, "is_train": False})
         except Exception as error:  # code of the user's that does not stand tracing
@@ -64,7 +64,7 @@ class FoldedNetwork(BaseModel):
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, D] of the images [b, C, H, W]."""
-        with _evaluating(self.traced):  # it shares layers with a network that may be training
+        with evaluating(self.traced):  # it shares layers with a network that may be training
             return self.traced(input, None, False)
 
     def train(self, mode: bool = True) -> FoldedNetwork:
@@ -136,14 +136,3 @@ def _difference(network: BaseModel, other: BaseModel, image_shape: Sequence[int]
     with torch.inference_mode(), torch.autocast(first.device.type, enabled=False):
         mine, theirs = network(noise, None, False), other(noise, None, False)
     return float((mine - theirs).abs().max() / mine.abs().max().clamp_min(1e-30))
-
-
-@contextlib.contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plsc.errors import OptionError
+from plsc.errors import OptionError, first_line
 from plsc.keys import hash_key
 from plsc.options.initialization import Initialization
 from plsc.patterns import find_parameters, label_parameters
@@ -58,9 +58,9 @@ def _initialise(parameter: nn.Parameter, name: str, rule: Initialization, seed: 
     try:
         function(drawn, **arguments)
     except (ValueError, RuntimeError) as error:
-        said = str(error).strip().splitlines()[0]
         raise OptionError(
-            f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {list(drawn.shape)}: {said}"
+            f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {list(drawn.shape)}: "
+            f"{first_line(error)}"
         ) from error
     with torch.no_grad():
         parameter.copy_(drawn)

@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 
-from plsc.errors import OptionError, PlscError, suggest
+from plsc.errors import OptionError, PlscError, kind_and_line, suggest
 from plsc.models.base_model import BaseModel
 from plsc.models.iresnet import BLOCKS, IResNet
 from plsc.models.resnet import DEPTHS, ResNet
@@ -67,7 +67,7 @@ def load_custom(reference: str, **options: object) -> BaseModel:
         raise
     except Exception as error:  # anything may happen while a user's module runs
         raise OptionError(
-            f"cannot import {module_name!r} of model {reference!r}: {_in_short(error)}; "
+            f"cannot import {module_name!r} of model {reference!r}: {kind_and_line(error)}; "
             "name it 'package.module:Class' and start where Python finds the package"
         ) from error
     chosen = getattr(module, class_name, None)
@@ -89,10 +89,6 @@ def load_custom(reference: str, **options: object) -> BaseModel:
         raise
     except Exception as error:  # a user's constructor may throw anything
         raise OptionError(
-            f"cannot make model {reference!r}: {_in_short(error)}; its __init__ is given "
+            f"cannot make model {reference!r}: {kind_and_line(error)}; its __init__ is given "
             f"those of {', '.join(options)} that it names"
         ) from error
-
-
-def _in_short(error: Exception) -> str:
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

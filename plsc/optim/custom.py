@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from plsc.errors import OptionError, PlscError, did_you_mean
+from plsc.errors import OptionError, PlscError, did_you_mean, kind_and_line
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -33,7 +33,7 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
     except PlscError:
         raise
     except Exception as error:  # anything may happen while a user's module runs
-        said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        said = kind_and_line(error)
         raise OptionError(
             f"cannot import {module_name!r} of {option} {reference!r}: {said}; name it "
             "'package.module:function' and start where Python finds the package"

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from plsc.errors import OptionError, PlscError
+from plsc.errors import OptionError, PlscError, first_line
 from plsc.models.activation import PReLU
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
 
@@ -95,7 +95,7 @@ def measure(
     except PlscError:
         raise
     except Exception as error:  # whatever a network may do with its input
-        line = (str(error).strip().splitlines() or ["no message"])[0]
+        line = first_line(error)
         raise OptionError(
             f"the network cannot be planned, for it does not run without data: {type(error).__name__}: "
             f"{line[:200]}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -14,6 +12,7 @@ from plsc.models.base_model import use_channels_last
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.folding import fold_batch_norm
 from plsc.parallel.world import World
+from plsc.train.logs import print_on_main
 from plsc.train.precision import training_mode
 
 
@@ -80,7 +79,7 @@ def compiled(network: BaseModel, options: Options, world: World, global_batch: i
     """Return what computes a training step of the network: itself, or compiled if `speed.compile` is on."""
     if not options.speed.compile:
         return network
-    return CompiledNetwork(network, batch_sizes(options, world, global_batch), _say_on(world))
+    return CompiledNetwork(network, batch_sizes(options, world, global_batch), print_on_main(world))
 
 
 def batch_sizes(options: Options, world: World, global_batch: int) -> set[int]:
@@ -99,10 +98,6 @@ def evaluated(network: BaseModel, options: Options, world: World) -> BaseModel:
         return network
     folded = fold_batch_norm(network, options.model.image_shape)
     if isinstance(folded, str):
-        _say_on(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
+        print_on_main(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
         return network
     return folded
-
-
-def _say_on(world: World) -> Callable[[str], None]:
-    return lambda line: print(line, flush=True) if world.is_main else None

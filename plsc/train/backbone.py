@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.errors import OptionError
+from plsc.errors import OptionError, first_line
 from plsc.models import BaseModel
 from plsc.models.dry_run import count_calls
+from plsc.models.modes import evaluating
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.sharding import shard_network, whole_parameters
 from plsc.parallel.units import choose_units, match_units
@@ -71,20 +72,15 @@ def _try_sharded(network: BaseModel, options: Options, world: World) -> None:
         device=world.device,
         dtype=getattr(torch, options.runtime.dtype),
     )
-    training = [module for module in network.modules() if module.training]
-    network.eval()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            network(images, None, False)
-        with whole_parameters(network):
-            pass
+        with evaluating(network):
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                network(images, None, False)
+            with whole_parameters(network):
+                pass
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0]
         raise OptionError(
-            f"{type(network).__name__} cannot be sharded as it is: {type(error).__name__}: {first}; if a "
-            "layer's parameters are used while the layer around them does not run, name the units yourself "
-            "(parallel.shard_units), or set_backbone_parallel('replicated')"
+            f"{type(network).__name__} cannot be sharded as it is: {type(error).__name__}: "
+            f"{first_line(error)}; if a layer's parameters are used while the layer around them does not "
+            "run, name the units yourself (parallel.shard_units), or set_backbone_parallel('replicated')"
         ) from error
-    finally:
-        for module in training:
-            module.training = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,7 +26,7 @@ from plsc.train.checkpointing import adopt_options, check_save_dir
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.find import open_load_dir, open_to_resume
-from plsc.train.logs import RunLog
+from plsc.train.logs import RunLog, print_on_main
 from plsc.train.loop import Trainer
 from plsc.train.places import Places, open_places
 from plsc.train.precision import evaluation_context, look_up_lists, training_mode, use_lists
@@ -61,7 +61,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         differences += keep_global_batch(options, *checkpoint, world.size)
     run = build_run(options, world, user)
     run.resumed_from = checkpoint[0] if checkpoint else None
-    places = open_places(options, world, _print_if(world))
+    places = open_places(options, world, print_on_main(world))
     try:
         run.save_dir = places.local
         check_save_dir(run, places.store)
@@ -225,7 +225,3 @@ def _summary(run: Run) -> str:
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
     )
     return f"{text}\n{run.notes}" if run.notes else text
-
-
-def _print_if(world: World) -> Callable[[str], None]:
-    return print if world.is_main else lambda line: None

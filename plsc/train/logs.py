@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,9 +13,15 @@ from tqdm import tqdm
 
 from plsc.errors import TrainingError
 from plsc.evaluate.plots import plot_metrics
+from plsc.parallel.world import World
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
+
+
+def print_on_main(world: World) -> Callable[[str], None]:
+    """Return what prints a line on rank 0, and does nothing on the others."""
+    return lambda line: print(line, flush=True) if world.is_main else None
 
 
 class RunLog:

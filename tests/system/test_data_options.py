@@ -12,10 +12,10 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from plsc import Entry
 from plsc.checkpoint import read_manifest
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
+from tests.system.small_entry import entry
 
 JOB = Path(__file__).resolve().parents[1] / "distributed" / "job.py"
 pytestmark = pytest.mark.slow
@@ -49,23 +49,6 @@ def test_bad_samples_of_all_ranks_are_listed_once_and_the_steps_stay_equal(damag
     assert last["bad_samples"] == 2
     assert sum(metrics["skipped_images"] for metrics in metrics_of(save_dir)) >= 4
     assert read_manifest(save_dir / "1").step == last["step"]
-
-
-def entry(dataset, save_dir, **settings):
-    ins = Entry()
-    ins.set_seed(3)
-    ins.set_model_name("SmallResNet")
-    ins.set_emb_size(8)
-    ins.set_image_shape((3, 16, 16))
-    ins.set_dataset_dir(dataset)
-    ins.set_model_save_dir(save_dir)
-    ins.set_train_batch_size(12)
-    ins.set_train_epochs(1)
-    ins.set_log_period(1)
-    ins.set_with_test(False)
-    for name, value in settings.items():
-        getattr(ins, name)(value)
-    return ins
 
 
 def losses(dataset, save_dir, transform=None, **settings):

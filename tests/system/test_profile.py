@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from plsc import Entry
 from plsc.cli import main
 from plsc.errors import OptionError
 from plsc.marks import Part, set_recorder
@@ -19,6 +18,7 @@ from plsc.profiling.watch import TRACED
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.resuming import Drawing
+from tests.system import small_entry
 
 JOB = Path(__file__).resolve().parents[1] / "distributed" / "job.py"
 pytestmark = pytest.mark.slow
@@ -30,18 +30,7 @@ def dataset(tmp_path_factory):
 
 
 def entry(dataset, save_dir):
-    ins = Entry()
-    ins.set_seed(3)
-    ins.set_model_name("SmallResNet")
-    ins.set_emb_size(8)
-    ins.set_image_shape((3, 16, 16))
-    ins.set_dataset_dir(dataset)
-    ins.set_model_save_dir(save_dir)
-    ins.set_train_batch_size(12)
-    ins.set_train_epochs(1)
-    ins.set_log_period(1)
-    ins.set_num_workers(0)
-    return ins
+    return small_entry.entry(dataset, save_dir, set_num_workers=0, set_with_test=True)
 
 
 def events_of(path):

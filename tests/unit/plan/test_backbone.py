@@ -11,6 +11,7 @@ from plsc.options.optim import OptimOptions
 from plsc.plan import plan_backbone
 from plsc.plan.measure import MemoryCount
 from plsc.plan.network import backbone_transfers
+from tests.saved_tensors import kept_bytes
 
 BATCH = 16
 SMALL = {"image": (3, 32, 32), "embedding": 64, "batch": BATCH}
@@ -87,18 +88,8 @@ def test_activations_are_those_of_a_real_step(checkpoint, precision):
 def test_what_is_kept_is_what_autograd_saves():
     # Counted in another way: by the tensors that autograd is given to keep.
     network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
-    known = {tensor.untyped_storage()._cdata for tensor in network.state_dict().values()}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            saved[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = network(torch.randn(BATCH, 3, 32, 32))
-    kept = sum(storage.nbytes() for storage in saved.values())
+    images = torch.randn(BATCH, 3, 32, 32)
+    kept, output = kept_bytes(network, images, network.state_dict().values())
     planned = plan_backbone("SmallResNet", **SMALL)
     assert planned.kept == pytest.approx(kept + output.nbytes, rel=0.02)
 

@@ -1,0 +1,20 @@
+"""An Entry that trains a small network for an epoch."""
+
+from plsc import Entry
+
+
+def entry(dataset, save_dir, **settings):
+    ins = Entry()
+    ins.set_seed(3)
+    ins.set_model_name("SmallResNet")
+    ins.set_emb_size(8)
+    ins.set_image_shape((3, 16, 16))
+    ins.set_dataset_dir(dataset)
+    ins.set_model_save_dir(save_dir)
+    ins.set_train_batch_size(12)
+    ins.set_train_epochs(1)
+    ins.set_log_period(1)
+    ins.set_with_test(False)
+    for name, value in settings.items():
+        getattr(ins, name)(value)
+    return ins
