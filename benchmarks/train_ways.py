@@ -21,6 +21,7 @@ from plsc.data.batch import Batch
 from plsc.heads.initial import initial_rows
 from plsc.models import build_model
 from plsc.models.activation import PReLU
+from plsc.models.convolution import Conv2d
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.step import Step
@@ -215,10 +216,22 @@ def _with_torchs_layers(network: nn.Module) -> nn.Module:
     network = copy.deepcopy(network)
     for module in list(network.modules()):
         for name, child in module.named_children():
+            plain: nn.Module
             if isinstance(child, PReLU):
                 plain = nn.PReLU(child.num_parameters)
-                plain.load_state_dict(child.state_dict())
-                setattr(module, name, plain)
+            elif isinstance(child, Conv2d):
+                plain = nn.Conv2d(
+                    child.in_channels,
+                    child.out_channels,
+                    child.kernel_size,
+                    child.stride,
+                    child.padding,
+                    bias=False,
+                )
+            else:
+                continue
+            plain.load_state_dict(child.state_dict())
+            setattr(module, name, plain)
     return network
 
 

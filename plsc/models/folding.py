@@ -12,6 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from plsc.models.activation import PReLU
 from plsc.models.base_model import BaseModel
+from plsc.models.convolution import Conv2d
 from plsc.models.dropout import SampleDropout
 from plsc.models.modes import evaluating
 
@@ -74,7 +75,7 @@ class FoldedNetwork(BaseModel):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = (_BatchNorm, PReLU, SampleDropout)
+        ours = (_BatchNorm, Conv2d, PReLU, SampleDropout)
         return isinstance(m, ours) or super().is_leaf_module(m, module_qualified_name)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plsc.errors import OptionError
 from plsc.models.base_model import BaseModel
+from plsc.models.convolution import Conv2d
 from plsc.models.neck import (
     EmbeddingNeck,
     batch_norm,
@@ -35,9 +36,9 @@ DEPTHS = {
 }
 
 
-def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> Conv2d:
     """Return a convolution without bias that keeps the image's size, up to its stride."""
-    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 class ResidualBlock(nn.Module):

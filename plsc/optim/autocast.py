@@ -19,7 +19,11 @@ from plsc.options.precision import check_apart
 
 _NAMES_SHOWN = 12
 # Operators for which plsc has layers that compute them in another way, without calling torch's.
-_LAYERS: dict[str, type[nn.Module]] = {"batch_norm": _BatchNorm, "prelu": nn.PReLU}
+_LAYERS: dict[str, type[nn.Module]] = {
+    "batch_norm": _BatchNorm,
+    "conv2d": nn.Conv2d,
+    "prelu": nn.PReLU,
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,100 @@
+"""Convolution whose weights' gradient, over small feature maps, costs a processor a third of the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_FEW_CELLS = 49  # of an output map; measured by benchmarks/convolution.py
+
+
+class Conv2d(nn.Conv2d):
+    """`nn.Conv2d`; on a CPU in bfloat16 with another way to the weights' gradient over small maps.
+
+    oneDNN's kernels for that gradient walk over the cells of one image: with 2 x 2 to 7 x 7 of them the
+    processor's matrix units stay empty (3 % of their speed at 2 x 2). Here the patches that the kernel saw,
+    of all images, are laid out as the rows of one matrix, and the gradient is one product. Large maps would
+    make that matrix too large, in float32 there is little to win: both are torch's own, as is everything
+    with a bias, groups, dilation, or on another device.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the maps [b, out_channels, h', w'] of the images [b, in_channels, h, w]."""
+        if not (torch.is_grad_enabled() and self._is_ours(input)):
+            return super().forward(input)
+        # Cast here, where autograd sees it: within the function autocast would do so unseen.
+        input, weight = input.to(torch.bfloat16), self.weight.to(torch.bfloat16)
+        result: Tensor = _BySmallMaps.apply(input, weight, self.stride, self.padding)
+        return result
+
+    def _is_ours(self, input: Tensor) -> bool:
+        if input.device.type != "cpu" or input.ndim != 4:
+            return False
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+        else:
+            dtype = torch.promote_types(input.dtype, self.weight.dtype)
+        if dtype != torch.bfloat16 or isinstance(self.padding, str) or self.padding_mode != "zeros":
+            return False
+        height, width = (
+            (side + 2 * padding - kernel) // stride + 1
+            for side, padding, kernel, stride in zip(
+                input.shape[2:], self.padding, self.kernel_size, self.stride, strict=True
+            )
+        )
+        is_plain = self.bias is None and self.groups == 1 and self.dilation == (1, 1)
+        return is_plain and 0 < height * width <= _FEW_CELLS
+
+
+class _BySmallMaps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.stride, ctx.padding = stride, padding
+        return F.conv2d(input, weight, None, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        input, weight = ctx.saved_tensors
+        d_output = gradients[0]
+        d_input = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_input = torch.ops.aten.convolution_backward(
+                d_output, input, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1,
+                (True, False, False),
+            )[0]  # fmt: skip
+        if ctx.needs_input_grad[1]:
+            d_weight = weight_gradient(input, d_output, weight.shape[2:], ctx.stride, ctx.padding)
+        return d_input, d_weight, None, None
+
+
+def weight_gradient(
+    input: Tensor,
+    d_output: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+) -> Tensor:
+    """Return the gradient [O, C, kh, kw], stored channels last, of a convolution's weights as one product.
+
+    input: [b, C, h, w]; d_output: of the output, [b, O, h', w'].
+    """
+    outputs, channels = d_output.shape[1], input.shape[1]
+    rows = d_output.permute(0, 2, 3, 1).reshape(-1, outputs)  # a cell of the output each
+    patches = _patches(input, kernel, stride, padding)
+    return (rows.t() @ patches).view(outputs, *kernel, channels).permute(0, 3, 1, 2)
+
+
+def _patches(
+    input: Tensor, kernel: tuple[int, ...], stride: tuple[int, int], padding: tuple[int, int]
+) -> Tensor:
+    """Return what each cell of the output sees, [b h' w', kh kw C], channels innermost."""
+    (down, right), (high, wide) = padding, kernel
+    cells = F.pad(input.permute(0, 2, 3, 1), (0, 0, right, right, down, down))
+    seen = cells.unfold(1, high, stride[0]).unfold(2, wide, stride[1])  # [b, h', w', C, kh, kw]
+    return seen.permute(0, 1, 2, 4, 5, 3).reshape(-1, high * wide * input.shape[1])

@@ -1,0 +1,134 @@
+"""Our convolution is torch's, but for the time of its weights' gradient over small maps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.models.convolution import Conv2d
+from plsc.optim.autocast import PrecisionLists, apply_lists
+
+LAYERS = [
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 3, "padding": 1, "stride": 2},
+    {"kernel_size": 1, "stride": 2},
+    {"kernel_size": (3, 1), "padding": (2, 0), "stride": (1, 3)},
+    {"kernel_size": (2, 5), "padding": (0, 2), "stride": (3, 1)},
+]
+
+
+def gradients(layer: nn.Module, x: torch.Tensor):
+    layer.zero_grad()
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=layer.weight.dtype == torch.float32):
+        y = layer(x)
+    torch.manual_seed(1)
+    y.backward(torch.randn(y.shape).to(y.dtype))
+    return y, x.grad, layer.weight.grad
+
+
+def alike(layer: Conv2d) -> nn.Conv2d:
+    plain = nn.Conv2d(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size,
+        layer.stride,
+        layer.padding,
+        bias=False,
+    )
+    plain.load_state_dict(layer.state_dict())
+    return plain
+
+
+def is_ours(y: torch.Tensor) -> bool:
+    return type(y.grad_fn).__name__ == "_BySmallMapsBackward"
+
+
+@pytest.mark.parametrize("with_autocast", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_the_weights_gradient_is_the_convolutions_and_all_else_to_the_bit(
+    options, layout, with_autocast
+):
+    torch.manual_seed(0)
+    layer = Conv2d(6, 10, bias=False, **options).to(memory_format=layout)
+    x = torch.randn(5, 6, 6, 7).bfloat16().float().contiguous(memory_format=layout)
+    layer.weight.data = layer.weight.data.bfloat16().float()
+    exact = gradients(alike(layer).double(), x.double())[2]
+    plain = alike(layer).to(memory_format=layout)
+    if not with_autocast:
+        layer, plain, x = layer.bfloat16(), plain.bfloat16(), x.bfloat16()
+    mine, theirs = gradients(layer, x), gradients(plain, x)
+    assert is_ours(mine[0])
+    assert not is_ours(theirs[0])
+    assert torch.equal(mine[0], theirs[0])
+    assert torch.equal(mine[1], theirs[1])
+    assert mine[1].dtype == x.dtype
+    assert mine[2].dtype == layer.weight.dtype
+    assert mine[2].shape == layer.weight.shape
+    # the products of 16-bit numbers are summed in 32 bits, and rounded once to 8 bits
+    assert (mine[2].double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_over_large_maps_and_in_all_other_cases_it_is_torchs():
+    x = torch.randn(2, 4, 7, 7)
+    cases = {
+        "large": (Conv2d(4, 8, 3, padding=2, bias=False), x),
+        "bias": (Conv2d(4, 8, 3), x),
+        "groups": (Conv2d(4, 8, 3, groups=2, bias=False), x),
+        "dilation": (Conv2d(4, 8, 3, dilation=2, bias=False), x),
+        "a word": (Conv2d(4, 8, 3, padding="same", bias=False), x),
+        "mirrored": (Conv2d(4, 8, 3, padding=1, padding_mode="reflect", bias=False), x),
+        "one image": (Conv2d(4, 8, 3, bias=False), x[0]),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        for name, (layer, input) in cases.items():
+            assert not is_ours(layer(input)), name
+        small = Conv2d(4, 8, 3, padding=1, bias=False)
+        assert is_ours(small(x))
+        with torch.no_grad():
+            assert small(x).grad_fn is None
+    assert not is_ours(small(x))  # float32
+    assert not is_ours(small.double()(x.double()))
+    with pytest.raises(RuntimeError, match="Kernel size"):
+        small.bfloat16()(torch.zeros(1, 4, 0, 0, dtype=torch.bfloat16))
+
+
+def test_frozen_weights_and_images_have_no_gradient():
+    x = torch.randn(2, 4, 5, 5)
+    layer = Conv2d(4, 8, 3, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()  # as the first layer of a network does
+        assert layer.weight.grad is not None
+        layer.weight.requires_grad_(False).grad = None
+        x.requires_grad_()
+        y = layer(x)
+    assert is_ours(y)
+    y.sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is None
+
+
+def test_a_bad_number_stays_bad():
+    layer = Conv2d(4, 8, 3, bias=False)
+    x = torch.randn(2, 4, 5, 5)
+    x[0, 0, 0, 0] = float("inf")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.sum().backward()
+    assert not torch.isfinite(y).all()
+    assert not torch.isfinite(layer.weight.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("white", "black", "expected"), [(["conv2d"], [], True), ([], ["conv2d"], False)]
+)
+def test_it_follows_the_lists_of_operators(white, black, expected):
+    network = nn.Sequential(Conv2d(4, 8, 3, bias=False), nn.Identity())
+    lists = PrecisionLists.look_up(network, white, black)
+    apply_lists(network, lists, torch.bfloat16, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = network(torch.randn(2, 4, 5, 5))
+    assert y.dtype == (torch.bfloat16 if expected else torch.float32)
+    assert is_ours(y) == expected
