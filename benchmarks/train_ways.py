@@ -23,6 +23,7 @@ from plsc.models import build_model
 from plsc.models.activation import PReLU
 from plsc.models.convolution import Conv2d
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.step import Step
 
@@ -170,8 +171,8 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
 
     def make() -> Any:
         batch = next(batches)
-        world.agree_max(0, 0, 0)  # as the loop does
-        made = step.make(batch, False)
+        sizes = agree(world, batch, case.classes).sizes  # as the loop does
+        made = step.make(batch, sizes, False)
         run.position.advance(made.is_skipped)
         step.losses.read(False)
         return made.output.mean_loss

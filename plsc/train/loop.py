@@ -15,6 +15,7 @@ from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.signals import StopSignal
 from plsc.train.advice import WorkerAdvice
+from plsc.train.agreement import agree
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
@@ -99,21 +100,19 @@ class Trainer:
                 with mark(Part.DATA):
                     batch = next(batches, None)
                 window.batch_arrived()
-                # One small collective a step: was anybody told to stop, has anybody's reader ended, is
-                # anybody still writing a checkpoint?
-                signal_number, ended, is_saving = run.world.agree_max(
-                    stop.number, int(batch is None), int(not self._saver.is_done())
+                agreed = agree(
+                    run.world, batch, run.head.class_num, stop.number, not self._saver.is_done()
                 )
-                if not is_saving:
+                if not agreed.is_saving:
                     self._saver.settle()
-                if signal_number:
-                    self._save_and_stop(signal_number)
-                if ended or batch is None:
+                if agreed.signal:
+                    self._save_and_stop(agreed.signal)
+                if agreed.has_ended or batch is None:
                     self._check_epoch()
                     position.next_epoch()
                     break
                 is_logged = self._is_logged()
-                made = self._step.make(batch, is_logged)
+                made = self._step.make(batch, agreed.sizes, is_logged)
                 self._bad_samples.note(batch.problems)
                 position.advance(made.is_skipped)
                 window.end_step(made.output.batch, batch.skipped)
