@@ -19,6 +19,7 @@ COLLAPSED = 0.95
 A plain convolutional network without batch norm, trained with ArcFace from scratch, went over 0.998 and
 to chance in verification while its loss kept falling; a healthy one stays well below 0.5.
 """
+SLOW_STEP = 10.0  # seconds
 _COLLAPSE_GRACE_STEPS = 20  # an untrained network may start out there
 
 
@@ -52,6 +53,16 @@ def collapse_warning(step: int, mean_cosine: float | None) -> str | None:
         f"warning: at step {step} the mean cosine between embeddings of different samples is "
         f"{mean_cosine:.3f}: the network is collapsing, and verification goes to chance though the "
         "loss may fall; add batch norm, lower the learning rate, or warm up"
+    )
+
+
+def slow_start(seconds: float, log_period: int) -> str | None:
+    """Return a line for who waits for the first log line, if the first step took long."""
+    if seconds < SLOW_STEP:
+        return None
+    return (
+        f"the first step took {seconds:.0f} s; a line is logged every {log_period} steps (set_log_period), "
+        "and at the end of each epoch"
     )
 
 

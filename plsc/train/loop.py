@@ -19,7 +19,7 @@ from plsc.train.agreement import agree
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.guards import collapse_warning, epoch_warning, interrupted
+from plsc.train.guards import collapse_warning, epoch_warning, interrupted, slow_start
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
 from plsc.train.result import TrainResult
@@ -64,6 +64,7 @@ class Trainer:
         self._is_length_told = False
         self._options = run.options.train
         self._position = run.position
+        self._first_step = run.position.step + 1
         self._bad_samples = BadSampleReport(
             run.world, run.save_dir, log, run.options.data.bad_images
         )
@@ -119,8 +120,11 @@ class Trainer:
                 advice = self._watch.end_step(
                     batch, made.output.batch, position.step_in_epoch, window.wait, window.step
                 )
-                if advice:
-                    self._log.say(advice)
+                slow = None
+                if position.step == self._first_step and not is_logged:
+                    slow = slow_start(window.step, self._options.log_period)
+                for line in filter(None, (slow, advice)):
+                    self._log.say(line)
                 self._read_losses(everything=is_logged)
                 del batch  # its memory is used again for the next one
                 with mark(Part.LOGGING):

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.checkpointing import checkpoint_activations
+from plsc.models.modes import use_torchs_layers
 from plsc.optim.factory import build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.plan import plan_backbone
@@ -77,6 +78,7 @@ def test_operations_are_those_that_torch_counts_in_a_real_step(checkpoint):
 @pytest.mark.parametrize("checkpoint", ["none", "all"])
 def test_activations_are_those_of_a_real_step(checkpoint, precision):
     network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
+    use_torchs_layers(network)
     checkpoint_activations(network, checkpoint)
     with MemoryCount(network) as count:
         kept = real_step(network, count, torch.bfloat16 if precision == "bf16" else None)

@@ -10,7 +10,7 @@ from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run, check_combinations
-from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
+from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
 from plsc.train.logs import RunLog
 from plsc.train.state import Position
 from tests.images import write_dataset
@@ -31,6 +31,13 @@ def test_collapse_is_warned_of_once_training_has_begun():
     assert collapse_warning(100, 0.4) is None
     assert collapse_warning(5, 0.99) is None  # an untrained network may start out there
     assert "collapsing" in collapse_warning(100, 0.998)
+
+
+def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():
+    assert slow_start(0.5, 200) is None
+    assert slow_start(64.2, 200).startswith(
+        "the first step took 64 s; a line is logged every 200 steps"
+    )
 
 
 def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
