@@ -23,6 +23,10 @@ from torch.utils.flop_counter import flop_registry
 from plsc.errors import OptionError, PlscError, first_line
 from plsc.models.activation import PReLU
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
+from plsc.models.convolution import Conv2d
+
+_TORCHS: dict[type[nn.Module], type[nn.Module]] = {PReLU: nn.PReLU, Conv2d: nn.Conv2d}
+# Layers of ours that compute in another way on a CPU, and what they are elsewhere: that is planned.
 
 Work = tuple[int, int]
 """An operator's floating-point operations, and the bytes that it reads and writes."""
@@ -76,10 +80,9 @@ def measure(
     except PlscError:
         network = build().train()  # a constructor may want real numbers
     for module in network.modules():
-        if isinstance(
-            module, PReLU
-        ):  # on a CPU it asks for its slope's value; elsewhere it is torch's
-            module.forward = partial(nn.PReLU.forward, module)  # type: ignore[method-assign]
+        for ours, theirs in _TORCHS.items():
+            if isinstance(module, ours):
+                module.forward = partial(theirs.forward, module)  # type: ignore[method-assign]
     checkpoint_activations(network, checkpoint, every)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
