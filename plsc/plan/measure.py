@@ -82,7 +82,7 @@ def measure(
     for module in network.modules():
         for ours, theirs in _TORCHS.items():
             if isinstance(module, ours):
-                module.forward = partial(theirs.forward, module)  # type: ignore[method-assign]
+                module.forward = partial(theirs.forward, module)
     checkpoint_activations(network, checkpoint, every)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):

@@ -114,8 +114,8 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     assert idle_note(options) == (
         "note: set, but without effect in this run: optim.decay_power (optim.schedule is cosine), "
         "optim.clip_scope (optim.clip_norm is 0), memory.checkpoint_every (memory.checkpoint_stages is "
-        "none), parallel.shard_size (parallel.backbone is replicated), precision.black_list (precision.mode is "
-        "float32), precision.decr_ratio (precision.mode is float32)"
+        "none), parallel.shard_size (parallel.backbone is replicated), precision.black_list (precision.mode "
+        "is float32), precision.decr_ratio (precision.mode is float32)"
     )
     for path, value in {
         "head.optimizer": "adagrad", "optim.schedule": "step", "optim.clip_norm": 1.0,
