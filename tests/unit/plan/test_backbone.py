@@ -158,6 +158,8 @@ def test_buckets_hold_every_gradient_once():
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32, fp32"),
         ({"image": 30}, "image_shape is"),
         ({"micro_batches": 0}, "micro_batches is 0; expected a whole number, 1 or more"),
+        ({"micro_batches": BATCH + 1}, "micro_batches is 17, but a rank has a batch of 16"),
+        ({"backbone_optimizer": "a.b:c"}, "a factory cannot be planned: name the one of sgd, adam"),
         ({"checkpoint": "layer1"}, "'layer1', which fits no module of SmallResNet"),
         ({"backbone_optimizer": "sdg"}, "optim.optimizer is 'sdg'"),
         ({"backbone_shards": 3, "ranks": 4}, "backbone_shards is 3; expected a divisor of the 4"),
