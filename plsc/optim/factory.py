@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,12 @@ from plsc.errors import OptionError, PlscError, suggest
 from plsc.optim.groups import L1_DECAY, LR_FACTOR
 from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
+from plsc.options.optimizer_table import (
+    OPTIMIZERS,
+    RESERVED,
+    OptimizerKind,
+    check_named_arguments,
+)
 from plsc.parallel.sharding import split_rows
 
 Groups = Sequence[dict[str, Any]]
@@ -57,7 +63,12 @@ def build_optimizer(
         )
     arguments |= implementation_flags(options, kind, device, sharded)
     what = f"optim.optimizer {options.optimizer}"
-    optimizer = _make(getattr(torch.optim, kind.class_name), what, groups, arguments)
+    make = getattr(torch.optim, kind.class_name)
+    known = set(inspect.signature(make).parameters) - {*RESERVED, *kind.takes}
+    unknown = next((name for name in options.optimizer_arguments or {} if name not in known), None)
+    if unknown is not None:
+        raise OptionError(f"{what} has no argument {unknown!r}; {suggest(unknown, known)}")
+    optimizer = _make(make, what, groups, arguments)
     _check_settings(optimizer, groups, what)
     return _finished(optimizer)
 

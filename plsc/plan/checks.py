@@ -25,8 +25,9 @@ def one_of(name: str, value: str, known: Iterable[str]) -> str:
 
 def above_zero(name: str, value: float | None) -> float | None:
     """Return a rate, or None; OptionError if it is not a finite number above 0."""
-    if value is not None and not 0 < value < math.inf:
-        raise OptionError(f"{name} is {value}; expected a number above 0")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise OptionError(f"{name} is {value!r}; expected a number above 0")
     return value
 
 
