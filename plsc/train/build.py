@@ -30,7 +30,7 @@ from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 from plsc.train.acceleration import check_speed, compiled, lay_out
-from plsc.train.backbone import shard_size, spread_backbone
+from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
@@ -172,7 +172,10 @@ def _build_trained_network(
 ) -> tuple[BaseModel, Assignment, SampleNumbers]:
     """Return the backbone as it is trained, what is to become of each of its parameters, and what tells its
     dropout layers the samples."""
-    network = build_network(options, world, custom)
+    # What is split comes to its device in parts, see `spread_backbone`.
+    is_split = will_be_sharded(options, world.size)
+    place = torch.device("cpu") if is_split else world.device
+    network = build_network(options, world, custom, place)
     _undo_earlier_run(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
@@ -180,7 +183,7 @@ def _build_trained_network(
     # By names and types of the plain network: what follows replaces modules.
     assignment = assign_parameters(network, options.optim)
     if options.model.sync_batch_norm:
-        synchronise_batch_norm(network, world.backbone_group)
+        synchronise_batch_norm(network, world.backbone_group, world.device)
     freeze(network, assignment.frozen)
     samples = draw_by_sample(network)
     use_lists(network, lists, options, world.device)
@@ -239,8 +242,13 @@ def global_batch_size(options: Options, ranks: int) -> int:
     return options.train.global_batch_size or options.train.batch_size * ranks
 
 
-def build_network(options: Options, world: World, custom: BaseModel | None) -> BaseModel:
-    """Return the backbone on its device, checked with a dry run; its weights follow the seed."""
+def build_network(
+    options: Options, world: World, custom: BaseModel | None, place: torch.device | None = None
+) -> BaseModel:
+    """Return the backbone, checked with a dry run; its weights follow the seed.
+
+    place: where it is put; by default on the rank's device, where it will compute.
+    """
     torch.manual_seed(options.train.seed)
     model = custom
     if model is not None and is_sharded(model):
@@ -256,7 +264,7 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
             dropout=options.model.dropout,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
-    model = model.to(world.device, getattr(torch, options.runtime.dtype))
+    model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)
     return model
 

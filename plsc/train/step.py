@@ -12,10 +12,11 @@ from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.marks import Part, mark, mark_backward
 from plsc.optim.autocast import autocast
-from plsc.optim.factory import set_rates
+from plsc.optim.factory import cannot_update_sharded, set_rates
 from plsc.optim.precision import scale_gradient, unscale
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
+from plsc.parallel.sharding import is_sharded
 from plsc.train.build import Run
 from plsc.train.clipping import clip_gradients
 from plsc.train.losses import LossReader
@@ -48,6 +49,7 @@ class Step:
         self._mode = training_mode(run.options, run.world.device)
         self.losses = LossReader(run.world, run.save_dir, run.world.device.type == "cuda")
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
+        self._has_updated = False
 
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Make one update, or skip it; its loss is then in `losses`.
@@ -145,10 +147,23 @@ class Step:
         with mark(Part.CLIPPING):
             clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
         with mark(Part.OPTIMIZER):
-            run.optimizer.step()
+            self._update_backbone()
         if run.rows is not None:
             with mark(Part.HEAD_ROWS):
                 run.rows.step(clip=clip)
+
+    def _update_backbone(self) -> None:
+        """Let the optimizer make its step. Raises OptionError if it cannot where the backbone is sharded."""
+        run = self._run
+        try:
+            run.optimizer.step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # one of torch's, or of a user's, and of many kinds
+            if self._has_updated or not is_sharded(run.network):
+                raise
+            raise cannot_update_sharded(run.options.optim.optimizer, error) from error
+        self._has_updated = True
 
     def _skip(self) -> None:
         """Leave everything as it was before the step: the rows of the heads, and all running statistics."""
