@@ -20,6 +20,7 @@ from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.freezing import freeze
 from plsc.models.initial import initialise_by_rule
 from plsc.models.sync_batch_norm import synchronise_batch_norm
+from plsc.models.tensors import prepare_tensors, refuse_sparse_gradients
 from plsc.optim.factory import Factory
 from plsc.optim.groups import Assignment, assign_parameters
 from plsc.optim.precision import LossScaler
@@ -171,6 +172,8 @@ def _build_trained_network(
 ) -> tuple[BaseModel, Assignment]:
     """Return the backbone as it is trained, and what is to become of each of its parameters."""
     network = build_network(options, world, custom)
+    if ":" not in options.optim.optimizer:
+        refuse_sparse_gradients(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
     initialise_by_rule(network, rules, options.train.seed)
@@ -245,6 +248,7 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
             dropout=options.model.dropout,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
+    prepare_tensors(model)
     model = model.to(world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)
     return model
