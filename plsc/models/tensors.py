@@ -32,7 +32,7 @@ def prepare_tensors(network: nn.Module) -> None:
 
 
 def refuse_sparse_gradients(network: nn.Module) -> None:
-    """Raise OptionError for a layer whose gradients are sparse: the named optimizers' steps want dense ones."""
+    """Raise OptionError for a layer whose gradients are sparse: named optimizers want dense ones."""
     for name, module in network.named_modules():
         if isinstance(module, _LOOKUPS) and module.sparse:
             raise OptionError(
