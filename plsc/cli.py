@@ -93,7 +93,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         verbs.add_subcommand(name, ArgumentParser(exit_on_error=False), help=meaning)
     try:
         return parser.parse_args(arguments, defaults=False)
-    except ArgumentError as error:
+    except (ArgumentError, OverflowError) as error:  # the latter: a number that no float can hold
         called = next((word for word in arguments if word in (*_VERBS, "plan")), "")
         flags = _plan_flags() if called == "plan" else option_flags()
         program = f"plsc {called}".rstrip()

@@ -55,8 +55,8 @@ class BaseModel(nn.Module):
 
         ``is_train`` is ``self.training`` if not given.
         """
-        first = next(self.parameters(), None)
-        if first is not None and first.is_floating_point():
+        first = next((p for p in self.parameters() if p.is_floating_point()), None)
+        if first is not None:
             input = input.to(first.dtype, memory_format=self.input_layout)
         return self.build_network(input, label, self.training if is_train is None else is_train)
 

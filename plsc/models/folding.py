@@ -131,7 +131,7 @@ def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
 
 def _difference(network: BaseModel, other: BaseModel, image_shape: Sequence[int]) -> float:
     """Return how far apart the embeddings of two noise images are, as a part of the largest number."""
-    first = next(network.parameters())
+    first = next(p for p in network.parameters() if p.is_floating_point())
     noise = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     noise = noise.to(first.device, first.dtype)
     with torch.inference_mode(), torch.autocast(first.device.type, enabled=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ def build_custom(
         )
     _check_settings(optimizer, groups, what)
     _check_fused(optimizer, what)
+    _check_step(optimizer, what)
     return _finished(optimizer)
 
 
@@ -218,6 +220,22 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
                     f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
                     "are given"
                 )
+
+
+def _check_step(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Refuse an optimizer that wants the loss again within a step, and rates that are none."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"{what} returned a {type(optimizer).__name__}, whose step wants a closure that computes the "
+            "loss again; a step here has one pass"
+        )
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is not None and not 0 <= float(rate) < math.inf:
+            raise OptionError(
+                f"{what} gave a group the learning rate {float(rate)}; expected a finite number of 0 or more"
+            )
 
 
 def _group_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.freezing import freeze, thaw
 from plsc.models.initial import initialise_by_rule
 from plsc.models.sync_batch_norm import synchronise_batch_norm
+from plsc.models.tensors import prepare_tensors, refuse_sparse_gradients
 from plsc.optim.autocast import remove_lists
 from plsc.optim.factory import Factory
 from plsc.optim.groups import Assignment, assign_parameters
@@ -176,6 +177,8 @@ def _build_trained_network(
     is_split = will_be_sharded(options, world.size)
     place = torch.device("cpu") if is_split else world.device
     network = build_network(options, world, custom, place)
+    if ":" not in options.optim.optimizer:
+        refuse_sparse_gradients(network)
     _undo_earlier_run(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
@@ -264,6 +267,7 @@ def build_network(
             dropout=options.model.dropout,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
+    prepare_tensors(model)
     model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)
     return model
