@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
@@ -16,6 +17,7 @@ from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
 from plsc.train.idle import idle_note
+from plsc.train.job import run_training
 from plsc.train.logs import RunLog
 from plsc.train.state import Position
 from plsc.train.step import Step
@@ -31,6 +33,39 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     assert "images/0.jpg (label.txt:1)" in text
     assert "and 2 more" in text
     assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
+
+
+class _Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+class Overflowing(BaseModel):
+    """Its third backward pass overflows; no loss tells, for the run ends there."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+        self.passes = 0
+
+    def build_network(self, input, label, is_train=True):
+        self.passes += is_train
+        x = self.fc(input.flatten(1))
+        return _Endless.apply(x) if self.passes == 3 else x
+
+
+@pytest.mark.parametrize("when", [{"train__steps": 3}, {"checkpoint__every_n_steps": 3}], ids=str)
+def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
+    every = {"checkpoint__asynchronous": False, "train__with_test": False, "train__epochs": 3}
+    options = options_for(dataset, tmp_path, train__batch_size=3, **every, **when)
+    with pytest.raises(TrainingError, match=r"fc\.bias and 1 more of the network .* after step 3"):
+        run_training(options, World.single(), UserParts(model=Overflowing()))
+    assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
 
 
 def test_collapse_is_warned_of_once_training_has_begun():
