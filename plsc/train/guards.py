@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plsc.errors import TrainingError, TrainingInterrupted
+from plsc.errors import TrainingError, TrainingInterrupted, as_worded
 from plsc.parallel.sharding import local_part
 from plsc.parallel.world import World
 from plsc.train.state import Position
@@ -88,8 +88,8 @@ def slow_start(seconds: float, log_period: int) -> str | None:
     """Return a line for who waits for the first log line, if the first step took long."""
     if seconds < SLOW_STEP:
         return None
-    return (
-        f"the first step took {seconds:.0f} s; a line is logged every {log_period} steps (set_log_period), "
+    return as_worded(
+        f"the first step took {seconds:.0f} s; a line is logged every {log_period} steps (set_log_period()), "
         "and at the end of each epoch"
     )
 
@@ -101,6 +101,14 @@ def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
     return (
         f"warning: epoch {epoch} of the reader had {steps} steps, but {expected} were expected; warm-up, log "
         "lines and resuming count with these: correct set_train_image_num"
+    )
+
+
+def nothing_left(step: int, epoch: int) -> str:
+    """Return a line for a run that is over before its first step."""
+    return as_worded(
+        f"nothing is left to train: {step} steps and {epoch} epoch{'s' * (epoch != 1)} were made already; to "
+        "go on, raise set_train_epochs() or set_train_steps()"
     )
 
 

@@ -23,6 +23,7 @@ from plsc.train.guards import (
     collapse_warning,
     epoch_warning,
     interrupted,
+    nothing_left,
     slow_start,
     stop_at_bad_weights,
 )
@@ -84,8 +85,10 @@ class Trainer:
         Raises TrainingError for a loss that is not finite, TrainingInterrupted after SIGINT or SIGTERM,
         once the state has been saved; DataError and CheckpointError from below.
         """
+        if self._is_over():
+            self._log.say(nothing_left(self._position.step, self._position.epoch))
         with StopSignal(self._options.stop_deadline) as stop:
-            while self._position.epoch < self._options.epochs and not self._made_all_steps():
+            while not self._is_over():
                 self._train_epoch(stop)
                 self._end_epoch()
             self._result.unsent = self._saver.close()
@@ -173,9 +176,8 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Evaluate, save and plot."""
         self._evaluate()
-        every, options = self._run.options.checkpoint.every_n_epochs, self._options
-        is_last = self._position.epoch >= options.epochs or self._made_all_steps()
-        if is_last or (every and self._position.epoch % every == 0):
+        every = self._run.options.checkpoint.every_n_epochs
+        if self._is_over() or (every and self._position.epoch % every == 0):
             self._save()
         self._log.plot()
         self._bad_samples.say()
@@ -289,6 +291,9 @@ class Trainer:
         period, position = self._options.test_period, self._position
         is_end = position.step_in_epoch == self._run.loader.steps_per_epoch
         return period > 0 and position.step % period == 0 and not is_end
+
+    def _is_over(self) -> bool:
+        return self._position.epoch >= self._options.epochs or self._made_all_steps()
 
     def _made_all_steps(self) -> bool:
         return self._options.steps is not None and self._position.step >= self._options.steps
