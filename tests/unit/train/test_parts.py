@@ -133,7 +133,7 @@ def dataset(tmp_path_factory):
         ({"model__name": "no_such_package:Net"}, "no_such_package"),
         ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no margin"),
         ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no scale"),
-        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 ranks makes 4"),
+        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank makes 4"),
     ],
 )
 def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, changes, expected):
