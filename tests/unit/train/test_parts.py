@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,18 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     assert "images/0.jpg (label.txt:1)" in text
     assert "and 2 more" in text
     assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "is_late"),
+    [("cpu", {}, False), ("cuda", {}, True), ("cuda", {"speed__late_losses": False}, False)],
+)
+def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(
+    device, changes, is_late, dataset, tmp_path
+):
+    run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
+    run.world = SimpleNamespace(device=torch.device(device))
+    assert Step(run).losses.is_late == is_late
 
 
 class _Endless(torch.autograd.Function):
