@@ -67,8 +67,8 @@ def stop_at_bad_weights(world: World, position: Position, network: nn.Module) ->
     found = sorted({name for names in world.all_gather_object(mine) for name in names})
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     raise TrainingError(
-        f"{found[0]}{more} of the network have a nan or inf after step {position.step}, though no loss was: a "
-        "gradient overflowed. Nothing of it is saved; lower the learning rate, warm up or look at the "
+        f"{found[0]}{more} of the network have a nan or inf after step {position.step}, though no loss was: "
+        "a gradient overflowed. Nothing of it is saved; lower the learning rate, warm up or look at the "
         "network's backward pass, and resume from the last checkpoint"
     )
 

@@ -128,10 +128,13 @@ class Saver:
             return True
         if not self._has_told:
             self._has_told = True
-            self._log.say(
-                f"a copy of {in_words(size_of(state))} does not fit into this machine's memory beside the "
-                "rows: training waits while a checkpoint is written"
+            why = (
+                "no copy is made of offloaded rows"
+                if self._run.options.head.offload
+                else f"a copy of {in_words(size_of(state))} does not fit into this machine's memory "
+                "beside the rows"
             )
+            self._log.say(f"{why}: training waits while a checkpoint is written")
         return False
 
     def is_done(self) -> bool:

@@ -311,10 +311,12 @@ def check_factories(world: World, dataset: Path, folder: Path) -> None:
             continue
         run = build_run(options, world, user)
         run.network.train()
+        batch = next(iter(run.loader.epoch(0)))
+        sizes = agree(world, batch, run.head.class_num).sizes
+        step = Step(run)
         said = r"^the optimizer users:factory cannot update a sharded backbone: NotImplementedError: .*"
         with pytest.raises(OptionError, match=said + r"set_backbone_parallel\('replicated'\)$"):
-            batch = next(iter(run.loader.epoch(0)))
-            Step(run).make(batch, agree(world, batch, run.head.class_num).sizes, False)
+            step.make(batch, sizes, False)
     if world.is_main:
         print("factories: refused in a line", flush=True)
 

@@ -17,9 +17,9 @@ from plsc.parallel.world import World
 from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
-from plsc.train.idle import idle_note
 from plsc.train.job import run_training
 from plsc.train.logs import RunLog
+from plsc.train.notes import batch_note, idle_note, threads_note
 from plsc.train.state import Position
 from plsc.train.step import Step
 from tests.images import write_dataset
@@ -245,9 +245,17 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
 
 def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
-    with pytest.raises(OptionError, match="batch of 1 images over 1 ranks"):
+    with pytest.raises(
+        OptionError, match=r"the last batch of 1 image leaves fewer .*; use set_last_batch"
+    ):
         build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 3)
     options.set("data.last_batch", "pad")
+    with pytest.raises(
+        OptionError, match=r"a batch of 4 images in 3 micro-batches .* or fewer micro-batches$"
+    ):
+        build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 1)
     assert build_run(options, World.single(), UserParts()).total_steps == 3 * options.train.epochs
 
 
@@ -261,6 +269,9 @@ def test_more_ranks_than_global_batch_is_refused():
 def test_a_wrong_image_count_and_too_few_classes_are_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__train_image_num=5)
     with pytest.raises(OptionError, match="has 9 images"):
+        build_run(options, World.single(), UserParts())
+    options = options_for(dataset, tmp_path, head__class_num=1)
+    with pytest.raises(OptionError, match=r"class_num is 1; .* labels go up to 2"):
         build_run(options, World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=2)
     with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
@@ -295,3 +306,14 @@ def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
     for again, before in zip(first_weight(1), first_weight(1), strict=True):
         assert again.equal(before)
     assert not first_weight(2)[1].equal(first_weight(1)[1])
+
+
+def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
+    assert batch_note(128, 128) == batch_note(128, None) == ""
+    assert "a step takes 1000 images, and the set has 128: it shows them 7.8 times" in batch_note(
+        1000, 128
+    )
+    options = Options()
+    assert threads_note(options) == ""
+    options.set("runtime.cpu_threads", 10_000)
+    assert "runtime.cpu_threads is 10000, but this process may use" in threads_note(options)

@@ -224,7 +224,7 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
     ("arguments", "said"),
     [
         ({"use_fp16": 1}, "use_fp16 is 1; expected True or False"),
-        ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected between 1 and 1.67"),
+        ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected between 1 and 16777216"),
         ({"init_loss_scaling": 2.0**25}, "expected between 1 and"),
         ({"init_loss_scaling": math.nan}, "init_loss_scaling is nan"),
         ({"incr_every_n_steps": 0}, "incr_every_n_steps is 0; expected at least 1"),
