@@ -313,5 +313,6 @@ def _check_batch_norm(
     split = f" in {' and '.join(parts)}" if parts else ""
     raise OptionError(
         f"{'the last' if is_short_end else 'a'} batch of {smallest} image{'s' * (smallest != 1)}{split} "
-        f"leaves fewer than 2 at once, from which batch norm cannot take statistics; use {', or '.join(remedies)}"
+        f"leaves fewer than 2 at once, from which batch norm cannot take statistics; use "
+        f"{', or '.join(remedies)}"
     )
