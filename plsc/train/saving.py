@@ -231,7 +231,7 @@ class Saver:
 
 
 def retention_of(run: Run) -> Retention:
-    """Return which of the run's checkpoints are kept. Raises OptionError for a metric that none would have."""
+    """Return which checkpoints are kept. Raises OptionError for a metric that none of the run would have."""
     options = run.options.checkpoint
     known = [*(f"{target.name} accuracy" for target in run.targets), "loss"]
     metric = known[0] if options.monitor is None else options.monitor

@@ -277,7 +277,7 @@ def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
         options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
     )
     with pytest.raises(
-        OptionError, match="monitor is 'accuracy', which no checkpoint .*known: loss"
+        OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"
     ):
         retention_of(run)
     run.options.set("checkpoint.monitor", "loss")
