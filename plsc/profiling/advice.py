@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from plsc.errors import as_worded
+from plsc.errors import OptionError, as_worded
 from plsc.marks import Part
 from plsc.profiling.result import ProfileResult, RankTimes
 from plsc.train.advice import advise
-from plsc.train.build import Run
+from plsc.train.build import Run, check_combinations
 from plsc.train.precision import head_products
 
 _MUCH_HEAD = 0.4
@@ -98,11 +100,22 @@ def _ways_of_backbone(run: Run, ranks: Sequence[RankTimes]) -> Iterator[str]:
     threads, free = torch.get_num_threads(), mine.cores // beside
     if run.world.device.type == "cpu" and threads < free:
         yield f"it computes on {threads} of {free} cores a rank: set_cpu_threads({free})"
-    is_plain = run.options.runtime.dtype == "float32" and run.options.precision.mode == "float32"
-    if is_plain and _has_fast_bfloat16(run):
+    is_plain = run.options.precision.mode == "float32"
+    if is_plain and _has_fast_bfloat16(run) and _is_allowed(run, "precision.mode", "bfloat16"):
         yield "set_precision('bfloat16')"
-    if not run.options.speed.compile:
+    if not run.options.speed.compile and _is_allowed(run, "speed.compile", True):
         yield "set_compile(True)"
+
+
+def _is_allowed(run: Run, path: str, value: Any) -> bool:
+    """Whether the run's other options go with this one."""
+    options = copy.deepcopy(run.options)
+    options.set(path, value)
+    try:
+        check_combinations(options, run.world.size)
+    except OptionError:
+        return False
+    return True
 
 
 def _has_fast_bfloat16(run: Run) -> bool:

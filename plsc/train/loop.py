@@ -19,7 +19,14 @@ from plsc.train.agreement import agree
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.guards import collapse_warning, epoch_warning, interrupted, nothing_left, slow_start
+from plsc.train.guards import (
+    collapse_warning,
+    epoch_warning,
+    interrupted,
+    nothing_left,
+    slow_start,
+    stop_at_bad_weights,
+)
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
 from plsc.train.result import TrainResult
@@ -231,7 +238,9 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """Save at a step boundary."""
         position = self._position
-        self._read_losses()  # nothing is saved after a bad one
+        # Nothing is saved after a bad one.
+        self._read_losses()
+        stop_at_bad_weights(self._run.world, position, self._run.network)
         self._bad_samples.gather()
         name = str(
             position.epoch - 1

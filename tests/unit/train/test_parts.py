@@ -3,11 +3,13 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
@@ -15,6 +17,7 @@ from plsc.parallel.world import World
 from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
+from plsc.train.job import run_training
 from plsc.train.logs import RunLog
 from plsc.train.notes import batch_note, idle_note, threads_note
 from plsc.train.saving import retention_of
@@ -32,6 +35,51 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     assert "images/0.jpg (label.txt:1)" in text
     assert "and 2 more" in text
     assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "is_late"),
+    [("cpu", {}, False), ("cuda", {}, True), ("cuda", {"speed__late_losses": False}, False)],
+)
+def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(
+    device, changes, is_late, dataset, tmp_path
+):
+    run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
+    run.world = SimpleNamespace(device=torch.device(device))
+    assert Step(run).losses.is_late == is_late
+
+
+class _Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+class Overflowing(BaseModel):
+    """Its third backward pass overflows; no loss tells, for the run ends there."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+        self.passes = 0
+
+    def build_network(self, input, label, is_train=True):
+        self.passes += is_train
+        x = self.fc(input.flatten(1))
+        return _Endless.apply(x) if self.passes == 3 else x
+
+
+@pytest.mark.parametrize("when", [{"train__steps": 3}, {"checkpoint__every_n_steps": 3}], ids=str)
+def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
+    every = {"checkpoint__asynchronous": False, "train__with_test": False, "train__epochs": 3}
+    options = options_for(dataset, tmp_path, train__batch_size=3, **every, **when)
+    with pytest.raises(TrainingError, match=r"fc\.bias and 1 more of the network .* after step 3"):
+        run_training(options, World.single(), UserParts(model=Overflowing()))
+    assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
 
 
 def test_collapse_is_warned_of_once_training_has_begun():
