@@ -101,8 +101,8 @@ def cannot_update_sharded(name: str, error: Exception) -> OptionError:
     """
     way = "have the factory make one that" if ":" in name else "use one that"
     return OptionError(
-        f"the optimizer {name} cannot update a sharded backbone: {kind_and_line(error)[:300]}; {way} computes "
-        "each number by itself, without fused, or set_backbone_parallel('replicated')"
+        f"the optimizer {name} cannot update a sharded backbone: {kind_and_line(error)[:300]}; {way} "
+        "computes each number by itself, without fused, or set_backbone_parallel('replicated')"
     )
 
 
@@ -180,8 +180,8 @@ def _check_fused(optimizer: torch.optim.Optimizer, what: str) -> None:
             continue
         if any(group.get("fused") and _is_split(group) for group in optimizer.param_groups):
             raise OptionError(
-                f"{what} makes torch's fused {kind.class_name}, which takes no sharded backbone; have it pass "
-                "foreach=True instead of fused=True, or set_backbone_parallel('replicated')"
+                f"{what} makes torch's fused {kind.class_name}, which takes no sharded backbone; have it "
+                "pass foreach=True instead of fused=True, or set_backbone_parallel('replicated')"
             )
 
 

@@ -75,7 +75,7 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def split_again(network: nn.Module) -> None:
-    """Drop what a forward pass without a backward pass has left whole. Nothing on a network that is not sharded."""
+    """Drop what a forward pass without a backward pass has left whole; nothing if it is not sharded."""
     for module in _sharded_modules(network):
         module.reshard()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from plsc.errors import as_worded
+from plsc.errors import OptionError, as_worded
 from plsc.marks import Part
+from plsc.parallel.sharding import is_sharded
 from plsc.profiling.result import ProfileResult, RankTimes
+from plsc.train.acceleration import check_speed
 from plsc.train.advice import advise
 from plsc.train.build import Run
-from plsc.train.precision import head_products
+from plsc.train.precision import check_precision, head_products
 
 _MUCH_HEAD = 0.4
 _MUCH_BACKBONE = 0.5
@@ -67,12 +70,22 @@ def _lines(result: ProfileResult, ranks: Sequence[RankTimes], run: Run) -> Itera
     if result.of_group("optimizer") >= _MUCH_OPTIMIZER:
         yield f"optimizer {result.of_group('optimizer'):.0%}: a larger batch makes fewer updates an epoch"
     if result.of(Part.COPY) >= _MUCH_COPYING:
-        yield (
-            f"copying {result.of(Part.COPY):.0%}: a reader that yields uint8 images moves a quarter of "
-            "what floats are"
-        )
+        yield f"copying {result.of(Part.COPY):.0%}: {_way_of_copying(run)}"
     if result.of(Part.LOGGING) >= _MUCH_LOGGING:
         yield f"logging {result.of(Part.LOGGING):.0%}: set_log_period({options.train.log_period * 10})"
+
+
+def _way_of_copying(run: Run) -> str:
+    head = run.options.head
+    if not head.offload:
+        return "a reader that yields uint8 images moves a quarter of what floats are"
+    ways = ["a smaller set_sample_ratio"]
+    if head.row_dtype == "float32":
+        ways.append("set_row_dtype('bfloat16')")
+    return (
+        f"class rows travel in each step; {' or '.join(ways)} moves fewer bytes, set_head_offload(False) "
+        "none where the device has room for them"
+    )
 
 
 def _ways_of_head(run: Run) -> Iterator[str]:
@@ -101,8 +114,24 @@ def _ways_of_backbone(run: Run, ranks: Sequence[RankTimes]) -> Iterator[str]:
     is_plain = run.options.runtime.dtype == "float32" and run.options.precision.mode == "float32"
     if is_plain and _has_fast_bfloat16(run):
         yield "set_precision('bfloat16')"
-    if not run.options.speed.compile:
+    if _may_compile(run):
         yield "set_compile(True)"
+    if is_sharded(run.network):
+        yield "set_backbone_parallel('replicated') gathers no parameters, where the device has room for them"
+
+
+def _may_compile(run: Run) -> bool:
+    """Whether it is not compiled, and would not be refused with the other options."""
+    if run.options.speed.compile:
+        return False
+    options = copy.deepcopy(run.options)
+    options.speed.compile = True
+    try:
+        check_speed(options, run.world.size)
+        check_precision(options)
+    except OptionError:
+        return False
+    return True
 
 
 def _has_fast_bfloat16(run: Run) -> bool:

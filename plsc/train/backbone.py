@@ -51,7 +51,7 @@ def spread_backbone(
 
 
 def will_be_sharded(options: Options, ranks: int) -> bool:
-    """Whether `spread_backbone` splits the network; then it is made on the CPU, and need not fit the device."""
+    """Whether `spread_backbone` splits the network, which is then made on the CPU, where alone it must fit."""
     return options.parallel.backbone == "sharded" and shard_size(options, ranks) > 1
 
 

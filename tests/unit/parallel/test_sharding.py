@@ -107,7 +107,9 @@ def test_every_optimizer_updates_a_sharded_backbone_or_is_refused_before(group, 
         for _ in range(2):
             optimizer.step()
         after = [p for one in groups for p in one["params"]]
-        assert not any(local_part(a).equal(local_part(b)) for a, b in zip(after, before, strict=True))
+        assert not any(
+            local_part(a).equal(local_part(b)) for a, b in zip(after, before, strict=True)
+        )
         made.append(implementation)
     assert made[:2] == ["auto", "for_loop"] or name == "adafactor"
     assert ("fused" in made) == (name in ("adam", "adamw"))
