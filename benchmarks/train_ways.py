@@ -6,7 +6,7 @@ A way is built once and then asked for steps. All see the same images and labels
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,14 +179,14 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     return Built(make, batches.close)
 
 
-def _batches_of(run: Run) -> Iterator[Batch]:
+def _batches_of(run: Run) -> Generator[Batch, None, None]:
     epoch = 0
     while True:
         yield from run.loader.epoch(epoch)
         epoch += 1
 
 
-def _batches_in_memory(case: Case, world: World) -> Iterator[Batch]:
+def _batches_in_memory(case: Case, world: World) -> Generator[Batch, None, None]:
     batches = [
         Batch(images, labels, [""] * len(labels)) for images, labels in synthetic(case, world)
     ]
@@ -220,12 +220,13 @@ def _with_torchs_layers(network: nn.Module) -> nn.Module:
             if isinstance(child, PReLU):
                 plain = nn.PReLU(child.num_parameters)
             elif isinstance(child, Conv2d):
+                like: Any = child  # torch types the sizes of a layer as tuples of any length
                 plain = nn.Conv2d(
-                    child.in_channels,
-                    child.out_channels,
-                    child.kernel_size,
-                    child.stride,
-                    child.padding,
+                    like.in_channels,
+                    like.out_channels,
+                    like.kernel_size,
+                    like.stride,
+                    like.padding,
                     bias=False,
                 )
             else:
@@ -259,7 +260,7 @@ def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
     return Built(make, batches.close)
 
 
-def _textbook_memory(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _textbook_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield images that are normalised already: what no loader can do better."""
     batches = [
         (images.float().contiguous().sub_(127.5).div_(128), labels)
@@ -271,7 +272,7 @@ def _textbook_memory(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]
         yield from batches
 
 
-def _textbook_files(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _textbook_files(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield what torchvision's ImageFolder and torch's DataLoader give."""
     from torch.utils.data import DataLoader, DistributedSampler
     from torchvision import datasets, transforms
@@ -284,7 +285,9 @@ def _textbook_files(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]
         str(case.folder),
         transforms.Compose([transforms.RandomHorizontalFlip(), *steps]),
     )
-    sampler = DistributedSampler(dataset, world.size, world.rank) if world.size > 1 else None
+    sampler: DistributedSampler[Any] | None = None
+    if world.size > 1:
+        sampler = DistributedSampler(dataset, world.size, world.rank)
     loader = DataLoader(
         dataset,
         case.batch,
