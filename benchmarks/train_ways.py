@@ -5,7 +5,6 @@ A way is built once and then asked for steps. All see the same images and labels
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +19,9 @@ from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.heads.initial import initial_rows
 from plsc.models import build_model
-from plsc.models.activation import PReLU
-from plsc.models.convolution import Conv2d
+from plsc.models.modes import use_torchs_layers
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.step import Step
 
@@ -170,8 +169,8 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
 
     def make() -> Any:
         batch = next(batches)
-        world.agree_max(0, 0, 0)  # as the loop does
-        made = step.make(batch, False)
+        sizes = agree(world, batch, case.classes).sizes  # as the loop does
+        made = step.make(batch, sizes, False)
         run.position.advance(made.is_skipped)
         step.losses.read(False)
         return made.output.mean_loss
@@ -203,37 +202,13 @@ class _Textbook(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         network = build_model(case.network, case.emb_size, case.shape, dropout=0.0)
-        self.network = _with_torchs_layers(network).to(device)
+        use_torchs_layers(network)
+        self.network = network.to(device)
         self.weight = nn.Parameter(initial_rows(0, 0, case.classes, case.emb_size).to(device))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss."""
         return arcface(self.network(images).float(), self.weight, labels)
-
-
-def _with_torchs_layers(network: nn.Module) -> nn.Module:
-    """Return a copy of a network with torch's own layers where plsc has faster ones."""
-    network = copy.deepcopy(network)
-    for module in list(network.modules()):
-        for name, child in module.named_children():
-            plain: nn.Module
-            if isinstance(child, PReLU):
-                plain = nn.PReLU(child.num_parameters)
-            elif isinstance(child, Conv2d):
-                like: Any = child  # torch types the sizes of a layer as tuples of any length
-                plain = nn.Conv2d(
-                    like.in_channels,
-                    like.out_channels,
-                    like.kernel_size,
-                    like.stride,
-                    like.padding,
-                    bias=False,
-                )
-            else:
-                continue
-            plain.load_state_dict(child.state_dict())
-            setattr(module, name, plain)
-    return network
 
 
 def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:

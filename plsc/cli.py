@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAMILIES[arguments[0]][1](arguments[1:])
     with worded(in_flags):
         try:
-            if arguments and arguments[0] in _VERBS:
+            if not arguments:
+                verbs = ", ".join([*_VERBS, "plan", *_FAMILIES])
+                raise OptionError(f"a verb must be given, one of {verbs}; see plsc --help")
+            if arguments[0] in _VERBS:
                 check_config_files(arguments)
             return _run(_parse(arguments), arguments)
         except PlscError as error:
@@ -90,7 +93,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         verbs.add_subcommand(name, ArgumentParser(exit_on_error=False), help=meaning)
     try:
         return parser.parse_args(arguments, defaults=False)
-    except ArgumentError as error:
+    except (ArgumentError, OverflowError) as error:  # the latter: a number that no float can hold
         called = next((word for word in arguments if word in (*_VERBS, "plan")), "")
         flags = _plan_flags() if called == "plan" else option_flags()
         program = f"plsc {called}".rstrip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -70,13 +71,14 @@ class OptionSpec:
         converted = _convert(value, self.kind)
         if converted is _WRONG:
             raise OptionError(
-                f"{self.path} is {value!r}; expected {describe_kind(self.kind)} "
+                f"{self.path} is {shown_value(value)}; expected {describe_kind(self.kind)} "
                 f"({self.meaning}); see {self.setter}()"
             )
         expected = self.check(converted) if self.check and converted is not None else None
         if expected is not None:
             raise OptionError(
-                f"{self.path} is {value!r}; expected {expected} ({self.meaning}); see {self.setter}()"
+                f"{self.path} is {shown_value(value)}; expected {expected} ({self.meaning}); see "
+                f"{self.setter}()"
             )
         return converted
 
@@ -96,13 +98,17 @@ def describe_kind(kind: Any) -> str:
 _ITEMS = {int: "integers", float: "numbers", str: "texts", dict: "mappings"}
 _WRONG = object()
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
+
 
 def _convert(value: Any, kind: Any) -> Any:
     """Return the value as `kind` when nothing is lost by it, else _WRONG."""
     if _is_optional(kind):
         return None if value is None else _convert(value, _without_none(kind))
     if typing.get_origin(kind) is tuple:
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
+        if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
             return _WRONG
         items = tuple(_convert(item, typing.get_args(kind)[0]) for item in value)
         return _WRONG if any(item is _WRONG for item in items) else items
@@ -112,11 +118,33 @@ def _convert(value: Any, kind: Any) -> Any:
         return value if isinstance(value, bool) else _WRONG
     if kind is int:
         is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
-        return value.__index__() if is_integer else _WRONG
+        return _in_64_bits(value.__index__()) if is_integer else _WRONG
     if kind is float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(value) if is_number and math.isfinite(value) else _WRONG
+        return float(value) if is_finite_number(value) else _WRONG
     return _convert_text(value)
+
+
+def _in_64_bits(value: int) -> Any:
+    """Return the number, or _WRONG for one that no size or count of anything is."""
+    return value if -(2**63) <= value < 2**63 else _WRONG
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value is a number, no bool, that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        return False
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as an error shows it: its repr, in a line of bounded length."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python does not write integers of more than 4300 digits
+        return f"a huge {type(value).__name__}"
 
 
 def _convert_text(value: Any) -> Any:

@@ -17,7 +17,7 @@ from plsc.models.dropout import SampleDropout
 from plsc.models.modes import evaluating
 
 TOLERANCE = 1e-3  # of the embeddings of noise, as a part of the largest; folding itself changes 1e-6 in fp32
-_FOLDABLE = (nn.Conv2d, nn.Linear)
+_FOLDABLE = (nn.Conv2d, Conv2d, nn.Linear)  # these alone: another subclass may do something else
 
 
 def fold_batch_norm(network: BaseModel, image_shape: Sequence[int]) -> BaseModel | str:
@@ -131,7 +131,7 @@ def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
 
 def _difference(network: BaseModel, other: BaseModel, image_shape: Sequence[int]) -> float:
     """Return how far apart the embeddings of two noise images are, as a part of the largest number."""
-    first = next(network.parameters())
+    first = next(p for p in network.parameters() if p.is_floating_point())
     noise = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     noise = noise.to(first.device, first.dtype)
     with torch.inference_mode(), torch.autocast(first.device.type, enabled=False):

@@ -57,7 +57,7 @@ def _initialise(parameter: nn.Parameter, name: str, rule: Initialization, seed: 
         arguments["generator"] = generator
     try:
         function(drawn, **arguments)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, ArithmeticError) as error:
         raise OptionError(
             f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {list(drawn.shape)}: "
             f"{first_line(error)}"

@@ -86,6 +86,19 @@ def apply_lists(
     network.forward = _Entered(network.forward, scope)
 
 
+def remove_lists(network: nn.Module) -> None:
+    """Give the modules that `apply_lists` changed their own forward again, in place."""
+    for module in network.modules():
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, _Wrapper):
+            continue
+        while isinstance(forward, _Wrapper):
+            forward = forward.inner
+        del module.forward
+        if forward != module.forward:  # somebody else's, not that of its class
+            module.forward = forward
+
+
 def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which a network runs in a mode: 'float32', 'float16' or 'bfloat16'."""
     if mode == "float32":
@@ -136,34 +149,37 @@ class _Scope:
         self.is_on = False
 
 
-class _Entered:
-    """The forward of the whole network: sees whether autocast is on."""
+class _Wrapper:
+    """What takes the place of a module's forward; inner: what was there before."""
 
-    def __init__(self, forward: Callable[..., Any], scope: _Scope) -> None:
-        self._forward = forward
+    def __init__(self, inner: Callable[..., Any], scope: _Scope) -> None:
+        self.inner = inner
         self._scope = scope
+
+
+class _Entered(_Wrapper):
+    """The forward of the whole network: sees whether autocast is on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._scope.is_on = torch.is_autocast_enabled(self._scope.device)
-        return self._forward(*args, **kwargs)
+        return self.inner(*args, **kwargs)
 
 
-class _InType:
+class _InType(_Wrapper):
     """A module's forward in a type of its own."""
 
-    def __init__(self, forward: Callable[..., Any], scope: _Scope, dtype: torch.dtype) -> None:
-        self._forward = forward
-        self._scope = scope
+    def __init__(self, inner: Callable[..., Any], scope: _Scope, dtype: torch.dtype) -> None:
+        super().__init__(inner, scope)
         self._dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._scope.is_on:
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         is_16_bits = self._dtype is not torch.float32
         dtype = self._dtype if is_16_bits else None
         is_within_float32 = not torch.is_autocast_enabled(self._scope.device)
         with torch.autocast(self._scope.device, dtype=dtype, enabled=is_16_bits):
-            result = self._forward(*cast(args, self._dtype), **cast(kwargs, self._dtype))
+            result = self.inner(*cast(args, self._dtype), **cast(kwargs, self._dtype))
         return cast(result, torch.float32) if is_within_float32 else result
 
 
@@ -191,16 +207,15 @@ class _Watch:
             self._threads.discard(thread)
 
 
-class _Watched:
+class _Watched(_Wrapper):
     """A module's forward with the operators in it watched."""
 
-    def __init__(self, forward: Callable[..., Any], scope: _Scope, watch: _Watch) -> None:
-        self._forward = forward
-        self._scope = scope
+    def __init__(self, inner: Callable[..., Any], scope: _Scope, watch: _Watch) -> None:
+        super().__init__(inner, scope)
         self._watch = watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._scope.is_on:
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         with self._watch.entered():
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)

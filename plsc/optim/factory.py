@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +14,12 @@ from plsc.errors import OptionError, PlscError, kind_and_line, suggest
 from plsc.optim.groups import L1_DECAY, LR_FACTOR
 from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
+from plsc.options.optimizer_table import (
+    OPTIMIZERS,
+    RESERVED,
+    OptimizerKind,
+    check_named_arguments,
+)
 from plsc.parallel.sharding import split_rows
 
 Groups = Sequence[dict[str, Any]]
@@ -59,7 +66,12 @@ def build_optimizer(
         )
     arguments |= implementation_flags(options, kind, device, sharded)
     what = f"optim.optimizer {options.optimizer}"
-    optimizer = _make(getattr(torch.optim, kind.class_name), what, groups, arguments)
+    make = getattr(torch.optim, kind.class_name)
+    known = set(inspect.signature(make).parameters) - {*RESERVED, *kind.takes}
+    unknown = next((name for name in options.optimizer_arguments or {} if name not in known), None)
+    if unknown is not None:
+        raise OptionError(f"{what} has no argument {unknown!r}; {suggest(unknown, known)}")
+    optimizer = _make(make, what, groups, arguments)
     _check_settings(optimizer, groups, what)
     return _finished(optimizer)
 
@@ -91,6 +103,7 @@ def build_custom(
         )
     _check_settings(optimizer, groups, what)
     _check_fused(optimizer, what)
+    _check_step(optimizer, what)
     return _finished(optimizer)
 
 
@@ -207,6 +220,22 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
                     f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
                     "are given"
                 )
+
+
+def _check_step(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Refuse an optimizer that wants the loss again within a step, and rates that are none."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"{what} returned a {type(optimizer).__name__}, whose step wants a closure that computes the "
+            "loss again; a step here has one pass"
+        )
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is not None and not 0 <= float(rate) < math.inf:
+            raise OptionError(
+                f"{what} gave a group the learning rate {float(rate)}; expected a finite number of 0 or more"
+            )
 
 
 def _group_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

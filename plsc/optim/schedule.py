@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plsc.errors import OptionError
+from plsc.errors import OptionError, PlscError, kind_and_line
+from plsc.option import is_finite_number, shown_value
 
 REFERENCE_BATCH = 1024
 """The global batch for which a learning rate is given; others scale it in proportion."""
@@ -85,16 +86,24 @@ def exponential(first: int, last: int, end: float) -> Shape:
 def custom(function: Callable[[int], float], name: str) -> Shape:
     """Multiply the base rate by what a function of the user's returns for the step.
 
-    It is to depend on the step alone. Raises OptionError, at that step, for what is no number of 0 or more.
+    It is to depend on the step alone. Raises OptionError, at that step, for what is no number of 0 or more,
+    and for whatever the function raises.
     """
 
     def shape(step: int) -> float:
-        factor = function(step)
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not (is_number and math.isfinite(factor) and factor >= 0):
+        try:
+            factor = function(step)
+        except PlscError:
+            raise
+        except Exception as error:  # a user's function may raise anything
             raise OptionError(
-                f"the schedule {name} returned {factor!r} for step {step}; expected a finite number of 0 or "
-                "more, by which the learning rate is multiplied"
+                f"the schedule {name} failed for step {step}: {kind_and_line(error)}; expected a function "
+                "that takes the count of updates made, and total_steps if it names that"
+            ) from error
+        if not (is_finite_number(factor) and factor >= 0):
+            raise OptionError(
+                f"the schedule {name} returned {shown_value(factor)} for step {step}; expected a finite "
+                "number of 0 or more, by which the learning rate is multiplied"
             )
         return float(factor)
 

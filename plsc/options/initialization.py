@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from plsc.errors import OptionError, suggest
+from plsc.option import is_finite_number, shown_value
 from plsc.patterns import check_pattern
 
 RULES: dict[str, tuple[str, ...]] = {
@@ -58,11 +58,11 @@ def _read(value: Mapping[str, Any]) -> Initialization:
     if expected is not None:
         raise OptionError(f"the pattern of an initialization is {pattern!r}; expected {expected}")
     assert isinstance(pattern, str)
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise OptionError(
-            f"initialization {pattern!r}: no rule is named {rule!r}; {suggest(str(rule), RULES)}"
+            f"initialization {pattern!r}: no rule is named {shown_value(rule)}; "
+            f"{suggest(str(rule), RULES)}"
         )
-    assert isinstance(rule, str)
     arguments = {key: given for key, given in value.items() if key not in ("pattern", "rule")}
     for key, given in arguments.items():
         if key not in RULES[rule]:
@@ -70,15 +70,12 @@ def _read(value: Mapping[str, Any]) -> Initialization:
                 f"initialization {pattern!r}: the rule {rule} has no {key!r}; "
                 f"{suggest(str(key), RULES[rule])}"
             )
-        is_sound = isinstance(given, str) if key in _TEXTS else _is_number(given)
+        is_sound = isinstance(given, str) if key in _TEXTS else is_finite_number(given)
         if not is_sound:
             kind = "a text" if key in _TEXTS else "a finite number"
-            raise OptionError(f"initialization {pattern!r}: {key} is {given!r}; expected {kind}")
+            raise OptionError(
+                f"initialization {pattern!r}: {key} is {shown_value(given)}; expected {kind}"
+            )
     if rule == "constant" and "val" not in arguments:
         raise OptionError(f"initialization {pattern!r}: the rule constant needs val, the value")
     return Initialization(pattern, rule, arguments)
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)

@@ -5,11 +5,11 @@ This is data alone: torch is not loaded for it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import suggest
+from plsc.option import is_finite_number, shown_value
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,12 @@ def check_arguments(arguments: dict[str, Any]) -> str | None:
             return f"names of arguments, and not {name!r}"
         items = value if isinstance(value, (list, tuple)) else [value]
         if not all(map(_is_plain, items)):
-            return f"plain values, and not {name}={value!r}"
+            return f"plain values, and not {name}={shown_value(value)}"
     return None
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, (bool, int, str))
+    return value is None or isinstance(value, (bool, str)) or is_finite_number(value)
 
 
 RESERVED = {

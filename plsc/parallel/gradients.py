@@ -22,7 +22,10 @@ def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> 
 
     bucket_mb: MiB of gradients that are summed at once, beside the rest of backward().
     """
-    if world.size == 1 or not any(p.requires_grad for p in network.parameters()):
+    if world.size == 1:
+        return network
+    if not any(p.requires_grad for p in network.parameters()):
+        _make_equal(network, world)
         return network
     # Buffers are made equal where it matters, before evaluating and saving, not at each step. torch
     # 2.15 renamed the option.
@@ -63,10 +66,20 @@ class _Replica(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self.never_used = nn.Parameter(next(network.parameters()).new_empty(0))
+        trained = next(p for p in network.parameters() if p.requires_grad)
+        self.never_used = nn.Parameter(trained.new_empty(0))
 
     def forward(self, *inputs: Any) -> Any:
         return self.network(*inputs)
+
+
+@torch.no_grad()
+def _make_equal(network: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's parameters and buffers, as DDP does with a network that is trained."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        value = tensor.detach().contiguous()
+        dist.broadcast(value, group_src=0, group=world.backbone_group)
+        tensor.copy_(value)
 
 
 def _sum_bucket(

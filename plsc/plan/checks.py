@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from plsc.errors import OptionError
+from plsc.option import is_finite_number, shown_value
 
 
 def whole(name: str, value: float, low: int) -> int:
     """Return a number that may be a whole float, such as 1e8, as an int; OptionError if it is not."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value != int(value) or value < low:
-        raise OptionError(f"{name} is {value!r}; expected a whole number, {low} or more")
+    if not is_finite_number(value) or value != int(value) or value < low:
+        raise OptionError(f"{name} is {shown_value(value)}; expected a whole number, {low} or more")
     return int(value)
 
 
 def one_of(name: str, value: str, known: Iterable[str]) -> str:
     """Return the value if it is a known one; OptionError if not."""
-    if value not in known:
-        raise OptionError(f"{name} is {value!r}; expected one of {', '.join(known)}")
+    if not isinstance(value, str) or value not in known:
+        raise OptionError(f"{name} is {shown_value(value)}; expected one of {', '.join(known)}")
     return value
 
 
 def above_zero(name: str, value: float | None) -> float | None:
     """Return a rate, or None; OptionError if it is not a finite number above 0."""
-    if value is not None and not 0 < value < math.inf:
-        raise OptionError(f"{name} is {value}; expected a number above 0")
+    if value is not None and not (is_finite_number(value) and value > 0):
+        raise OptionError(f"{name} is {shown_value(value)}; expected a number above 0")
     return value
 
 

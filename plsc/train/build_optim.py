@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.errors import OptionError, PlscError
+from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.optim import schedule as shapes
@@ -18,6 +18,7 @@ from plsc.optim.custom import load_function
 from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
 from plsc.optim.groups import LR_FACTOR, Assignment
 from plsc.optim.schedule import Schedule, Shape, scale_rate
+from plsc.optim.trial import try_settings
 from plsc.options.optimizer_table import OPTIMIZERS
 
 ScheduleFunction = Callable[..., float]
@@ -49,9 +50,8 @@ def check_optim(options: Options) -> None:
         raise OptionError(
             f"optim.betas is set, but the optimizer {optim.optimizer} does not take it; leave it out"
         )
-    if not is_custom:  # torch's own checks of the settings, before any data is read
-        one = [{"params": [nn.Parameter(torch.zeros(1, 1))]}]
-        build_optimizer(optim, one, optim.lr, torch.device("cpu"))
+    if not is_custom:
+        try_settings(optim)
     elif "optim.implementation" in options.explicit:
         raise OptionError(
             f"optim.implementation is set, but the factory {optim.optimizer} makes the optimizer; have it "
@@ -137,6 +137,11 @@ def build_schedule(
             f"optim.schedule {optim.schedule!r} needs the number of steps, which a generator reader does "
             "not tell; call set_decay_steps, set_train_steps or set_train_image_num"
         )
+    if optim.decay_steps and optim.decay_steps <= warmup:
+        raise OptionError(
+            f"optim.decay_steps is {optim.decay_steps}, but the warm-up takes {warmup} steps, after "
+            "which the rate would be at its end at once; expected more"
+        )
     end = optim.end_lr_factor
     falling = {
         "cosine": lambda: shapes.cosine(warmup, last, end, optim.cosine_cycles),
@@ -156,15 +161,7 @@ def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction
         arguments = []
     given = {"total_steps": total_steps} if "total_steps" in arguments else {}
     shape = shapes.custom(lambda step: function(step, **given), name)
-    try:
-        shape(0)
-    except PlscError:
-        raise
-    except Exception as error:  # a user's function may raise anything
-        raise OptionError(
-            f"the schedule {name} cannot be used: {type(error).__name__}: {error}; expected a function that "
-            "takes the count of updates made, and total_steps if it names that"
-        ) from error
+    shape(0)  # a mistake in it is told now, if it can be
     return shape
 
 

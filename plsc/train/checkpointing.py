@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from plsc.checkpoint import (
@@ -38,6 +39,7 @@ _NEVER_ADOPTED = frozenset(
         "checkpoint.local_dir",
     }
 )
+_EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
 LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 
 
@@ -86,8 +88,10 @@ def check_save_dir(run: Run, store: Store | None) -> None:
             "this one, save elsewhere (checkpoint.save_dir, set_model_save_dir), or to a new version folder "
             "(checkpoint.new_version, set_new_version)"
         )
-    for epoch in range(run.options.train.epochs):  # now, and not after an epoch of training
-        check_replaceable(run.save_dir / str(epoch))
+    for path in run.save_dir.iterdir() if run.save_dir.is_dir() else ():
+        # Where an epoch is to be saved, which a run ended by its steps may have billions of.
+        if _EPOCH.fullmatch(path.name) and int(path.name) < run.options.train.epochs:
+            check_replaceable(path)  # now, and not after an epoch of training
 
 
 def _home(place: str) -> str:

@@ -6,7 +6,7 @@ import json
 import signal
 from pathlib import Path
 
-from plsc.errors import TrainingError, TrainingInterrupted
+from plsc.errors import TrainingError, TrainingInterrupted, as_worded
 from plsc.parallel.world import World
 from plsc.train.state import Position
 
@@ -19,6 +19,7 @@ COLLAPSED = 0.95
 A plain convolutional network without batch norm, trained with ArcFace from scratch, went over 0.998 and
 to chance in verification while its loss kept falling; a healthy one stays well below 0.5.
 """
+SLOW_STEP = 10.0  # seconds
 _COLLAPSE_GRACE_STEPS = 20  # an untrained network may start out there
 
 
@@ -55,6 +56,16 @@ def collapse_warning(step: int, mean_cosine: float | None) -> str | None:
     )
 
 
+def slow_start(seconds: float, log_period: int) -> str | None:
+    """Return a line for who waits for the first log line, if the first step took long."""
+    if seconds < SLOW_STEP:
+        return None
+    return as_worded(
+        f"the first step took {seconds:.0f} s; a line is logged every {log_period} steps (set_log_period()), "
+        "and at the end of each epoch"
+    )
+
+
 def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
     """Return a warning when an epoch had other steps than expected; None for what was not said."""
     if expected is None or steps == expected:
@@ -62,6 +73,14 @@ def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
     return (
         f"warning: epoch {epoch} of the reader had {steps} steps, but {expected} were expected; warm-up, log "
         "lines and resuming count with these: correct set_train_image_num"
+    )
+
+
+def nothing_left(step: int, epoch: int) -> str:
+    """Return a line for a run that is over before its first step."""
+    return as_worded(
+        f"nothing is left to train: {step} steps and {epoch} epoch{'s' * (epoch != 1)} were made already; to "
+        "go on, raise set_train_epochs() or set_train_steps()"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
 from plsc.optim.factory import FULL_RATE, describe_implementation
+from plsc.option import is_finite_number
 from plsc.train.build import Run, global_batch_size
 from plsc.train.precision import restore_scaler
 from plsc.train.randomness import seed_generators
@@ -60,8 +60,8 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
     is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
     if "train.batch_size" in options.explicit and not is_the_same:
         raise OptionError(
-            f"train.batch_size {train.batch_size} on {ranks} ranks makes {product}, but {path} was trained "
-            f"with {saved} images a step, which a resumed run keeps; leave it out"
+            f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
+            f"{path} was trained with {saved} images a step, which a resumed run keeps; leave it out"
         )
     train.global_batch_size = saved
     options.adopted.add("train.global_batch_size")
@@ -211,7 +211,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
 
 def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
     is_sound = isinstance(saved, dict) and all(
-        isinstance(value, (int, float)) and math.isfinite(value) for value in saved.values()
+        isinstance(value, bool) or is_finite_number(value) for value in saved.values()
     )
     if not is_sound:
         raise CheckpointError(

@@ -5,14 +5,20 @@ import math
 import shutil
 
 import pytest
+import torch
+from torch import nn
 
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
+from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
-from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
+from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
+from plsc.train.idle import idle_note
 from plsc.train.logs import RunLog
 from plsc.train.state import Position
+from plsc.train.step import Step
 from tests.images import write_dataset
 
 
@@ -31,6 +37,13 @@ def test_collapse_is_warned_of_once_training_has_begun():
     assert collapse_warning(100, 0.4) is None
     assert collapse_warning(5, 0.99) is None  # an untrained network may start out there
     assert "collapsing" in collapse_warning(100, 0.998)
+
+
+def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():
+    assert slow_start(0.5, 200) is None
+    assert slow_start(64.2, 200).startswith(
+        "the first step took 64 s; a line is logged every 200 steps"
+    )
 
 
 def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
@@ -94,6 +107,92 @@ def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, ch
         build_run(options, World.single(), UserParts())
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_set_and_has_no_effect_is_said_in_a_line():
+    options = Options()
+    assert idle_note(options) == ""
+    for path, value in {
+        "optim.schedule": "cosine", "optim.decay_power": 2.0, "optim.end_lr_factor": 0.1,
+        "optim.clip_scope": "all", "parallel.shard_size": 2, "precision.black_list": ["softmax"],
+        "precision.decr_ratio": 0.25, "precision.incr_ratio": 2.0, "optim.optimizer": "adam",
+        "optim.nesterov": True, "memory.checkpoint_every": 2,
+    }.items():  # fmt: skip
+        options.set(path, value)
+    assert idle_note(options) == (
+        "note: set, but without effect in this run: optim.decay_power (optim.schedule is cosine), "
+        "optim.clip_scope (optim.clip_norm is 0), memory.checkpoint_every (memory.checkpoint_stages is "
+        "none), parallel.shard_size (parallel.backbone is replicated), precision.black_list (precision.mode "
+        "is float32), precision.decr_ratio (precision.mode is float32)"
+    )
+    for path, value in {
+        "head.optimizer": "adagrad", "optim.schedule": "step", "optim.clip_norm": 1.0,
+        "memory.checkpoint_stages": "all", "parallel.backbone": "sharded", "precision.mode": "float16",
+    }.items():  # fmt: skip
+        options.set(path, value)
+    assert idle_note(options) == (
+        "note: set, but without effect in this run: optim.end_lr_factor (optim.schedule is step), "
+        "optim.decay_power (optim.schedule is step), optim.nesterov (no optimizer here is sgd)"
+    )
+
+
+class Stages(BaseModel):
+    """What every option of a network can be about; notes the types of its maps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.conv = nn.Conv2d(3, 6, 4, stride=4)
+        self.norm = nn.BatchNorm2d(6)
+        self.dropout = nn.Dropout(0.3)
+        self.fc = nn.Linear(96, 8)
+        self.fc.bias.requires_grad_(False)  # by its owner
+        self.types = []
+
+    def build_network(self, input, label, is_train=True):
+        maps = self.norm(self.conv(input))
+        kept = self.dropout(maps)
+        self.types = [maps.dtype, kept.dtype]
+        return self.fc(kept.flatten(1))
+
+
+def two_steps(network, dataset, tmp_path, **changes):
+    """Return the losses of two steps, and of which types maps were before and behind the dropout."""
+    options = options_for(dataset, tmp_path, **changes)
+    run = build_run(options, World.single(), UserParts(model=network))
+    run.network.train()
+    step, losses = Step(run), []
+    for batch in run.loader.epoch(0):
+        sizes = agree(run.world, batch, run.head.class_num).sizes
+        losses.append(float(step.make(batch, sizes, False).output.mean_loss))
+    return losses[:2], network.types
+
+
+def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no_first(
+    dataset, tmp_path
+):
+    network, lists = Stages(), ("conv", "norm", "exp")
+    first = {
+        "precision__mode": "bfloat16", "precision__black_list": (*lists, "Dropout"),
+        "optim__freeze": ("conv", "norm"), "memory__checkpoint_stages": "conv,norm",
+    }  # fmt: skip
+    assert two_steps(network, dataset, tmp_path, **first)[1] == [torch.float32] * 2
+    assert [name for name, p in network.named_parameters() if p.requires_grad] == ["fc.weight"]
+    for changes, types in (
+        ({"precision__mode": "bfloat16"}, [torch.bfloat16] * 2),
+        (
+            {"precision__mode": "bfloat16", "precision__black_list": ("dropout",)},
+            [torch.bfloat16, torch.float32],
+        ),
+        ({"memory__checkpoint_stages": "conv"}, [torch.float32] * 2),
+    ):
+        fresh = Stages()
+        fresh.load_state_dict(network.state_dict())
+        found = two_steps(network, dataset, tmp_path, **changes)
+        assert found == two_steps(fresh, dataset, tmp_path, **changes)
+        assert found[1] == types
+        trained = [name for name, p in network.named_parameters() if p.requires_grad]
+        assert trained == ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc.weight"]
 
 
 def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
