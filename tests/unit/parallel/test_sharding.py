@@ -71,7 +71,7 @@ def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device
         (sharded | {"parallel.shard_size": 1}, 4, "meta"),
     ):
         options = options_with(values)
-        network, _ = _build_trained_network(options, World(0, ranks, 0, device), None)
+        network, *_ = _build_trained_network(options, World(0, ranks, 0, device), None)
         assert {t.device.type for t in (*network.parameters(), *network.buffers())} == {expected}
 
 
