@@ -312,7 +312,7 @@ def check_factories(world: World, dataset: Path, folder: Path) -> None:
         run.network.train()
         said = r"^the optimizer users:factory cannot update a sharded backbone: NotImplementedError: .*"
         with pytest.raises(OptionError, match=said + r"set_backbone_parallel\('replicated'\)$"):
-            Step(run).make(next(iter(run.loader.epoch(0))), False)
+            Step(run).make(next(iter(run.loader.epoch(0))), None, False)
     if world.is_main:
         print("factories: refused in a line", flush=True)
 
