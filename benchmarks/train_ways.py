@@ -5,7 +5,7 @@ A way is built once and then asked for steps. All see the same images and labels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,14 +199,14 @@ def _backbone_step(run: Run, batch: Batch) -> Tensor:
     return embeddings.detach()
 
 
-def _batches_of(run: Run) -> Iterator[Batch]:
+def _batches_of(run: Run) -> Generator[Batch, None, None]:
     epoch = 0
     while True:
         yield from run.loader.epoch(epoch)
         epoch += 1
 
 
-def _batches_in_memory(case: Case, world: World) -> Iterator[Batch]:
+def _batches_in_memory(case: Case, world: World) -> Generator[Batch, None, None]:
     batches = [
         Batch(images, labels, [""] * len(labels)) for images, labels in synthetic(case, world)
     ]
@@ -256,7 +256,7 @@ def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
     return Built(make, batches.close)
 
 
-def _textbook_memory(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _textbook_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield images that are normalised already: what no loader can do better."""
     batches = [
         (images.float().contiguous().sub_(127.5).div_(128), labels)
@@ -268,7 +268,7 @@ def _textbook_memory(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]
         yield from batches
 
 
-def _textbook_files(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _textbook_files(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield what torchvision's ImageFolder and torch's DataLoader give."""
     from torch.utils.data import DataLoader, DistributedSampler
     from torchvision import datasets, transforms
@@ -281,7 +281,9 @@ def _textbook_files(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]
         str(case.folder),
         transforms.Compose([transforms.RandomHorizontalFlip(), *steps]),
     )
-    sampler = DistributedSampler(dataset, world.size, world.rank) if world.size > 1 else None
+    sampler: DistributedSampler[Any] | None = None
+    if world.size > 1:
+        sampler = DistributedSampler(dataset, world.size, world.rank)
     loader = DataLoader(
         dataset,
         case.batch,

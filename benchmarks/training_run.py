@@ -49,6 +49,7 @@ class TrainingRun:
 
 def _reader(options: Options) -> Any:
     shape, classes = options.model.image_shape, options.head.class_num
+    assert classes is not None
 
     def read() -> Iterator[tuple[np.ndarray, int]]:
         random = np.random.default_rng(0)

@@ -26,9 +26,10 @@ class CompiledNetwork(nn.Module):
     why not. world: the ranks that train together. backend: of torch.compile.
 
     What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the
-    plain network, on all ranks if that is so on one: they agree in each call of training, of which every rank
-    makes as many, until all sizes are compiled everywhere. Parameters and buffers are the network's own,
-    under its name; keep `network` for evaluating and saving. Random numbers are those of the plain network.
+    plain network, on all ranks if that is so on one: they agree in each call of training, of which every
+    rank makes as many, until all sizes are compiled everywhere. Parameters and buffers are the network's
+    own, under its name; keep `network` for evaluating and saving. Random numbers are those of the plain
+    network.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class CompiledNetwork(nn.Module):
         self._compiled: Callable[..., Tensor] | None = lambda *inputs: compiled(*inputs)
 
     def forward(self, input: Tensor, *others: Any) -> Tensor:
-        """Return the embeddings [b, D] of the images [b, C, H, W]; in training a collective at first."""
+        """Return the embeddings [b, D] of the images [b, C, H, W]; at first, in training, a collective."""
         if self._compiled is None or not self.network.training:
             return self.network(input, *others)
         if not self._is_agreed:

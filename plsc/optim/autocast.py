@@ -72,10 +72,7 @@ def apply_lists(
     """
     modules = dict(network.named_modules())
     scope = _Scope(device.type)
-    white, black = (
-        tuple(_LAYERS[name] for name in names if name in _LAYERS)
-        for names in (lists.white_operators, lists.black_operators)
-    )
+    white, black = _layers_of(lists.white_operators), _layers_of(lists.black_operators)
     for module in modules.values():
         if isinstance(module, (*white, *black)):
             kind = torch.float32 if isinstance(module, black) else dtype
@@ -89,6 +86,10 @@ def apply_lists(
         for module in modules.values():
             module.forward = _Watched(module.forward, scope, watch)
     network.forward = _Entered(network.forward, scope)
+
+
+def _layers_of(operators: Sequence[str]) -> tuple[type[nn.Module], ...]:
+    return tuple(_LAYERS[name] for name in operators if name in _LAYERS)
 
 
 def remove_lists(network: nn.Module) -> None:

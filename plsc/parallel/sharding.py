@@ -61,8 +61,10 @@ def shard_network(
     placed: set[Tensor] = set()
     for name in (*sorted(units, key=lambda unit: unit.count("."), reverse=True), ""):
         unit = network.get_submodule(name)
-        _place(unit, world, placed)
+        whole = _place(unit, world, placed)
         fully_shard(unit, mesh=mesh)
+        for parameter in whole:  # which somebody may still hold, and with it the memory
+            parameter.data = parameter.data.new_empty(0)
     for module in _sharded_modules(network):
         module.set_gradient_divide_factor(1.0)
         # By default a factor of 1 becomes an operation of NCCL's own, a sum of products, which gloo lacks.
@@ -75,9 +77,15 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def split_again(network: nn.Module) -> None:
-    """Drop what a forward pass without a backward pass has left whole; nothing, if nothing is sharded."""
+    """Drop what a forward pass without a backward pass has left whole; nothing if it is not sharded."""
     for module in _sharded_modules(network):
         module.reshard()
+
+
+def plain_name(network: nn.Module) -> str:
+    """Return the name of a network's class, as it was before FSDP2 gave it one of its own."""
+    kind = type(network)
+    return kind.__name__.removeprefix("FSDP" if issubclass(kind, FSDPModule) else "")
 
 
 @contextmanager
@@ -208,17 +216,21 @@ def _own_group(every: list[list[int]], rank: int, timeout: datetime.timedelta) -
 
 
 @torch.no_grad()
-def _place(unit: nn.Module, world: World, placed: set[Tensor]) -> None:
+def _place(unit: nn.Module, world: World, placed: set[Tensor]) -> list[nn.Parameter]:
     """Put what is not split yet of a unit on the device, with rank 0's values, contiguous for `fully_shard`.
 
-    placed: the buffers that are there already, which stay whole; those of this unit are added.
+    placed: the buffers that are there already, which stay whole; those of this unit are added. Returns the
+    parameters.
     """
+    parameters: list[nn.Parameter] = []
     for tensor in (*unit.parameters(), *unit.buffers()):
         if isinstance(tensor, DTensor) or tensor in placed:
             continue
         tensor.data = tensor.data.to(world.device)
         if isinstance(tensor, nn.Parameter):
             tensor.data = tensor.data.contiguous()
+            parameters.append(tensor)
         else:
             placed.add(tensor)
         dist.broadcast(tensor.data, group_src=0, group=world.backbone_group)
+    return parameters

@@ -51,7 +51,7 @@ def spread_backbone(
 
 
 def will_be_sharded(options: Options, ranks: int) -> bool:
-    """Whether `spread_backbone` splits the network, which need not fit the device then."""
+    """Whether `spread_backbone` splits the network, which is then made on the CPU: it must fit there."""
     return options.parallel.backbone == "sharded" and shard_size(options, ranks) > 1
 
 

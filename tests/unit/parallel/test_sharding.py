@@ -36,7 +36,8 @@ def group():
 def test_a_unit_is_split_before_the_next_one_comes_to_the_device(group, monkeypatch):
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(BLOCKS)]
     network = nn.Sequential(nn.Linear(4, WIDTH), *blocks)
-    sizes = {p.data_ptr(): p.numel() for p in network.parameters()}
+    originals = list(network.parameters())
+    sizes = {p.data_ptr(): p.numel() for p in originals}
     buffers = list(network.buffers())
     come: list[int] = []  # what is broadcast is on the device, where it is
     most = 0
@@ -57,6 +58,7 @@ def test_a_unit_is_split_before_the_next_one_comes_to_the_device(group, monkeypa
     assert all(buffer is same for buffer, same in zip(network.buffers(), buffers, strict=True))
     here = sum(local_part(p).numel() for p in network.parameters())
     assert here * 4 == sum(sizes.values())
+    assert not any(p.numel() for p in originals)  # whoever holds them, holds no memory
 
 
 def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device():
@@ -69,7 +71,7 @@ def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device
         (sharded | {"parallel.shard_size": 1}, 4, "meta"),
     ):
         options = options_with(values)
-        network, _ = _build_trained_network(options, World(0, ranks, 0, device), None)
+        network, *_ = _build_trained_network(options, World(0, ranks, 0, device), None)
         assert {t.device.type for t in (*network.parameters(), *network.buffers())} == {expected}
 
 

@@ -82,3 +82,14 @@ def test_what_is_proposed_can_be_set_beside_the_runs_other_options(name, monkeyp
             ins.options.set(path, other)
         getattr(ins, setter)(ast.literal_eval(value))
         check_combinations(ins.options, 2)
+
+
+def test_where_rows_travel_copying_is_theirs():
+    (said,) = advised(Options(), {Part.COPY: 0.5})
+    assert "uint8 images" in said
+    options = Options()
+    options.set("head.offload", True)
+    (said,) = advised(options, {Part.COPY: 0.5})
+    assert "class rows travel" in said
+    assert "set_row_dtype('bfloat16')" in said
+    assert "uint8" not in said

@@ -20,6 +20,7 @@ from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at
 from plsc.train.job import run_training
 from plsc.train.logs import RunLog
 from plsc.train.notes import batch_note, idle_note, threads_note
+from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step
 from tests.images import write_dataset
@@ -327,3 +328,15 @@ def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
     assert threads_note(options) == ""
     options.set("runtime.cpu_threads", 4096)
     assert "runtime.cpu_threads is 4096, but this process may use" in threads_note(options)
+
+
+def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
+    run = build_run(
+        options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
+    )
+    with pytest.raises(
+        OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"
+    ):
+        retention_of(run)
+    run.options.set("checkpoint.monitor", "loss")
+    assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")
