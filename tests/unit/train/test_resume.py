@@ -301,7 +301,9 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     huge = {"shape": [2**40], "dtype": "uint8", "sharded": False}
     refused("rank0.random", lambda m: m["tensors"].update({"rank0.random": huge}))
     momentum = {"shape": [2**40], "dtype": "float32", "sharded": False}
-    refused("the optimizer's is", lambda m: m["tensors"].update({"momentum.backbone.fc.bias": momentum}))
+    refused(
+        "the optimizer's is", lambda m: m["tensors"].update({"momentum.backbone.fc.bias": momentum})
+    )
 
 
 def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):
