@@ -25,7 +25,7 @@ from plsc.parallel.sharding import bytes_here
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "replicated": {},
     "sharded": {"parallel.backbone": "sharded"},
     "pairs": {"parallel.backbone": "sharded", "parallel.shard_size": 2},

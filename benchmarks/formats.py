@@ -11,6 +11,7 @@ them. Writes samples.jsonl (every run) and results.md (medians).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -92,7 +93,7 @@ def write_sets(work: Path, records: int) -> None:
 def take_turns(work: Path, records: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield (way, what, records a second, GB a second) of each run; who begins changes."""
     ways: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        name: lambda name=name: ours(work / name, records) for name in PLACES
+        name: functools.partial(ours, work / name, records) for name in PLACES
     }
     ways["tarfile"] = lambda: tarfile_index(work / "set.tar")
     ways["webdataset"] = lambda: webdataset_in_order(work / "set.tar")

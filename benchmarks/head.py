@@ -66,7 +66,7 @@ class Report:
 
 def machine(threads: int, device: str) -> Sample:
     """Return what the figures depend on, without the name of the host."""
-    facts = {}
+    facts: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         facts.setdefault(name.strip(), value.strip())
@@ -161,7 +161,8 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
         ways = [way for way in ways if way.for_millions]
     found = {way.name: measure_apart(options, way, classes, batch, report) for way in ways}
     able = [name for name, result in found.items() if not isinstance(result, str)]
-    samples, trouble = [], None
+    samples: list[Sample] = []
+    trouble: str | None = None
     if able:
         samples, trouble = run_child(
             [
@@ -280,8 +281,9 @@ def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report
         if troubles:
             report.print(f"| {name} | {troubles[0]} | | | |")
             continue
-        low, more_samples, more_classes, more_of_both = [r["peak"] for r in found]  # type: ignore[index]
-        needed = (found[2]["needed"] - found[0]["needed"]) / classes  # type: ignore[index]
+        measured = [result for result in found if not isinstance(result, str)]
+        low, more_samples, more_classes, more_of_both = (one["peak"] for one in measured)
+        needed = (measured[2]["needed"] - measured[0]["needed"]) / classes
         per_class = (more_classes - low) / classes
         report.print(
             f"| {name} | {(more_samples - low) / batch:,.0f} | "

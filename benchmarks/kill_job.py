@@ -130,7 +130,7 @@ def train(job: Job, journal_path: Path, plan: Plan | None) -> None:
     journal = Journal(journal_path, plan)
     _watch(journal)
     ins = Entry()
-    ins.set_dataset_dir(job.dataset)
+    ins.set_dataset_dir(str(job.dataset))
     ins.set_class_num(job.classes)
     ins.set_model_name("SmallResNet")
     ins.set_image_shape((3, 16, 16))
@@ -143,7 +143,7 @@ def train(job: Job, journal_path: Path, plan: Plan | None) -> None:
     ins.set_max_last_checkpoint_num(2)
     ins.set_save_top_k(0)
     ins.set_num_workers(0)
-    ins.set_model_save_dir(job.local)
+    ins.set_model_save_dir(str(job.local))
     ins.set_upload_dir(job.remote)
     ins.set_store_timeout(120)
     if job.load is not None:

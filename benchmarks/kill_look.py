@@ -223,7 +223,7 @@ def _look_here(local: Path, published: int, problems: list[str]) -> tuple[Any, l
         # Killed between the two renames of a replacement: the next start puts it back.
         restored = bool(clean_leftovers(local))
         found = list_checkpoints(local)
-    newest = None
+    newest: dict[str, Any] | None = None
     if found:
         path, manifest = found[-1]
         verify(path)
@@ -242,7 +242,7 @@ def _look_there(remote: str, sent: int, problems: list[str]) -> tuple[Any, list[
     leftovers = [name for name in names if name.startswith(".")]
     strangers = set(names) - {name for name, _ in found} - set(leftovers) - KNOWN
     problems += [f"{name} in the store is no checkpoint" for name in sorted(strangers)]
-    newest = None
+    newest: dict[str, Any] | None = None
     if found:
         name, manifest = found[-1]
         verify(f"{remote}/{name}")

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 GIB = 2**30
@@ -26,7 +27,7 @@ def train(parts: int, batch: int) -> None:
 
     sys.stdout = sys.stderr  # the run's own lines
 
-    def reader():
+    def reader() -> Iterator[tuple[np.ndarray, int]]:
         random = np.random.default_rng(0)
         for index in range(3 * batch):
             yield random.normal(size=(3, 112, 112)).astype(np.float32), index % 100

@@ -21,7 +21,8 @@ from ways import WAYS
 
 def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> None:
     """Write a picture of the samples with this batch size: median step in seconds, peak in GiB."""
-    times, peaks = defaultdict(lambda: defaultdict(list)), defaultdict(dict)
+    times: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    peaks: dict[str, dict[int, float]] = defaultdict(dict)
     for sample in samples:
         if sample.get("B") != batch:
             continue
@@ -35,7 +36,7 @@ def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> N
     }
     figure, panels = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
     parts = ((medians, "seconds a step (median)"), (peaks, "peak memory in GiB"))
-    colours = plt.get_cmap("tab20").colors
+    colours = matplotlib.color_sequences["tab20"]
     for panel, (values, label) in zip(panels, parts, strict=True):
         for number, way in enumerate(WAYS):
             points = sorted(values.get(way.name, {}).items())

@@ -5,8 +5,7 @@ A way is built once and then asked for steps. All see the same images and labels
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.heads.initial import initial_rows
 from plsc.models import build_model
-from plsc.models.activation import PReLU
-from plsc.models.convolution import Conv2d
+from plsc.models.modes import use_torchs_layers
+from plsc.optim.autocast import autocast
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
+from plsc.train.precision import training_mode
 from plsc.train.step import Step
 
 TEXTBOOK = "textbook, fp32"
@@ -48,12 +49,16 @@ class Case:
 
 @dataclass(frozen=True)
 class TrainWay:
-    """name; autocast: of the textbook, None for float32; options: those of plsc, None for the textbook."""
+    """name; autocast: of the textbook, None for float32; options: those of plsc, None for the textbook.
+
+    has_head: False for our backbone alone, its forward and backward pass and its update.
+    """
 
     name: str
     autocast: torch.dtype | None = None
     options: dict[str, Any] | None = field(default=None)
     tf32: bool = False
+    has_head: bool = True
 
     @property
     def is_ours(self) -> bool:
@@ -77,6 +82,7 @@ def ways(device: str) -> list[TrainWay]:
         TrainWay("plsc, fp32, compiled", options=_COMPILED),
         TrainWay("plsc, bf16, channels first", options={**_BF16, **_PLAIN}),
         TrainWay("plsc, bf16", options=_BF16),
+        TrainWay("plsc's backbone alone, bf16", options=_BF16, has_head=False),
         TrainWay("plsc, bf16, kept", options={**_BF16, "head.keep_mb": 4096.0}),
         TrainWay(
             "plsc, bf16, kept, compiled", options={**_BF16, **_COMPILED, "head.keep_mb": 4096.0}
@@ -167,11 +173,13 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     run.network.train()
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
+    if not way.has_head:
+        return Built(lambda: _backbone_step(run, next(batches)), batches.close)
 
     def make() -> Any:
         batch = next(batches)
-        world.agree_max(0, 0, 0)  # as the loop does
-        made = step.make(batch, False)
+        sizes = agree(world, batch, case.classes).sizes  # as the loop does
+        made = step.make(batch, sizes, False)
         run.position.advance(made.is_skipped)
         step.losses.read(False)
         return made.output.mean_loss
@@ -179,14 +187,26 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     return Built(make, batches.close)
 
 
-def _batches_of(run: Run) -> Iterator[Batch]:
+def _backbone_step(run: Run, batch: Batch) -> Tensor:
+    """Make a step of the network as `Step` does, with a gradient that is there at once instead of a head."""
+    mode = training_mode(run.options, run.world.device)
+    images = batch.input(run.world.device, run.network.input_layout)
+    run.optimizer.zero_grad(set_to_none=True)
+    with autocast(mode, run.world.device):
+        embeddings = run.forward(images, None, True)
+    embeddings.float().backward(torch.full_like(embeddings, 1e-3, dtype=torch.float32))
+    run.optimizer.step()
+    return embeddings.detach()
+
+
+def _batches_of(run: Run) -> Generator[Batch, None, None]:
     epoch = 0
     while True:
         yield from run.loader.epoch(epoch)
         epoch += 1
 
 
-def _batches_in_memory(case: Case, world: World) -> Iterator[Batch]:
+def _batches_in_memory(case: Case, world: World) -> Generator[Batch, None, None]:
     batches = [
         Batch(images, labels, [""] * len(labels)) for images, labels in synthetic(case, world)
     ]
@@ -203,36 +223,13 @@ class _Textbook(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         network = build_model(case.network, case.emb_size, case.shape, dropout=0.0)
-        self.network = _with_torchs_layers(network).to(device)
+        use_torchs_layers(network)
+        self.network = network.to(device)
         self.weight = nn.Parameter(initial_rows(0, 0, case.classes, case.emb_size).to(device))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss."""
         return arcface(self.network(images).float(), self.weight, labels)
-
-
-def _with_torchs_layers(network: nn.Module) -> nn.Module:
-    """Return a copy of a network with torch's own layers where plsc has faster ones."""
-    network = copy.deepcopy(network)
-    for module in list(network.modules()):
-        for name, child in module.named_children():
-            plain: nn.Module
-            if isinstance(child, PReLU):
-                plain = nn.PReLU(child.num_parameters)
-            elif isinstance(child, Conv2d):
-                plain = nn.Conv2d(
-                    child.in_channels,
-                    child.out_channels,
-                    child.kernel_size,
-                    child.stride,
-                    child.padding,
-                    bias=False,
-                )
-            else:
-                continue
-            plain.load_state_dict(child.state_dict())
-            setattr(module, name, plain)
-    return network
 
 
 def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
@@ -259,7 +256,7 @@ def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
     return Built(make, batches.close)
 
 
-def _textbook_memory(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _textbook_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield images that are normalised already: what no loader can do better."""
     batches = [
         (images.float().contiguous().sub_(127.5).div_(128), labels)
@@ -271,7 +268,7 @@ def _textbook_memory(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]
         yield from batches
 
 
-def _textbook_files(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _textbook_files(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield what torchvision's ImageFolder and torch's DataLoader give."""
     from torch.utils.data import DataLoader, DistributedSampler
     from torchvision import datasets, transforms
@@ -284,7 +281,9 @@ def _textbook_files(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]
         str(case.folder),
         transforms.Compose([transforms.RandomHorizontalFlip(), *steps]),
     )
-    sampler = DistributedSampler(dataset, world.size, world.rank) if world.size > 1 else None
+    sampler: DistributedSampler[Any] | None = None
+    if world.size > 1:
+        sampler = DistributedSampler(dataset, world.size, world.rank)
     loader = DataLoader(
         dataset,
         case.batch,

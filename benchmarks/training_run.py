@@ -12,6 +12,7 @@ import numpy as np
 from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.step import Step
 
@@ -38,13 +39,17 @@ class TrainingRun:
 
     def step(self) -> float:
         """Make a step over the same batch as ever; return its loss."""
-        loss = float(self._step.make(self._batch, is_logged=False).output.mean_loss)
+        sizes = agree(
+            self.run.world, self._batch, self.run.head.class_num
+        ).sizes  # as the loop does
+        loss = float(self._step.make(self._batch, sizes, is_logged=False).output.mean_loss)
         self.run.position.advance()
         return loss
 
 
 def _reader(options: Options) -> Any:
     shape, classes = options.model.image_shape, options.head.class_num
+    assert classes is not None
 
     def read() -> Iterator[tuple[np.ndarray, int]]:
         random = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -248,7 +248,8 @@ def _loss_parallel(store: Store) -> Built:
             value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return value.detach().to_local()
+        local: Tensor = cast(DTensor, value.detach()).to_local()
+        return local
 
     return Built(step, [store.weight(), store.momentum()])
 

@@ -12,6 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 glyphs=() epochs=3 folder=""
 for argument in "$@"; do
   case $argument in
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' demo/run.sh; exit ;;
     --fast) glyphs=(--classes 400 --images-per-class 8 --pairs 400) epochs=10 ;;
     -*) echo "run.sh: unknown option $argument; usage: bash demo/run.sh [--fast] [FOLDER]" >&2; exit 2 ;;
     /*) folder=$argument ;;

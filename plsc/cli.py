@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAMILIES[arguments[0]][1](arguments[1:])
     with worded(in_flags):
         try:
-            if arguments and arguments[0] in _VERBS:
+            if not arguments:
+                verbs = ", ".join([*_VERBS, "plan", *_FAMILIES])
+                raise OptionError(f"a verb must be given, one of {verbs}; see plsc --help")
+            if arguments[0] in _VERBS:
                 check_config_files(arguments)
             return _run(_parse(arguments), arguments)
         except PlscError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from plsc.config import all_options
 from plsc.errors import OptionError
 
 _LARGEST = 2**20  # bytes
@@ -90,6 +91,7 @@ def _entries(name: str) -> list[tuple[str, int]]:
     """Return the options of a file by their dotted names, with their lines, from 1."""
     content = _read(name)
     if isinstance(content, yaml.MappingNode):
+        _check_groups(name, content)
         return list(_walk(content))
     found = "is empty"
     if content is not None:
@@ -99,6 +101,22 @@ def _entries(name: str) -> list[tuple[str, int]]:
     raise OptionError(
         f"{name} {found}; expected lines such as 'train:' and, indented by spaces, 'batch_size: 128'"
     )
+
+
+def _check_groups(name: str, mapping: yaml.MappingNode) -> None:
+    """Raise OptionError if a group of options has a value itself, which the parser would pass over."""
+    groups = {spec.path.partition(".")[0] for spec in all_options()}
+    for key, value in mapping.value:
+        is_empty = value.tag == "tag:yaml.org,2002:null"  # all lines of it commented out, say
+        if key.value in groups and not isinstance(value, yaml.MappingNode) and not is_empty:
+            example = next(
+                spec.name for spec in all_options() if spec.path.startswith(f"{key.value}.")
+            )
+            kind = "a list" if isinstance(value, yaml.SequenceNode) else repr(value.value[:80])
+            raise OptionError(
+                f"{name}:{key.start_mark.line + 1}: {key.value} is {kind}; it is a group: expected its "
+                f"options in lines below it, indented by spaces, '{example}: ...' say"
+            )
 
 
 def _walk(mapping: yaml.MappingNode, above: str = "") -> Iterator[tuple[str, int]]:

@@ -107,20 +107,21 @@ class Entry(Setters):
         A named one takes its learning rate from set_lr; of a factory's, the schedule multiplies its own.
         arguments: more of the optimizer's settings; they set ``optim.optimizer_arguments``.
 
-        OptionError for an unknown name or argument, here or when training begins.
+        OptionError for an unknown name or argument, here (and nothing changes) or when training begins.
         """
-        self._optimizer = None
-        if isinstance(optimizer, str):
-            super().set_optimizer(optimizer)
-        elif callable(optimizer):
-            super().set_optimizer(name_of(optimizer))
-            self._optimizer = optimizer
-        else:
+        if not isinstance(optimizer, str) and not callable(optimizer):
             raise OptionError(
-                f"the optimizer is {optimizer!r}; expected a name, or a function that takes parameter groups "
-                "and returns a torch.optim.Optimizer (the network's parameters may not exist yet)"
+                f"the optimizer is a {type(optimizer).__name__}; expected a name, or a function that takes "
+                "parameter groups and returns a torch.optim.Optimizer (the network's parameters may not "
+                "exist yet)"
             )
-        self.set_optimizer_arguments(arguments or None)
+        name, factory = (
+            (optimizer, None) if isinstance(optimizer, str) else (name_of(optimizer), optimizer)
+        )
+        self.options.set_together(
+            {"optim.optimizer": name, "optim.optimizer_arguments": arguments or None}
+        )
+        self._optimizer = factory
 
     def set_lr_schedule(self, schedule: str | ScheduleFunction) -> None:
         """Let the learning rate follow a schedule: one by name, or a function of your own.
@@ -129,9 +130,9 @@ class Entry(Setters):
         is multiplied by once `step` updates were made. It must depend on the step alone: resuming asks
         it again. With an argument `total_steps` it is told the run's steps, None where they are not known.
         """
-        self._schedule = None
         if isinstance(schedule, str):
             super().set_lr_schedule(schedule)
+            self._schedule = None
             return
         check_schedule_function(schedule)
         super().set_lr_schedule(name_of(schedule))

@@ -163,8 +163,8 @@ def _fetch_jars() -> None:
         for jar in _PACKAGE_JARS:
             shutil.copy(work / "root/usr/share/java" / f"{jar}.jar", jars)
         target.mkdir(parents=True, exist_ok=True)
-        for jar in jars.iterdir():
-            shutil.copy(jar, target)
+        for path in jars.iterdir():
+            shutil.copy(path, target)
         (target / "complete").touch()
 
 

@@ -12,6 +12,7 @@ import torch
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run
 from plsc.train.step import Step
 
@@ -97,7 +98,7 @@ def losses(
     run.network.train()
     step, found = Step(run), []
     for batch in itertools.islice(run.loader.epoch(0), steps):
-        made = step.make(batch, False)
+        made = step.make(batch, agree(run.world, batch, run.head.class_num).sizes, False)
         run.position.advance(made.is_skipped)
         found.append(float(made.output.mean_loss))
     return found

@@ -62,12 +62,12 @@ def train_scripted(options, world, script: str, network=Scripted):
     """Train so that each step goes as the script says; what a skipped step leaves must be what it found."""
     make, judge = Step.make, Step._judge
 
-    def scripted(self, batch, is_logged):
+    def scripted(self, batch, sizes, is_logged):
         run = self._run
         is_last = world.rank == world.size - 1
         Scripted.kind = script[run.position.step] if is_last else "."
         before = state_of(run)
-        made = make(self, batch, is_logged)
+        made = make(self, batch, sizes, is_logged)
         assert made.is_skipped == (script[run.position.step] in "gpe"), run.position
         after = state_of(run)
         if made.is_skipped:

@@ -1,6 +1,12 @@
 #!/usr/bin/env bash
-# Lint, types, generated files, docs, then the tests: the fast ones first. Arguments go to pytest.
+# Lint, types, generated files, docs, then the tests: the fast ones first.
+#
+#   bash tests/run.sh [arguments of pytest instead of the whole suite, tests/unit -k margin say]
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 ensure_environment dev

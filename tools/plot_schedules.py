@@ -8,15 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from plsc.config import Options  # noqa: E402
+from plsc.evaluate.figure import add_legend, line_look, new_figure, save_png, style_axes  # noqa: E402
 from plsc.train.build_optim import build_schedule  # noqa: E402
 
 STEPS = 1000
@@ -33,17 +29,19 @@ DRAWN = {
 def main() -> None:
     """Write the picture."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images/schedules.png"
-    figure, axes = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
-    for label, changes in DRAWN.items():
+    figure = new_figure(8, 3.2)
+    axes = figure.add_axes((0.08, 0.16, 0.62, 0.78))
+    for index, (label, changes) in enumerate(DRAWN.items()):
         options = Options()
         for name, value in {"warmup_steps": 50, **changes}.items():
             options.set(f"optim.{name}", value)
         schedule = build_schedule(options, 1.0, STEPS, None, None)
-        axes.plot([schedule(step) for step in range(STEPS)], label=label, linewidth=1.2)
+        axes.plot([schedule(step) for step in range(STEPS)], label=label, **line_look(index))
     axes.set_xlabel("updates made, of 1000; a warm-up of 50")
     axes.set_ylabel("part of the learning rate")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
+    style_axes(axes)
+    add_legend(axes, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9)
+    save_png(figure, path, dpi=100)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def plot_hardest_pairs(
     path: str | os.PathLike[str],
     count: int = 12,
 ) -> None:
-    """Draw the different pairs of highest and the same pairs of lowest cosine, worst first.
+    """Draw the different pairs of highest and the same pairs of lowest cosine, worst first, each once.
 
     Args:
         images: 2P encoded images; pair p is images 2p and 2p + 1.
@@ -43,9 +43,11 @@ def plot_hardest_pairs(
             "expected two images, one flag and one score for each pair"
         )
     ranked = np.argsort(scores, kind="stable")
+    different = _distinct(images, ranked[~is_same[ranked]][::-1], count)
+    same = _distinct(images, ranked[is_same[ranked]], count)
     blocks = (
-        ("Different classes, highest cosine", COLOURS[1], ranked[~is_same[ranked]][::-1][:count]),
-        ("Same class, lowest cosine", COLOURS[0], ranked[is_same[ranked]][:count]),
+        ("Different classes, highest cosine", COLOURS[1], different),
+        ("Same class, lowest cosine", COLOURS[0], same),
     )
     rows = max(1, *(-(-len(pairs) // _COLUMNS) for _, _, pairs in blocks))
     figure = new_figure(10, 0.6 + rows * 1.02)
@@ -55,6 +57,16 @@ def plot_hardest_pairs(
             half, title, colour, [(_pair(images, p), float(scores[p])) for p in pairs], rows
         )
     save_png(figure, path)
+
+
+def _distinct(images: Sequence[bytes], pairs: np.ndarray, count: int) -> list[int]:
+    """Return the first pairs that do not show the same two images again, in whatever order."""
+    chosen: dict[frozenset[bytes], int] = {}
+    for pair in pairs:
+        if len(chosen) == count:
+            break
+        chosen.setdefault(frozenset(images[2 * pair : 2 * pair + 2]), int(pair))
+    return list(chosen.values())
 
 
 def _draw_block(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plsc.parallel.world import World
 from plsc.storage.cache_folder import cache_folder
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -20,13 +21,15 @@ class CompiledNetwork(nn.Module):
     """A network that is compiled for the batches of training, and is itself for everything else.
 
     network: anything that is called as ``network(images, labels, is_train)``. sizes: the numbers of images
-    that training gives it; a last smaller batch is computed by the plain network, since another size would
-    take minutes to compile. say: is told once whether it was compiled, into how many pieces, and why not.
-    backend: of torch.compile.
+    that training gives it on this rank; a last smaller batch is computed by the plain network, since another
+    size would take minutes to compile. say: is told once whether it was compiled, into how many pieces, and
+    why not. world: the ranks that train together. backend: of torch.compile.
 
     What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the
-    plain network. Parameters and buffers are the network's own, under its name; keep `network` for
-    evaluating and saving. Random numbers are those of the plain network.
+    plain network, on all ranks if that is so on one: they agree in each call of training, of which every
+    rank makes as many, until all sizes are compiled everywhere. Parameters and buffers are the network's
+    own, under its name; keep `network` for evaluating and saving. Random numbers are those of the plain
+    network.
     """
 
     def __init__(
@@ -34,13 +37,17 @@ class CompiledNetwork(nn.Module):
         network: nn.Module,
         sizes: Collection[int],
         say: Callable[[str], None],
-        backend: str = "inductor",
+        world: World | None = None,
+        backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         super().__init__()
         self.network = network
         self._sizes = frozenset(sizes)
         self._proved: set[int] = set()
+        self._is_agreed = False
+        self._is_told = False
         self._say = say
+        self._world = world or World.single()
         keep_compiled_code()
         # Only this backend has random numbers of its own.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
@@ -49,21 +56,60 @@ class CompiledNetwork(nn.Module):
         self._compiled: Callable[..., Tensor] | None = lambda *inputs: compiled(*inputs)
 
     def forward(self, input: Tensor, *others: Any) -> Tensor:
-        """Return the embeddings [b, D] of the images [b, C, H, W]."""
-        if self._compiled is None or not self.network.training or len(input) not in self._sizes:
+        """Return the embeddings [b, D] of the images [b, C, H, W]; at first, in training, a collective."""
+        if self._compiled is None or not self.network.training:
             return self.network(input, *others)
+        if not self._is_agreed:
+            return self._try(input, *others)
         if len(input) in self._proved:
             return self._compiled(input, *others)
-        return self._try(input, *others)
+        return self.network(input, *others)
 
     def _try(self, input: Tensor, *others: Any) -> Tensor:
-        """Compute a batch of a size that was not compiled before; on failure, and from then on, plainly."""
+        """Compute a batch, compiled if its size is one for that; on failure, and from then on, plainly."""
+        put_back = self._remember()
+        counters = _counters()
+        before = dict(counters)
+        output, trouble = self._compute(input, *others)
+        missing = len(self._sizes - self._proved)
+        has_failed, still_missing = self._world.agree_max(int(trouble is not None), missing)
+        self._is_agreed = not still_missing
+        if not has_failed:
+            assert output is not None
+            if self._proved and not self._is_told:
+                self._is_told = True
+                found = [reason for reason in counters if counters[reason] > before.get(reason, 0)]
+                self._say(describe_breaks(found))
+            return output
+        put_back()  # the part before a failure may have run, or all of it, here
+        self._compiled = None
+        self._tell(trouble)
+        # An error of the network's own comes again, as itself.
+        return self.network(input, *others)
+
+    def _remember(self) -> Callable[[], None]:
+        """Return what puts back the buffers and the states of random numbers as they are now."""
+        buffers = [buffer.detach().clone() for buffer in self.network.buffers()]
+        is_cuda = self._world.device.type == "cuda"
+        state = torch.get_rng_state()
+        device_state = torch.cuda.get_rng_state(self._world.device) if is_cuda else None
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for buffer, old in zip(self.network.buffers(), buffers, strict=True):
+                    buffer.copy_(old)
+            torch.set_rng_state(state)
+            if device_state is not None:
+                torch.cuda.set_rng_state(device_state, self._world.device)
+
+        return put_back
+
+    def _compute(self, input: Tensor, *others: Any) -> tuple[Tensor | None, Exception | None]:
+        """Return the embeddings, or why the compiled network does not give them."""
+        if len(input) not in self._sizes:
+            return self.network(input, *others), None
         if not self._proved:
             self._say("compiling the network: the first step takes a while, up to minutes")
-        buffers = [buffer.detach().clone() for buffer in self.network.buffers()]
-        random_state = torch.get_rng_state()
-        counters = _counters()
-        breaks = dict(counters)
         try:
             assert self._compiled is not None
             with _backward_at_once():
@@ -71,24 +117,19 @@ class CompiledNetwork(nn.Module):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compilers below may throw
-            trouble = error
-        else:
-            if not self._proved:
-                found = [reason for reason in counters if counters[reason] > breaks.get(reason, 0)]
-                self._say(describe_breaks(found))
-            self._proved.add(len(input))
-            return output
-        # The part before a failure may have run.
-        with torch.no_grad():
-            for buffer, old in zip(self.network.buffers(), buffers, strict=True):
-                buffer.copy_(old)
-        torch.set_rng_state(random_state)
-        output = self.network(
-            input, *others
-        )  # an error of the network's own comes again, as itself
-        self._compiled = None
-        self._say(f"the network is not compiled, and trains as it is: {_in_a_line(trouble)}")
-        return output
+            return None, error
+        self._proved.add(len(input))
+        return output, None
+
+    def _tell(self, trouble: Exception | None) -> None:
+        """Say why the network is not compiled, of the first rank that has a reason; a collective."""
+        mine = None if trouble is None else _in_a_line(trouble)
+        reasons = self._world.all_gather_object(mine)
+        rank, reason = next((rank, text) for rank, text in enumerate(reasons) if text is not None)
+        where = f"rank {rank}: " if self._world.size > 1 else ""
+        count = sum(text is not None for text in reasons)
+        others = f" (and {count - 1} more ranks)" if count > 1 else ""
+        self._say(f"the network is not compiled, and trains as it is: {where}{reason}{others}")
 
 
 def keep_compiled_code() -> None:

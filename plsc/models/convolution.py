@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _FEW_CELLS = 49  # of an output map; measured by benchmarks/convolution.py
+_CAST = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Conv2d(nn.Conv2d):
@@ -31,13 +32,9 @@ class Conv2d(nn.Conv2d):
         return result
 
     def _is_ours(self, input: Tensor) -> bool:
-        if input.device.type != "cpu" or input.ndim != 4:
+        if input.device.type != "cpu" or input.ndim != 4 or not self._is_in_16_bits(input):
             return False
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-        else:
-            dtype = torch.promote_types(input.dtype, self.weight.dtype)
-        if dtype != torch.bfloat16 or isinstance(self.padding, str) or self.padding_mode != "zeros":
+        if isinstance(self.padding, str) or self.padding_mode != "zeros":
             return False
         height, width = (
             (side + 2 * padding - kernel) // stride + 1
@@ -47,6 +44,13 @@ class Conv2d(nn.Conv2d):
         )
         is_plain = self.bias is None and self.groups == 1 and self.dilation == (1, 1)
         return is_plain and 0 < height * width <= _FEW_CELLS
+
+    def _is_in_16_bits(self, input: Tensor) -> bool:
+        types = {input.dtype, self.weight.dtype}
+        if torch.is_autocast_enabled("cpu"):
+            # Others, float64 among them, autocast leaves as they are.
+            return torch.get_autocast_dtype("cpu") == torch.bfloat16 and types <= _CAST
+        return types == {torch.bfloat16}
 
 
 class _BySmallMaps(torch.autograd.Function):

@@ -19,9 +19,13 @@ def freeze(network: BaseModel, names: Collection[str]) -> None:
     """
     if not names:
         return
-    for name, parameter in network.named_parameters():
-        if name in names:
-            parameter.requires_grad_(False)
+    network.frozen_by_run = tuple(
+        parameter
+        for name, parameter in network.named_parameters()
+        if name in names and parameter.requires_grad
+    )
+    for parameter in network.frozen_by_run:
+        parameter.requires_grad_(False)
     frozen = {id(p) for name, p in network.named_parameters() if name in names}
     network.keep_in_evaluation(
         module
@@ -30,6 +34,15 @@ def freeze(network: BaseModel, names: Collection[str]) -> None:
         and module.track_running_stats
         and _is_frozen(network, path, frozen)
     )
+
+
+def thaw(network: BaseModel) -> None:
+    """Train again what `freeze` froze; what its owner froze otherwise stays so."""
+    if network.frozen_by_run:
+        network.keep_in_evaluation(())
+    for parameter in network.frozen_by_run:
+        parameter.requires_grad_(True)
+    network.frozen_by_run = ()
 
 
 def _is_frozen(network: nn.Module, path: str, frozen: set[int]) -> bool:

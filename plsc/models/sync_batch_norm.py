@@ -15,17 +15,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from plsc.marks import Part, mark
 
 
-def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+def synchronise_batch_norm(
+    module: nn.Module, group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> nn.Module:
     """Let every BatchNorm1d, 2d and 3d of ``module`` take its statistics over all ranks of ``group``.
 
-    Call it once the module is on its device: CUDA gets torch's SyncBatchNorm, which refuses every
-    other device; those get ours. Layers are replaced in place, with the same parameters, buffers and
-    state-dict keys. Returns ``module``, or its replacement if it is a batch norm itself. One rank, or
-    no group: nothing changes.
+    device: where it is going to compute; by default where it is now. CUDA gets torch's SyncBatchNorm,
+    which refuses every other device; those get ours. Layers are replaced in place, with the same
+    parameters, buffers and state-dict keys. Returns ``module``, or its replacement if it is a batch norm
+    itself. One rank, or no group: nothing changes.
     """
     if group is None or group.size() == 1:
         return module
-    if any(tensor.is_cuda for tensor in module.parameters()):
+    devices = {p.device.type for p in module.parameters()} if device is None else {device.type}
+    if "cuda" in devices:
         return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
     return _replace(module, group)
 

@@ -18,11 +18,13 @@ from plsc.optim.operators import OPERATORS, OperatorPrecision, cast
 from plsc.options.precision import check_apart
 
 _NAMES_SHOWN = 12
-# Operators for which plsc has layers that compute them in another way, without calling torch's.
+# Layers in which operators are not seen: those of plsc that compute them without calling torch's, and torch's
+# attention, which is one function of torch's with the others inside.
 _LAYERS: dict[str, type[nn.Module]] = {
     "batch_norm": _BatchNorm,
     "conv2d": nn.Conv2d,
     "prelu": nn.PReLU,
+    **dict.fromkeys(("linear", "matmul", "attention", "softmax"), nn.MultiheadAttention),
 }
 
 
@@ -70,11 +72,11 @@ def apply_lists(
     """
     modules = dict(network.named_modules())
     scope = _Scope(device.type)
-    for names, kind in ((lists.white_operators, dtype), (lists.black_operators, torch.float32)):
-        layers = tuple(_LAYERS[name] for name in names if name in _LAYERS)
-        for module in modules.values():
-            if isinstance(module, layers):
-                module.forward = _InType(module.forward, scope, kind)
+    white, black = _layers_of(lists.white_operators), _layers_of(lists.black_operators)
+    for module in modules.values():
+        if isinstance(module, (*white, *black)):
+            kind = torch.float32 if isinstance(module, black) else dtype
+            module.forward = _InType(module.forward, scope, kind)
     for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
         for name in names:
             module = modules[name]
@@ -84,6 +86,23 @@ def apply_lists(
         for module in modules.values():
             module.forward = _Watched(module.forward, scope, watch)
     network.forward = _Entered(network.forward, scope)
+
+
+def _layers_of(operators: Sequence[str]) -> tuple[type[nn.Module], ...]:
+    return tuple(_LAYERS[name] for name in operators if name in _LAYERS)
+
+
+def remove_lists(network: nn.Module) -> None:
+    """Give the modules that `apply_lists` changed their own forward again, in place."""
+    for module in network.modules():
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, _Wrapper):
+            continue
+        while isinstance(forward, _Wrapper):
+            forward = forward.inner
+        del module.forward
+        if forward != module.forward:  # somebody else's, not that of its class
+            module.forward = forward
 
 
 def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -136,34 +155,37 @@ class _Scope:
         self.is_on = False
 
 
-class _Entered:
-    """The forward of the whole network: sees whether autocast is on."""
+class _Wrapper:
+    """What takes the place of a module's forward; inner: what was there before."""
 
-    def __init__(self, forward: Callable[..., Any], scope: _Scope) -> None:
-        self._forward = forward
+    def __init__(self, inner: Callable[..., Any], scope: _Scope) -> None:
+        self.inner = inner
         self._scope = scope
+
+
+class _Entered(_Wrapper):
+    """The forward of the whole network: sees whether autocast is on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._scope.is_on = torch.is_autocast_enabled(self._scope.device)
-        return self._forward(*args, **kwargs)
+        return self.inner(*args, **kwargs)
 
 
-class _InType:
+class _InType(_Wrapper):
     """A module's forward in a type of its own."""
 
-    def __init__(self, forward: Callable[..., Any], scope: _Scope, dtype: torch.dtype) -> None:
-        self._forward = forward
-        self._scope = scope
+    def __init__(self, inner: Callable[..., Any], scope: _Scope, dtype: torch.dtype) -> None:
+        super().__init__(inner, scope)
         self._dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._scope.is_on:
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         is_16_bits = self._dtype is not torch.float32
         dtype = self._dtype if is_16_bits else None
         is_within_float32 = not torch.is_autocast_enabled(self._scope.device)
         with torch.autocast(self._scope.device, dtype=dtype, enabled=is_16_bits):
-            result = self._forward(*cast(args, self._dtype), **cast(kwargs, self._dtype))
+            result = self.inner(*cast(args, self._dtype), **cast(kwargs, self._dtype))
         return cast(result, torch.float32) if is_within_float32 else result
 
 
@@ -191,16 +213,15 @@ class _Watch:
             self._threads.discard(thread)
 
 
-class _Watched:
+class _Watched(_Wrapper):
     """A module's forward with the operators in it watched."""
 
-    def __init__(self, forward: Callable[..., Any], scope: _Scope, watch: _Watch) -> None:
-        self._forward = forward
-        self._scope = scope
+    def __init__(self, inner: Callable[..., Any], scope: _Scope, watch: _Watch) -> None:
+        super().__init__(inner, scope)
         self._watch = watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._scope.is_on:
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         with self._watch.entered():
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)

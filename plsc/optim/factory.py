@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.errors import OptionError, PlscError, suggest
+from plsc.errors import OptionError, PlscError, kind_and_line, suggest
 from plsc.optim.groups import L1_DECAY, LR_FACTOR
 from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS, OptimizerKind, check_named_arguments
+from plsc.options.optimizer_table import (
+    OPTIMIZERS,
+    RESERVED,
+    OptimizerKind,
+    check_named_arguments,
+)
 from plsc.parallel.sharding import split_rows
 
 Groups = Sequence[dict[str, Any]]
@@ -22,7 +27,9 @@ Groups = Sequence[dict[str, Any]]
 
 Factory = Callable[..., torch.optim.Optimizer]
 
-_FUSED_WHERE_SHARDED = ("Adam", "AdamW")  # torch's others have no rule for DTensors
+# torch's other ways have no rule for DTensors.
+_FUSED_WHERE_SHARDED = ("Adam", "AdamW")
+_NO_FOREACH_WHERE_SHARDED = ("Rprop",)
 
 FULL_RATE = "initial_lr"
 """Key of a group's learning rate at the schedule's full height, named as torch's own schedules name it."""
@@ -51,7 +58,7 @@ def build_optimizer(
                 f"optim.optimizer_arguments has {name}, which is an option by itself: set_{name}({value})"
             )
         arguments[name] = value
-    sharded = any(split_rows(p) is not None for group in groups for p in group["params"])
+    sharded = any(_is_split(group) for group in groups)
     if sharded and kind.class_name == "Adafactor":
         raise OptionError(
             "optim.optimizer adafactor cannot update a sharded backbone, of whose matrices each rank has "
@@ -59,7 +66,12 @@ def build_optimizer(
         )
     arguments |= implementation_flags(options, kind, device, sharded)
     what = f"optim.optimizer {options.optimizer}"
-    optimizer = _make(getattr(torch.optim, kind.class_name), what, groups, arguments)
+    make = getattr(torch.optim, kind.class_name)
+    known = set(inspect.signature(make).parameters) - {*RESERVED, *kind.takes}
+    unknown = next((name for name in options.optimizer_arguments or {} if name not in known), None)
+    if unknown is not None:
+        raise OptionError(f"{what} has no argument {unknown!r}; {suggest(unknown, known)}")
+    optimizer = _make(make, what, groups, arguments)
     _check_settings(optimizer, groups, what)
     return _finished(optimizer)
 
@@ -90,8 +102,21 @@ def build_custom(
             "that are not to be trained"
         )
     _check_settings(optimizer, groups, what)
+    _check_fused(optimizer, what)
     _check_step(optimizer, what)
     return _finished(optimizer)
+
+
+def cannot_update_sharded(name: str, error: Exception) -> OptionError:
+    """Return what to say of an optimizer whose first step over a sharded backbone failed.
+
+    name: as in `optim.optimizer`. error: of the step, in torch's words, which speak of its operators.
+    """
+    way = "have the factory make one that" if ":" in name else "use one that"
+    return OptionError(
+        f"the optimizer {name} cannot update a sharded backbone: {kind_and_line(error)[:300]}; {way} "
+        "computes each number by itself, without fused, or set_backbone_parallel('replicated')"
+    )
 
 
 def implementation_flags(
@@ -104,8 +129,13 @@ def implementation_flags(
             f"optim.implementation is 'fused', but torch's fused {options.optimizer} takes no sharded "
             "backbone; use 'auto' or 'foreach'"
         )
+    if sharded and wanted == "foreach" and kind.class_name in _NO_FOREACH_WHERE_SHARDED:
+        raise OptionError(
+            f"optim.implementation is 'foreach', in which torch's {options.optimizer} takes no sharded "
+            "backbone; use 'auto' or 'for_loop'"
+        )
     if sharded and wanted == "auto":
-        wanted = "foreach"
+        wanted = "for_loop" if kind.class_name in _NO_FOREACH_WHERE_SHARDED else "foreach"
     if wanted == "fused" and not kind.has_fused:
         names = ", ".join(name for name, one in OPTIMIZERS.items() if one.has_fused)
         raise OptionError(
@@ -153,6 +183,24 @@ def _make(make: Factory, what: str, groups: Groups, arguments: dict[str, Any]) -
         raise OptionError(
             f"{what} cannot be made: {': '.join([type(error).__name__, *said])}"
         ) from error
+
+
+def _check_fused(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Refuse a fused step of torch's that would fail over a sharded backbone."""
+    for kind in OPTIMIZERS.values():
+        is_one = isinstance(optimizer, getattr(torch.optim, kind.class_name))
+        if not is_one or not kind.has_fused or kind.class_name in _FUSED_WHERE_SHARDED:
+            continue
+        if any(group.get("fused") and _is_split(group) for group in optimizer.param_groups):
+            raise OptionError(
+                f"{what} makes torch's fused {kind.class_name}, which takes no sharded backbone; have it "
+                "pass foreach=True instead of fused=True, or set_backbone_parallel('replicated')"
+            )
+
+
+def _is_split(group: dict[str, Any]) -> bool:
+    """Whether a group has parameters of which each rank has some rows."""
+    return any(split_rows(parameter) is not None for parameter in group["params"])
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str) -> None:

@@ -38,6 +38,9 @@ def shard_network(
 ) -> None:
     """Split a network's parameters over groups of ``size`` ranks, in place; a collective of all ranks.
 
+    The network comes to the ranks' device one unit after another, each of which is split before the next one
+    follows: a network that is on the CPU needs no device that could hold it whole.
+
     The values are rank 0's, as DDP has it, so a network that was made differently on every rank becomes the
     same one. units: names of modules that are put together and dropped on their own; what is in none of them
     is whole from the network's forward to the end of its backward. size: a divisor of the number of
@@ -55,10 +58,13 @@ def shard_network(
             "[1], or set_backbone_parallel('replicated')"
         )
     mesh = _make_mesh(world, size, timeout)
-    _make_equal(network, world)
-    for name in sorted(units, key=lambda unit: unit.count("."), reverse=True):
-        fully_shard(network.get_submodule(name), mesh=mesh)
-    fully_shard(network, mesh=mesh)
+    placed: set[Tensor] = set()
+    for name in (*sorted(units, key=lambda unit: unit.count("."), reverse=True), ""):
+        unit = network.get_submodule(name)
+        whole = _place(unit, world, placed)
+        fully_shard(unit, mesh=mesh)
+        for parameter in whole:  # which somebody may still hold, and with it the memory
+            parameter.data = parameter.data.new_empty(0)
     for module in _sharded_modules(network):
         module.set_gradient_divide_factor(1.0)
         # By default a factor of 1 becomes an operation of NCCL's own, a sum of products, which gloo lacks.
@@ -68,6 +74,18 @@ def shard_network(
 def is_sharded(network: nn.Module) -> bool:
     """Whether `shard_network` has split this network."""
     return isinstance(network, FSDPModule)
+
+
+def split_again(network: nn.Module) -> None:
+    """Drop what a forward pass without a backward pass has left whole; nothing if it is not sharded."""
+    for module in _sharded_modules(network):
+        module.reshard()
+
+
+def plain_name(network: nn.Module) -> str:
+    """Return the name of a network's class, as it was before FSDP2 gave it one of its own."""
+    kind = type(network)
+    return kind.__name__.removeprefix("FSDP" if issubclass(kind, FSDPModule) else "")
 
 
 @contextmanager
@@ -198,9 +216,21 @@ def _own_group(every: list[list[int]], rank: int, timeout: datetime.timedelta) -
 
 
 @torch.no_grad()
-def _make_equal(network: nn.Module, world: World) -> None:
-    """Give all ranks rank 0's parameters and buffers, each contiguous, as `fully_shard` wants them."""
-    for parameter in network.parameters():
-        parameter.data = parameter.data.contiguous()
-    for tensor in (*network.parameters(), *network.buffers()):
+def _place(unit: nn.Module, world: World, placed: set[Tensor]) -> list[nn.Parameter]:
+    """Put what is not split yet of a unit on the device, with rank 0's values, contiguous for `fully_shard`.
+
+    placed: the buffers that are there already, which stay whole; those of this unit are added. Returns the
+    parameters.
+    """
+    parameters: list[nn.Parameter] = []
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        if isinstance(tensor, DTensor) or tensor in placed:
+            continue
+        tensor.data = tensor.data.to(world.device)
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = tensor.data.contiguous()
+            parameters.append(tensor)
+        else:
+            placed.add(tensor)
         dist.broadcast(tensor.data, group_src=0, group=world.backbone_group)
+    return parameters

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from plsc.config import Options
 from plsc.errors import OptionError
+from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.plan.checks import one_of, whole
 from plsc.plan.network import Transfer, backbone_transfers
 
@@ -67,9 +68,9 @@ class BackbonePlan:
         return backbone_transfers(ranks, self.gradient_bytes, min(self.shards, ranks))
 
     def seconds(self, rate: float, memory: float) -> tuple[float, float]:
-        """Return the times of a part, forward and backward, by the roofline: of each operator the longer of
+        """Return the times of a part, forward and backward, by the roofline.
 
-        its operations at `rate` FLOP/s and its bytes at `memory` bytes/s.
+        Of each operator the longer counts: its operations at `rate` FLOP/s, or its bytes at `memory` bytes/s.
         """
 
         def time(work: Mapping[tuple[int, int], int]) -> float:
@@ -110,6 +111,13 @@ def plan_backbone(
     shards = whole("backbone_shards", backbone_shards, 1)
     if ranks % shards:
         raise OptionError(f"backbone_shards is {shards}; expected a divisor of the {ranks} ranks")
+    if parts > images:
+        raise OptionError(f"micro_batches is {parts}, but a rank has a batch of {images}")
+    if ":" in backbone_optimizer:
+        raise OptionError(
+            f"backbone_optimizer is {backbone_optimizer!r}; a factory cannot be planned: name the "
+            f"one of {', '.join(OPTIMIZERS)} whose states are most like its own"
+        )
     shape = (3, image, image) if isinstance(image, int) else tuple(image)
     options = Options()
     options.set("model.image_shape", shape)

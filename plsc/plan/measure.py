@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from plsc.errors import OptionError, PlscError, first_line
-from plsc.models.activation import PReLU
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
+from plsc.models.modes import use_torchs_layers
 
 Work = tuple[int, int]
 """An operator's floating-point operations, and the bytes that it reads and writes."""
@@ -75,11 +74,7 @@ def measure(
             network = build().train()
     except PlscError:
         network = build().train()  # a constructor may want real numbers
-    for module in network.modules():
-        if isinstance(
-            module, PReLU
-        ):  # on a CPU it asks for its slope's value; elsewhere it is torch's
-            module.forward = partial(nn.PReLU.forward, module)  # type: ignore[method-assign]
+    use_torchs_layers(network)
     checkpoint_activations(network, checkpoint, every)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):

@@ -91,11 +91,15 @@ def choose_rates(
     product_rate, backbone_rate: TFLOP/s; copy_rate, memory_rate, network_rate: GB/s; latency: microseconds.
     A rate of the backbone's that is missing is that of the head. Raises OptionError for what is out of range.
     """
+    product = _scaled("product_rate", product_rate, 1e12)
+    backbone = _scaled("backbone_rate", backbone_rate, 1e12)
+    copy = _scaled("copy_rate", copy_rate, 1e9)
+    memory = _scaled("memory_rate", memory_rate, 1e9)
     given: dict[str, Any] = {
-        "product": _scaled("product_rate", product_rate, 1e12),
-        "backbone": _scaled("backbone_rate", backbone_rate or product_rate, 1e12),
-        "copy": _scaled("copy_rate", copy_rate, 1e9),
-        "memory": _scaled("memory_rate", memory_rate or (None if offload else copy_rate), 1e9),
+        "product": product,
+        "backbone": backbone or product,
+        "copy": copy,
+        "memory": memory or (None if offload else copy),
         "network": _scaled("network_rate", network_rate, 1e9),
     }
     if not 0 <= latency < 1e9:

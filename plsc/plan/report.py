@@ -95,9 +95,7 @@ def _head_time(plan: HeadPlan, rates: Rates) -> list[str]:
 
 
 def _backbone(plan: BackbonePlan) -> list[str]:
-    split = (
-        "" if plan.parts == 1 else f" in {count(plan.parts, 'micro-batch')}".replace("hs", "hes")
-    )
+    split = "" if plan.parts == 1 else f" in {count(plan.parts, 'micro-batch', 'es')}"
     shards = "" if plan.shards == 1 else f"; a rank keeps 1 of {plan.shards} shards"
     return [
         f"{plan.name}, {plan.numbers:,} parameters, {plan.precision}; "

@@ -9,7 +9,7 @@ from typing import Any
 
 from plsc.errors import OptionError
 from plsc.plan.backbone import PRECISIONS, BackbonePlan, plan_backbone
-from plsc.plan.checks import whole
+from plsc.plan.checks import one_of, whole
 from plsc.plan.head import HeadPlan, plan_head
 from plsc.plan.rates import Rates, choose_rates
 from plsc.plan.report import render
@@ -63,12 +63,11 @@ def plan(
         )
     of_head, of_backbone, of_rates = _sort(more)
     ranks = whole("ranks", ranks, 1)
-    if precision in PRECISIONS:
-        of_rates["precision"] = PRECISIONS[precision]
+    of_rates["precision"] = PRECISIONS[one_of("precision", precision, PRECISIONS)]
     rates = choose_rates(**of_rates)
     if "embedding" in more:
         of_backbone["embedding"] = more["embedding"]
-    one = batch if isinstance(batch, int) else max(batch)
+    one = max(batch) if isinstance(batch, Sequence) else whole("batch", batch, 1)
 
     def head(count: int, sizes: int | Sequence[int]) -> HeadPlan | None:
         return None if classes is None else plan_head(classes, ranks=count, batch=sizes, **of_head)

@@ -30,6 +30,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:,.2f} ms"
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, ending: str = "s") -> str:
     """Return ``1 rank``, ``2 ranks``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from plsc.errors import as_worded
+from plsc.errors import OptionError, as_worded
 from plsc.marks import Part
 from plsc.profiling.result import ProfileResult, RankTimes
 from plsc.train.advice import advise
-from plsc.train.build import Run
+from plsc.train.build import Run, check_combinations
 from plsc.train.precision import head_products
 
 _MUCH_HEAD = 0.4
@@ -67,12 +69,22 @@ def _lines(result: ProfileResult, ranks: Sequence[RankTimes], run: Run) -> Itera
     if result.of_group("optimizer") >= _MUCH_OPTIMIZER:
         yield f"optimizer {result.of_group('optimizer'):.0%}: a larger batch makes fewer updates an epoch"
     if result.of(Part.COPY) >= _MUCH_COPYING:
-        yield (
-            f"copying {result.of(Part.COPY):.0%}: a reader that yields uint8 images moves a quarter of "
-            "what floats are"
-        )
+        yield f"copying {result.of(Part.COPY):.0%}: {_way_of_copying(run)}"
     if result.of(Part.LOGGING) >= _MUCH_LOGGING:
         yield f"logging {result.of(Part.LOGGING):.0%}: set_log_period({options.train.log_period * 10})"
+
+
+def _way_of_copying(run: Run) -> str:
+    head = run.options.head
+    if not head.offload:
+        return "a reader that yields uint8 images moves a quarter of what floats are"
+    ways = ["a smaller set_sample_ratio"]
+    if head.row_dtype == "float32":
+        ways.append("set_row_dtype('bfloat16')")
+    return (
+        f"class rows travel in each step; {' or '.join(ways)} moves fewer bytes, set_head_offload(False) "
+        "none where the device has room for them"
+    )
 
 
 def _ways_of_head(run: Run) -> Iterator[str]:
@@ -98,11 +110,24 @@ def _ways_of_backbone(run: Run, ranks: Sequence[RankTimes]) -> Iterator[str]:
     threads, free = torch.get_num_threads(), mine.cores // beside
     if run.world.device.type == "cpu" and threads < free:
         yield f"it computes on {threads} of {free} cores a rank: set_cpu_threads({free})"
-    is_plain = run.options.runtime.dtype == "float32" and run.options.precision.mode == "float32"
-    if is_plain and _has_fast_bfloat16(run):
+    is_plain = run.options.precision.mode == "float32"
+    if is_plain and _has_fast_bfloat16(run) and _is_allowed(run, "precision.mode", "bfloat16"):
         yield "set_precision('bfloat16')"
-    if not run.options.speed.compile:
+    if not run.options.speed.compile and _is_allowed(run, "speed.compile", True):
         yield "set_compile(True)"
+    if run.options.parallel.backbone == "sharded" and run.world.size > 1:
+        yield "set_backbone_parallel('replicated') gathers no parameters, where the device has room for them"
+
+
+def _is_allowed(run: Run, path: str, value: Any) -> bool:
+    """Whether the run's other options go with this one."""
+    options = copy.deepcopy(run.options)
+    options.set(path, value)
+    try:
+        check_combinations(options, run.world.size)
+    except OptionError:
+        return False
+    return True
 
 
 def _has_fast_bfloat16(run: Run) -> bool:

@@ -12,6 +12,7 @@ from plsc.marks import Part
 
 Interval = tuple[float, float]
 _WAITING = {part.value for part in Part if part.group == "communication"}
+_FSDP = "FSDP::"  # torch's ranges around what it does beside the layers: gathering and scattering
 _NCCL = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+?)(?:_|\(|$)")
 
 
@@ -30,7 +31,8 @@ def collectives_of(events: Iterable[Any], steps: int) -> list[Collective]:
     """Return the collectives of a trace of so many steps, those that take longest first.
 
     events: torch's FunctionEvents. Over gloo a collective is hidden where the rank's own thread does not wait
-    in a part of the step that is marked as communication; over NCCL where another kernel runs beside it.
+    in a part of the step that is marked as communication, or in FSDP's; over NCCL where another kernel runs
+    beside it.
     """
     found: dict[str, list[Interval]] = defaultdict(list)
     waits: list[Interval] = []
@@ -41,7 +43,7 @@ def collectives_of(events: Iterable[Any], steps: int) -> list[Collective]:
         if event.device_type.name == "CPU":
             if name.startswith("gloo:"):
                 found[name].append(span)
-            elif name in _WAITING:
+            elif name in _WAITING or name.startswith(_FSDP):
                 waits.append(span)
         elif event.is_user_annotation:  # a range, as the device saw it
             continue

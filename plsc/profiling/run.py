@@ -126,10 +126,9 @@ def _clear(output: Path, world: World) -> None:
     """Make the folder; what an earlier profile of more ranks left there goes."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        if world.is_main:
-            for path in output.iterdir():
-                if _OURS.fullmatch(path.name):
-                    path.unlink()
+        for path in output.iterdir():  # every rank: each machine may have a folder of its own
+            if _OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)
     except OSError as error:
         raise OptionError(f"output is {output}: {error.strerror}; choose another folder") from error
     world.barrier()

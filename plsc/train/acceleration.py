@@ -79,7 +79,8 @@ def compiled(network: BaseModel, options: Options, world: World, global_batch: i
     """Return what computes a training step of the network: itself, or compiled if `speed.compile` is on."""
     if not options.speed.compile:
         return network
-    return CompiledNetwork(network, batch_sizes(options, world, global_batch), print_on_main(world))
+    sizes = batch_sizes(options, world, global_batch)
+    return CompiledNetwork(network, sizes, print_on_main(world), world)
 
 
 def batch_sizes(options: Options, world: World, global_batch: int) -> set[int]:

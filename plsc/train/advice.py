@@ -129,7 +129,7 @@ def advise(readings: Sequence[Reading], options: DataOptions) -> str | None:
         return None
     beside = [reading for reading in readings if reading.host == worst.host]
     problem = (
-        f"data is the limit: a step waits {_ms(worst.wait)} of its {_ms(worst.step)} ms for its batch; "
+        f"a step waits {_ms(worst.wait)} of its {_ms(worst.step)} ms ({worst.share:.0%}) for its batch; "
         f"{_count(worst.cores, 'core')} for {_count(len(beside), 'rank')} here, "
         f"{_count(worst.workers, 'worker')} a rank"
     )

@@ -13,7 +13,7 @@ from plsc.models import BaseModel
 from plsc.models.dry_run import count_calls
 from plsc.models.modes import evaluating
 from plsc.parallel.gradients import sum_gradients
-from plsc.parallel.sharding import shard_network, whole_parameters
+from plsc.parallel.sharding import shard_network, split_again
 from plsc.parallel.units import choose_units, match_units
 from plsc.parallel.world import World
 
@@ -34,14 +34,12 @@ def spread_backbone(
         OptionError: the network cannot be sharded, or not as `parallel.shard_units` says.
     """
     parallel = options.parallel
-    if parallel.backbone == "replicated":
-        return sum_gradients(trained, world, options.speed.bucket_mb), ""
-    if world.size == 1:
-        return trained, f"one rank: the backbone is not sharded, {_KEPT_WHOLE}"
+    if not will_be_sharded(options, world.size):
+        why = "one rank" if world.size == 1 else "one rank a copy"
+        is_asked = parallel.backbone == "sharded"
+        note = f"{why}: the backbone is not sharded, {_KEPT_WHOLE}" if is_asked else ""
+        return sum_gradients(trained, world, options.speed.bucket_mb), note
     size = shard_size(options, world.size)
-    if size == 1:
-        summing = sum_gradients(trained, world, options.speed.bucket_mb)
-        return summing, f"one rank a copy: the backbone is not sharded, {_KEPT_WHOLE}"
     calls = count_calls(network, options.model.image_shape)
     patterns = [part.strip() for part in parallel.shard_units.split(",") if part.strip()]
     is_auto = patterns in ([], ["auto"])
@@ -50,6 +48,11 @@ def spread_backbone(
     _try_sharded(network, options, world)
     groups = f", {world.size // size} groups of {size}" if size < world.size else ""
     return network, f"the backbone is sharded over {size} ranks{groups}, in {len(units) + 1} units"
+
+
+def will_be_sharded(options: Options, ranks: int) -> bool:
+    """Whether `spread_backbone` splits the network, which is then made on the CPU: it must fit there."""
+    return options.parallel.backbone == "sharded" and shard_size(options, ranks) > 1
 
 
 def shard_size(options: Options, ranks: int) -> int:
@@ -76,8 +79,7 @@ def _try_sharded(network: BaseModel, options: Options, world: World) -> None:
         with evaluating(network):
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 network(images, None, False)
-            with whole_parameters(network):
-                pass
+            split_again(network)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise OptionError(
             f"{type(network).__name__} cannot be sharded as it is: {type(error).__name__}: "

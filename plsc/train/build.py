@@ -17,10 +17,11 @@ from plsc.heads.joint import JointHead, JointRows
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.dropout import SampleNumbers, draw_by_sample
-from plsc.models.freezing import freeze
+from plsc.models.freezing import freeze, thaw
 from plsc.models.initial import initialise_by_rule
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.models.tensors import prepare_tensors, refuse_sparse_gradients
+from plsc.optim.autocast import remove_lists
 from plsc.optim.factory import Factory
 from plsc.optim.groups import Assignment, assign_parameters
 from plsc.optim.precision import LossScaler
@@ -30,11 +31,12 @@ from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 from plsc.train.acceleration import check_speed, compiled, lay_out
-from plsc.train.backbone import shard_size, spread_backbone
+from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
+from plsc.train.notes import batch_note, idle_note, threads_note
 from plsc.train.precision import (
     build_scaler,
     check_precision,
@@ -115,8 +117,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    network, assignment = _build_trained_network(options, world, user.model)
-    samples = draw_by_sample(network)
+    network, assignment, samples = _build_trained_network(options, world, user.model)
     memory = options.memory
     checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
@@ -158,7 +159,14 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
-        notes=join_notes(note, feed.notes, mode_note(options, world.device)),
+        notes=join_notes(
+            note,
+            feed.notes,
+            mode_note(options, world.device),
+            batch_note(global_batch, feed.num_samples),
+            threads_note(options),
+            idle_note(options),
+        ),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
@@ -169,21 +177,34 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 
 def _build_trained_network(
     options: Options, world: World, custom: BaseModel | None
-) -> tuple[BaseModel, Assignment]:
-    """Return the backbone as it is trained, and what is to become of each of its parameters."""
-    network = build_network(options, world, custom)
+) -> tuple[BaseModel, Assignment, SampleNumbers]:
+    """Return the backbone as it is trained, what is to become of each of its parameters, and what tells its
+    dropout layers the samples."""
+    # What is split comes to its device in parts, see `spread_backbone`.
+    is_split = will_be_sharded(options, world.size)
+    place = torch.device("cpu") if is_split else world.device
+    network = build_network(options, world, custom, place)
     if ":" not in options.optim.optimizer:
         refuse_sparse_gradients(network)
+    _undo_earlier_run(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
     initialise_by_rule(network, rules, options.train.seed)
     # By names and types of the plain network: what follows replaces modules.
     assignment = assign_parameters(network, options.optim)
     if options.model.sync_batch_norm:
-        synchronise_batch_norm(network, world.backbone_group)
+        synchronise_batch_norm(network, world.backbone_group, world.device)
     freeze(network, assignment.frozen)
+    samples = draw_by_sample(network)
     use_lists(network, lists, options, world.device)
-    return network, assignment
+    return network, assignment, samples
+
+
+def _undo_earlier_run(network: BaseModel) -> None:
+    """Take back what a run before this one, with other options, left on a network of the user's."""
+    checkpoint_activations(network, "none")  # it lies around what the lists did
+    remove_lists(network)
+    thaw(network)
 
 
 def check_combinations(options: Options, ranks: int) -> None:
@@ -207,7 +228,7 @@ def check_combinations(options: Options, ranks: int) -> None:
     if "train.batch_size" in options.explicit and total != product and not is_kept:
         raise OptionError(
             f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
-            f"{ranks} ranks makes {product}; set one of the two"
+            f"{ranks} rank{'s' * (ranks > 1)} makes {product}; set one of the two"
         )
     if total < ranks:
         raise OptionError(
@@ -231,8 +252,13 @@ def global_batch_size(options: Options, ranks: int) -> int:
     return options.train.global_batch_size or options.train.batch_size * ranks
 
 
-def build_network(options: Options, world: World, custom: BaseModel | None) -> BaseModel:
-    """Return the backbone on its device, checked with a dry run; its weights follow the seed."""
+def build_network(
+    options: Options, world: World, custom: BaseModel | None, place: torch.device | None = None
+) -> BaseModel:
+    """Return the backbone, checked with a dry run; its weights follow the seed.
+
+    place: where it is put; by default on the rank's device, where it will compute.
+    """
     torch.manual_seed(options.train.seed)
     model = custom
     if model is not None and is_sharded(model):
@@ -249,7 +275,7 @@ def build_network(options: Options, world: World, custom: BaseModel | None) -> B
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
     prepare_tensors(model)
-    model = model.to(world.device, getattr(torch, options.runtime.dtype))
+    model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)
     return model
 
@@ -270,11 +296,23 @@ def _check_batch_norm(
     smallest = global_batch
     if options.data.last_batch == "keep" and num_samples is not None:
         smallest = num_samples % global_batch or global_batch
-    parts = ranks * options.train.micro_batches
-    split = " in micro-batches" if parts > ranks else ""
-    if smallest // parts < 2:
-        raise OptionError(
-            f"a batch of {smallest} images over {ranks} ranks{split} leaves a rank with fewer than 2, from "
-            "which batch norm cannot take statistics; use a larger batch, fewer ranks, "
-            "set_last_batch('pad') or 'drop', or set_sync_batch_norm(True)"
-        )
+    micro_batches = options.train.micro_batches
+    if smallest // (ranks * micro_batches) >= 2:
+        return
+    is_short_end = smallest < global_batch
+    remedies = [
+        *(["set_last_batch('pad') or 'drop'"] if is_short_end else []),
+        "a larger batch",
+        *(["fewer micro-batches"] if micro_batches > 1 else []),
+        *(["fewer ranks", "set_sync_batch_norm(True)"] if ranks > 1 else []),
+    ]
+    parts = [
+        *([f"{ranks} ranks"] if ranks > 1 else []),
+        *([f"{micro_batches} micro-batches"] if micro_batches > 1 else []),
+    ]
+    split = f" in {' and '.join(parts)}" if parts else ""
+    raise OptionError(
+        f"{'the last' if is_short_end else 'a'} batch of {smallest} image{'s' * (smallest != 1)}{split} "
+        f"leaves fewer than 2 at once, from which batch norm cannot take statistics; use "
+        f"{', or '.join(remedies)}"
+    )

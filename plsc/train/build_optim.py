@@ -137,6 +137,11 @@ def build_schedule(
             f"optim.schedule {optim.schedule!r} needs the number of steps, which a generator reader does "
             "not tell; call set_decay_steps, set_train_steps or set_train_image_num"
         )
+    if optim.decay_steps and optim.decay_steps <= warmup:
+        raise OptionError(
+            f"optim.decay_steps is {optim.decay_steps}, but the warm-up takes {warmup} steps, after "
+            "which the rate would be at its end at once; expected more"
+        )
     end = optim.end_lr_factor
     falling = {
         "cosine": lambda: shapes.cosine(warmup, last, end, optim.cosine_cycles),

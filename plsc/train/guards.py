@@ -6,7 +6,11 @@ import json
 import signal
 from pathlib import Path
 
-from plsc.errors import TrainingError, TrainingInterrupted
+import torch
+from torch import nn
+
+from plsc.errors import TrainingError, TrainingInterrupted, as_worded
+from plsc.parallel.sharding import local_part
 from plsc.parallel.world import World
 from plsc.train.state import Position
 
@@ -19,6 +23,7 @@ COLLAPSED = 0.95
 A plain convolutional network without batch norm, trained with ArcFace from scratch, went over 0.998 and
 to chance in verification while its loss kept falling; a healthy one stays well below 0.5.
 """
+SLOW_STEP = 10.0  # seconds
 _COLLAPSE_GRACE_STEPS = 20  # an untrained network may start out there
 
 
@@ -44,6 +49,30 @@ def stop_at_bad_loss(
     )
 
 
+def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:
+    """Raise TrainingError, on every rank alike, for trained weights that are not finite; a collective.
+
+    A gradient may be inf where the loss was finite: the next loss would tell, but what is saved before that
+    would be what a later run goes on from.
+    """
+    trained = [
+        (name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad
+    ]
+    finite = [part.isfinite().all() for _, part in trained]
+    # One look at the device, not one for each.
+    is_bad = bool(finite) and not bool(torch.stack(finite).all())
+    if not world.agree_max(int(is_bad))[0]:
+        return
+    mine = [name for (name, _), is_good in zip(trained, finite, strict=True) if not is_good]
+    found = sorted({name for names in world.all_gather_object(mine) for name in names})
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    raise TrainingError(
+        f"{found[0]}{more} of the network have a nan or inf after step {position.step}, though no loss was: "
+        "a gradient overflowed. Nothing of it is saved; lower the learning rate, warm up or look at the "
+        "network's backward pass, and resume from the last checkpoint"
+    )
+
+
 def collapse_warning(step: int, mean_cosine: float | None) -> str | None:
     """Return a warning when the embeddings of different samples point the same way."""
     if mean_cosine is None or mean_cosine < COLLAPSED or step < _COLLAPSE_GRACE_STEPS:
@@ -55,6 +84,16 @@ def collapse_warning(step: int, mean_cosine: float | None) -> str | None:
     )
 
 
+def slow_start(seconds: float, log_period: int) -> str | None:
+    """Return a line for who waits for the first log line, if the first step took long."""
+    if seconds < SLOW_STEP:
+        return None
+    return as_worded(
+        f"the first step took {seconds:.0f} s; a line is logged every {log_period} steps (set_log_period()), "
+        "and at the end of each epoch"
+    )
+
+
 def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
     """Return a warning when an epoch had other steps than expected; None for what was not said."""
     if expected is None or steps == expected:
@@ -62,6 +101,14 @@ def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
     return (
         f"warning: epoch {epoch} of the reader had {steps} steps, but {expected} were expected; warm-up, log "
         "lines and resuming count with these: correct set_train_image_num"
+    )
+
+
+def nothing_left(step: int, epoch: int) -> str:
+    """Return a line for a run that is over before its first step."""
+    return as_worded(
+        f"nothing is left to train: {step} steps and {epoch} epoch{'s' * (epoch != 1)} were made already; to "
+        "go on, raise set_train_epochs() or set_train_steps()"
     )
 
 

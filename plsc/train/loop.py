@@ -17,10 +17,18 @@ from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.signals import StopSignal
 from plsc.train.advice import WorkerAdvice
+from plsc.train.agreement import agree
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.guards import collapse_warning, epoch_warning, interrupted
+from plsc.train.guards import (
+    collapse_warning,
+    epoch_warning,
+    interrupted,
+    nothing_left,
+    slow_start,
+    stop_at_bad_weights,
+)
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
 from plsc.train.result import TrainResult
@@ -65,6 +73,7 @@ class Trainer:
         self._is_length_told = False
         self._options = run.options.train
         self._position = run.position
+        self._first_step = run.position.step + 1
         self._bad_samples = BadSampleReport(
             run.world, run.save_dir, log, run.options.data.bad_images
         )
@@ -78,8 +87,10 @@ class Trainer:
         Raises TrainingError for a loss that is not finite, TrainingInterrupted after SIGINT or SIGTERM,
         once the state has been saved; DataError and CheckpointError from below.
         """
+        if self._is_over():
+            self._log.say(nothing_left(self._position.step, self._position.epoch))
         with StopSignal(self._options.stop_deadline) as stop:
-            while self._position.epoch < self._options.epochs and not self._made_all_steps():
+            while not self._is_over():
                 self._train_epoch(stop)
                 self._end_epoch()
             self._result.unsent = self._saver.close()
@@ -101,29 +112,30 @@ class Trainer:
                 with mark(Part.DATA):
                     batch = next(batches, None)
                 window.batch_arrived()
-                # One small collective a step: was anybody told to stop, has anybody's reader ended, is
-                # anybody still writing a checkpoint?
-                signal_number, ended, is_saving = run.world.agree_max(
-                    stop.number, int(batch is None), int(not self._saver.is_done())
+                agreed = agree(
+                    run.world, batch, run.head.class_num, stop.number, not self._saver.is_done()
                 )
-                if not is_saving:
+                if not agreed.is_saving:
                     self._saver.settle()
-                if signal_number:
-                    self._save_and_stop(signal_number)
-                if ended or batch is None:
+                if agreed.signal:
+                    self._save_and_stop(agreed.signal)
+                if agreed.has_ended or batch is None:
                     self._check_epoch()
                     position.next_epoch()
                     break
                 is_logged = self._is_logged()
-                made = self._step.make(batch, is_logged)
+                made = self._step.make(batch, agreed.sizes, is_logged)
                 self._bad_samples.note(batch.problems)
                 position.advance(made.is_skipped)
                 window.end_step(made.output.batch, batch.skipped)
                 advice = self._watch.end_step(
                     batch, made.output.batch, position.step_in_epoch, window.wait, window.step
                 )
-                if advice:
-                    self._log.say(advice)
+                slow = None
+                if position.step == self._first_step and not is_logged:
+                    slow = slow_start(window.step, self._options.log_period)
+                for line in filter(None, (slow, advice)):
+                    self._log.say(line)
                 self._read_losses(everything=is_logged)
                 del batch  # its memory is used again for the next one
                 with mark(Part.LOGGING):
@@ -166,9 +178,8 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Evaluate, save and plot."""
         self._evaluate()
-        every, options = self._run.options.checkpoint.every_n_epochs, self._options
-        is_last = self._position.epoch >= options.epochs or self._made_all_steps()
-        if is_last or (every and self._position.epoch % every == 0):
+        every = self._run.options.checkpoint.every_n_epochs
+        if self._is_over() or (every and self._position.epoch % every == 0):
             self._save()
         self._log.plot()
         self._bad_samples.say()
@@ -229,7 +240,9 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """Save at a step boundary."""
         position = self._position
-        self._read_losses()  # nothing is saved after a bad one
+        # Nothing is saved after a bad one.
+        self._read_losses()
+        stop_at_bad_weights(self._run.world, position, self._run.network)
         self._bad_samples.gather()
         name = str(
             position.epoch - 1
@@ -280,6 +293,9 @@ class Trainer:
         period, position = self._options.test_period, self._position
         is_end = position.step_in_epoch == self._run.loader.steps_per_epoch
         return period > 0 and position.step % period == 0 and not is_end
+
+    def _is_over(self) -> bool:
+        return self._position.epoch >= self._options.epochs or self._made_all_steps()
 
     def _made_all_steps(self) -> bool:
         return self._options.steps is not None and self._position.step >= self._options.steps

@@ -43,7 +43,10 @@ def mode_note(options: Options, device: torch.device) -> str:
     used = training_mode(options, device)
     if used == mode:
         return ""
-    return f"note: precision.mode is {mode}, which is for GPUs: this CPU computes in {used}"
+    scaling = "" if options.precision.loss_scaling == "always" else ", without loss scaling"
+    return (
+        f"note: precision.mode is {mode}, which is for GPUs: this CPU computes in {used}{scaling}"
+    )
 
 
 def evaluation_context(options: Options, device: torch.device) -> AbstractContextManager[Any]:

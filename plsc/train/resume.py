@@ -61,8 +61,8 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
     is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
     if "train.batch_size" in options.explicit and not is_the_same:
         raise OptionError(
-            f"train.batch_size {train.batch_size} on {ranks} ranks makes {product}, but {path} was trained "
-            f"with {saved} images a step, which a resumed run keeps; leave it out"
+            f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
+            f"{path} was trained with {saved} images a step, which a resumed run keeps; leave it out"
         )
     train.global_batch_size = saved
     options.adopted.add("train.global_batch_size")

@@ -12,10 +12,11 @@ from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.marks import Part, mark, mark_backward
 from plsc.optim.autocast import autocast
-from plsc.optim.factory import set_rates
+from plsc.optim.factory import cannot_update_sharded, set_rates
 from plsc.optim.precision import scale_gradient, unscale
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
+from plsc.parallel.sharding import is_sharded
 from plsc.train.build import Run
 from plsc.train.clipping import clip_gradients
 from plsc.train.losses import LossReader
@@ -46,14 +47,17 @@ class Step:
         self._run = run
         self._options = run.options.train
         self._mode = training_mode(run.options, run.world.device)
-        self.losses = LossReader(run.world, run.save_dir, run.world.device.type == "cuda")
+        is_late = run.world.device.type == "cuda" and run.options.speed.late_losses
+        self.losses = LossReader(run.world, run.save_dir, is_late)
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
+        self._has_updated = False
 
-    def make(self, batch: Batch, is_logged: bool) -> StepResult:
+    def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Make one update, or skip it; its loss is then in `losses`.
 
-        is_logged: measure what only a log line needs. Raises TrainingError for a loss that is not finite,
-        here or, on a GPU, from `losses` (unless it is scaled).
+        sizes: those of `Agreement`, so that the head need not ask the device. is_logged: measure what only a
+        log line needs. Raises TrainingError for a loss that is not finite, here or, on a GPU, from `losses`
+        (unless it is scaled).
         """
         run = self._run
         rate = run.rate(run.position.updates)
@@ -61,7 +65,7 @@ class Step:
         run.optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
             self._before.take()
-        output = self._forward_backward(batch, is_logged)
+        output = self._forward_backward(batch, sizes, is_logged)
         run.head.sync_gradients()
         with mark(Part.CLIPPING):
             is_skipped, is_excused = self._judge(output)
@@ -85,20 +89,21 @@ class Step:
         rows = self._run.rows
         set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
-    def _forward_backward(self, batch: Batch, is_logged: bool) -> HeadOutput:
+    def _forward_backward(
+        self, batch: Batch, sizes: list[int] | None, is_logged: bool
+    ) -> HeadOutput:
         """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another.
 
         The backbone's are multiplied by the loss scale, if there is one.
         """
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         scale = 1.0 if run.scaler is None else run.scaler.scale
-        sizes = self._sizes(batch)
         with mark(Part.COPY):
             images = batch.input(device, run.network.input_layout).tensor_split(parts)
             labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
         split = None if numbers is None else numbers.tensor_split(parts)
-        total = sum(map(sum, sizes)) if sizes else 0
+        total = sum(sizes) if sizes else 0
         outputs: list[HeadOutput] = []
         for part in range(parts):
             is_last = part == parts - 1
@@ -115,26 +120,13 @@ class Step:
                         labels[part],
                         with_accuracy=is_logged and self._options.calc_acc,
                         with_gauge=is_logged,
-                        sizes=sizes[part] if sizes else None,
+                        sizes=_of_part(sizes, part, parts) if sizes else None,
                     )
                 share = output.batch / total if total else 1.0
                 with mark(Part.HEAD_BACKWARD):
                     (output.loss if parts == 1 else output.loss * share).backward()
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
-
-    def _sizes(self, batch: Batch) -> list[list[int]] | None:
-        """Return how many samples each rank has in each micro-batch: the head need not ask the device.
-
-        None for a label out of range on any rank: the head looks for it, and says which.
-        """
-        run, parts = self._run, self._options.micro_batches
-        wrong = (batch.labels < 0) | (batch.labels >= run.head.class_num)
-        counted = run.world.gather_numbers(len(batch.labels), int(wrong.any()))
-        if any(is_wrong for _, is_wrong in counted):
-            return None
-        # As Tensor.tensor_split has it.
-        return [[n // parts + (part < n % parts) for n, _ in counted] for part in range(parts)]
 
     def _judge(self, output: HeadOutput) -> tuple[bool, bool]:
         """Return whether the step is to be skipped, and whether its loss may be bad, alike on all ranks.
@@ -156,10 +148,23 @@ class Step:
         with mark(Part.CLIPPING):
             clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
         with mark(Part.OPTIMIZER):
-            run.optimizer.step()
+            self._update_backbone()
         if run.rows is not None:
             with mark(Part.HEAD_ROWS):
                 run.rows.step(clip=clip)
+
+    def _update_backbone(self) -> None:
+        """Let the optimizer make its step. Raises OptionError if it cannot where the backbone is sharded."""
+        run = self._run
+        try:
+            run.optimizer.step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # one of torch's, or of a user's, and of many kinds
+            if self._has_updated or not is_sharded(run.network):
+                raise
+            raise cannot_update_sharded(run.options.optim.optimizer, error) from error
+        self._has_updated = True
 
     def _skip(self) -> None:
         """Leave everything as it was before the step: the rows of the heads, and all running statistics."""
@@ -167,3 +172,8 @@ class Step:
             self._run.rows.skip()
         if self._before is not None:
             self._before.put_back()
+
+
+def _of_part(sizes: list[int], part: int, parts: int) -> list[int]:
+    """Return how many images each rank has in one of the micro-batches, as `Tensor.tensor_split` has it."""
+    return [size // parts + (part < size % parts) for size in sizes]

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plsc.config import Options
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run
 from plsc.train.state import collect_tensors
 from plsc.train.step import Step
@@ -47,7 +48,8 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
         step, losses = Step(run), []
         run.network.train()
         for batch in itertools.islice(run.loader.epoch(0, 0), 3):
-            losses.append(float(step.make(batch, is_logged=True).output.mean_loss))
+            sizes = agree(world, batch, run.head.class_num).sizes
+            losses.append(float(step.make(batch, sizes, is_logged=True).output.mean_loss))
             run.position.advance()
     whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     return losses, whole | {key: value.local for key, value in sharded.items()}

@@ -6,6 +6,7 @@ Says for each claim of test_backbone_sharding.py what it saw; fails where one do
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,12 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.sharding import bytes_here, local_part
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.checkpointing import adopt_options, open_checkpoint, publish
 from plsc.train.evaluation import Target, evaluate_targets
 from plsc.train.resume import keep_global_batch, restore
+from plsc.train.step import Step
 from plsc.train.warm_start import start_from_pretrained
 from tests.distributed.resume_worker import joined, smaller_world
 from tests.resuming import different, losses_of, options_of, saved_at, train
@@ -296,6 +299,28 @@ def check_networks(world: World, dataset: Path, folder: Path) -> None:
         print("networks: made equal, or refused", flush=True)
 
 
+def check_factories(world: World, dataset: Path, folder: Path) -> None:
+    """An optimizer of the user's that torch cannot run over shards is told in a line, on every rank."""
+    options = options_for(dataset, folder, SHARDED, {"optim.optimizer": "users:factory"})
+    for arguments, at_the_start in (({"fused": True}, True), ({"foreach": True}, False)):
+        kind = torch.optim.SGD if at_the_start else torch.optim.Rprop
+        user = UserParts(model=Uneven(), optimizer=partial(kind, lr=0.1, **arguments))
+        if at_the_start:
+            with pytest.raises(OptionError, match="users:factory makes torch's fused SGD"):
+                build_run(options, world, user)
+            continue
+        run = build_run(options, world, user)
+        run.network.train()
+        batch = next(iter(run.loader.epoch(0)))
+        sizes = agree(world, batch, run.head.class_num).sizes
+        step = Step(run)
+        said = r"^the optimizer users:factory cannot update a sharded backbone: NotImplementedError: .*"
+        with pytest.raises(OptionError, match=said + r"set_backbone_parallel\('replicated'\)$"):
+            step.make(batch, sizes, False)
+    if world.is_main:
+        print("factories: refused in a line", flush=True)
+
+
 def main() -> None:
     dataset, folder = map(Path, sys.argv[1:])
     world = World.from_environment("cpu")
@@ -308,6 +333,7 @@ def main() -> None:
     check_warm_start(world, dataset, folder)
     check_evaluation(world, dataset, folder)
     check_networks(world, dataset, folder)
+    check_factories(world, dataset, folder)
     world.close()
 
 

@@ -65,6 +65,10 @@ def test_networks_that_differ_between_ranks_are_made_equal_and_others_refused(ou
     assert "networks: made equal, or refused" in outcome[0]
 
 
+def test_an_optimizer_of_ones_own_that_takes_no_shards_is_told_in_a_line(outcome):
+    assert "factories: refused in a line" in outcome[0]
+
+
 def test_the_network_is_read_whole_where_it_is_used(checkpoint, tmp_path):
     manifest = read_manifest(checkpoint)
     assert manifest.tensors["backbone.fc.weight"].sharded
@@ -87,10 +91,20 @@ def test_classes_are_dropped_from_it_and_its_backbone_stays(checkpoint, tmp_path
     assert weights["backbone.fc.weight"].shape == (8, 96)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA devices here"
 )
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_two_gpus_never_hold_the_whole_network():
+    worker = Path(__file__).with_name("sharding_start_worker.py")
+    run_ranks(worker, 2, env={"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+@pytest.mark.gpu
+@needs_two_gpus
 def test_on_two_gpus_it_trains_like_a_whole_backbone(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
     job = Path(__file__).with_name("job.py")

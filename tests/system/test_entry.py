@@ -208,7 +208,7 @@ def test_test_reader_and_predict_reader_replace_the_files(dataset, tmp_path):
     np.testing.assert_array_equal(streamed.embeddings, unlabelled.embeddings)
 
 
-def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset, tmp_path):
+def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset, tmp_path, capsys):
     save_dir = tmp_path / "run"
     entry(dataset, save_dir, set_with_test=False, set_max_last_checkpoint_num=2).train()
     more = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "1")
@@ -218,7 +218,8 @@ def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset,
     kept = {path.name for path, _ in list_checkpoints(save_dir)}
     assert {"3", "4"} <= kept <= {"3", "4", result.best_model_path.name}
     again = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "4").train()
-    assert again.steps == result.steps  # nothing is left to do
+    assert again.steps == result.steps
+    assert f"nothing is left to train: {result.steps} steps and 5 epochs" in capsys.readouterr().out
 
 
 def test_train_steps_ends_a_run_inside_an_epoch(dataset, tmp_path):

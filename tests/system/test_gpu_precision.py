@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run
 from plsc.train.step import Step
 from tests.images import write_dataset
@@ -88,11 +89,12 @@ def test_a_step_that_is_not_logged_does_not_wait_for_the_device(mode, dataset, t
     run.network.train()
     step = Step(run)
     for number, batch in enumerate(run.loader.epoch(0, 0)):
+        sizes = agree(run.world, batch, run.head.class_num).sizes
         torch.cuda.set_sync_debug_mode(
             "error" if number >= 3 else "default"
         )  # kernels are made first
         try:
-            result = step.make(batch, False)
+            result = step.make(batch, sizes, False)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         run.position.advance(result.is_skipped)

@@ -43,16 +43,16 @@ def losses(save_dir):
     return [entry["loss"] for entry in entries]
 
 
-def test_two_ranks_have_a_table_and_a_trace_each_and_nothing_is_saved(dataset, tmp_path):
+def test_three_ranks_have_a_table_and_a_trace_each_and_nothing_is_saved(dataset, tmp_path):
     done = run_ranks(
-        JOB, 2, str(dataset), str(tmp_path / "saved"), "verb=profile", "arguments=(2,)",
-        "set_sync_batch_norm=True", "set_clip_norm=1.0", cwd=tmp_path,
+        JOB, 3, str(dataset), str(tmp_path / "saved"), "verb=profile", "arguments=(2,)",
+        "set_sync_batch_norm=True", "set_clip_norm=1.0", "set_head_offload=True", cwd=tmp_path,
     )  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile"]
     folder = tmp_path / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "operators-rank0.txt", "operators-rank1.txt", "profile.json", "profile.txt",
-        "trace-rank0.json.gz", "trace-rank1.json.gz",
+        "operators-rank0.txt", "operators-rank1.txt", "operators-rank2.txt", "profile.json",
+        "profile.txt", "trace-rank0.json.gz", "trace-rank1.json.gz", "trace-rank2.json.gz",
     ]  # fmt: skip
     told = json.loads((folder / "profile.json").read_text())
     assert (folder / "profile.txt").read_text() in done.stdout
@@ -64,7 +64,7 @@ def test_two_ranks_have_a_table_and_a_trace_each_and_nothing_is_saved(dataset, t
     assert sum(part["share"] for part in told["parts"]) == pytest.approx(1)
     for part in told["parts"]:
         assert part["least"] <= part["milliseconds"] <= part["most"]
-    assert told["ranks"] == 2
+    assert told["ranks"] == 3
     assert min(told["plain_step"], told["traced_step"], told["images_per_second"]) > 0
     assert told["memory"] > 2**20
     # Of the head, of batch norm and of the loop: all-reduces and all-gathers.
@@ -72,8 +72,10 @@ def test_two_ranks_have_a_table_and_a_trace_each_and_nothing_is_saved(dataset, t
     assert counts["gloo:all_gather"] >= 3
     assert counts["gloo:all_reduce"] >= 5
     assert all(0 <= one["hidden"] <= one["milliseconds"] for one in told["collectives"])
-    for rank in range(2):
+    for rank in range(3):
         names = [event.get("name") for event in events_of(folder / f"trace-rank{rank}.json.gz")]
+        # The batch; class rows on their way, there and back, and their momentum.
+        assert names.count(Part.COPY.value) == 4 * TRACED
         assert names.count(Part.HEAD_ROWS.value) == TRACED
         assert names.count(Part.BACKWARD.value) == TRACED
         assert Part.GRADIENTS.value in names
@@ -185,7 +187,7 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_try(tmp_path, capsys
     ins.train_reader = Slow()
     ins.set_log_period(1000)
     ins.train()
-    said = [line for line in capsys.readouterr().out.splitlines() if "data is the limit" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if ") for its batch; " in line]
     assert len(said) == 1
     assert "0 workers a rank; try set_num_workers(" in said[0]
 

@@ -62,6 +62,14 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
             "train:\n\tepochs: 1",
             ":2 is no YAML: found character '\\t' that cannot start any token; write",
         ),
+        (
+            "model:\ntrain: 3\n",
+            ":2: train is '3'; it is a group: expected its options in lines below",
+        ),
+        (
+            "optim: [a]",
+            ":1: optim is a list; it is a group: expected its options in lines below it, inde",
+        ),
         ("hello", " holds no options but a text; expected lines such as 'train:'"),
         ("", " is empty; expected lines such as 'train:'"),
         (b"\xff\xfe", " is no text in UTF-8 (byte 0)"),
@@ -88,6 +96,10 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (
+            [],
+            "a verb must be given, one of train, test, predict, profile, dominant, config, plan, data, ch",
+        ),
         (["trian"], "no verb 'trian'; known: train, test,"),
         (["data", "insp"], "did you mean 'inspect'?"),
         (["data"], "a verb must be given"),

@@ -147,6 +147,19 @@ def test_hardest_pairs_come_worst_first(tmp_path, monkeypatch):
     assert_picture(tmp_path / "hardest.png")
 
 
+def test_hardest_pairs_show_two_images_once(tmp_path, monkeypatch):
+    captions = []
+    text = Axes.text
+    monkeypatch.setattr(
+        Axes, "text", lambda *args, **options: captions.append(args[3]) or text(*args, **options)
+    )
+    a, b, c = grey(10), grey(20), grey(30)
+    images = [a, b, b, a, a, c, a, b]
+    cosines = np.array([0.9, 0.8, 0.7, 0.6])
+    plot_hardest_pairs(images, np.zeros(4, bool), cosines, tmp_path / "hardest.png", count=3)
+    assert captions == ["0.900", "0.700"]
+
+
 def test_hardest_pairs_name_a_bad_image_and_lengths_that_do_not_fit(tmp_path):
     images, is_same, cosines = [grey(9), b"bad", grey(9), grey(9)], np.array([True, False]), [0, 1]
     with pytest.raises(DataError, match="image 1 of the pairs: "):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from plsc.models import BaseModel
 from plsc.models.compiled import CompiledNetwork, describe_breaks
 from plsc.models.dropout import draw_by_sample
+from tests.distributed.launch import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -95,13 +98,17 @@ def test_without_a_compiler_it_trains_the_plain_network_and_says_so(tmp_path, mo
     assert "is not compiled, and trains as it is" in said[1]
 
 
+def test_ranks_compile_all_or_none_and_name_the_rank_that_cannot():
+    run_ranks(Path(__file__).with_name("compiled_worker.py"), 2)
+
+
 def test_an_error_of_the_networks_own_comes_as_itself():
     class Wrong(Tiny):
         def build_network(self, input, label, is_train=True):
             return self.fc(input.flatten(1))
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        learn(network := Wrong(), CompiledNetwork(network, {6}, print, "aot_eager"), 6)
+        learn(network := Wrong(), CompiledNetwork(network, {6}, print, backend="aot_eager"), 6)
 
 
 def test_the_words_for_many_cuts_are_few():

@@ -90,6 +90,13 @@ def test_over_large_maps_and_in_all_other_cases_it_is_torchs():
         with torch.no_grad():
             assert small(x).grad_fn is None
     assert not is_ours(small(x))  # float32
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # which leaves float64 alone, and so is torch's error here
+        double = Conv2d(4, 8, 3, padding=1, bias=False).double()
+        assert double(x.double()).dtype == torch.float64
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            small(torch.ones(2, 4, 5, 5, dtype=torch.int64))
     assert not is_ours(small.double()(x.double()))
     with pytest.raises(RuntimeError, match="Kernel size"):
         small.bfloat16()(torch.zeros(1, 4, 0, 0, dtype=torch.bfloat16))

@@ -209,8 +209,27 @@ def test_the_setter_takes_names_factories_and_arguments_and_the_last_call_counts
     assert ins.options.optim.optimizer_arguments == {"centered": True}
     ins.set_optimizer("adam")
     assert ins.options.optim.optimizer_arguments is None
-    with pytest.raises(OptionError, match="expected a name, or a function that takes parameter"):
-        ins.set_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+    made = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    with pytest.raises(OptionError, match="the optimizer is a SGD; expected a name, or a function"):
+        ins.set_optimizer(made)
+
+
+def test_a_setter_that_is_refused_leaves_optimizer_and_schedule_as_they_were():
+    ins = Entry()
+    ins.set_optimizer(torch.optim.AdamW, eps=1e-7)
+    ins.set_lr_schedule(math.exp)
+    before = ins.options.as_dict()
+    for wrong in (
+        lambda: ins.set_optimizer("adamm"),
+        lambda: ins.set_optimizer("adam", eps=math.nan),
+        lambda: ins.set_optimizer(3),
+        lambda: ins.set_lr_schedule("cosin"),
+        lambda: ins.set_lr_schedule(3),
+    ):
+        with pytest.raises(OptionError):
+            wrong()
+        assert ins.options.as_dict() == before
+        assert (ins._optimizer, ins._schedule) == (torch.optim.AdamW, math.exp)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +260,7 @@ def test_an_optimizer_that_is_not_there_is_told_why_or_what_is_near(name, said):
         ),
         (
             {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},
-            "unexpected keyword argument 'epps'",
+            "has no argument 'epps'; known: amsgrad, decoupled_weight_decay, eps; did you mean 'eps'?",
         ),
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value: -1"),
         ({"optimizer_arguments": {"momentum": 0.5}}, "an option by itself: set_momentum(0.9)"),

@@ -132,6 +132,14 @@ def test_schedules_that_contradict_themselves_are_refused(changes, said):
         check_optim(options)
 
 
+def test_a_decay_that_ends_before_the_warm_up_does_is_refused():
+    with pytest.raises(OptionError, match="decay_steps is 3, but the warm-up takes 5 steps"):
+        schedule(schedule="cosine", total=10, decay_steps=3, warmup_steps=5)
+    assert (
+        schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0
+    )  # a run of a few steps, to try it
+
+
 def test_a_schedule_that_needs_the_number_of_steps_says_how_to_tell_it():
     with pytest.raises(OptionError, match="set_decay_steps, set_train_steps"):
         schedule(schedule="cosine")

@@ -4,8 +4,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from plsc.errors import OptionError
-from plsc.models import BaseModel, build_model
+from plsc.models import BaseModel, build_model, neck, resnet
 from plsc.models.checkpointing import checkpoint_activations
+from plsc.models.modes import use_torchs_layers
 from plsc.optim.factory import build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.plan import plan_backbone
@@ -75,14 +76,23 @@ def test_operations_are_those_that_torch_counts_in_a_real_step(checkpoint):
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("checkpoint", ["none", "all"])
-def test_activations_are_those_of_a_real_step(checkpoint, precision):
+def test_activations_are_those_of_a_real_step(checkpoint, precision, monkeypatch):
+    monkeypatch.setattr(resnet, "Conv2d", nn.Conv2d)  # ours needs more, on a CPU in bfloat16 alone
     network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
+    use_torchs_layers(network)
     checkpoint_activations(network, checkpoint)
     with MemoryCount(network) as count:
         kept = real_step(network, count, torch.bfloat16 if precision == "bf16" else None)
     planned = plan_backbone("SmallResNet", checkpoint=checkpoint, precision=precision, **SMALL)
     assert planned.kept == pytest.approx(kept, rel=0.01)
     assert planned.step["activations at their peak"] == pytest.approx(count.peak, rel=0.02)
+
+
+def test_what_our_layers_do_on_a_cpu_alone_is_not_planned(monkeypatch):
+    ours = plan_backbone("SmallResNet", precision="bf16", **SMALL)
+    monkeypatch.setattr(resnet, "Conv2d", nn.Conv2d)
+    monkeypatch.setattr(neck, "PReLU", nn.PReLU)
+    assert plan_backbone("SmallResNet", precision="bf16", **SMALL) == ours
 
 
 def test_what_is_kept_is_what_autograd_saves():
@@ -150,6 +160,8 @@ def test_buckets_hold_every_gradient_once():
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32, fp32"),
         ({"image": 30}, "image_shape is"),
         ({"micro_batches": 0}, "micro_batches is 0; expected a whole number, 1 or more"),
+        ({"micro_batches": BATCH + 1}, "micro_batches is 17, but a rank has a batch of 16"),
+        ({"backbone_optimizer": "a.b:c"}, "a factory cannot be planned: name the one of sgd, adam"),
         ({"checkpoint": "layer1"}, "'layer1', which fits no module of SmallResNet"),
         ({"backbone_optimizer": "sdg"}, "optim.optimizer is 'sdg'"),
         ({"backbone_shards": 3, "ranks": 4}, "backbone_shards is 3; expected a divisor of the 4"),

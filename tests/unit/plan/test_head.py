@@ -179,6 +179,12 @@ def test_uneven_batches_are_padded_to_the_largest():
     assert moved["two sums a sample"] == (2 * 7 * 4, 2 * 7 * 4)
 
 
+def test_whole_numbers_may_be_floats_as_1e8_is():
+    assert plan(1e2, batch=8.0, product_rate=1.0, copy_rate=1.0) == plan(
+        100, batch=8, product_rate=1, copy_rate=1
+    )
+
+
 def test_one_rank_sends_nothing():
     assert plan_head(10).payload == plan_head(10).sent == 0
     assert "Network of a step: none" in plan(10).render()
@@ -217,6 +223,11 @@ def test_times_are_printed_for_given_rates_only_and_called_estimates():
         ({"keep_bytes": -1}, "keep_bytes is -1; expected a whole number, 0 or more"),
         ({"embedding_dtype": "int8"}, "embedding_dtype is 'int8'; expected one of"),
         ({"product_rate": 0.0}, "product_rate is 0.0; expected a number above 0"),
+        ({"product_rate": 1.0, "backbone_rate": 0.0}, "backbone_rate is 0.0; expected a number"),
+        ({"copy_rate": 1.0, "memory_rate": 0.0}, "memory_rate is 0.0; expected a number"),
+        ({"copy_rate": "1"}, "copy_rate is '1'; expected a number above 0"),
+        ({"precision": "int8"}, "precision is 'int8'; expected one of float32, fp32"),
+        ({"batch": 1.5}, "batch is 1.5; expected a whole number"),
         ({"copy_rate": math.nan}, "copy_rate is nan; expected"),
         ({"network_rate": -1.0}, "network_rate is -1.0; expected a number above 0"),
         ({"latency": math.inf}, "latency is inf; expected microseconds, 0 or more"),

@@ -43,10 +43,14 @@ def test_over_gloo_what_the_rank_does_not_wait_for_is_hidden():
         event(Part.BACKWARD.value, 0, 8000),
         event(Part.GRADIENTS.value, 8000, 10000),
         event(Part.GATHER.value, 19000, 22000),
+        event("gloo:reduce_scatter", 30000, 32000),
+        event(Part.FORWARD.value, 29000, 33000),
+        event("FSDP::all_gather (blocks.0)", 30500, 32500),
         event("c10d::allreduce_", 1000, 1001),
     ]
     assert collectives_of(events, steps=2) == [
         Collective("gloo:all_reduce", 1.0, 4.0, 3.5),
+        Collective("gloo:reduce_scatter", 0.5, 1.0, 0.25),
         Collective("gloo:all_gather", 0.5, 0.5, 0.0),
     ]
 

@@ -15,7 +15,9 @@ from plsc.models.folding import FoldedNetwork
 from plsc.parallel.world import World
 from plsc.train.acceleration import batch_sizes, check_speed, evaluated, lay_out
 from plsc.train.build import UserParts, build_run
-from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, losses, options_with, pairs
+from tests.images import write_dataset
+from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, options_with, pairs
+from tests.resuming import Steady, different, losses_of, options_of, saved_at, train
 
 
 @pytest.mark.parametrize(("one", "other"), pairs(CHANGES))
@@ -23,27 +25,25 @@ def test_two_options_together_make_the_steps_of_the_plain_path(one, other):
     check_pair(one, other)
 
 
-class Tiny(BaseModel):
-    """Little to compile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8)
-        self.dropout, self.fc = nn.Dropout(0.3), nn.Linear(8 * 49, 16)
-
-    def build_network(self, input, label, is_train=True):
-        return self.fc(self.dropout(self.norm(self.conv(input)).relu().flatten(1)))
-
-
 @pytest.mark.slow
-def test_a_compiled_network_makes_the_same_steps_in_16_bits_and_channels_last(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    values = {"speed.channels_last": "on", "precision.mode": "bfloat16"}
-    found = losses(values | {"speed.compile": True}, 3, model=Tiny)
-    assert found == pytest.approx(losses(values, 3, model=Tiny), rel=1e-2)
-    assert "the network is compiled in one piece" in capsys.readouterr().out
+def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    dataset = write_dataset(tmp_path / "set", classes=6, per_class=5)  # steps of 12, 12 and 6
+    common = {
+        "speed__channels_last": "on", "precision__mode": "bfloat16", "train__batch_size": 12,
+        "checkpoint__every_n_steps": 2, "checkpoint__keep_last": -1, "train__with_test": False,
+    }  # fmt: skip
+    for name, is_compiled in (("plain", False), ("whole", True), ("resumed", True)):
+        options = options_of(dataset, tmp_path / name, speed__compile=is_compiled, **common)
+        if name == "resumed":  # where the batch comes that is not compiled
+            torch._dynamo.reset()
+            options.set("checkpoint.load_dir", str(saved_at(tmp_path / "whole", 2)))
+        train(options, World.single(), Steady)
+    assert capsys.readouterr().out.count("the network is compiled in one piece") == 2
+    assert not different(saved_at(tmp_path / "whole", 6), saved_at(tmp_path / "resumed", 6))
+    found, expected = losses_of(tmp_path / "whole"), losses_of(tmp_path / "plain")
+    assert found == pytest.approx(expected, rel=3e-2)
+    assert found != expected
 
 
 def test_every_feature_map_and_gradient_stays_channels_last():

@@ -3,16 +3,26 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
+from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
-from plsc.train.guards import collapse_warning, interrupted, stop_at_bad_loss
+from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
+from plsc.train.job import run_training
 from plsc.train.logs import RunLog
+from plsc.train.notes import batch_note, idle_note, threads_note
+from plsc.train.saving import retention_of
 from plsc.train.state import Position
+from plsc.train.step import Step
 from tests.images import write_dataset
 
 
@@ -27,10 +37,62 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
 
 
+@pytest.mark.parametrize(
+    ("device", "changes", "is_late"),
+    [("cpu", {}, False), ("cuda", {}, True), ("cuda", {"speed__late_losses": False}, False)],
+)
+def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(
+    device, changes, is_late, dataset, tmp_path
+):
+    run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
+    run.world = SimpleNamespace(device=torch.device(device))
+    assert Step(run).losses.is_late == is_late
+
+
+class _Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+class Overflowing(BaseModel):
+    """Its third backward pass overflows; no loss tells, for the run ends there."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+        self.passes = 0
+
+    def build_network(self, input, label, is_train=True):
+        self.passes += is_train
+        x = self.fc(input.flatten(1))
+        return _Endless.apply(x) if self.passes == 3 else x
+
+
+@pytest.mark.parametrize("when", [{"train__steps": 3}, {"checkpoint__every_n_steps": 3}], ids=str)
+def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
+    every = {"checkpoint__asynchronous": False, "train__with_test": False, "train__epochs": 3}
+    options = options_for(dataset, tmp_path, train__batch_size=3, **every, **when)
+    with pytest.raises(TrainingError, match=r"fc\.bias and 1 more of the network .* after step 3"):
+        run_training(options, World.single(), UserParts(model=Overflowing()))
+    assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
+
+
 def test_collapse_is_warned_of_once_training_has_begun():
     assert collapse_warning(100, 0.4) is None
     assert collapse_warning(5, 0.99) is None  # an untrained network may start out there
     assert "collapsing" in collapse_warning(100, 0.998)
+
+
+def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():
+    assert slow_start(0.5, 200) is None
+    assert slow_start(64.2, 200).startswith(
+        "the first step took 64 s; a line is logged every 200 steps"
+    )
 
 
 def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
@@ -85,7 +147,7 @@ def dataset(tmp_path_factory):
         ({"model__name": "no_such_package:Net"}, "no_such_package"),
         ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no margin"),
         ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no scale"),
-        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 ranks makes 4"),
+        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank makes 4"),
     ],
 )
 def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, changes, expected):
@@ -96,11 +158,105 @@ def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, ch
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_set_and_has_no_effect_is_said_in_a_line():
+    options = Options()
+    assert idle_note(options) == ""
+    for path, value in {
+        "optim.schedule": "cosine", "optim.decay_power": 2.0, "optim.end_lr_factor": 0.1,
+        "optim.clip_scope": "all", "parallel.shard_size": 2, "precision.black_list": ["softmax"],
+        "precision.decr_ratio": 0.25, "precision.incr_ratio": 2.0, "optim.optimizer": "adam",
+        "optim.nesterov": True, "memory.checkpoint_every": 2,
+    }.items():  # fmt: skip
+        options.set(path, value)
+    assert idle_note(options) == (
+        "note: set, but without effect in this run: optim.decay_power (optim.schedule is cosine), "
+        "optim.clip_scope (optim.clip_norm is 0), memory.checkpoint_every (memory.checkpoint_stages is "
+        "none), parallel.shard_size (parallel.backbone is replicated), precision.black_list (precision.mode "
+        "is float32), precision.decr_ratio (precision.mode is float32)"
+    )
+    for path, value in {
+        "head.optimizer": "adagrad", "optim.schedule": "step", "optim.clip_norm": 1.0,
+        "memory.checkpoint_stages": "all", "parallel.backbone": "sharded", "precision.mode": "float16",
+    }.items():  # fmt: skip
+        options.set(path, value)
+    assert idle_note(options) == (
+        "note: set, but without effect in this run: optim.end_lr_factor (optim.schedule is step), "
+        "optim.decay_power (optim.schedule is step), optim.nesterov (no optimizer here is sgd)"
+    )
+
+
+class Stages(BaseModel):
+    """What every option of a network can be about; notes the types of its maps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.conv = nn.Conv2d(3, 6, 4, stride=4)
+        self.norm = nn.BatchNorm2d(6)
+        self.dropout = nn.Dropout(0.3)
+        self.fc = nn.Linear(96, 8)
+        self.fc.bias.requires_grad_(False)  # by its owner
+        self.types = []
+
+    def build_network(self, input, label, is_train=True):
+        maps = self.norm(self.conv(input))
+        kept = self.dropout(maps)
+        self.types = [maps.dtype, kept.dtype]
+        return self.fc(kept.flatten(1))
+
+
+def two_steps(network, dataset, tmp_path, **changes):
+    """Return the losses of two steps, and of which types maps were before and behind the dropout."""
+    options = options_for(dataset, tmp_path, **changes)
+    run = build_run(options, World.single(), UserParts(model=network))
+    run.network.train()
+    step, losses = Step(run), []
+    for batch in run.loader.epoch(0):
+        sizes = agree(run.world, batch, run.head.class_num).sizes
+        losses.append(float(step.make(batch, sizes, False).output.mean_loss))
+    return losses[:2], network.types
+
+
+def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no_first(
+    dataset, tmp_path
+):
+    network, lists = Stages(), ("conv", "norm", "exp")
+    first = {
+        "precision__mode": "bfloat16", "precision__black_list": (*lists, "Dropout"),
+        "optim__freeze": ("conv", "norm"), "memory__checkpoint_stages": "conv,norm",
+    }  # fmt: skip
+    assert two_steps(network, dataset, tmp_path, **first)[1] == [torch.float32] * 2
+    assert [name for name, p in network.named_parameters() if p.requires_grad] == ["fc.weight"]
+    for changes, types in (
+        ({"precision__mode": "bfloat16"}, [torch.bfloat16] * 2),
+        (
+            {"precision__mode": "bfloat16", "precision__black_list": ("dropout",)},
+            [torch.bfloat16, torch.float32],
+        ),
+        ({"memory__checkpoint_stages": "conv"}, [torch.float32] * 2),
+    ):
+        fresh = Stages()
+        fresh.load_state_dict(network.state_dict())
+        found = two_steps(network, dataset, tmp_path, **changes)
+        assert found == two_steps(fresh, dataset, tmp_path, **changes)
+        assert found[1] == types
+        trained = [name for name, p in network.named_parameters() if p.requires_grad]
+        assert trained == ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc.weight"]
+
+
 def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
-    with pytest.raises(OptionError, match="batch of 1 images over 1 ranks"):
+    with pytest.raises(
+        OptionError, match=r"the last batch of 1 image leaves fewer .*; use set_last_batch"
+    ):
         build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 3)
     options.set("data.last_batch", "pad")
+    with pytest.raises(
+        OptionError, match=r"a batch of 4 images in 3 micro-batches .* or fewer micro-batches$"
+    ):
+        build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 1)
     assert build_run(options, World.single(), UserParts()).total_steps == 3 * options.train.epochs
 
 
@@ -114,6 +270,9 @@ def test_more_ranks_than_global_batch_is_refused():
 def test_a_wrong_image_count_and_too_few_classes_are_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__train_image_num=5)
     with pytest.raises(OptionError, match="has 9 images"):
+        build_run(options, World.single(), UserParts())
+    options = options_for(dataset, tmp_path, head__class_num=1)
+    with pytest.raises(OptionError, match=r"class_num is 1; .* labels go up to 2"):
         build_run(options, World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=2)
     with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
@@ -148,3 +307,26 @@ def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
     for again, before in zip(first_weight(1), first_weight(1), strict=True):
         assert again.equal(before)
     assert not first_weight(2)[1].equal(first_weight(1)[1])
+
+
+def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
+    assert batch_note(128, 128) == batch_note(128, None) == ""
+    assert "a step takes 1000 images, and the set has 128: it shows them 7.8 times" in batch_note(
+        1000, 128
+    )
+    options = Options()
+    assert threads_note(options) == ""
+    options.set("runtime.cpu_threads", 4096)
+    assert "runtime.cpu_threads is 4096, but this process may use" in threads_note(options)
+
+
+def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
+    run = build_run(
+        options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
+    )
+    with pytest.raises(
+        OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"
+    ):
+        retention_of(run)
+    run.options.set("checkpoint.monitor", "loss")
+    assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")

@@ -14,6 +14,7 @@ from plsc.optim.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
 from plsc.train import job, precision
 from plsc.train import step as step_module
+from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.losses import LossReader
@@ -171,7 +172,8 @@ def first_step(dataset, save_dir, **settings):
     run = build_run(made, WORLD, UserParts())
     run.network.train()
     before = run.head.weight.detach().clone()
-    output = Step(run).make(next(run.loader.epoch(0, 0)), False).output
+    batch = next(run.loader.epoch(0, 0))
+    output = Step(run).make(batch, agree(WORLD, batch, run.head.class_num).sizes, False).output
     gradient = torch.cat([p.grad.flatten() for p in run.network.parameters()])
     return output.mean_loss, gradient, run.head.weight.detach() - before
 
@@ -223,7 +225,7 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
     ("arguments", "said"),
     [
         ({"use_fp16": 1}, "use_fp16 is 1; expected True or False"),
-        ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected between 1 and 1.67"),
+        ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected between 1 and 16777216"),
         ({"init_loss_scaling": 2.0**25}, "expected between 1 and"),
         ({"init_loss_scaling": math.nan}, "init_loss_scaling is nan"),
         ({"incr_every_n_steps": 0}, "incr_every_n_steps is 0; expected at least 1"),

@@ -1,0 +1,85 @@
+"""What a run says of its options before it begins: settings without effect, and those that may be slips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plsc.config import Options, find_option
+from plsc.parallel.cores import usable_cores
+
+_STEPS = ("step", "multi_step")
+_FALLING = ("polynomial", "cosine", "exponential")
+_SCALING = (
+    "init_loss_scaling",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "incr_ratio",
+    "decr_ratio",
+    "use_dynamic_loss_scaling",
+)
+
+
+def idle_note(options: Options) -> str:
+    """Return a line that names the options without effect and why, or nothing if there are none.
+
+    One that is set to its default, as `set_mixed_precision` sets many, does not count.
+    """
+    found = [
+        f"{path} ({reason})"
+        for paths, reason in _unused(options)
+        for path in paths
+        if path in options.explicit and options.get(path) != find_option(path).default
+    ]
+    return f"note: set, but without effect in this run: {', '.join(found)}" if found else ""
+
+
+def batch_note(global_batch: int, num_samples: int | None) -> str:
+    """Return a line for a batch that shows the images of the set more than once, or nothing."""
+    if num_samples is None or global_batch <= num_samples:
+        return ""
+    return (
+        f"note: a step takes {global_batch} images, and the set has {num_samples}: it shows them "
+        f"{global_batch / num_samples:.1f} times each"
+    )
+
+
+def threads_note(options: Options) -> str:
+    """Return a line for more threads than there are cores, or nothing."""
+    threads, cores = options.runtime.cpu_threads, usable_cores()
+    if threads <= cores:
+        return ""
+    return (
+        f"note: runtime.cpu_threads is {threads}, but this process may use {cores} core{'s' * (cores != 1)}: "
+        "threads that wait for each other can make a step many times as slow"
+    )
+
+
+def _unused(options: Options) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield options that this run does not look at, and the reason."""
+    optim, precision, head = options.optim, options.precision, options.head
+    has_own_rows = head.loss_type.startswith("dist_")
+    schedule = f"optim.schedule is {optim.schedule}"
+    if optim.schedule not in _STEPS:
+        yield ("optim.step_boundaries", "optim.lr_decay_factor"), schedule
+    if optim.schedule not in _FALLING:
+        yield ("optim.decay_steps", "optim.end_lr_factor"), schedule
+    if optim.schedule != "polynomial":
+        yield ("optim.decay_power",), schedule
+    if ":" in optim.optimizer and not has_own_rows:
+        yield ("optim.lr", "optim.weight_decay"), "the optimizer's factory decides"
+    if optim.optimizer.lower() != "sgd" and not (has_own_rows and head.optimizer == "sgd"):
+        yield ("optim.momentum", "optim.nesterov"), "no optimizer here is sgd"
+    if not optim.clip_norm:
+        yield ("optim.clip_scope",), "optim.clip_norm is 0"
+    if options.memory.checkpoint_stages.strip() == "none":
+        yield ("memory.checkpoint_every",), "memory.checkpoint_stages is none"
+    if options.parallel.backbone == "replicated":
+        units = ("parallel.shard_size", "parallel.shard_units")
+        yield units, "parallel.backbone is replicated"
+    else:
+        yield ("speed.bucket_mb",), "parallel.backbone is sharded"
+    mode = f"precision.mode is {precision.mode}"
+    if precision.mode == "float32":
+        yield ("precision.white_list", "precision.black_list"), mode
+    if precision.mode != "float16" and precision.loss_scaling == "auto":
+        yield tuple(f"precision.{name}" for name in _SCALING), mode

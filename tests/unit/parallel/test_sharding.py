@@ -1,0 +1,129 @@
+"""How a network that is to be sharded comes to its ranks."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from plsc.errors import OptionError
+from plsc.models import synchronise_batch_norm
+from plsc.optim.factory import build_custom, build_optimizer
+from plsc.options.optim import OptimOptions
+from plsc.options.optimizer_table import OPTIMIZERS
+from plsc.parallel.sharding import local_part, shard_network
+from plsc.parallel.world import World
+from plsc.train.build import _build_trained_network
+from tests.option_pairs import options_with
+
+BLOCKS, WIDTH = 6, 32
+
+
+@pytest.fixture
+def group():
+    """That of the first of four ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_unit_is_split_before_the_next_one_comes_to_the_device(group, monkeypatch):
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(BLOCKS)]
+    network = nn.Sequential(nn.Linear(4, WIDTH), *blocks)
+    originals = list(network.parameters())
+    sizes = {p.data_ptr(): p.numel() for p in originals}
+    buffers = list(network.buffers())
+    come: list[int] = []  # what is broadcast is on the device, where it is
+    most = 0
+
+    def note(tensor: torch.Tensor, **_: object) -> None:
+        nonlocal most
+        come.append(tensor.data_ptr())
+        plain = (p for p in network.parameters() if not isinstance(p, DTensor))
+        most = max(most, sum(p.numel() for p in plain if p.data_ptr() in come))
+
+    monkeypatch.setattr(dist, "broadcast", note)
+    world = World(0, 4, 0, torch.device("cpu"), backbone_group=group)
+    units = [str(number + 1) for number in range(BLOCKS)]
+    shard_network(network, units, world, 4, datetime.timedelta(seconds=10))
+    # Each once; buffers stay whole, and come with their units.
+    assert sorted(come) == sorted([*sizes, *(buffer.data_ptr() for buffer in buffers)])
+    assert most == WIDTH * WIDTH + 3 * WIDTH  # a block
+    assert all(buffer is same for buffer, same in zip(network.buffers(), buffers, strict=True))
+    here = sum(local_part(p).numel() for p in network.parameters())
+    assert here * 4 == sum(sizes.values())
+    assert not any(p.numel() for p in originals)  # whoever holds them, holds no memory
+
+
+def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device():
+    device = torch.device("meta")  # stands for a GPU
+    sharded = {"parallel.backbone": "sharded"}
+    for values, ranks, expected in (
+        ({}, 4, "meta"),
+        (sharded, 4, "cpu"),
+        (sharded, 1, "meta"),
+        (sharded | {"parallel.shard_size": 1}, 4, "meta"),
+    ):
+        options = options_with(values)
+        network, *_ = _build_trained_network(options, World(0, ranks, 0, device), None)
+        assert {t.device.type for t in (*network.parameters(), *network.buffers())} == {expected}
+
+
+def test_batch_norms_over_the_ranks_are_those_of_the_device_they_go_to(group):
+    for device in ("cuda", "cpu"):
+        network = nn.Sequential(nn.BatchNorm2d(3))
+        synchronise_batch_norm(network, group, torch.device(device))
+        assert isinstance(network[0], nn.SyncBatchNorm) == (device == "cuda")
+        assert type(network[0]) is not nn.BatchNorm2d
+        network.eval()(torch.zeros(2, 3, 4, 4))  # the trial runs where the network is: on the CPU
+
+
+def sharded_groups(group) -> list[dict]:
+    network = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    world = World(0, 4, 0, torch.device("cpu"), backbone_group=group)
+    shard_network(network, ["0"], world, 4, datetime.timedelta(seconds=10))
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    whole = nn.Parameter(torch.ones(2, 3))  # a dense head's
+    whole.grad = torch.ones_like(whole)
+    return [{"params": list(network.parameters())}, {"params": [whole]}]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_updates_a_sharded_backbone_or_is_refused_before(group, name):
+    options, made = OptimOptions(optimizer=name), []
+    for implementation in ("auto", "for_loop", "foreach", "fused"):
+        options.implementation = implementation
+        groups = sharded_groups(group)
+        before = [p.detach().clone() for one in groups for p in one["params"]]
+        try:
+            optimizer = build_optimizer(options, groups, 0.1, torch.device("cpu"))
+        except OptionError:
+            continue
+        for _ in range(2):
+            optimizer.step()
+        after = [p for one in groups for p in one["params"]]
+        assert not any(
+            local_part(a).equal(local_part(b)) for a, b in zip(after, before, strict=True)
+        )
+        made.append(implementation)
+    assert made[:2] == ["auto", "for_loop"] or name == "adafactor"
+    assert ("fused" in made) == (name in ("adam", "adamw"))
+
+
+def test_a_factory_whose_fused_step_takes_no_shards_is_told_so(group):
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        factory = functools.partial(kind, lr=0.1, fused=True)
+        with pytest.raises(OptionError, match=r"mine makes torch's fused .*foreach=True instead"):
+            build_custom(factory, "mine", sharded_groups(group), {})
+    for kind, more in ((torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"foreach": False})):
+        factory = functools.partial(kind, lr=0.1, **more)
+        build_custom(factory, "mine", sharded_groups(group), {}).step()
+    plain = [{"params": [nn.Parameter(torch.ones(2))]}]
+    build_custom(functools.partial(torch.optim.SGD, lr=0.1, fused=True), "mine", plain, {})
