@@ -158,7 +158,10 @@ def shown_value(value: Any) -> str:
 
 def _convert_text(value: Any) -> Any:
     text = value.__fspath__() if hasattr(value, "__fspath__") else value
-    return os.path.expanduser(text) if isinstance(text, str) else _WRONG  # noqa: PTH111 - no path yet
+    is_sound = (
+        isinstance(text, str) and "\0" not in text
+    )  # no file, module or option has it in its name
+    return os.path.expanduser(text) if is_sound else _WRONG  # noqa: PTH111 - no path yet
 
 
 def _is_optional(kind: Any) -> bool:

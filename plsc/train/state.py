@@ -154,7 +154,7 @@ def make_state(
         given.setdefault(name, set()).add(state)
         wanted = (expected.of(parameter) or {}).get(state, _ANY)
         if wanted is not _ANY:
-            _check_state(key, wanted, tensors.get(key))
+            _check_state(key, wanted, None if key in numbers else tensors[key])
         if key in numbers:
             optimizer.state[parameter][state] = numbers[key]
         else:

@@ -78,6 +78,7 @@ def test_a_scale_changes_no_bit_of_what_is_learnt_and_a_skipped_step_none_of_wha
     # Where the embeddings were not finite there is no loss.
     assert [n for n, loss in enumerate(found["loss"]) if loss is None] == [3, 8]
     assert [n for n, loss in enumerate(found["mean_loss"]) if loss is None] == [3, 8]
+    assert "NaN" not in (tmp_path / "skipping/metrics.jsonl").read_text()  # which is no JSON
 
 
 STOPS = {
