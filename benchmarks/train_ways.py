@@ -20,9 +20,11 @@ from plsc.data.batch import Batch
 from plsc.heads.initial import initial_rows
 from plsc.models import build_model
 from plsc.models.modes import use_torchs_layers
+from plsc.optim.autocast import autocast
 from plsc.parallel.world import World
 from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
+from plsc.train.precision import training_mode
 from plsc.train.step import Step
 
 TEXTBOOK = "textbook, fp32"
@@ -47,12 +49,16 @@ class Case:
 
 @dataclass(frozen=True)
 class TrainWay:
-    """name; autocast: of the textbook, None for float32; options: those of plsc, None for the textbook."""
+    """name; autocast: of the textbook, None for float32; options: those of plsc, None for the textbook.
+
+    has_head: False for our backbone alone, its forward and backward pass and its update.
+    """
 
     name: str
     autocast: torch.dtype | None = None
     options: dict[str, Any] | None = field(default=None)
     tf32: bool = False
+    has_head: bool = True
 
     @property
     def is_ours(self) -> bool:
@@ -76,6 +82,7 @@ def ways(device: str) -> list[TrainWay]:
         TrainWay("plsc, fp32, compiled", options=_COMPILED),
         TrainWay("plsc, bf16, channels first", options={**_BF16, **_PLAIN}),
         TrainWay("plsc, bf16", options=_BF16),
+        TrainWay("plsc's backbone alone, bf16", options=_BF16, has_head=False),
         TrainWay("plsc, bf16, kept", options={**_BF16, "head.keep_mb": 4096.0}),
         TrainWay(
             "plsc, bf16, kept, compiled", options={**_BF16, **_COMPILED, "head.keep_mb": 4096.0}
@@ -166,6 +173,8 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     run.network.train()
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
+    if not way.has_head:
+        return Built(lambda: _backbone_step(run, next(batches)), batches.close)
 
     def make() -> Any:
         batch = next(batches)
@@ -176,6 +185,18 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
         return made.output.mean_loss
 
     return Built(make, batches.close)
+
+
+def _backbone_step(run: Run, batch: Batch) -> Tensor:
+    """Make a step of the network as `Step` does, with a gradient that is there at once instead of a head."""
+    mode = training_mode(run.options, run.world.device)
+    images = batch.input(run.world.device, run.network.input_layout)
+    run.optimizer.zero_grad(set_to_none=True)
+    with autocast(mode, run.world.device):
+        embeddings = run.forward(images, None, True)
+    embeddings.float().backward(torch.full_like(embeddings, 1e-3, dtype=torch.float32))
+    run.optimizer.step()
+    return embeddings.detach()
 
 
 def _batches_of(run: Run) -> Generator[Batch, None, None]:

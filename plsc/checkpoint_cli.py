@@ -49,6 +49,10 @@ def run_list(folder: str) -> None:
         )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def run_show(checkpoint: str, tensors: bool) -> None:
     """Print what a checkpoint's manifest says, as YAML."""
     import yaml
@@ -61,12 +65,16 @@ def run_show(checkpoint: str, tensors: bool) -> None:
     held = content.pop("tensors")
     content["files"] = sizes
     content["tensors"] = len(held)
+    print(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100), end="")
     if tensors:
-        content["tensors"] = {
+        lines = {
             key: f"{one['dtype']} {list(one['shape'])}{' sharded' * one['sharded']}"
             for key, one in held.items()
         }
-    print(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100), end="")
+        listing = {"tensor_list": lines}
+        print(
+            yaml.safe_dump(listing, sort_keys=False, default_flow_style=False, width=1000), end=""
+        )
 
 
 def run_verify(checkpoint: str) -> None:
@@ -78,7 +86,7 @@ def run_verify(checkpoint: str) -> None:
     manifest = verify(checkpoint)
     size = in_words(sum(file.bytes for file in manifest.files.values()))
     print(
-        f"{shown(checkpoint)} is whole: {len(manifest.files)} files, {size}, step {manifest.step}"
+        f"{shown(checkpoint)} is whole: {_count(len(manifest.files), 'file')}, {size}, step {manifest.step}"
     )
 
 
@@ -91,7 +99,7 @@ def run_prune(
 
     retention = Retention(keep_last, save_top_k, monitor, mode_of(monitor_mode, monitor))
     deleted = prune_at(folder, retention)
-    print(f"deleted {len(deleted)} checkpoints{': ' * bool(deleted)}{', '.join(deleted)}")
+    print(f"deleted {_count(len(deleted), 'checkpoint')}{': ' * bool(deleted)}{', '.join(deleted)}")
 
 
 def run_push(source: str, url: str) -> None:
@@ -99,7 +107,7 @@ def run_push(source: str, url: str) -> None:
     from plsc.checkpoint.tools import push
 
     sent = push(source, url, print)
-    print(f"sent {len(sent)} checkpoints{': ' * bool(sent)}{', '.join(sent)}")
+    print(f"sent {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{', '.join(sent)}")
 
 
 def run_pull(checkpoint: str, folder: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plsc.errors import OptionError
+from plsc.errors import OptionError, did_you_mean
 
 Check = Callable[[Any], "str | None"]
 """Returns None for a good value, else what was expected."""
@@ -25,22 +25,31 @@ def declare(default: Any, meaning: str, setter: str, check: Check | None = None)
 
 def at_least(low: float) -> Check:
     """The value is `low` or more."""
-    return lambda value: None if value >= low else f"at least {low:g}"
+    return lambda value: None if value >= low else f"at least {_in_digits(low)}"
 
 
 def more_than(low: float) -> Check:
     """The value is more than `low`."""
-    return lambda value: None if value > low else f"more than {low:g}"
+    return lambda value: None if value > low else f"more than {_in_digits(low)}"
 
 
 def between(low: float, high: float) -> Check:
     """The value is in [low, high]."""
-    return lambda value: None if low <= value <= high else f"between {low:g} and {high:g}"
+    expected = f"between {_in_digits(low)} and {_in_digits(high)}"
+    return lambda value: None if low <= value <= high else expected
 
 
 def one_of(*names: str) -> Check:
     """The value is one of the names."""
-    return lambda value: None if value in names else f"one of {', '.join(names)}"
+    listed = ", ".join(names)
+    return lambda value: (
+        None if value in names else f"one of {listed}{did_you_mean(str(value), names)}"
+    )
+
+
+def _in_digits(number: float) -> str:
+    """Return a bound as one writes it: 16777216, 0.5, 1e-08."""
+    return f"{int(number)}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:g}"
 
 
 def not_empty(text: str) -> str | None:
@@ -149,7 +158,10 @@ def shown_value(value: Any) -> str:
 
 def _convert_text(value: Any) -> Any:
     text = value.__fspath__() if hasattr(value, "__fspath__") else value
-    return os.path.expanduser(text) if isinstance(text, str) else _WRONG  # noqa: PTH111 - no path yet
+    is_sound = (
+        isinstance(text, str) and "\0" not in text
+    )  # no file, module or option has it in its name
+    return os.path.expanduser(text) if is_sound else _WRONG  # noqa: PTH111 - no path yet
 
 
 def _is_optional(kind: Any) -> bool:

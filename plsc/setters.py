@@ -811,6 +811,13 @@ class Setters:
         """
         self.options.set("speed.overlap_copies", flag)
 
+    def set_late_losses(self, flag: bool) -> None:
+        """Set ``speed.late_losses``: on a GPU, look at a step's loss one step later instead of
+        waiting for it; without, a bad loss stops the run before the update that it belongs
+        to, as on a CPU. Default: True.
+        """
+        self.options.set("speed.late_losses", flag)
+
     def set_bucket_mb(self, mebibytes: float) -> None:
         """Set ``speed.bucket_mb``: MiB of gradients that are summed over the ranks at once,
         while backward goes on. Default: 25.0.

@@ -359,4 +359,6 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 def _refuse_int8(state_dtype: str | torch.dtype, name: str) -> None:
     if state_dtype in ("int8", torch.int8):
-        raise OptionError(f"{name} has no int8 state; use 'float32' or 'bfloat16', or RowSGD")
+        raise OptionError(
+            f"{name} has no int8 state; use 'float32' or 'bfloat16', or RowSGD ('sgd')"
+        )

@@ -57,9 +57,10 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
     patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
+            alone = f", and {pattern!r} stands alone" if pattern in (NONE, ALL) else ""
             raise OptionError(
                 f"memory.checkpoint_stages has {pattern!r}, which fits no module of "
-                f"{type(network).__name__}{did_you_mean(pattern, known)}; its parts are "
+                f"{type(network).__name__}{alone}{did_you_mean(pattern, known)}; its parts are "
                 f"{', '.join(name for name, _ in network.named_children())}"
             )
     chosen: list[str] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,10 +137,17 @@ class CompiledNetwork(nn.Module):
 def keep_compiled_code() -> None:
     """Have torch keep compiled code in a folder of our cache, unless $TORCHINDUCTOR_CACHE_DIR names another.
 
-    torch's own place is a temporary folder, which a restart of the machine, or of a container, empties.
+    torch's own place is a temporary folder, which a restart of the machine, or of a container, empties. It
+    puts that into the variable itself, as soon as anything (an optimizer) has loaded its compiler.
     """
-    if not os.environ.get(_CACHE_VARIABLE):
+    named = os.environ.get(_CACHE_VARIABLE)
+    if not named or _is_torchs_own(Path(named)):
         os.environ[_CACHE_VARIABLE] = str(cache_folder("compiled"))
+
+
+def _is_torchs_own(folder: Path) -> bool:
+    is_temporary = folder.parent == Path(tempfile.gettempdir()).absolute()
+    return is_temporary and folder.name.startswith("torchinductor_")
 
 
 def describe_breaks(reasons: list[str]) -> str:

@@ -18,11 +18,13 @@ from plsc.optim.operators import OPERATORS, OperatorPrecision, cast
 from plsc.options.precision import check_apart
 
 _NAMES_SHOWN = 12
-# Operators for which plsc has layers that compute them in another way, without calling torch's.
+# Layers in which operators are not seen: those of plsc that compute them without calling torch's, and torch's
+# attention, which is one function of torch's with the others inside.
 _LAYERS: dict[str, type[nn.Module]] = {
     "batch_norm": _BatchNorm,
     "conv2d": nn.Conv2d,
     "prelu": nn.PReLU,
+    **dict.fromkeys(("linear", "matmul", "attention", "softmax"), nn.MultiheadAttention),
 }
 
 
@@ -70,11 +72,11 @@ def apply_lists(
     """
     modules = dict(network.named_modules())
     scope = _Scope(device.type)
-    for names, kind in ((lists.white_operators, dtype), (lists.black_operators, torch.float32)):
-        layers = tuple(_LAYERS[name] for name in names if name in _LAYERS)
-        for module in modules.values():
-            if isinstance(module, layers):
-                module.forward = _InType(module.forward, scope, kind)
+    white, black = _layers_of(lists.white_operators), _layers_of(lists.black_operators)
+    for module in modules.values():
+        if isinstance(module, white + black):
+            kind = torch.float32 if isinstance(module, black) else dtype
+            module.forward = _InType(module.forward, scope, kind)
     for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
         for name in names:
             module = modules[name]
@@ -84,6 +86,10 @@ def apply_lists(
         for module in modules.values():
             module.forward = _Watched(module.forward, scope, watch)
     network.forward = _Entered(network.forward, scope)
+
+
+def _layers_of(operators: Sequence[str]) -> tuple[type[nn.Module], ...]:
+    return tuple(_LAYERS[name] for name in operators if name in _LAYERS)
 
 
 def remove_lists(network: nn.Module) -> None:

@@ -30,6 +30,12 @@ class SpeedOptions:
     overlap_copies: bool = declare(
         True, "on a GPU, copy a batch there while the step before still runs", "set_overlap_copies(flag)"
     )  # fmt: skip
+    late_losses: bool = declare(
+        True,
+        "on a GPU, look at a step's loss one step later instead of waiting for it; without, a bad loss stops "
+        "the run before the update that it belongs to, as on a CPU",
+        "set_late_losses(flag)",
+    )
     bucket_mb: float = declare(
         25.0,
         "MiB of gradients that are summed over the ranks at once, while backward goes on",

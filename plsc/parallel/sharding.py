@@ -82,6 +82,12 @@ def split_again(network: nn.Module) -> None:
         module.reshard()
 
 
+def plain_name(network: nn.Module) -> str:
+    """Return the name of a network's class, as it was before FSDP2 gave it one of its own."""
+    kind = type(network)
+    return kind.__name__.removeprefix("FSDP" if issubclass(kind, FSDPModule) else "")
+
+
 @contextmanager
 def whole_parameters(network: nn.Module) -> Iterator[None]:
     """Have all parameters whole on every rank: forward then needs no other rank. Entered by all ranks.

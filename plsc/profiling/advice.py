@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from plsc.errors import OptionError, as_worded
 from plsc.marks import Part
-from plsc.parallel.sharding import is_sharded
 from plsc.profiling.result import ProfileResult, RankTimes
-from plsc.train.acceleration import check_speed
 from plsc.train.advice import advise
-from plsc.train.build import Run
-from plsc.train.precision import check_precision, head_products
+from plsc.train.build import Run, check_combinations
+from plsc.train.precision import head_products
 
 _MUCH_HEAD = 0.4
 _MUCH_BACKBONE = 0.5
@@ -111,24 +110,21 @@ def _ways_of_backbone(run: Run, ranks: Sequence[RankTimes]) -> Iterator[str]:
     threads, free = torch.get_num_threads(), mine.cores // beside
     if run.world.device.type == "cpu" and threads < free:
         yield f"it computes on {threads} of {free} cores a rank: set_cpu_threads({free})"
-    is_plain = run.options.runtime.dtype == "float32" and run.options.precision.mode == "float32"
-    if is_plain and _has_fast_bfloat16(run):
+    is_plain = run.options.precision.mode == "float32"
+    if is_plain and _has_fast_bfloat16(run) and _is_allowed(run, "precision.mode", "bfloat16"):
         yield "set_precision('bfloat16')"
-    if _may_compile(run):
+    if not run.options.speed.compile and _is_allowed(run, "speed.compile", True):
         yield "set_compile(True)"
-    if is_sharded(run.network):
+    if run.options.parallel.backbone == "sharded" and run.world.size > 1:
         yield "set_backbone_parallel('replicated') gathers no parameters, where the device has room for them"
 
 
-def _may_compile(run: Run) -> bool:
-    """Whether it is not compiled, and would not be refused with the other options."""
-    if run.options.speed.compile:
-        return False
+def _is_allowed(run: Run, path: str, value: Any) -> bool:
+    """Whether the run's other options go with this one."""
     options = copy.deepcopy(run.options)
-    options.speed.compile = True
+    options.set(path, value)
     try:
-        check_speed(options, run.world.size)
-        check_precision(options)
+        check_combinations(options, run.world.size)
     except OptionError:
         return False
     return True

@@ -16,6 +16,7 @@ import torch
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.marks import Part
+from plsc.option import shown_value
 from plsc.parallel.world import World
 from plsc.profiling.advice import advice_of
 from plsc.profiling.collectives import collectives_of
@@ -117,7 +118,16 @@ def _check(steps: int, output: str | os.PathLike[str]) -> Path:
     if not isinstance(output, (str, os.PathLike)) or not str(output):
         raise OptionError(f"output is {output!r}; expected the path of a folder")
     folder = Path(output)
-    if folder.exists() and not folder.is_dir():
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return folder
+    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(
+            f"output is {shown_value(str(output))}: {reason}; choose another"
+        ) from error
+    if not folder.is_dir():
         raise OptionError(f"output is {folder}, which is no folder; choose another")
     return folder
 

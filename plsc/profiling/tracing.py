@@ -111,7 +111,8 @@ class Tracer:
                 shutil.copyfileobj(source, target, 2**20)
             packed.replace(path)
         finally:
-            plain.unlink(missing_ok=True)
+            for left in path.parent.glob(f"{plain.name}*"):  # torch's own temporary file, too
+                left.unlink(missing_ok=True)
             packed.unlink(missing_ok=True)
 
 

@@ -36,7 +36,7 @@ from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
-from plsc.train.idle import idle_note
+from plsc.train.notes import batch_note, idle_note, threads_note
 from plsc.train.precision import (
     build_scaler,
     check_precision,
@@ -159,7 +159,14 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
         targets=targets,
         save_dir=Path(options.checkpoint.save_dir),
         num_samples=feed.num_samples,
-        notes=join_notes(note, feed.notes, mode_note(options, world.device), idle_note(options)),
+        notes=join_notes(
+            note,
+            feed.notes,
+            mode_note(options, world.device),
+            batch_note(global_batch, feed.num_samples),
+            threads_note(options),
+            idle_note(options),
+        ),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
@@ -289,11 +296,23 @@ def _check_batch_norm(
     smallest = global_batch
     if options.data.last_batch == "keep" and num_samples is not None:
         smallest = num_samples % global_batch or global_batch
-    parts = ranks * options.train.micro_batches
-    split = " in micro-batches" if parts > ranks else ""
-    if smallest // parts < 2:
-        raise OptionError(
-            f"a batch of {smallest} images over {ranks} ranks{split} leaves a rank with fewer than 2, from "
-            "which batch norm cannot take statistics; use a larger batch, fewer ranks, "
-            "set_last_batch('pad') or 'drop', or set_sync_batch_norm(True)"
-        )
+    micro_batches = options.train.micro_batches
+    if smallest // (ranks * micro_batches) >= 2:
+        return
+    is_short_end = smallest < global_batch
+    remedies = [
+        *(["set_last_batch('pad') or 'drop'"] if is_short_end else []),
+        "a larger batch",
+        *(["fewer micro-batches"] if micro_batches > 1 else []),
+        *(["fewer ranks", "set_sync_batch_norm(True)"] if ranks > 1 else []),
+    ]
+    parts = [
+        *([f"{ranks} ranks"] if ranks > 1 else []),
+        *([f"{micro_batches} micro-batches"] if micro_batches > 1 else []),
+    ]
+    split = f" in {' and '.join(parts)}" if parts else ""
+    raise OptionError(
+        f"{'the last' if is_short_end else 'a'} batch of {smallest} image{'s' * (smallest != 1)}{split} "
+        f"leaves fewer than 2 at once, from which batch norm cannot take statistics; use "
+        f"{', or '.join(remedies)}"
+    )

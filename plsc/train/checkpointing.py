@@ -17,7 +17,7 @@ from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.config import Options
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, OptionError
 from plsc.heads.joint import JointHead
 from plsc.parallel.shard import class_ranges
 from plsc.storage.names import join, parent_of
@@ -61,7 +61,12 @@ def adopt_options(options: Options, manifest: Manifest) -> list[str]:
     """Take the checkpoint's options where the script set none; return the differences, a line each."""
     is_of_save_dir = options.checkpoint.load_dir in (LAST, BEST)  # which may have been moved
     keep = _NEVER_ADOPTED | ({"checkpoint.save_dir"} if is_of_save_dir else set())
-    return options.adopt(manifest.options, keep=keep)
+    try:
+        return options.adopt(manifest.options, keep=keep)
+    except OptionError as error:
+        raise CheckpointError(
+            f"the options in the checkpoint are damaged: {error}; choose another checkpoint"
+        ) from error
 
 
 def check_save_dir(run: Run, store: Store | None) -> None:

@@ -260,6 +260,11 @@ def count_classes(source: Source, options: Options, world: World | None = None) 
     labels = source.labels()
     (largest,) = world.agree_max(int(labels.max()))
     class_num = options.head.class_num or largest + 1
+    if options.head.class_num == 1:
+        raise OptionError(
+            f"head.class_num is 1; a classifier needs two or more, and the labels go up to {largest}: leave "
+            "it out, or correct set_class_num"
+        )
     if class_num < 2:
         raise OptionError(
             f"all {count} images are of one class; a classifier needs two or more: is "

@@ -6,7 +6,11 @@ import json
 import signal
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from plsc.errors import TrainingError, TrainingInterrupted, as_worded
+from plsc.parallel.sharding import local_part
 from plsc.parallel.world import World
 from plsc.train.state import Position
 
@@ -42,6 +46,30 @@ def stop_at_bad_loss(
         f"{rate:g}); samples of the batch: {shown}{f' and {more} more' if more > 0 else ''}, listed in "
         f"{path}; lower the learning rate or warm up, look at these images, and resume from the last "
         "checkpoint"
+    )
+
+
+def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:
+    """Raise TrainingError, on every rank alike, for trained weights that are not finite; a collective.
+
+    A gradient may be inf where the loss was finite: the next loss would tell, but what is saved before that
+    would be what a later run goes on from.
+    """
+    trained = [
+        (name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad
+    ]
+    finite = [part.isfinite().all() for _, part in trained]
+    # One look at the device, not one for each.
+    is_bad = bool(finite) and not bool(torch.stack(finite).all())
+    if not world.agree_max(int(is_bad))[0]:
+        return
+    mine = [name for (name, _), is_good in zip(trained, finite, strict=True) if not is_good]
+    found = sorted({name for names in world.all_gather_object(mine) for name in names})
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    raise TrainingError(
+        f"{found[0]}{more} of the network have a nan or inf after step {position.step}, though no loss was: "
+        "a gradient overflowed. Nothing of it is saved; lower the learning rate, warm up or look at the "
+        "network's backward pass, and resume from the last checkpoint"
     )
 
 

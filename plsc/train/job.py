@@ -18,6 +18,7 @@ from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
+from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 from plsc.train.acceleration import evaluated
@@ -220,7 +221,7 @@ def _summary(run: Run) -> str:
     count = len(run.sets)
     heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
     text = (
-        f"training {type(run.network).__name__} ({parameters:,} parameters) with "
+        f"training {plain_name(run.network)} ({parameters:,} parameters) with "
         f"{heads} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
     )

@@ -74,11 +74,17 @@ class RunLog:
             return
         self._write(metrics)
         self._has_steps = True
-        losses = {key: f"{metrics[key]:.4f}" for key in metrics if key.startswith("loss/")}
-        loss = "overflow" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-        shown = {"loss": loss, **losses, "lr": f"{metrics['lr']:.4g}"}
+        losses = {
+            key: "overflow" if value is None else f"{value:.4f}"
+            for key, value in metrics.items()
+            if key == "loss" or key.startswith("loss/")
+        }
+        shown = {**losses, "lr": f"{metrics['lr']:.4g}"}
         if metrics["accuracy"] is not None:
             shown["accuracy"] = f"{metrics['accuracy']:.3f}"
+        if metrics.get("loss_scale") is not None:
+            shown["scale"] = f"{metrics['loss_scale']:g}"
+            shown["skipped"] = str(metrics["skipped_steps"])
         shown["images/s"] = f"{metrics['images_per_second']:.0f}"
         of = f"/{total_steps}" if total_steps else ""
         values = " ".join(f"{name} {value}" for name, value in shown.items())

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import Any, NoReturn, Protocol
 
+from torch import Tensor
+
 from plsc.data.batch import Batch
 from plsc.data.device_copies import copied_aside
 from plsc.heads import HeadOutput
@@ -19,7 +21,14 @@ from plsc.train.agreement import agree
 from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.guards import collapse_warning, epoch_warning, interrupted, nothing_left, slow_start
+from plsc.train.guards import (
+    collapse_warning,
+    epoch_warning,
+    interrupted,
+    nothing_left,
+    slow_start,
+    stop_at_bad_weights,
+)
 from plsc.train.logs import RunLog
 from plsc.train.meter import Mean, Meter
 from plsc.train.result import TrainResult
@@ -180,10 +189,10 @@ class Trainer:
         metrics: dict[str, Any] = {
             "step": self._position.step,
             "epoch": self._position.epoch,
-            "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
+            "loss": _finite(loss),
             "lr": made.rate,
-            "accuracy": None if output.accuracy is None else float(output.accuracy),
-            "mean_cosine": None if output.mean_cosine is None else float(output.mean_cosine),
+            "accuracy": _finite(output.accuracy),
+            "mean_cosine": _finite(output.mean_cosine),
             **self._metrics_of_heads(output),
             **self._metrics_of_scaling(),
             **report,
@@ -207,9 +216,9 @@ class Trainer:
         """Return the measures of each of several heads: ``loss/<name>`` and so on."""
         found: dict[str, float | None] = {}
         for name, part in output.parts.items():
-            found[f"loss/{name}"] = float(part.mean_loss)
-            for what, value in (("accuracy", part.accuracy), ("mean_cosine", part.mean_cosine)):
-                found[f"{what}/{name}"] = None if value is None else float(value)
+            found[f"loss/{name}"] = _finite(part.mean_loss)
+            found[f"accuracy/{name}"] = _finite(part.accuracy)
+            found[f"mean_cosine/{name}"] = _finite(part.mean_cosine)
         return found
 
     def _evaluate(self) -> None:
@@ -231,7 +240,9 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """Save at a step boundary."""
         position = self._position
-        self._read_losses()  # nothing is saved after a bad one
+        # Nothing is saved after a bad one.
+        self._read_losses()
+        stop_at_bad_weights(self._run.world, position, self._run.network)
         self._bad_samples.gather()
         name = str(
             position.epoch - 1
@@ -288,3 +299,9 @@ class Trainer:
 
     def _made_all_steps(self) -> bool:
         return self._options.steps is not None and self._position.step >= self._options.steps
+
+
+def _finite(value: Tensor | float | None) -> float | None:
+    """Return a measure as a number; None where there is none, as of a step whose embeddings overflowed."""
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None

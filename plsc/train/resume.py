@@ -21,6 +21,7 @@ from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
 from plsc.train.state import (
     Position,
+    check_counts,
     collect_tensors,
     is_optimizer_state,
     make_state,
@@ -103,6 +104,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         {key: sharded[key] for key in match.without_added(sharded)},
         run.world,
     )
+    check_counts(path, whole)
     _restore_heads(run, path, manifest, match)
     run.position = _position(path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:

@@ -21,7 +21,7 @@ from plsc.checkpoint import (
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.retention import mode_of
 from plsc.data.atomic import replacing
-from plsc.errors import CheckpointError, DataError
+from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.parallel.background import Background
 from plsc.parallel.memory import available_memory
 from plsc.storage.transfer import in_words
@@ -73,7 +73,7 @@ class Saver:
         self._log = log
         self._places = places
         self._options = run.options.checkpoint
-        self._retention = _retention_of(run)
+        self._retention = retention_of(run)
         self._world = run.world.beside(run.world.save_group)
         self._background = Background("plsc-save")
         self._pending: _Pending | None = None
@@ -128,10 +128,13 @@ class Saver:
             return True
         if not self._has_told:
             self._has_told = True
-            self._log.say(
-                f"a copy of {in_words(size_of(state))} does not fit into this machine's memory beside the "
-                "rows: training waits while a checkpoint is written"
+            why = (
+                "no copy is made of offloaded rows"
+                if self._run.options.head.offload
+                else f"a copy of {in_words(size_of(state))} does not fit into this machine's memory "
+                "beside the rows"
             )
+            self._log.say(f"{why}: training waits while a checkpoint is written")
         return False
 
     def is_done(self) -> bool:
@@ -227,11 +230,18 @@ class Saver:
         return Best(found[name][0], metric, value)
 
 
-def _retention_of(run: Run) -> Retention:
+def retention_of(run: Run) -> Retention:
+    """Return which checkpoints are kept. Raises OptionError for a metric that none of the run would have."""
     options = run.options.checkpoint
-    metric = options.monitor
-    if metric is None:
-        metric = f"{run.targets[0].name} accuracy" if run.targets else "loss"
+    known = [*(f"{target.name} accuracy" for target in run.targets), "loss"]
+    metric = known[0] if options.monitor is None else options.monitor
+    if (
+        metric not in known and "checkpoint.monitor" in run.options.explicit
+    ):  # a checkpoint's may be another
+        raise OptionError(
+            f"checkpoint.monitor is {metric!r}, which no checkpoint of this run would have; "
+            f"{suggest(metric, known)}"
+        )
     mode = mode_of(options.monitor_mode, metric)
     return Retention(options.keep_last, options.save_top_k, metric, mode)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.optim.factory import FULL_RATE
+from plsc.optim.states import ExpectedStates, StateInfo
 from plsc.parallel.sharding import local_part, split_rows
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -132,10 +135,12 @@ def make_state(
     """Give the optimizer the state that a checkpoint has: numbers, and empty tensors to be loaded into.
 
     tensors: the checkpoint's, of which those of the optimizer are looked at; numbers: of
-    `collect_numbers`. Raises CheckpointError for state of a parameter that is not here, or that is larger
-    than it.
+    `collect_numbers`. Raises CheckpointError for state of a parameter that is not here, that is larger
+    than it, or that is not what an optimizer of torch's keeps for it.
     """
     named = _named_parameters(network, head)
+    expected = ExpectedStates(optimizer)
+    given: dict[str, set[str]] = {}
     for key in sorted({key for key in (*tensors, *numbers) if is_optimizer_state(key)}):
         state, name = split_state_key(key)
         parameter = named.get(name)
@@ -146,13 +151,57 @@ def make_state(
             )
         if not parameter.requires_grad:  # frozen since
             continue
+        given.setdefault(name, set()).add(state)
+        wanted = (expected.of(parameter) or {}).get(state, _ANY)
+        if wanted is not _ANY:
+            _check_state(key, wanted, None if key in numbers else tensors[key])
         if key in numbers:
             optimizer.state[parameter][state] = numbers[key]
         else:
             empty = _empty_state(key, state, tensors[key], parameter, optimizer)
             optimizer.state[parameter][state] = empty
+    for name, states in given.items():
+        _check_complete(name, states, expected.of(named[name]) or ())
 
 
+def _check_state(key: str, wanted: StateInfo | None, info: TensorInfo | None) -> None:
+    """Refuse a state of another shape or type than the optimizer's: its kernels would take it for that."""
+    saved = None if info is None else (tuple(info.shape), _DTYPES.get(info.dtype))
+    if saved != wanted:
+        described = "a number" if info is None else f"{info.dtype} {list(info.shape)}"
+        expected = "a number"
+        if wanted is not None:
+            expected = f"{str(wanted[1]).removeprefix('torch.')} {list(wanted[0])}"
+        raise CheckpointError(
+            f"the checkpoint's optimizer state {key} is {described}, the optimizer's is {expected}; use the "
+            "model and the optimizer that were saved, or set_pretrained, which takes the weights alone"
+        )
+
+
+def check_counts(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse loaded counts of steps that are none: rates of Adam and its relatives are powers of them."""
+    for key, tensor in tensors.items():
+        if is_optimizer_state(key) and split_state_key(key)[0] == "step" and tensor.numel() == 1:
+            count = float(tensor)
+            if not 0 <= count < math.inf:
+                raise CheckpointError(
+                    f"{path}: the optimizer's count of steps {key} is {count}, expected a number from 0; "
+                    "choose another checkpoint"
+                )
+
+
+def _check_complete(name: str, given: set[str], needed: Collection[str]) -> None:
+    """Refuse a part of the states that the optimizer makes all at once."""
+    missing = sorted(set(needed) - given)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no optimizer state {', '.join(missing)} for {name}, which the optimizer "
+            "keeps with this run's settings; leave the optimizer's settings as they were, or use "
+            "set_pretrained, which takes the weights alone"
+        )
+
+
+_ANY: Any = object()
 _MOMENTUM, _OTHER = "momentum.", "optimizer."
 _PREFIXES = (_MOMENTUM, _OTHER)
 _COUNTS = ("step", "mu_product")  # scalars that torch keeps on the CPU, as a rule

@@ -47,7 +47,8 @@ class Step:
         self._run = run
         self._options = run.options.train
         self._mode = training_mode(run.options, run.world.device)
-        self.losses = LossReader(run.world, run.save_dir, run.world.device.type == "cuda")
+        is_late = run.world.device.type == "cuda" and run.options.speed.late_losses
+        self.losses = LossReader(run.world, run.save_dir, is_late)
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
         self._has_updated = False
 

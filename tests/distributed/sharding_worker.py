@@ -19,6 +19,7 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.sharding import bytes_here, local_part
 from plsc.parallel.world import World
+from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.checkpointing import adopt_options, open_checkpoint, publish
 from plsc.train.evaluation import Target, evaluate_targets
@@ -310,9 +311,12 @@ def check_factories(world: World, dataset: Path, folder: Path) -> None:
             continue
         run = build_run(options, world, user)
         run.network.train()
+        batch = next(iter(run.loader.epoch(0)))
+        sizes = agree(world, batch, run.head.class_num).sizes
+        step = Step(run)
         said = r"^the optimizer users:factory cannot update a sharded backbone: NotImplementedError: .*"
         with pytest.raises(OptionError, match=said + r"set_backbone_parallel\('replicated'\)$"):
-            Step(run).make(next(iter(run.loader.epoch(0))), None, False)
+            step.make(batch, sizes, False)
     if world.is_main:
         print("factories: refused in a line", flush=True)
 

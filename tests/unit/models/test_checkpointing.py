@@ -174,6 +174,11 @@ def test_patterns_choose_the_outermost_modules():
     ("name", "names", "expected"),
     [
         ("SmallResNet", "stage.0", r"'stage.0', which fits no module of SmallResNet; did you mean"),
+        (
+            "SmallResNet",
+            "all,stem",
+            "'all', which fits no module of SmallResNet, and 'all' stands alone",
+        ),
         ("SmallResNet", "stages.*,tail", "'tail', which fits no module.* are stem, stages, neck"),
         (
             "own",

@@ -12,6 +12,7 @@ from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.optim.factory import build_custom, build_optimizer, describe_implementation, set_rates
+from plsc.optim.states import ExpectedStates
 from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.train.build_optim import check_optim
 
@@ -158,6 +159,14 @@ def flattening(groups):
     return torch.optim.SGD([p for group in groups for p in group["params"]], 0.1)
 
 
+def wanting_the_loss(groups):
+    class Again(torch.optim.SGD):
+        def step(self, closure):
+            return closure()
+
+    return Again(groups, 0.1)
+
+
 class WithoutRate(torch.optim.Optimizer):
     def __init__(self, groups):
         super().__init__(groups, {"lr_factor": 1})
@@ -173,6 +182,11 @@ class WithoutRate(torch.optim.Optimizer):
         (lambda: None, "cannot be made: TypeError"),
         (functools.partial(torch.optim.SGD, lr=-1.0), "Invalid learning rate: -1.0"),
         (WithoutRate, "has no learning rate in its groups"),
+        (
+            functools.partial(torch.optim.SGD, lr=math.nan),
+            "the learning rate nan; expected a finite",
+        ),
+        (wanting_the_loss, "whose step wants a closure"),
     ],
 )
 def test_a_factory_that_cannot_be_used_says_why(factory, said):
@@ -251,6 +265,29 @@ def test_an_optimizer_that_is_not_there_is_told_why_or_what_is_near(name, said):
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value: -1"),
         ({"optimizer_arguments": {"momentum": 0.5}}, "an option by itself: set_momentum(0.9)"),
         ({"optimizer": "a.b:c", "implementation": "fused"}, "have it set foreach or fused"),
+        ({"groups": ({"pattern": "fc", "momentum": -5},)}, "'fc': optim.momentum is -5; expected"),
+        (
+            {"groups": ({"pattern": "fc", "momentum": "x"},)},
+            "'fc': optim.momentum is 'x'; expected",
+        ),
+        ({"groups": ({"pattern": "fc", "momentun": 0.5},)}, "did you mean 'momentum'"),
+        (
+            {"groups": ({"pattern": "fc", "nesterov": True, "momentum": 0},)},
+            "'fc': optim.optimizer sgd",
+        ),
+        ({"optimizer": "adam", "groups": ({"pattern": "fc", "betas": [2, 3]},)}, "to below 1"),
+        ({"optimizer": "adam", "groups": ({"pattern": "fc", "eps": -1.0},)}, "Invalid epsilon"),
+        ({"optimizer": "adam", "optimizer_arguments": {"amsgrad": "no"}}, "expected True or False"),
+        (
+            {"optimizer": "adam", "optimizer_arguments": {"eps": True}},
+            "eps is True; expected a number",
+        ),
+        ({"optimizer": "rmsprop", "optimizer_arguments": {"centered": "false"}}, "True or False"),
+        ({"optimizer_arguments": {"dampening": "x"}}, "cannot make a step with these settings"),
+        ({"optimizer": "asgd", "optimizer_arguments": {"t0": "x"}}, "cannot make a step"),
+        ({"optimizer": "rprop", "optimizer_arguments": {"step_sizes": [1]}}, "cannot make a step"),
+        ({"lr": 1e308}, "a weight of 0.5 with a gradient of 0.5 becomes -inf"),
+        ({"l1_decay": 1e308}, "cannot make a step"),
     ],
 )
 def test_settings_that_an_optimizer_has_not_are_refused_before_any_data_is_read(changes, said):
@@ -291,3 +328,28 @@ def test_the_state_has_the_bytes_that_the_table_and_the_docs_say(name):
     assert f"`{OPTIMIZERS[name].class_name}`" in row
     assert ("| yes |" in row) == OPTIMIZERS[name].has_fused
     assert all(option in row for option in OPTIMIZERS[name].takes)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_states_that_a_checkpoint_must_have_are_those_that_a_step_makes(name):
+    settings, _ = MORE.get(name, ({}, {}))
+    shapes = ((5, 7, 3, 3), (5, 7), (1, 4), (5,), ())
+    mine = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = built([{"params": mine}], optimizer=name, **settings)
+    states = ExpectedStates(optimizer)
+    expected = [states.of(parameter) for parameter in mine]
+    steps(optimizer, mine, count=1)
+    for parameter, wanted in zip(mine, expected, strict=True):
+        assert wanted == {
+            state: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+            for state, value in optimizer.state[parameter].items()
+        }
+    assert all(parameter.isfinite().all() for parameter in mine)
+
+
+def test_the_states_of_an_optimizer_that_is_not_torchs_are_its_own_affair():
+    class Mine(torch.optim.SGD):
+        pass
+
+    parameter = nn.Parameter(torch.ones(3))
+    assert ExpectedStates(Mine([parameter], 0.1, momentum=0.9)).of(parameter) is None

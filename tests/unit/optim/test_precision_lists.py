@@ -169,6 +169,22 @@ def test_every_operator_of_the_table_computes_in_either_type_however_it_is_calle
             assert output.dtype is wanted, (name, output.dtype, wanted)
 
 
+@pytest.mark.parametrize("name", ["linear", "matmul", "attention", "softmax"])
+def test_torchs_attention_goes_by_the_operators_inside_it(name):
+    network = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), nn.Tanh())
+    attention, x = network[0].self_attn, torch.randn(2, 5, 8)
+    exact = attention(x, x, x, need_weights=False)[0]
+    lists = PrecisionLists.look_up(network, ["softmax" if name == "linear" else "linear"], [name])
+    apply_lists(network, lists, torch.bfloat16, CPU)
+    found = []
+    attention.register_forward_hook(lambda layer, inputs, output: found.append(output[0]))
+    with autocast("bfloat16", CPU):
+        network(x)
+    (output,) = found
+    assert output.dtype is torch.float32
+    assert torch.equal(output, exact)
+
+
 @pytest.mark.parametrize(
     ("white", "black", "said"),
     [

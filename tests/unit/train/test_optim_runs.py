@@ -8,7 +8,9 @@ from plsc.checkpoint import load_weights, read_manifest
 from plsc.cli import _parse, _read_options, render_options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
+from plsc.train import checkpointing
 from plsc.train.build import UserParts, build_run
+from plsc.train.state import check_counts
 from tests.images import write_dataset
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
 
@@ -133,6 +135,27 @@ def test_another_optimizer_cannot_take_the_state_and_is_told_what_can(dataset, t
     options.set("optim.optimizer", "adam")
     with pytest.raises(CheckpointError, match=r"optimizer SGD, this run has Adam.*set_pretrained"):
         train(options, WORLD)
+
+
+def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
+    adam = {"optim__optimizer": "adam", "train__epochs": 1, "train__batch_size": 6}
+    train(options_of(dataset, tmp_path / "a", **adam), WORLD)
+    again = {**adam, "train__epochs": 2, "checkpoint__load_dir": str(tmp_path / "a/0")}
+    more = {"optim__optimizer_arguments": {"amsgrad": True}}
+    with pytest.raises(CheckpointError, match="no optimizer state max_exp_avg_sq for backbone"):
+        train(options_of(dataset, tmp_path / "b", **again, **more), WORLD)
+    counts = {"optimizer.step.backbone.fc.weight": torch.tensor(-1.0), "backbone.norm.bias": None}
+    with pytest.raises(CheckpointError, match=r"count of steps .* is -1\.0, expected a number"):
+        check_counts(tmp_path, {key: value for key, value in counts.items() if value is not None})
+
+
+def test_a_run_that_its_steps_end_may_have_any_number_of_epochs(dataset, tmp_path, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(checkpointing, "check_replaceable", looked_at.append)
+    (tmp_path / "run/7").mkdir(parents=True)
+    endless = {"train__epochs": 10**6, "train__steps": 1, "train__batch_size": 6}
+    train(options_of(dataset, tmp_path / "run", **endless), WORLD)
+    assert looked_at == [tmp_path / "run/7"]
 
 
 def test_another_implementation_is_announced(dataset, tmp_path, capsys):

@@ -3,11 +3,13 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
@@ -15,8 +17,10 @@ from plsc.parallel.world import World
 from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
-from plsc.train.idle import idle_note
+from plsc.train.job import run_training
 from plsc.train.logs import RunLog
+from plsc.train.notes import batch_note, idle_note, threads_note
+from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step
 from tests.images import write_dataset
@@ -31,6 +35,51 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     assert "images/0.jpg (label.txt:1)" in text
     assert "and 2 more" in text
     assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "is_late"),
+    [("cpu", {}, False), ("cuda", {}, True), ("cuda", {"speed__late_losses": False}, False)],
+)
+def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(
+    device, changes, is_late, dataset, tmp_path
+):
+    run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
+    run.world = SimpleNamespace(device=torch.device(device))
+    assert Step(run).losses.is_late == is_late
+
+
+class _Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+class Overflowing(BaseModel):
+    """Its third backward pass overflows; no loss tells, for the run ends there."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+        self.passes = 0
+
+    def build_network(self, input, label, is_train=True):
+        self.passes += is_train
+        x = self.fc(input.flatten(1))
+        return _Endless.apply(x) if self.passes == 3 else x
+
+
+@pytest.mark.parametrize("when", [{"train__steps": 3}, {"checkpoint__every_n_steps": 3}], ids=str)
+def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
+    every = {"checkpoint__asynchronous": False, "train__with_test": False, "train__epochs": 3}
+    options = options_for(dataset, tmp_path, train__batch_size=3, **every, **when)
+    with pytest.raises(TrainingError, match=r"fc\.bias and 1 more of the network .* after step 3"):
+        run_training(options, World.single(), UserParts(model=Overflowing()))
+    assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
 
 
 def test_collapse_is_warned_of_once_training_has_begun():
@@ -73,6 +122,16 @@ def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
 
 
+def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(tmp_path, capsys):
+    log = RunLog(tmp_path, True, 0, 10)
+    log.step(step_entry(1), 10)
+    log.step({**step_entry(2), "loss": None, "loss_scale": 32768.0, "skipped_steps": 3}, 10)
+    log.close()
+    plain, scaled = capsys.readouterr().out.splitlines()
+    assert plain == "epoch 0 step 1/10 loss 1.0000 lr 0.1 images/s 1"
+    assert scaled == "epoch 0 step 2/10 loss overflow lr 0.1 scale 32768 skipped 3 images/s 1"
+
+
 def options_for(dataset, tmp_path, **changes):
     options = Options()
     settings = {
@@ -98,7 +157,7 @@ def dataset(tmp_path_factory):
         ({"model__name": "no_such_package:Net"}, "no_such_package"),
         ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no margin"),
         ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no scale"),
-        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 ranks makes 4"),
+        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank makes 4"),
     ],
 )
 def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, changes, expected):
@@ -197,9 +256,17 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
 
 def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
-    with pytest.raises(OptionError, match="batch of 1 images over 1 ranks"):
+    with pytest.raises(
+        OptionError, match=r"the last batch of 1 image leaves fewer .*; use set_last_batch"
+    ):
         build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 3)
     options.set("data.last_batch", "pad")
+    with pytest.raises(
+        OptionError, match=r"a batch of 4 images in 3 micro-batches .* or fewer micro-batches$"
+    ):
+        build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 1)
     assert build_run(options, World.single(), UserParts()).total_steps == 3 * options.train.epochs
 
 
@@ -213,6 +280,9 @@ def test_more_ranks_than_global_batch_is_refused():
 def test_a_wrong_image_count_and_too_few_classes_are_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__train_image_num=5)
     with pytest.raises(OptionError, match="has 9 images"):
+        build_run(options, World.single(), UserParts())
+    options = options_for(dataset, tmp_path, head__class_num=1)
+    with pytest.raises(OptionError, match=r"class_num is 1; .* labels go up to 2"):
         build_run(options, World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=2)
     with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
@@ -247,3 +317,26 @@ def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
     for again, before in zip(first_weight(1), first_weight(1), strict=True):
         assert again.equal(before)
     assert not first_weight(2)[1].equal(first_weight(1)[1])
+
+
+def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
+    assert batch_note(128, 128) == batch_note(128, None) == ""
+    assert "a step takes 1000 images, and the set has 128: it shows them 7.8 times" in batch_note(
+        1000, 128
+    )
+    options = Options()
+    assert threads_note(options) == ""
+    options.set("runtime.cpu_threads", 4096)
+    assert "runtime.cpu_threads is 4096, but this process may use" in threads_note(options)
+
+
+def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
+    run = build_run(
+        options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
+    )
+    with pytest.raises(
+        OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"
+    ):
+        retention_of(run)
+    run.options.set("checkpoint.monitor", "loss")
+    assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")

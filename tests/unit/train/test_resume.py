@@ -301,7 +301,14 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     huge = {"shape": [2**40], "dtype": "uint8", "sharded": False}
     refused("rank0.random", lambda m: m["tensors"].update({"rank0.random": huge}))
     momentum = {"shape": [2**40], "dtype": "float32", "sharded": False}
-    refused("its parameter", lambda m: m["tensors"].update({"momentum.backbone.fc.bias": momentum}))
+    key = "momentum.backbone.fc.bias"
+    refused("the optimizer's is", lambda m: m["tensors"].update({key: momentum}))
+    # torch's kernels would write beyond the end of a state that is smaller than its parameter.
+    refused("the optimizer's is", lambda m: m["tensors"][key].update(shape=[1]))
+    refused("the optimizer's is", lambda m: m["tensors"][key].update(dtype="int8"))
+    refused("is a number, the", lambda m: m["scalars"].update(optimizer_numbers={key: 10**9}))
+    refused("no numbers", lambda m: m["scalars"].update(optimizer_numbers={key: 10**400}))
+    refused("options in the checkpoint are", lambda m: m["options"]["optim"].update(lr="x"))
 
 
 def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):

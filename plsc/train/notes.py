@@ -1,10 +1,11 @@
-"""Options that somebody set and a run has no use for: said once, so that nobody waits for their effect."""
+"""What a run says of its options before it begins: settings without effect, and those that may be slips."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from plsc.config import Options, find_option
+from plsc.parallel.cores import usable_cores
 
 _STEPS = ("step", "multi_step")
 _FALLING = ("polynomial", "cosine", "exponential")
@@ -30,6 +31,27 @@ def idle_note(options: Options) -> str:
         if path in options.explicit and options.get(path) != find_option(path).default
     ]
     return f"note: set, but without effect in this run: {', '.join(found)}" if found else ""
+
+
+def batch_note(global_batch: int, num_samples: int | None) -> str:
+    """Return a line for a batch that shows the images of the set more than once, or nothing."""
+    if num_samples is None or global_batch <= num_samples:
+        return ""
+    return (
+        f"note: a step takes {global_batch} images, and the set has {num_samples}: it shows them "
+        f"{global_batch / num_samples:.1f} times each"
+    )
+
+
+def threads_note(options: Options) -> str:
+    """Return a line for more threads than there are cores, or nothing."""
+    threads, cores = options.runtime.cpu_threads, usable_cores()
+    if threads <= cores:
+        return ""
+    return (
+        f"note: runtime.cpu_threads is {threads}, but this process may use {cores} core{'s' * (cores != 1)}: "
+        "threads that wait for each other can make a step many times as slow"
+    )
 
 
 def _unused(options: Options) -> Iterator[tuple[tuple[str, ...], str]]:

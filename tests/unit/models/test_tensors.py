@@ -1,0 +1,89 @@
+"""Networks with tensors of an unusual kind: taken, or refused in a line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.errors import OptionError
+from plsc.models import BaseModel
+from plsc.models.folding import fold_batch_norm
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run
+from tests.images import write_dataset
+from tests.resuming import options_of, train
+
+WORLD = World.single()
+
+
+class Odd(BaseModel):
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 4, stride=4)
+        if kind == "integer":  # a module's own parameters come first
+            self.table = nn.Parameter(torch.arange(3), requires_grad=False)
+        if kind == "complex":
+            self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+        if kind == "complex buffer":
+            self.register_buffer("angles", torch.ones(8, dtype=torch.complex64), persistent=False)
+        if kind == "sparse":
+            self.words = nn.Embedding(4, 8, sparse=True)
+        if kind == "expanded":
+            self.register_buffer("ones", torch.ones(1).expand(8))
+        self.norm = nn.BatchNorm2d(6)
+        self.fc = nn.Linear(6 * 4 * 4, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(self.norm(self.conv(input)).flatten(1))
+
+
+def losses(dataset, folder, kind, **changes):
+    options = options_of(
+        dataset,
+        folder,
+        train__epochs=1,
+        train__batch_size=6,
+        checkpoint__every_n_steps=1,
+        **changes,
+    )
+    return train(options, WORLD, lambda: Odd(kind)).metrics["loss"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=6, per_class=3)
+
+
+@pytest.mark.parametrize("kind", ["integer", "expanded"])
+def test_it_trains_saves_and_goes_on_as_without(kind, dataset, tmp_path):
+    plain = losses(dataset, tmp_path / "plain", "plain")
+    assert losses(dataset, tmp_path / kind, kind) == plain
+    again = losses(
+        dataset, tmp_path / "again", kind, checkpoint__load_dir=str(tmp_path / kind / "0-step1")
+    )
+    assert again == plain
+
+
+def test_batch_norms_are_folded_whatever_parameter_comes_first():
+    network = Odd("integer")
+    assert next(network.parameters()).dtype is torch.int64
+    images = torch.rand(2, 3, 16, 16)
+    folded = fold_batch_norm(network, (3, 16, 16))
+    network.train(False)
+    assert not isinstance(folded, str)
+    assert torch.allclose(folded(images), network(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("complex", "phase of Odd is complex64; expected real numbers"),
+        ("complex buffer", "angles of Odd is complex64"),
+        ("sparse", "the layer words of Odd gives sparse gradients"),
+    ],
+)
+def test_what_cannot_be_trained_and_saved_is_refused_before_any_data_is_read(kind, said, tmp_path):
+    options = options_of(tmp_path / "no data here", tmp_path / "run")
+    with pytest.raises(OptionError, match=said):
+        build_run(options, WORLD, UserParts(model=Odd(kind)))
