@@ -17,12 +17,24 @@ from plsc.train.acceleration import batch_sizes, check_speed, evaluated, lay_out
 from plsc.train.build import UserParts, build_run
 from tests.images import write_dataset
 from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, options_with, pairs
-from tests.resuming import Steady, different, losses_of, options_of, saved_at, train
+from tests.resuming import different, losses_of, options_of, saved_at, train
 
 
 @pytest.mark.parametrize(("one", "other"), pairs(CHANGES))
 def test_two_options_together_make_the_steps_of_the_plain_path(one, other):
     check_pair(one, other)
+
+
+class Tiny(BaseModel):
+    """Little to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8)
+        self.dropout, self.fc = nn.Dropout(0.3), nn.Linear(8 * 16, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(self.dropout(self.norm(self.conv(input)).flatten(1)))
 
 
 @pytest.mark.slow
@@ -32,17 +44,20 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
     common = {
         "speed__channels_last": "on", "precision__mode": "bfloat16", "train__batch_size": 12,
         "checkpoint__every_n_steps": 2, "checkpoint__keep_last": -1, "train__with_test": False,
+        "optim__lr": 0.1,
     }  # fmt: skip
     for name, is_compiled in (("plain", False), ("whole", True), ("resumed", True)):
         options = options_of(dataset, tmp_path / name, speed__compile=is_compiled, **common)
         if name == "resumed":  # where the batch comes that is not compiled
             torch._dynamo.reset()
             options.set("checkpoint.load_dir", str(saved_at(tmp_path / "whole", 2)))
-        train(options, World.single(), Steady)
+        train(options, World.single(), Tiny)
     assert capsys.readouterr().out.count("the network is compiled in one piece") == 2
     assert not different(saved_at(tmp_path / "whole", 6), saved_at(tmp_path / "resumed", 6))
     found, expected = losses_of(tmp_path / "whole"), losses_of(tmp_path / "plain")
-    assert found == pytest.approx(expected, rel=3e-2)
+    assert [found[step] for step in (1, 2, 3)] == pytest.approx(
+        [expected[step] for step in (1, 2, 3)], rel=1e-2
+    )
     assert found != expected
 
 
