@@ -72,7 +72,10 @@ def run_verb(
     arguments: those after the program's name; None takes them from sys.argv.
     """
     try:
-        given = vars(_parser(program, meaning, verbs).parse_args(arguments))
+        parsed, unknown = _parser(program, meaning, verbs).parse_known_args(arguments)
+        given = vars(parsed)
+        if unknown:
+            raise _unknown(unknown[0], program, parsed.verb, verbs)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _leave)
         verbs[given.pop("verb")].run(**given)
@@ -82,6 +85,20 @@ def run_verb(
         print("plsc: stopped; nothing was published", file=sys.stderr)
         return 130
     return 0
+
+
+def _unknown(word: str, program: str, verb: str, verbs: Mapping[str, Verb]) -> OptionError:
+    """Return the error for a word that a verb does not take."""
+    called = f"{program} {verb}"
+    if not word.startswith("-"):
+        return OptionError(f"{called} does not take {word!r}; see {called} --help")
+    flag = word.partition("=")[0]
+    known = [
+        f"--{argument.name}" for argument in verbs[verb].arguments() if not argument.positional
+    ]
+    return OptionError(
+        f"{called} has no option {flag}{did_you_mean(flag, known)}; see {called} --help"
+    )
 
 
 def _parser(program: str, meaning: str, verbs: Mapping[str, Verb]) -> argparse.ArgumentParser:

@@ -25,7 +25,8 @@ class BaseModel(nn.Module):
                 return self.fc(self.conv(input).mean((2, 3)))
 
     input_layout: the memory format in which the images reach `build_network`; see `use_channels_last`.
-    frozen_by_run: the parameters that a run does not train; see `plsc.models.freezing`.
+    frozen_by_run: the parameters that a run does not train; see `plsc.models.freezing`. unfolded_because: why
+    its batch norms could not be folded, once that was said.
 
     Raises:
         OptionError: at construction, if the class does not implement `build_network`.
@@ -34,6 +35,7 @@ class BaseModel(nn.Module):
     input_layout = torch.preserve_format
     kept_in_evaluation: tuple[nn.Module, ...] = ()
     frozen_by_run: tuple[nn.Parameter, ...] = ()
+    unfolded_because: str = ""
 
     def __init__(self) -> None:
         super().__init__()

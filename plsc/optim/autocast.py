@@ -74,7 +74,7 @@ def apply_lists(
     scope = _Scope(device.type)
     white, black = _layers_of(lists.white_operators), _layers_of(lists.black_operators)
     for module in modules.values():
-        if isinstance(module, (*white, *black)):
+        if isinstance(module, white + black):
             kind = torch.float32 if isinstance(module, black) else dtype
             module.forward = _InType(module.forward, scope, kind)
     for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):

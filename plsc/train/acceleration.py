@@ -99,6 +99,8 @@ def evaluated(network: BaseModel, options: Options, world: World) -> BaseModel:
         return network
     folded = fold_batch_norm(network, options.model.image_shape)
     if isinstance(folded, str):
-        print_on_main(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
+        if folded != network.unfolded_because:  # once, not at each evaluation
+            network.unfolded_because = folded
+            print_on_main(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
         return network
     return folded

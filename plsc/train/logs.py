@@ -82,6 +82,9 @@ class RunLog:
         shown = {**losses, "lr": f"{metrics['lr']:.4g}"}
         if metrics["accuracy"] is not None:
             shown["accuracy"] = f"{metrics['accuracy']:.3f}"
+        if metrics.get("loss_scale") is not None:
+            shown["scale"] = f"{metrics['loss_scale']:g}"
+            shown["skipped"] = str(metrics["skipped_steps"])
         shown["images/s"] = f"{metrics['images_per_second']:.0f}"
         of = f"/{total_steps}" if total_steps else ""
         values = " ".join(f"{name} {value}" for name, value in shown.items())

@@ -106,6 +106,11 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
         (["dominant"], "--output must be given; see plsc dominant --help"),
         (["data", "inspect", "x", "--check"], "--check needs a value behind it"),
         (["data", "inspect", "x", "--check", "1.5"], "--check is '1.5'; expected a whole number"),
+        (
+            ["data", "inspect", "x", "--chek", "0"],
+            "plsc data inspect has no option --chek; did you mean '--check'?; see plsc data inspect --help",
+        ),
+        (["data", "inspect", "x", "y"], "plsc data inspect does not take 'y'"),
         (["checkpoint", "lst"], "did you mean 'list'?"),
     ],
 )

@@ -122,6 +122,16 @@ def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
 
 
+def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(tmp_path, capsys):
+    log = RunLog(tmp_path, True, 0, 10)
+    log.step(step_entry(1), 10)
+    log.step({**step_entry(2), "loss": None, "loss_scale": 32768.0, "skipped_steps": 3}, 10)
+    log.close()
+    plain, scaled = capsys.readouterr().out.splitlines()
+    assert plain == "epoch 0 step 1/10 loss 1.0000 lr 0.1 images/s 1"
+    assert scaled == "epoch 0 step 2/10 loss overflow lr 0.1 scale 32768 skipped 3 images/s 1"
+
+
 def options_for(dataset, tmp_path, **changes):
     options = Options()
     settings = {
