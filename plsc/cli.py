@@ -69,11 +69,14 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         description="Train classifiers over very many classes.",
         version=__version__,
         exit_on_error=False,
+        allow_abbrev=False,
     )
     verbs = parser.add_subcommands(dest="verb")
     for name, meaning in _VERBS.items():
         verb = ArgumentParser(
-            description=f"{meaning[0].upper()}{meaning[1:]}.", exit_on_error=False
+            description=f"{meaning[0].upper()}{meaning[1:]}.",
+            exit_on_error=False,
+            allow_abbrev=False,
         )
         verb.add_argument("--config", action=ActionConfigFile, help="YAML file of options")
         if name == "predict":
@@ -90,7 +93,9 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         verbs.add_subcommand(name, verb, help=meaning)
     verbs.add_subcommand("plan", _plan_parser(), help=_PLAN)
     for name, (meaning, _) in _FAMILIES.items():
-        verbs.add_subcommand(name, ArgumentParser(exit_on_error=False), help=meaning)
+        verbs.add_subcommand(
+            name, ArgumentParser(exit_on_error=False, allow_abbrev=False), help=meaning
+        )
     try:
         return parser.parse_args(arguments, defaults=False)
     except (ArgumentError, OverflowError) as error:  # the latter: a number that no float can hold
@@ -102,7 +107,9 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _plan_parser() -> ArgumentParser:
-    parser = ArgumentParser(description=f"{_PLAN[0].upper()}{_PLAN[1:]}.", exit_on_error=False)
+    parser = ArgumentParser(
+        description=f"{_PLAN[0].upper()}{_PLAN[1:]}.", exit_on_error=False, allow_abbrev=False
+    )
     for argument in PLAN_ARGUMENTS:
         how: dict[str, Any] = {"type": argument.kind, "default": argument.default}
         if argument.kind is bool:

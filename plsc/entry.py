@@ -92,8 +92,10 @@ class Entry(Setters):
     def set_model(self, model: BaseModel) -> None:
         """Use a network of your own instead of `model.name`; OptionError unless it is a BaseModel."""
         if not isinstance(model, BaseModel):
+            is_class = isinstance(model, type)
+            found = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
             raise OptionError(
-                f"the model is a {type(model).__name__}; expected an instance of a class derived from "
+                f"the model is {found}; expected an instance of a class derived from "
                 "plsc.models.base_model.BaseModel"
             )
         self._model = model

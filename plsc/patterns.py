@@ -40,6 +40,20 @@ def check_pattern(pattern: Any) -> str | None:
     return None
 
 
+def read_pattern(entry: Mapping[str, Any], what: str) -> str:
+    """Return the pattern that an entry of an option has. Raises OptionError without a sound one.
+
+    what: the entry, 'a parameter group' say.
+    """
+    if "pattern" not in entry:
+        others = f" but {', '.join(map(str, entry))}"[:100] if entry else ""
+        raise OptionError(f"{what} has no pattern{others}; expected {check_pattern(None)}")
+    expected = check_pattern(entry["pattern"])
+    if expected is not None:
+        raise OptionError(f"the pattern of {what} is {entry['pattern']!r}; expected {expected}")
+    return str(entry["pattern"])
+
+
 def label_parameters(network: nn.Module) -> dict[str, list[str]]:
     """Return of each parameter, by its name: that, and the names and types of the modules that it is in."""
     types = {name: type(module).__name__ for name, module in network.named_modules()}

@@ -102,11 +102,14 @@ def _unknown(word: str, program: str, verb: str, verbs: Mapping[str, Verb]) -> O
 
 
 def _parser(program: str, meaning: str, verbs: Mapping[str, Verb]) -> argparse.ArgumentParser:
-    parser = _Parser(prog=program, description=meaning)
+    parser = _Parser(prog=program, description=meaning, allow_abbrev=False)
     choices = parser.add_subparsers(dest="verb", required=True, metavar="verb")
     for name, verb in verbs.items():
         one = choices.add_parser(
-            name, help=verb.meaning, description=f"{verb.meaning[0].upper()}{verb.meaning[1:]}."
+            name,
+            help=verb.meaning,
+            description=f"{verb.meaning[0].upper()}{verb.meaning[1:]}.",
+            allow_abbrev=False,
         )
         for argument in verb.arguments():
             _add(one, argument)

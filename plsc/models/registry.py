@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 
-from plsc.errors import OptionError, PlscError, kind_and_line, suggest
+from plsc.errors import OptionError, PlscError, did_you_mean, kind_and_line, suggest
 from plsc.models.base_model import BaseModel
 from plsc.models.iresnet import BLOCKS, IResNet
 from plsc.models.resnet import DEPTHS, ResNet
@@ -77,7 +77,9 @@ def load_custom(reference: str, **options: object) -> BaseModel:
                 f"the network {class_name} was defined in the script that trained it; call set_model, or "
                 "put it into a module of its own and name it 'module:Class'"
             )
-        found = "not in that module" if chosen is None else repr(chosen)
+        known = [name for name, one in vars(module).items() if inspect.isclass(one)]
+        near = did_you_mean(class_name, known)
+        found = f"not in that module{near}" if chosen is None else repr(chosen)
         raise OptionError(
             f"model {reference!r} is {found}; expected a class derived from "
             "plsc.models.base_model.BaseModel"

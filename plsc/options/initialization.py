@@ -8,7 +8,7 @@ from typing import Any
 
 from plsc.errors import OptionError, suggest
 from plsc.option import is_finite_number, shown_value
-from plsc.patterns import check_pattern
+from plsc.patterns import read_pattern
 
 RULES: dict[str, tuple[str, ...]] = {
     "xavier_uniform": ("gain",),
@@ -53,11 +53,7 @@ def read_initializations(values: Sequence[Mapping[str, Any]]) -> list[Initializa
 
 
 def _read(value: Mapping[str, Any]) -> Initialization:
-    pattern, rule = value.get("pattern"), value.get("rule")
-    expected = check_pattern(pattern)
-    if expected is not None:
-        raise OptionError(f"the pattern of an initialization is {pattern!r}; expected {expected}")
-    assert isinstance(pattern, str)
+    pattern, rule = read_pattern(value, "an initialization"), value.get("rule")
     if not isinstance(rule, str) or rule not in RULES:
         raise OptionError(
             f"initialization {pattern!r}: no rule is named {shown_value(rule)}; "

@@ -9,7 +9,7 @@ from typing import Any
 from plsc.errors import OptionError
 from plsc.option import Check, OptionSpec, at_least, more_than
 from plsc.options.optimizer_table import check_named_arguments
-from plsc.patterns import check_pattern
+from plsc.patterns import read_pattern
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,7 @@ def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[Parameter
 
 
 def _read(value: Mapping[str, Any]) -> ParameterGroup:
-    pattern = value.get("pattern")
-    expected = check_pattern(pattern)
-    if expected is not None:
-        raise OptionError(f"the pattern of a parameter group is {pattern!r}; expected {expected}")
-    assert isinstance(pattern, str)
+    pattern = read_pattern(value, "a parameter group")
     read: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     try:

@@ -117,7 +117,9 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        ({}, "pattern of a parameter group is None"),
+        ({}, "a parameter group has no pattern; expected a text"),
+        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a text"),
+        ({"pattern": None}, "pattern of a parameter group is None"),
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (
             {"pattern": "fc", "lr_factor": 0},
