@@ -118,6 +118,7 @@ def plan_backbone(
             f"backbone_optimizer is {backbone_optimizer!r}; a factory cannot be planned: name the "
             f"one of {', '.join(OPTIMIZERS)} whose states are most like its own"
         )
+    embedding = whole("embedding", embedding, 1)
     shape = (3, image, image) if isinstance(image, int) else tuple(image)
     options = Options()
     options.set("model.image_shape", shape)

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from plsc.errors import OptionError
 from plsc.option import is_finite_number, shown_value
+from plsc.plan.arguments import ARGUMENTS
+
+MOST = 10**15
+"""Of anything that is counted: beyond any run, and still a size that torch can write down."""
+MOST_RANKS = 10**6
 
 
 def whole(name: str, value: float, low: int) -> int:
     """Return a number that may be a whole float, such as 1e8, as an int; OptionError if it is not."""
-    if not is_finite_number(value) or value != int(value) or value < low:
-        raise OptionError(f"{name} is {shown_value(value)}; expected a whole number, {low} or more")
+    high = MOST_RANKS if name == "ranks" else MOST
+    if not is_finite_number(value) or value != int(value) or not low <= value <= high:
+        raise OptionError(
+            f"{name} is {shown_value(value)}; expected a whole number, {low} or more, up to {high:.0e}"
+        )
     return int(value)
+
+
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Raise OptionError for an argument of `plan` that is of another kind than `ARGUMENTS` says.
+
+    Numbers of classes, samples and the like, and rates, are looked at where they are used.
+    """
+    for argument in ARGUMENTS:
+        value = given.get(argument.name, argument.default)
+        if value is None and argument.default is None:
+            continue
+        if argument.kind is str:
+            expected = None if isinstance(value, str) else "a text"
+        elif argument.kind is bool:
+            expected = None if isinstance(value, bool) else "True or False"
+        elif argument.kind is float:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            expected = None if is_number or argument.default is None else "a number"
+        elif argument.name == "image":
+            is_shape = isinstance(value, (int, Sequence)) and not isinstance(
+                value, (bool, str, bytes)
+            )
+            expected = None if is_shape else "three sizes, or one side of an RGB image"
+        else:
+            continue
+        if expected:
+            raise OptionError(f"{argument.name} is {shown_value(value)}; expected {expected}")
 
 
 def one_of(name: str, value: str, known: Iterable[str]) -> str:

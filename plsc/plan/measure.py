@@ -74,6 +74,10 @@ def measure(
             network = build().train()
     except PlscError:
         network = build().train()  # a constructor may want real numbers
+    except (RuntimeError, TypeError) as error:  # sizes beyond torch's
+        raise OptionError(
+            f"the network cannot be made: {type(error).__name__}: {first_line(error)[:200]}"
+        ) from error
     use_torchs_layers(network)
     checkpoint_activations(network, checkpoint, every)
     try:

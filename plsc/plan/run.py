@@ -9,7 +9,7 @@ from typing import Any
 
 from plsc.errors import OptionError
 from plsc.plan.backbone import PRECISIONS, BackbonePlan, plan_backbone
-from plsc.plan.checks import one_of, whole
+from plsc.plan.checks import batch_sizes, check_kinds, one_of, whole
 from plsc.plan.head import HeadPlan, plan_head
 from plsc.plan.rates import Rates, choose_rates
 from plsc.plan.report import render
@@ -62,12 +62,13 @@ def plan(
             "nothing to plan; give classes for the head, model for the backbone, or both"
         )
     of_head, of_backbone, of_rates = _sort(more)
+    check_kinds({"classes": classes, "model": model, "precision": precision, **more})
     ranks = whole("ranks", ranks, 1)
     of_rates["precision"] = PRECISIONS[one_of("precision", precision, PRECISIONS)]
     rates = choose_rates(**of_rates)
     if "embedding" in more:
         of_backbone["embedding"] = more["embedding"]
-    one = max(batch) if isinstance(batch, Sequence) else whole("batch", batch, 1)
+    one = max(batch_sizes(batch, ranks))
 
     def head(count: int, sizes: int | Sequence[int]) -> HeadPlan | None:
         return None if classes is None else plan_head(classes, ranks=count, batch=sizes, **of_head)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from plsc.cli import main
-from plsc.errors import OptionError
+from plsc.errors import OptionError, TrainingError
 from plsc.marks import Part, set_recorder
+from plsc.profiling.tracing import Tracer
 from plsc.profiling.watch import TRACED
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
@@ -167,6 +168,27 @@ def test_what_fails_in_the_middle_stops_recording_and_is_told(dataset, tmp_path)
     with pytest.raises(OptionError, match="every folder is a class"):
         ins.profile(1, folder / "out")
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("output", ["x" * 300, "x\0y", "", None, "/dev/full", "/dev/full/x"])
+def test_an_output_that_is_no_folder_is_refused_in_a_line(output, dataset, tmp_path):
+    with pytest.raises(OptionError, match="output is ") as caught:
+        entry(dataset, tmp_path / "run").profile(1, output)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_that_torch_cannot_write_whole_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    tracer = Tracer(torch.device("cpu"))
+
+    def on_a_full_disk(
+        path,
+    ):  # what torch 2.15 does there: it says nothing, and leaves its own file
+        Path(f"{path}.tmp").write_text("{")
+
+    monkeypatch.setattr(tracer._profile, "export_chrome_trace", on_a_full_disk)
+    with pytest.raises(TrainingError, match="is the disk full"):
+        tracer.write(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Slow(torch.utils.data.Dataset):

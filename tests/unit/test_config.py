@@ -67,6 +67,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_calc_acc", 1, "True or False"),
         ("set_margin", -0.5, "at least 0"),
         ("set_dataset_dir", None, "expected a text"),
+        ("set_model_save_dir", "a\0b", "expected a text"),
         ("set_warmup_steps", 2**63, "expected an integer"),
         ("set_freeze", {"stem": 1}, "sequence of texts"),
         ("set_step_boundaries", b"ab", "sequence of integers"),

@@ -293,3 +293,28 @@ def test_planning_does_not_load_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"classes": 10**400}, "up to 1e+15"),
+        ({"classes": 1e308}, "up to 1e+15"),
+        ({"ranks": 10**12}, "expected a whole number, 1 or more, up to 1e+06"),
+        ({"batch": []}, "one size for each"),
+        ({"ratio": "half"}, "ratio is 'half'; expected a number"),
+        ({"latency": None}, "latency is None; expected a number"),
+        ({"offload": "no"}, "offload is 'no'; expected True or False"),
+        ({"rows": ["float32"]}, "rows is ['float32']; expected a text"),
+        ({"model": 5}, "model is 5; expected a text"),
+        ({"model": "SmallResNet", "image": None}, "image is None; expected three sizes"),
+        ({"model": "SmallResNet", "image": 2**62}, "the network cannot be made: "),
+        ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected a whole number"),
+        ({"model": "SmallResNet", "checkpoint": None}, "checkpoint is None; expected a text"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_whoever_would_use_it(wrong, expected):
+    with pytest.raises(OptionError) as caught:
+        plan(**{"classes": 1000, "batch": 4, **wrong})
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
