@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +48,21 @@ _PLAN = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:  # the second one, where the first stops in good order
+        print("plsc: stopped at once; what was saved before stays", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:  # who reads has seen enough: plsc plan ... | head
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python flushes at its end
+        code = 128 + signal.SIGPIPE
+    return code
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python script.py` would: people's own modules lie here
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -144,7 +161,9 @@ def _run(parsed: Namespace, arguments: Sequence[str]) -> int:
     if parsed.verb == "train":
         result = entry.train()
         if entry.is_main:
-            print(f"trained {result.steps} steps; last checkpoint {result.checkpoint}")
+            print(
+                f"trained {result.steps} step{'s' * (result.steps != 1)}; last checkpoint {result.checkpoint}"
+            )
     elif parsed.verb == "profile":
         entry.profile(given.get("steps", 20), given.get("output", "profile"))
     elif parsed.verb == "test":

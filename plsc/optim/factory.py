@@ -20,6 +20,7 @@ from plsc.options.optimizer_table import (
     OptimizerKind,
     check_named_arguments,
 )
+from plsc.options.parameter_groups import known_settings
 from plsc.parallel.sharding import split_rows
 
 Groups = Sequence[dict[str, Any]]
@@ -102,6 +103,7 @@ def build_custom(
             "that are not to be trained"
         )
     _check_settings(optimizer, groups, what)
+    _check_inner(optimizer, what)
     _check_fused(optimizer, what)
     _check_step(optimizer, what)
     return _finished(optimizer)
@@ -212,13 +214,26 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
             if name != "params" and name not in (*optimizer.defaults, *ours) and not is_off:
                 raise OptionError(
                     f"{what} has no setting {name!r}, which a parameter group has; "
-                    f"{suggest(name, optimizer.defaults)}"
+                    f"{suggest(name, known_settings(optimizer.defaults))}"
                 )
             holder = _group_of(group["params"][0], optimizer) if group["params"] else group
             if name != "params" and holder.get(name) != value:
                 raise OptionError(
                     f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
                     "are given"
+                )
+
+
+def _check_inner(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Refuse an optimizer that holds others whose states a checkpoint would not have."""
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, dict) else value
+        for inner in held if isinstance(held, Iterable) and not isinstance(held, str) else [held]:
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+                raise OptionError(
+                    f"{what} returned a {type(optimizer).__name__} that holds the {type(inner).__name__} "
+                    f"{name!r} with a state of its own, which no checkpoint would have; let it share "
+                    "the outer one: inner.state = self.state"
                 )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from plsc.errors import OptionError
 from plsc.option import Check, OptionSpec, at_least, more_than
-from plsc.options.optimizer_table import check_named_arguments
+from plsc.options.optimizer_table import RESERVED, check_named_arguments
 from plsc.patterns import read_pattern
 
 
@@ -38,6 +38,11 @@ class ParameterGroup:
         if self.frozen:
             found["frozen"] = True
         return {**found, **self.arguments}
+
+
+def known_settings(of_optimizer: Iterable[str]) -> list[str]:
+    """Return what a group can set, given what the optimizer has settings for."""
+    return sorted({*_SPECS, *of_optimizer} - RESERVED.keys())
 
 
 def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[ParameterGroup]:

@@ -113,6 +113,12 @@ def choose_rates(
 def _completed(rates: Rates, node: str, reached: float, precision: str, offload: bool) -> Rates:
     """Return the rates with those that are missing from a node's data sheet."""
     peak = NODES[one_of("node", node, NODES)]
+    named = [
+        name
+        for name in ("product", "backbone", "copy", "memory", "network")
+        if getattr(rates, name)
+    ]
+    given = f", but for what is given ({', '.join(named)})" if named else ""
     product = reached * peak.products[precision]
     memory = reached * peak.memory
     return dataclasses.replace(
@@ -125,7 +131,7 @@ def _completed(rates: Rates, node: str, reached: float, precision: str, offload:
         network=rates.network or reached * peak.network,
         node_network=None if rates.network else reached * peak.node_network,
         devices=peak.devices,
-        origin=f"at {reached:.0%} of the data sheet's rates of a {peak.name}, an assumption",
+        origin=f"at {reached:.0%} of the data sheet's rates of a {peak.name}{given}, an assumption",
     )
 
 

@@ -62,6 +62,10 @@ def plan(
             "nothing to plan; give classes for the head, model for the backbone, or both"
         )
     of_head, of_backbone, of_rates = _sort(more)
+    if classes is None:
+        _refuse_lone(of_head, (of_backbone, of_rates), "the head", "classes")
+    if model is None:
+        _refuse_lone(of_backbone, (of_head, of_rates), "the backbone", "model")
     check_kinds({"classes": classes, "model": model, "precision": precision, **more})
     ranks = whole("ranks", ranks, 1)
     of_rates["precision"] = PRECISIONS[one_of("precision", precision, PRECISIONS)]
@@ -84,6 +88,15 @@ def plan(
         if time is not None:
             times.append(time)
     return Plan(ranks, mine, backbone, rates, tuple(times))
+
+
+def _refuse_lone(
+    own: dict[str, Any], others: Sequence[dict[str, Any]], what: str, wanted: str
+) -> None:
+    """Raise OptionError for an argument that is about nothing but what is not planned."""
+    lone = [name for name in own if not any(name in other for other in others)]
+    if lone:
+        raise OptionError(f"{lone[0]} is about {what}, which is planned if {wanted} is given")
 
 
 def _sort(more: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

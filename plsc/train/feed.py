@@ -31,6 +31,10 @@ from plsc.train.training_set import TrainingSet
 
 Loader = SourceLoader | ReaderLoader
 
+# Labels that make more classes than both, and so hardly any with an image, are taken for a slip.
+_MANY_CLASSES = 10**7
+_MUCH_EMPTIER = 1000  # classes for an image
+
 
 @dataclass
 class Feed:
@@ -260,6 +264,12 @@ def count_classes(source: Source, options: Options, world: World | None = None) 
     labels = source.labels()
     (largest,) = world.agree_max(int(labels.max()))
     class_num = options.head.class_num or largest + 1
+    if options.head.class_num is None and class_num > max(_MANY_CLASSES, _MUCH_EMPTIER * count):
+        where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
+        raise OptionError(
+            f"the label {largest}{where} makes {class_num:,} classes, for {count:,} images; if they are so "
+            f"many, set_class_num({class_num}), else mend the label"
+        )
     if options.head.class_num == 1:
         raise OptionError(
             f"head.class_num is 1; a classifier needs two or more, and the labels go up to {largest}: leave "

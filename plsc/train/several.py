@@ -49,7 +49,8 @@ def build_joint_feed(
     sources, sets, notes = [], [], []
     if "data.dataset_dir" in options.explicit:
         notes.append(
-            f"note: beside several data sets, {shown(options.data.dataset_dir)} is for pair files alone"
+            f"note: of {shown(options.data.dataset_dir)} only the pair files are used: the images to "
+            "train on are those of the data sets that were added"
         )
     for one, own, per_step in zip(wanted, own_options, counts, strict=True):
         with _naming(one.name):

@@ -172,6 +172,27 @@ class WithoutRate(torch.optim.Optimizer):
         super().__init__(groups, {"lr_factor": 1})
 
 
+class Holding(torch.optim.Optimizer):
+    def __init__(self, groups, shares=False):
+        self.inner = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+        if shares:
+            self.inner.state = self.state
+
+    def step(self):
+        self.inner.step()
+
+
+def test_an_optimizer_that_holds_another_has_its_state_where_checkpoints_find_it():
+    mine = weights()
+    made = build_custom(Holding, "mine", [{"params": list(mine)}], {"shares": True})
+    for one in mine:
+        one.grad = torch.ones_like(one)
+    made.step()
+    assert all("momentum_buffer" in made.state[one] for one in mine)
+
+
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
@@ -186,6 +207,7 @@ class WithoutRate(torch.optim.Optimizer):
             functools.partial(torch.optim.SGD, lr=math.nan),
             "the learning rate nan; expected a finite",
         ),
+        (Holding, "holds the SGD 'inner' with a state of its own, which no checkpoint would have"),
         (wanting_the_loss, "whose step wants a closure"),
     ],
 )
@@ -312,6 +334,8 @@ def test_arguments_that_no_checkpoint_could_hold_are_refused(arguments):
 def test_a_group_with_a_setting_that_the_optimizer_has_not_is_refused():
     with pytest.raises(OptionError, match=r"has no setting 'momentun'.*did you mean 'momentum'"):
         built([{"params": list(weights()), "momentun": 0.5}])
+    with pytest.raises(OptionError, match="did you mean 'lr_factor'"):
+        built([{"params": list(weights()), "lrfactor": 10}])
     with pytest.raises(OptionError, match="has no setting 'weight_decay'"):
         built([{"params": list(weights()), "weight_decay": 0.5}], optimizer="rprop")
 

@@ -263,6 +263,14 @@ def test_the_command_prints_exact_bytes_and_readable_units(capsys):
     ("arguments", "expected"),
     [
         ([], "nothing to plan; give classes for the head, model for"),
+        (
+            ["--model", "ResNet18", "--optimizer", "adamw"],
+            "optimizer is about the head, which is planned if",
+        ),
+        (
+            ["--classes", "1e3", "--checkpoint", "all"],
+            "checkpoint is about the backbone, which is planned",
+        ),
         (["--classes", "many"], "--classes is 'many'; expected a number"),
         (["--classes", "10", "--head.offload", "no way"], "expected true or false"),
         (["--classes", "10", "--rows", "fp8"], "rows is 'fp8'; expected one of"),

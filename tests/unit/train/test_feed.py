@@ -122,6 +122,15 @@ def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):
     assert {problem.kind for batch in batches for problem in batch.problems} == {"label"}
 
 
+def test_a_label_that_makes_far_more_classes_than_images_is_taken_for_a_slip(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=4, per_class=5)
+    with (dataset / "label.txt").open("a") as file:
+        file.write("images/0_0.png 99999999999\n")
+    said = r"the label 99999999999 at .*label\.txt:\d+.* makes 100,000,000,000 classes, for"
+    with pytest.raises(OptionError, match=said):
+        feed(dataset)
+
+
 def reader(*shard):
     for value in range(12)[slice(*shard, None) if not shard else slice(shard[0], None, shard[1])]:
         yield np.full((3, 16, 16), value, dtype=np.float32), value % 4
