@@ -148,7 +148,7 @@ def test_a_users_class_gets_the_options_that_its_constructor_names():
     [
         ("users_absent:Net", "cannot import 'users_absent'.*ModuleNotFoundError"),
         ("users_broken:Net", "cannot import.*ZeroDivisionError"),
-        ("users_nets:Nett", "is not in that module; expected a class"),
+        ("users_nets:Nett", "is not in that module"),
         ("users_nets:NUMBER", "is 3; expected a class"),
         ("users_nets:Other", "expected a class derived from"),
         ("users_nets:Needy", "cannot make.*'secret'"),
