@@ -184,7 +184,11 @@ def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_head_offload(True)
     ins.train()
-    said = [line for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "no copy is made of offloaded" in line
+    ]
     assert len(said) == 1
     assert said[0].endswith("training waits while a checkpoint is written")
     assert verify(tmp_path / "run" / "1").epoch == 2
