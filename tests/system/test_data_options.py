@@ -174,7 +174,7 @@ def entry(name):
 
 ins = entry("files")
 ins.set_order("rank_files")
-print("FILES", ins.train().steps, flush=True)
+print(f"FILES {ins.train().steps}", flush=True)
 
 
 def reader(rank, ranks):  # rank 0 has 20 samples, rank 1 has 12
@@ -187,7 +187,7 @@ ins.train_reader = reader
 ins.set_class_num(5)
 ins.set_reader_shards_itself(True)
 ins.set_last_batch("keep")
-print("READER", ins.train().steps, flush=True)
+print(f"READER {ins.train().steps}", flush=True)
 
 if dist.get_rank() == 0:
     with (folder / "part_1").open("a") as part:
