@@ -98,9 +98,6 @@ def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ra
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 5 + 3 * 3
     assert {sample["ranks"] for sample in samples if sample["op"] == "load"} == {1, 2, 3}
-    gathered = next(one for one in samples if one["way"] == "gather + torch.save")
-    # All rows and momentum; it is looked at every 4 ms, which may pass over the end of so short a save.
-    assert gathered["on_one_rank"] >= 4 * gathered["classes"] * gathered["D"]
 
 
 def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path):
