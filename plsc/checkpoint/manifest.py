@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from plsc.checkpoint.check import Checker
 from plsc.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
 LARGEST_MANIFEST = 64 * 2**20  # bytes
@@ -48,7 +48,8 @@ class Manifest:
     saved; of several heads they are in the scalars, under HEADS_KEY. options: nested and plain,
     as the run was configured. scalars: JSON state of optimizer, schedule and the like. tensors and
     files are filled in by `save_checkpoint`. lineage: the changes of its classes that the run went through,
-    the first one first (`plsc.checkpoint.classes`).
+    the first one first (`plsc.checkpoint.classes`). run_id: of the run that saved it, which alone may delete
+    it; kept by a run that is resumed in place, empty if unknown.
     """
 
     plsc_version: str
@@ -65,6 +66,7 @@ class Manifest:
     files: dict[str, FileInfo] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     lineage: list[dict[str, Any]] = field(default_factory=list)
+    run_id: str = ""
 
     def to_json(self) -> str:
         """Return the text of the file.
@@ -158,6 +160,7 @@ def _build(check: Checker, content: object) -> Manifest:
             check.mapping(change, "a change of the lineage")
             for change in check.listing(top.get("lineage", []), "lineage")  # older plsc had none
         ],
+        run_id=check.text(check.item(top, "run_id") if version > 1 else "", "run_id"),
     )
 
 
