@@ -3,7 +3,7 @@
 A margin turns the cosine c between an embedding and the row of its class into psi(c); that logit is
 scale * psi(c), those of the other classes are scale * c (CurricularFace changes some of them:
 `Margin.hard`). All here are vectors over samples, so autograd finds the slopes. The same formulas as
-in the papers, with acos and on the full matrix: plsc/heads/reference.py. Adding one: docs/extending.md.
+in the papers, with acos and on the full matrix: tests/reference.py. Adding one: docs/extending.md.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from plsc.heads import (
     ShardedHead,
     build_head,
     build_margin,
-    reference,
 )
 from plsc.parallel.collectives import gather_rows
 from plsc.parallel.shard import class_ranges
 from plsc.parallel.world import World
+from tests import reference
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 DIMENSION, RATE, DECAY = 6, 0.1, 0.01

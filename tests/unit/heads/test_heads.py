@@ -19,9 +19,9 @@ from plsc.heads import (
     ShardedHead,
     build_head,
     build_margin,
-    reference,
 )
 from plsc.heads.initial import initial_rows
+from tests import reference
 
 COSINE_MARGINS = [name for name in MARGINS if name != "softmax"]
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import OptionError
-from plsc.heads import reference
 from plsc.heads.angles import COSINE_LIMIT
 from plsc.heads.margins import MARGINS, build_margin
+from tests import reference
 
 COSINE_MARGINS = [
     ("normface", {}),

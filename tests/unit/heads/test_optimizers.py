@@ -16,8 +16,8 @@ from plsc.heads import (
     Sampling,
     ShardedHead,
     build_margin,
-    reference,
 )
+from tests import reference
 
 CLASSES, DIMENSION, BATCH = 40, 6, 7
 
