@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +20,30 @@ _FLAG = "--config"
 def check_config_files(arguments: Sequence[str]) -> None:
     """Read the files behind ``--config`` in a command line.
 
-    Raises OptionError that names the file: it is not there, cannot be read, is too large, is no YAML, or
-    holds something else than options.
+    Raises OptionError that names the file: it is not there, cannot be read, is too large, is no YAML, has
+    aliases, or holds something else than options.
     """
     for name in _config_files(arguments):
         _entries(name)
+
+
+def refuse_aliases(arguments: Sequence[str]) -> None:
+    """Raise OptionError for a value in a command line that is YAML with aliases, as the parser reads it."""
+    for flag, word in zip(["", *arguments], arguments, strict=False):
+        name, value = word.split("=", 1) if word.startswith("--") and "=" in word else (flag, word)
+        if "&" in value and "*" in value:
+            with contextlib.suppress(yaml.YAMLError, RecursionError):  # the parser reports these
+                _refuse_aliases(value, name)
+
+
+def _refuse_aliases(text: str, where: str) -> None:
+    """Raise OptionError at the first alias: 300 bytes of nested ones stand for gigabytes."""
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise OptionError(
+                f"{where} has the YAML alias *{event.anchor} in line {event.start_mark.line + 1}; expected "
+                "YAML without aliases: write the value itself, or quote a string that starts with *"
+            )
 
 
 def place_in_config_file(path: str, value: str, arguments: Sequence[str]) -> str | None:
@@ -44,7 +65,8 @@ def place_in_config_file(path: str, value: str, arguments: Sequence[str]) -> str
 def _config_files(arguments: Sequence[str]) -> Iterator[str]:
     """Yield the files; YAML itself may stand behind the flag, too."""
     for value in _values(_FLAG, arguments):
-        if Path(value).exists() or not any(mark in value for mark in ("\n", "{", ": ")):
+        is_yaml = any(mark in value for mark in ("\n", "{", ": "))
+        if not is_yaml or os.path.exists(value):  # noqa: PTH110 - Path's raises for a long text
             yield value
 
 
@@ -68,7 +90,11 @@ def _read(name: str) -> yaml.Node | None:
             f"{name} has more than {_LARGEST} bytes; {_FLAG} wants a YAML file of options"
         )
     try:
-        return yaml.compose(data.decode("utf-8-sig"), yaml.SafeLoader)
+        text = data.decode("utf-8-sig")
+        _refuse_aliases(text, name)
+        return yaml.compose(text, yaml.SafeLoader)
+    except OptionError:
+        raise
     except UnicodeDecodeError as error:
         raise OptionError(
             f"{name} is no text in UTF-8 (byte {error.start}); {_FLAG} wants a YAML file of options"
