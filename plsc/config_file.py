@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,17 +34,24 @@ def refuse_aliases(arguments: Sequence[str]) -> None:
         name, value = word.split("=", 1) if word.startswith("--") and "=" in word else (flag, word)
         if "&" in value and "*" in value:
             with contextlib.suppress(yaml.YAMLError, RecursionError):  # the parser reports these
-                _refuse_aliases(value, name)
+                _Loader(value, name).get_single_node()
 
 
-def _refuse_aliases(text: str, where: str) -> None:
-    """Raise OptionError at the first alias: 300 bytes of nested ones stand for gigabytes."""
-    for event in yaml.parse(text, yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
+class _Loader(yaml.SafeLoader):
+    """Refuse aliases: 300 bytes of nested ones stand for gigabytes. where: of the YAML, for the error."""
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self._where = where
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
             raise OptionError(
-                f"{where} has the YAML alias *{event.anchor} in line {event.start_mark.line + 1}; expected "
-                "YAML without aliases: write the value itself, or quote a string that starts with *"
+                f"{self._where} has the YAML alias *{event.anchor} in line {event.start_mark.line + 1}; "
+                "expected YAML without aliases: write the value itself, or quote a string that starts with *"
             )
+        return super().compose_node(parent, index)
 
 
 def place_in_config_file(path: str, value: str, arguments: Sequence[str]) -> str | None:
@@ -90,9 +98,7 @@ def _read(name: str) -> yaml.Node | None:
             f"{name} has more than {_LARGEST} bytes; {_FLAG} wants a YAML file of options"
         )
     try:
-        text = data.decode("utf-8-sig")
-        _refuse_aliases(text, name)
-        return yaml.compose(text, yaml.SafeLoader)
+        return _Loader(data.decode("utf-8-sig"), name).get_single_node()
     except OptionError:
         raise
     except UnicodeDecodeError as error:
