@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     Parameters, buffers, training mode and the random generator are left as they were.
 
     Raises:
-        OptionError: the network cannot take ``image_shape`` (C, H, W), or returns anything but floating
-            point embeddings of that size.
+        OptionError: the network cannot take ``image_shape`` (C, H, W), returns anything but floating
+            point embeddings of that size, or makes parameters at each call.
     """
     name = type(model).__name__
     output = _dry_run(model, image_shape)
@@ -34,6 +35,44 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
             f"{name} returns embeddings of shape {list(output.shape)} for 2 images; expected "
             f"[2, {emb_size}]; make its last layer {emb_size} wide, or set_emb_size to what it gives"
         )
+    _refuse_fresh_parameters(model, image_shape)
+
+
+def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> None:
+    """Raise OptionError for a parameter that a second call registers or uses, and that was not there before.
+
+    Layers that the first call made for all later ones (nn.LazyLinear) are there before.
+    """
+    before = {
+        id(parameter): parameter for parameter in model.parameters()
+    }  # alive: ids stay theirs
+    output = _dry_run(model, image_shape, with_graph=True)
+    after = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+    after |= {id(leaf): ("", leaf) for leaf in _leaves(output) if id(leaf) not in after}
+    fresh = next((found for key, found in after.items() if key not in before), None)
+    if fresh is None:
+        return
+    name, parameter = fresh
+    what = f"makes the parameter {name} anew" if name else "uses a parameter that is not registered"
+    raise OptionError(
+        f"{type(model).__name__} {what} (shape {list(parameter.shape)}), so it is never trained: "
+        "build_network runs on every forward pass; make the layer in __init__, as an attribute or in an "
+        "nn.ModuleList"
+    )
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors to which backward() of ``output`` would add gradients."""
+    seen: set[Any] = set()
+    nodes = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        nodes.extend(previous for previous, _ in node.next_functions)
 
 
 def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
@@ -116,14 +155,15 @@ def _totals(model: nn.Module) -> str:
     )
 
 
-def _dry_run(model: nn.Module, image_shape: tuple[int, ...]) -> Any:
+def _dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     dtype = first.dtype if first is not None and first.is_floating_point() else torch.float32
     images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
-    # no_grad, not inference_mode: a network that keeps a tensor from its first call (a position grid, a
-    # lazy parameter) could not train with it later.
-    with evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    # Without a graph first, and not in inference_mode: a network that keeps a tensor from its first call (a
+    # position grid, a lazy parameter) could not train with it later.
+    graph = torch.enable_grad() if with_graph else torch.no_grad()
+    with evaluating(model), torch.random.fork_rng(devices=[]), graph:
         try:
             return model(images)
         except PlscError:

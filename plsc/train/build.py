@@ -36,7 +36,7 @@ from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
-from plsc.train.notes import batch_note, idle_note, threads_note
+from plsc.train.notes import batch_note, frozen_note, idle_note, threads_note
 from plsc.train.precision import (
     build_scaler,
     check_precision,
@@ -163,6 +163,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
             note,
             feed.notes,
             mode_note(options, world.device),
+            frozen_note(network),
             batch_note(global_batch, feed.num_samples),
             threads_note(options),
             idle_note(options),
