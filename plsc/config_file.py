@@ -13,6 +13,7 @@ import yaml
 
 from plsc.config import all_options
 from plsc.errors import OptionError
+from plsc.redaction import shown
 
 _LARGEST = 2**20  # bytes
 _FLAG = "--config"
@@ -144,7 +145,9 @@ def _check_groups(name: str, mapping: yaml.MappingNode) -> None:
             example = next(
                 spec.name for spec in all_options() if spec.path.startswith(f"{key.value}.")
             )
-            kind = "a list" if isinstance(value, yaml.SequenceNode) else repr(value.value[:80])
+            kind = (
+                "a list" if isinstance(value, yaml.SequenceNode) else repr(shown(value.value)[:80])
+            )
             raise OptionError(
                 f"{name}:{key.start_mark.line + 1}: {key.value} is {kind}; it is a group: expected its "
                 f"options in lines below it, indented by spaces, '{example}: ...' say"

@@ -47,7 +47,9 @@ def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> 
         id(parameter): parameter for parameter in model.parameters()
     }  # alive: ids stay theirs
     output = _dry_run(model, image_shape, with_graph=True)
-    after = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+    after: dict[int, tuple[str, Tensor]] = {
+        id(p): (name, p) for name, p in model.named_parameters()
+    }
     after |= {id(leaf): ("", leaf) for leaf in _leaves(output) if id(leaf) not in after}
     fresh = next((found for key, found in after.items() if key not in before), None)
     if fresh is None:
@@ -64,7 +66,7 @@ def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> 
 def _leaves(output: Tensor) -> Iterator[Tensor]:
     """Yield the tensors to which backward() of ``output`` would add gradients."""
     seen: set[Any] = set()
-    nodes = [output.grad_fn]
+    nodes: list[Any] = [output.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

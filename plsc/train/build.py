@@ -29,7 +29,6 @@ from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
-from plsc.storage.urls import shown
 from plsc.train.acceleration import check_speed, compiled, lay_out
 from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
 from plsc.train.build_head import build_heads, margin_of
@@ -243,8 +242,8 @@ def _check_pretrained(options: Options) -> None:
     source = url if place in (None, "last") else place
     if "model.pretrained" in options.explicit and source is not None:
         raise OptionError(
-            f"model.pretrained is {shown(str(options.model.pretrained))}, but the run resumes "
-            f"{shown(source)}, which gives its weights; set one of the two"
+            f"model.pretrained is {options.model.pretrained}, but the run resumes "
+            f"{source}, which gives its weights; set one of the two"
         )
 
 
