@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,23 +89,14 @@ def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
     counted: set[int] = set()
 
     def note(name: str, layer: nn.Module, output: Any) -> None:
+        if not name or any(layer.children()):
+            return
         own = [p for p in layer.parameters(recurse=False) if id(p) not in counted]
         counted.update(id(p) for p in own)
         shape = str(["b", *output.shape[1:]]).replace("'", "") if _is_batch(output) else "-"
         rows.append((name, type(layer).__name__, shape, f"{sum(p.numel() for p in own):,}"))
 
-    handles = [
-        layer.register_forward_hook(
-            lambda layer, _input, output, name=name: note(name, layer, output)
-        )
-        for name, layer in model.named_modules()
-        if name and not any(layer.children())
-    ]
-    try:
-        _dry_run(model, image_shape)
-    finally:
-        for handle in handles:
-            handle.remove()
+    _note_calls(model, image_shape, note)
     return _table(rows) + "\n" + _totals(model)
 
 
@@ -119,11 +110,23 @@ def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int
     """
     calls: dict[str, int] = {}
 
-    def note(name: str) -> None:
+    def note(name: str, module: nn.Module, output: Any) -> None:
         calls[name] = calls.get(name, 0) + 1
 
+    _note_calls(model, image_shape, note)
+    return calls
+
+
+def _note_calls(
+    model: nn.Module,
+    image_shape: tuple[int, ...],
+    note: Callable[[str, nn.Module, Any], None],
+) -> None:
+    """Call ``note(name, module, output)`` after each call of a module in a run on blank images."""
     handles = [
-        module.register_forward_hook(lambda *_, name=name: note(name))
+        module.register_forward_hook(
+            lambda module, _input, output, name=name: note(name, module, output)
+        )
         for name, module in model.named_modules()
     ]
     try:
@@ -131,7 +134,6 @@ def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int
     finally:
         for handle in handles:
             handle.remove()
-    return calls
 
 
 def _is_batch(output: Any) -> bool:

@@ -4,7 +4,7 @@ import pytest
 
 from plsc import cli
 from plsc.errors import OptionError, report
-from plsc.flags import in_flags, in_short_flags
+from plsc.flags import in_flags
 
 
 def said_of(capsys, *arguments) -> str:
@@ -148,7 +148,7 @@ def test_setters_become_flags_with_their_values():
     )
     assert in_flags("set_checkpoint_dir('my run')") == "--checkpoint.load_dir 'my run'"
     assert in_flags("set_nothing(1) of preset_lr()") == "set_nothing(1) of preset_lr()"
-    assert in_short_flags("by set_label_column()") == "by --label_column"
+    assert in_flags("by set_label_column()", short=True) == "by --label_column"
 
 
 def test_a_script_still_hears_of_setters_after_the_command_ran(capsys):
