@@ -56,9 +56,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     import fsspec
 
     protocol = _protocol(url)
-    place = url.partition("?")[0]
-    if shown(place) != place and "@" not in place.split("/")[2]:
-        raise DataError(f"{shown(url)} has a '/' in its user name or password; write it as %2F")
+    for part in url.partition("?")[0].split("::"):  # of a chain
+        if shown(part) != part and "@" not in part.split("/")[2]:
+            raise DataError(f"{shown(url)} has a '/' in its user name or password; write it as %2F")
     try:
         if protocol == "hdfs":
             return _open_hdfs(url)

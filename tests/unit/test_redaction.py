@@ -1,5 +1,6 @@
 """No secret of a URL in a message: of every kind of URL, and of what clients make of it."""
 
+import fsspec
 import pytest
 
 from plsc.errors import DataError, OptionError, PlscError, add_note
@@ -101,3 +102,6 @@ def test_a_fault_of_a_client_has_no_secret_nor_the_traceback_below_it(fault):
 def test_a_password_that_no_client_would_read_is_refused_before_one_is_asked():
     with pytest.raises(DataError, match=r"^https://host/x has a '/' in its .*; write it as %2F$"):
         open_filesystem("https://me:SE/CRET@host/x")
+    fsspec.filesystem("memory").pipe("/me:SECRET@host/x.zip", b"PK\5\6" + bytes(18))
+    filesystem, _ = open_filesystem("zip://a.rec::memory://me:SECRET@host/x.zip")
+    assert filesystem.protocol == "zip"
