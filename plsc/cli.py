@@ -17,7 +17,7 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 import plsc.checkpoint_cli as checkpoint_cli
 import plsc.data_cli as data_cli
 from plsc.config import Options, all_options
-from plsc.config_file import check_config_files, place_in_config_file
+from plsc.config_file import check_config_files, place_in_config_file, refuse_aliases
 from plsc.errors import OptionError, PlscError, report, worded
 from plsc.flags import explain, in_flags, option_flags
 from plsc.plan import ARGUMENTS as PLAN_ARGUMENTS
@@ -73,6 +73,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             if not arguments:
                 verbs = ", ".join([*_VERBS, "plan", *_FAMILIES])
                 raise OptionError(f"a verb must be given, one of {verbs}; see plsc --help")
+            refuse_aliases(arguments)
             if arguments[0] in _VERBS:
                 check_config_files(arguments)
             return _run(_parse(arguments), arguments)

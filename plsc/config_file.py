@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from plsc.config import all_options
 from plsc.errors import OptionError
+from plsc.redaction import shown
 
 _LARGEST = 2**20  # bytes
 _FLAG = "--config"
@@ -18,11 +22,37 @@ _FLAG = "--config"
 def check_config_files(arguments: Sequence[str]) -> None:
     """Read the files behind ``--config`` in a command line.
 
-    Raises OptionError that names the file: it is not there, cannot be read, is too large, is no YAML, or
-    holds something else than options.
+    Raises OptionError that names the file: it is not there, cannot be read, is too large, is no YAML, has
+    aliases, or holds something else than options.
     """
     for name in _config_files(arguments):
         _entries(name)
+
+
+def refuse_aliases(arguments: Sequence[str]) -> None:
+    """Raise OptionError for a value in a command line that is YAML with aliases, as the parser reads it."""
+    for flag, word in zip(["", *arguments], arguments, strict=False):
+        name, value = word.split("=", 1) if word.startswith("--") and "=" in word else (flag, word)
+        if "&" in value and "*" in value:
+            with contextlib.suppress(yaml.YAMLError, RecursionError):  # the parser reports these
+                _Loader(value, name).get_single_node()
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuse aliases: 300 bytes of nested ones stand for gigabytes. where: of the YAML, for the error."""
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self._where = where
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise OptionError(
+                f"{self._where} has the YAML alias *{event.anchor} in line {event.start_mark.line + 1}; "
+                "expected YAML without aliases: write the value itself, or quote a string that starts with *"
+            )
+        return super().compose_node(parent, index)
 
 
 def place_in_config_file(path: str, value: str, arguments: Sequence[str]) -> str | None:
@@ -44,7 +74,8 @@ def place_in_config_file(path: str, value: str, arguments: Sequence[str]) -> str
 def _config_files(arguments: Sequence[str]) -> Iterator[str]:
     """Yield the files; YAML itself may stand behind the flag, too."""
     for value in _values(_FLAG, arguments):
-        if Path(value).exists() or not any(mark in value for mark in ("\n", "{", ": ")):
+        is_yaml = any(mark in value for mark in ("\n", "{", ": "))
+        if not is_yaml or os.path.exists(value):  # noqa: PTH110 - Path's raises for a long text
             yield value
 
 
@@ -68,7 +99,9 @@ def _read(name: str) -> yaml.Node | None:
             f"{name} has more than {_LARGEST} bytes; {_FLAG} wants a YAML file of options"
         )
     try:
-        return yaml.compose(data.decode("utf-8-sig"), yaml.SafeLoader)
+        return _Loader(data.decode("utf-8-sig"), name).get_single_node()
+    except OptionError:
+        raise
     except UnicodeDecodeError as error:
         raise OptionError(
             f"{name} is no text in UTF-8 (byte {error.start}); {_FLAG} wants a YAML file of options"
@@ -112,7 +145,9 @@ def _check_groups(name: str, mapping: yaml.MappingNode) -> None:
             example = next(
                 spec.name for spec in all_options() if spec.path.startswith(f"{key.value}.")
             )
-            kind = "a list" if isinstance(value, yaml.SequenceNode) else repr(value.value[:80])
+            kind = (
+                "a list" if isinstance(value, yaml.SequenceNode) else repr(shown(value.value)[:80])
+            )
             raise OptionError(
                 f"{name}:{key.start_mark.line + 1}: {key.value} is {kind}; it is a group: expected its "
                 f"options in lines below it, indented by spaces, '{example}: ...' say"

@@ -188,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_flags(text: str) -> str:
-    from plsc.flags import in_short_flags  # imports all options, for messages alone
+    from plsc.flags import in_flags  # imports all options, for messages alone
 
-    return in_short_flags(text)
+    return in_flags(text, short=True)
 
 
 def _without_none(kind: Any) -> Any:

@@ -12,11 +12,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 
+from plsc.redaction import shown
+
 
 class PlscError(Exception):
-    """Base of every error that is meant for the user's eyes."""
+    """Base of every error that is meant for the user's eyes; the secrets of URLs in its text are left out."""
 
     exit_code = 1
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(shown(one) if isinstance(one, str) else one for one in arguments))
 
 
 class OptionError(PlscError, ValueError):
@@ -80,6 +85,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def add_note(error: BaseException, note: str) -> None:
     """Say, once, below an error's text what it came from; its type and its traceback stay as they are."""
+    note = shown(note)
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -127,8 +133,12 @@ def report(error: BaseException) -> int:
             kind = "" if isinstance(error, TrainingInterrupted) else "error: "
             print(f"plsc: {kind}{_wording(str(error))}", file=sys.stderr, flush=True)
         else:
-            traceback.print_exception(error)
-            sys.stderr.flush()
+            print(
+                shown("".join(traceback.format_exception(error))),
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         mark_reported(error)
     return error.exit_code if isinstance(error, PlscError) else 1
 

@@ -42,11 +42,6 @@ def in_flags(text: str, *, short: bool = False) -> str:
     return _CALL.sub(flag, text)
 
 
-def in_short_flags(text: str) -> str:
-    """Return what `in_flags` returns without groups."""
-    return in_flags(text, short=True)
-
-
 Place = Callable[[str, str], "str | None"]
 """Where an option's value stands if it came from a file, given both as text."""
 

@@ -24,8 +24,3 @@ def hash_key(*parts: int) -> int:
     for part in parts:
         key = splitmix64(key ^ (part & _MASK))
     return key
-
-
-def uniform(*parts: int) -> float:
-    """Return a number in [0, 1) that depends on ``parts`` alone."""
-    return (hash_key(*parts) >> 11) / 2**53

@@ -18,10 +18,10 @@ def read_file_list(
 ) -> list[str]:
     """Return the paths or URLs of the files that `file_list` names, in its order.
 
-    data_dir: local folder or fsspec URL. `file_list` lies in it, or is a path or URL of its own. A name
-    is relative to data_dir, absolute, or a URL; an older list may give a count after a tab or blank, which is
-    passed over. Blank lines, CRLF and a byte order mark are accepted. Raises DataError for a list that is
-    missing, empty, too long, names a file twice, or, with `must_exist`, a file that is not there.
+    data_dir: local folder or fsspec URL. `file_list` lies in it, or is a path or URL of its own. A line is
+    one name, blanks inside it included: relative to data_dir, absolute, or a URL. Blanks around it, blank
+    lines, CRLF and a byte order mark are accepted. Raises DataError for a list that is missing, empty, too
+    long, names a file twice, or, with `must_exist`, a file that is not there.
     """
     listing = _join(str(data_dir), file_list)
     if not is_url(file_list) and not is_url(listing) and not Path(listing).exists():
@@ -29,13 +29,11 @@ def read_file_list(
     text = _read(listing)
     found: list[str] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         name = line.strip()
         if not name:
             continue
         path = _join(str(data_dir), name)
-        if not exists(path) and len(name.split()) == 2 and name.split()[1].isdigit():
-            path = _join(str(data_dir), name.split()[0])
         if path in seen:
             raise DataError(
                 f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); take one out"

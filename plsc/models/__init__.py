@@ -3,7 +3,6 @@
 from plsc.models.base_model import BaseModel
 from plsc.models.dry_run import check_model, describe
 from plsc.models.registry import MODELS, build_model, load_custom
-from plsc.models.sync_batch_norm import equalise_buffers, synchronise_batch_norm
 
 __all__ = [
     "MODELS",
@@ -11,7 +10,5 @@ __all__ = [
     "build_model",
     "check_model",
     "describe",
-    "equalise_buffers",
     "load_custom",
-    "synchronise_batch_norm",
 ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plsc.errors import OptionError
 from plsc.models.base_model import BaseModel
 
 
@@ -24,6 +28,18 @@ class Adapter(BaseModel):
         if input.shape[1] == 1 < self.channels:
             input = input.expand(-1, self.channels, -1, -1)
         return self.network(input)
+
+
+@contextlib.contextmanager
+def making(name: str, image_shape: Sequence[int]) -> Iterator[None]:
+    """Turn whatever a package raises for a network into OptionError: each network refuses in its own way."""
+    try:
+        yield
+    except Exception as error:
+        raise OptionError(
+            f"cannot make {name} for images {list(image_shape)}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}; choose another network or image shape"
+        ) from error
 
 
 class EmbeddingLayer(nn.Linear):

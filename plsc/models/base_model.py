@@ -13,7 +13,7 @@ from plsc.errors import OptionError
 class BaseModel(nn.Module):
     """Base of the networks here and of people's own.
 
-    Make the layers in ``__init__`` and put them to use in `build_network`, which is called at each step::
+    Make the layers in ``__init__`` and use them in `build_network`, which runs on every forward pass::
 
         class MyModel(BaseModel):
             def __init__(self, emb_size=512):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     Parameters, buffers, training mode and the random generator are left as they were.
 
     Raises:
-        OptionError: the network cannot take ``image_shape`` (C, H, W), or returns anything but floating
-            point embeddings of that size.
+        OptionError: the network cannot take ``image_shape`` (C, H, W), returns anything but floating
+            point embeddings of that size, or makes parameters at each call.
     """
     name = type(model).__name__
     output = _dry_run(model, image_shape)
@@ -34,6 +35,46 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
             f"{name} returns embeddings of shape {list(output.shape)} for 2 images; expected "
             f"[2, {emb_size}]; make its last layer {emb_size} wide, or set_emb_size to what it gives"
         )
+    _refuse_fresh_parameters(model, image_shape)
+
+
+def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> None:
+    """Raise OptionError for a parameter that a second call registers or uses, and that was not there before.
+
+    Layers that the first call made for all later ones (nn.LazyLinear) are there before.
+    """
+    before = {
+        id(parameter): parameter for parameter in model.parameters()
+    }  # alive: ids stay theirs
+    output = _dry_run(model, image_shape, with_graph=True)
+    after: dict[int, tuple[str, Tensor]] = {
+        id(p): (name, p) for name, p in model.named_parameters()
+    }
+    after |= {id(leaf): ("", leaf) for leaf in _leaves(output) if id(leaf) not in after}
+    fresh = next((found for key, found in after.items() if key not in before), None)
+    if fresh is None:
+        return
+    name, parameter = fresh
+    what = f"makes the parameter {name} anew" if name else "uses a parameter that is not registered"
+    raise OptionError(
+        f"{type(model).__name__} {what} (shape {list(parameter.shape)}), so it is never trained: "
+        "build_network runs on every forward pass; make the layer in __init__, as an attribute or in an "
+        "nn.ModuleList"
+    )
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors to which backward() of ``output`` would add gradients."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        nodes.extend(previous for previous, _ in node.next_functions)
 
 
 def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
@@ -48,23 +89,14 @@ def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
     counted: set[int] = set()
 
     def note(name: str, layer: nn.Module, output: Any) -> None:
+        if not name or any(layer.children()):
+            return
         own = [p for p in layer.parameters(recurse=False) if id(p) not in counted]
         counted.update(id(p) for p in own)
         shape = str(["b", *output.shape[1:]]).replace("'", "") if _is_batch(output) else "-"
         rows.append((name, type(layer).__name__, shape, f"{sum(p.numel() for p in own):,}"))
 
-    handles = [
-        layer.register_forward_hook(
-            lambda layer, _input, output, name=name: note(name, layer, output)
-        )
-        for name, layer in model.named_modules()
-        if name and not any(layer.children())
-    ]
-    try:
-        _dry_run(model, image_shape)
-    finally:
-        for handle in handles:
-            handle.remove()
+    _note_calls(model, image_shape, note)
     return _table(rows) + "\n" + _totals(model)
 
 
@@ -78,11 +110,23 @@ def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int
     """
     calls: dict[str, int] = {}
 
-    def note(name: str) -> None:
+    def note(name: str, module: nn.Module, output: Any) -> None:
         calls[name] = calls.get(name, 0) + 1
 
+    _note_calls(model, image_shape, note)
+    return calls
+
+
+def _note_calls(
+    model: nn.Module,
+    image_shape: tuple[int, ...],
+    note: Callable[[str, nn.Module, Any], None],
+) -> None:
+    """Call ``note(name, module, output)`` after each call of a module in a run on blank images."""
     handles = [
-        module.register_forward_hook(lambda *_, name=name: note(name))
+        module.register_forward_hook(
+            lambda module, _input, output, name=name: note(name, module, output)
+        )
         for name, module in model.named_modules()
     ]
     try:
@@ -90,7 +134,6 @@ def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int
     finally:
         for handle in handles:
             handle.remove()
-    return calls
 
 
 def _is_batch(output: Any) -> bool:
@@ -116,14 +159,15 @@ def _totals(model: nn.Module) -> str:
     )
 
 
-def _dry_run(model: nn.Module, image_shape: tuple[int, ...]) -> Any:
+def _dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     dtype = first.dtype if first is not None and first.is_floating_point() else torch.float32
     images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
-    # no_grad, not inference_mode: a network that keeps a tensor from its first call (a position grid, a
-    # lazy parameter) could not train with it later.
-    with evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    # Without a graph first, and not in inference_mode: a network that keeps a tensor from its first call (a
+    # position grid, a lazy parameter) could not train with it later.
+    graph = torch.enable_grad() if with_graph else torch.no_grad()
+    with evaluating(model), torch.random.fork_rng(devices=[]), graph:
         try:
             return model(images)
         except PlscError:

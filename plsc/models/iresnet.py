@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plsc.errors import OptionError
 from plsc.models.base_model import BaseModel
-from plsc.models.neck import check_sizes, count_cells
+from plsc.models.neck import count_cells
 from plsc.models.resnet import convolution
 
 EPS = 1e-5
@@ -72,9 +72,7 @@ class IResNet(BaseModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        image_shape = tuple(image_shape)
-        check_sizes(emb_size, dropout)
-        cells = count_cells(image_shape)
+        cells = count_cells(image_shape, emb_size, dropout)
         if depth not in BLOCKS:
             raise OptionError(f"depth is {depth}; expected one of {', '.join(map(str, BLOCKS))}")
         self.conv1 = convolution(image_shape[0], WIDTHS[0], 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -55,12 +56,13 @@ def initialise(model: nn.Module) -> None:
                 nn.init.zeros_(layer.bias)
 
 
-def count_cells(image_shape: tuple[int, ...]) -> int:
+def count_cells(image_shape: Sequence[int], emb_size: int, dropout: float) -> int:
     """Return h * w of the last feature map for images (C, H, W).
 
     Raises:
-        OptionError: not 1 or 3 channels, or a height or width that is no multiple of 16.
+        OptionError: not 1 or 3 channels, or a height or width that is no multiple of 16; as `check_sizes`.
     """
+    check_sizes(emb_size, dropout)
     fits = (
         len(image_shape) == 3
         and image_shape[0] in (1, 3)

@@ -17,7 +17,6 @@ from plsc.models.convolution import Conv2d
 from plsc.models.neck import (
     EmbeddingNeck,
     batch_norm,
-    check_sizes,
     count_cells,
     initialise,
     prelu,
@@ -105,9 +104,7 @@ class ResNet(BaseModel):
         dropout: float = 0.4,
     ) -> None:
         super().__init__()
-        image_shape = tuple(image_shape)
-        check_sizes(emb_size, dropout)
-        cells = count_cells(image_shape)
+        cells = count_cells(image_shape, emb_size, dropout)
         if depth not in DEPTHS:
             raise OptionError(f"depth is {depth}; expected one of {', '.join(map(str, DEPTHS))}")
         blocks, is_bottleneck = DEPTHS[depth]

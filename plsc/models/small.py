@@ -10,7 +10,6 @@ from plsc.models.base_model import BaseModel
 from plsc.models.neck import (
     EmbeddingNeck,
     batch_norm,
-    check_sizes,
     count_cells,
     initialise,
     prelu,
@@ -52,9 +51,7 @@ class SmallResNet(BaseModel):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        image_shape = tuple(image_shape)
-        check_sizes(emb_size, dropout)
-        cells = count_cells(image_shape)
+        cells = count_cells(image_shape, emb_size, dropout)
         self.stem = nn.Sequential(
             convolution(image_shape[0], WIDTHS[0], 3, 2), batch_norm(WIDTHS[0]), prelu()
         )

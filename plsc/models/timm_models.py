@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from plsc.errors import OptionError, did_you_mean
-from plsc.models.adapter import Adapter
+from plsc.models.adapter import Adapter, making
 from plsc.models.neck import check_sizes
 
 PREFIX = "timm/"
@@ -39,16 +39,11 @@ def build_timm(name: str, emb_size: int, image_shape: Sequence[int], dropout: fl
         "in_chans": image_shape[0],
         "drop_rate": dropout,
     }
-    try:
+    with making(name, image_shape):
         try:
             network = timm.create_model(short, img_size=tuple(image_shape[1:]), **settings)
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
             network = timm.create_model(short, **settings)  # a network for images of any size
-    except Exception as error:  # each of a thousand networks has its own way to refuse
-        raise OptionError(
-            f"cannot make {name} for images {list(image_shape)}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}; choose another network or image shape"
-        ) from error
     return Adapter(network, image_shape[0])

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from plsc.errors import OptionError, did_you_mean
-from plsc.models.adapter import Adapter, EmbeddingLayer
+from plsc.models.adapter import Adapter, EmbeddingLayer, making
 from plsc.models.neck import check_sizes
 
 PREFIX = "torchvision/"
@@ -33,15 +33,10 @@ def build_torchvision(
     known = models.list_models(module=models)
     if short not in known:
         raise OptionError(f"torchvision has no network {short!r}{did_you_mean(short, known)}")
-    try:
+    with making(name, image_shape):
         network = models.get_model(
             short, weights=None, num_classes=emb_size, **_settings(short, image_shape)
         )
-    except Exception as error:  # each network has its own way to refuse, assertions among them
-        raise OptionError(
-            f"cannot make {name} for images {list(image_shape)}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}; choose another network or image shape"
-        ) from error
     _replace_last(network, name, emb_size, dropout)
     return Adapter(network, _CHANNELS)
 

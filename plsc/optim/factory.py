@@ -178,13 +178,8 @@ def _make(make: Factory, what: str, groups: Groups, arguments: dict[str, Any]) -
         return make(groups, **arguments)
     except PlscError:
         raise
-    except (
-        Exception
-    ) as error:  # torch's refusals are of many kinds, a user's function may raise anything
-        said = str(error).strip().splitlines()[:1]
-        raise OptionError(
-            f"{what} cannot be made: {': '.join([type(error).__name__, *said])}"
-        ) from error
+    except Exception as error:  # torch's are of many kinds, a user's function may raise anything
+        raise OptionError(f"{what} cannot be made: {kind_and_line(error)}") from error
 
 
 def _check_fused(optimizer: torch.optim.Optimizer, what: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plsc.errors import DistributedError, OptionError
+from plsc.errors import DistributedError, OptionError, first_line
 from plsc.marks import Part, mark
 from plsc.parallel.joining import fresh_store
 
@@ -93,7 +93,7 @@ class World:
             raise DistributedError(
                 f"rank {rank} of {size} could not join the others over {backend} at "
                 f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
-                f"{_first_line(error)}; start all ranks with torchrun"
+                f"{first_line(error)}; start all ranks with torchrun"
             ) from error
         return World(
             rank=rank,
@@ -220,7 +220,3 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
             f"{torch.cuda.device_count()}; start that many ranks, or set_device('cpu')"
         )
     return torch.device("cuda", local_rank)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

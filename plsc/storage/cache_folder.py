@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from plsc.errors import DataError
+from plsc.redaction import shown
 from plsc.storage.names import base_name
 
 
@@ -36,4 +37,4 @@ def folder_for(kind: str, url: str) -> Path:
     kind: tells things of one URL apart, such as ``checkpoints``. The path ends in the URL's own name.
     """
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
-    return cache_folder(kind, digest) / base_name(url)
+    return cache_folder(kind, digest) / base_name(shown(url))

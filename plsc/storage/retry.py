@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from plsc.errors import DataError, PlscError
+from plsc.redaction import shown
 
 Answer = TypeVar("Answer")
 
@@ -35,7 +36,6 @@ _UNREACHABLE = re.compile(
 )
 # A generator of its own: the global one belongs to the user's experiment.
 _jitter = random.Random()
-_SECRET = re.compile(r"[^/@\s'\"]*:[^/@\s]+@")  # user:password@
 # Where HDFS goes on with the stack of its server; its client escapes the line ends.
 _JAVA_TRACE = re.compile(r"(?:\\n|\n)(?:\\t|\t)at ")
 
@@ -59,17 +59,29 @@ def with_retries(
         except Exception as error:  # each client of a store has exceptions of its own
             advice = _advice(error)
             if isinstance(error, _FINAL) or advice in (_SIGN_IN, _ALLOWED):
-                raise DataError(f"{what} ({reason_of(error)}){advice and f'; {advice}'}") from error
+                raise DataError(
+                    f"{what} ({reason_of(error)}){advice and f'; {advice}'}"
+                ) from _cause(error)
             passed = time.monotonic() - started
             left = total_seconds - passed
             if attempt == attempts or left <= 0:
                 tries = f"{attempt} tries" if attempt > 1 else "one try"
                 raise DataError(
                     f"{what} after {tries} in {passed:.0f} s ({reason_of(error)}){advice and f'; {advice}'}"
-                ) from error
+                ) from _cause(error)
             time.sleep(min(wait * _jitter.uniform(0.75, 1.25), left))
             wait = min(2 * wait, _LONGEST_WAIT)
     raise AssertionError("attempts must be at least 1")
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """Return a client's fault as the cause of ours, None where its traceback would show a secret."""
+    one: BaseException | None = error
+    while one is not None:
+        if shown(str(one), by_client=True) != str(one):
+            return None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def _advice(error: Exception) -> str:
@@ -87,6 +99,5 @@ def _advice(error: Exception) -> str:
 def reason_of(error: BaseException) -> str:
     """Return a client's fault in a line: cut short, as some put whole requests into it; without passwords."""
     text = _JAVA_TRACE.split(str(getattr(error, "strerror", None) or error), maxsplit=1)[0]
-    text = " ".join(text.split())
-    text = _SECRET.sub("", text[:1000])[:200]
+    text = shown(" ".join(text[:10_000].split()), by_client=True)[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 from plsc.errors import DataError
+from plsc.redaction import shown as shown
+from plsc.redaction import without_secrets as without_secrets
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 # Their "rename" copies every byte and is seen half done. Memory is one of them for its renames of folders.
@@ -35,11 +37,6 @@ def is_url(location: object) -> bool:
     return isinstance(location, str) and _SCHEME.match(location) is not None
 
 
-def shown(url: str) -> str:
-    """Return the URL for messages: a user and password in it are left out."""
-    return re.sub(r"(?<=://)[^/@]*@", "", url)
-
-
 def is_object_store(url: str) -> bool:
     """Whether there are no renames behind this URL: what is written last publishes."""
     return _protocol(url) in _OBJECT_STORES
@@ -50,23 +47,18 @@ def set_hdfs_user(name: str) -> None:
     os.environ["HADOOP_USER_NAME"] = name  # read when a client is made
 
 
-def without_secrets(values: Any) -> Any:
-    """Return nested options with the user and password of every URL left out."""
-    if isinstance(values, dict):
-        return {key: without_secrets(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [without_secrets(value) for value in values]
-    return shown(values) if is_url(values) else values
-
-
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return (fsspec filesystem, path in it).
 
-    Raises DataError if the protocol is unknown, its client is not installed, or it cannot be reached.
+    Raises DataError if the protocol is unknown, its client is not installed, or it cannot be reached. Faults
+    of clients are no cause of it: their texts may have parts of a password.
     """
     import fsspec
 
     protocol = _protocol(url)
+    for part in url.partition("?")[0].split("::"):  # of a chain
+        if shown(part) != part and "@" not in part.split("/")[2]:
+            raise DataError(f"{shown(url)} has a '/' in its user name or password; write it as %2F")
     try:
         if protocol == "hdfs":
             return _open_hdfs(url)
@@ -77,12 +69,10 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise DataError(
             f"{shown(url)} needs a client that is not installed; pip install '{install}'"
         ) from error
-    except ValueError as error:
-        raise DataError(
-            f"{shown(url)}: the protocol {protocol!r} is not known to fsspec"
-        ) from error
+    except ValueError:
+        raise DataError(f"{shown(url)}: the protocol {protocol!r} is not known to fsspec") from None
     except Exception as error:  # each client has exceptions of its own
-        raise DataError(f"{shown(url)} cannot be opened ({type(error).__name__})") from error
+        raise DataError(f"{shown(url)} cannot be opened ({type(error).__name__})") from None
 
 
 # Clients of HDFS, by process, server and user.

@@ -29,14 +29,13 @@ from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
-from plsc.storage.urls import shown
 from plsc.train.acceleration import check_speed, compiled, lay_out
 from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
-from plsc.train.notes import batch_note, idle_note, threads_note
+from plsc.train.notes import batch_note, frozen_note, idle_note, threads_note
 from plsc.train.precision import (
     build_scaler,
     check_precision,
@@ -163,6 +162,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
             note,
             feed.notes,
             mode_note(options, world.device),
+            frozen_note(network),
             batch_note(global_batch, feed.num_samples),
             threads_note(options),
             idle_note(options),
@@ -242,8 +242,8 @@ def _check_pretrained(options: Options) -> None:
     source = url if place in (None, "last") else place
     if "model.pretrained" in options.explicit and source is not None:
         raise OptionError(
-            f"model.pretrained is {shown(str(options.model.pretrained))}, but the run resumes "
-            f"{shown(source)}, which gives its weights; set one of the two"
+            f"model.pretrained is {options.model.pretrained}, but the run resumes "
+            f"{source}, which gives its weights; set one of the two"
         )
 
 

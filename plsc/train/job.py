@@ -20,7 +20,6 @@ from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
-from plsc.storage.urls import shown
 from plsc.train.acceleration import evaluated
 from plsc.train.build import Run, UserParts, build_network, build_run
 from plsc.train.checkpointing import adopt_options, check_save_dir
@@ -89,7 +88,7 @@ def _train(
     try:
         log.say(_summary(run))
         for difference in differences:
-            log.say(f"differs from the checkpoint: {shown(difference)}")
+            log.say(f"differs from the checkpoint: {difference}")
         if run.position.epoch >= options.train.epochs:
             log.say(
                 f"{run.resumed_from} is the end of a run of {options.train.epochs} epochs: "
@@ -142,8 +141,8 @@ def load_network(options: Options, world: World, user: UserParts) -> BaseModel:
     """Return the checkpoint's network, with the options it was trained with where none are set."""
     path, manifest = open_load_dir(options, world)
     for difference in adopt_options(options, manifest):
-        if world.is_main and difference.startswith("model."):
-            print(f"differs from the checkpoint: {shown(difference)}")
+        if difference.startswith("model."):
+            print_on_main(world)(f"differs from the checkpoint: {difference}")
     network = build_network(options, world, user.model)
     use_lists(network, look_up_lists(network, options), options, world.device)
     weights = load_weights(path, "backbone.")

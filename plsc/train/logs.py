@@ -14,6 +14,7 @@ from tqdm import tqdm
 from plsc.errors import TrainingError
 from plsc.evaluate.plots import plot_metrics
 from plsc.parallel.world import World
+from plsc.redaction import shown
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
@@ -21,7 +22,7 @@ PLOT_NAME = "loss.png"
 
 def print_on_main(world: World) -> Callable[[str], None]:
     """Return what prints a line on rank 0, and does nothing on the others."""
-    return lambda line: print(line, flush=True) if world.is_main else None
+    return lambda line: print(shown(line), flush=True) if world.is_main else None
 
 
 class RunLog:
@@ -55,13 +56,13 @@ class RunLog:
         if not self._is_main:
             return
         if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
+            self._bar.write(shown(text), file=sys.stdout)
         else:
-            print(text, flush=True)
+            print(shown(text), flush=True)
 
     def problem(self, text: str) -> None:
         """Print what this rank, whichever it is, met and passed over."""
-        tqdm.write(f"plsc: {text}", file=sys.stderr)
+        tqdm.write(f"plsc: {shown(text)}", file=sys.stderr)
 
     def advance(self) -> None:
         """One step is made."""

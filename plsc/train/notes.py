@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
 from plsc.config import Options, find_option
 from plsc.parallel.cores import usable_cores
+from plsc.parallel.sharding import plain_name
 
 _STEPS = ("step", "multi_step")
 _FALLING = ("polynomial", "cosine", "exponential")
@@ -41,6 +44,13 @@ def batch_note(global_batch: int, num_samples: int | None) -> str:
         f"note: a step takes {global_batch} images, and the set has {num_samples}: it shows them "
         f"{global_batch / num_samples:.1f} times each"
     )
+
+
+def frozen_note(network: nn.Module) -> str:
+    """Return a line for a network of which nothing is trained, or nothing."""
+    if any(parameter.requires_grad for parameter in network.parameters()):
+        return ""
+    return f"warning: {plain_name(network)} has no trainable parameter; only the head is trained"
 
 
 def threads_note(options: Options) -> str:

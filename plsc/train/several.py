@@ -19,7 +19,6 @@ from plsc.heads import MARGINS
 from plsc.keys import hash_key
 from plsc.options.data_set import HEAD_OPTIONS, DataSet
 from plsc.parallel.world import World
-from plsc.storage.urls import shown
 from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, margin_of
 from plsc.train.feed import (
     Feed,
@@ -49,7 +48,7 @@ def build_joint_feed(
     sources, sets, notes = [], [], []
     if "data.dataset_dir" in options.explicit:
         notes.append(
-            f"note: of {shown(options.data.dataset_dir)} only the pair files are used: the images to "
+            f"note: of {options.data.dataset_dir} only the pair files are used: the images to "
             "train on are those of the data sets that were added"
         )
     for one, own, per_step in zip(wanted, own_options, counts, strict=True):
@@ -194,6 +193,6 @@ def _share(one: TrainingSet, options: Options) -> Share:
 def _describe(one: TrainingSet, global_batch: int) -> str:
     return (
         f"data set {one.name}: {one.num_samples:,} images of {one.class_num:,} classes "
-        f"({shown(one.options.data.dataset_dir)}), {one.options.head.loss_type}, {one.per_step} of the "
+        f"({one.options.data.dataset_dir}), {one.options.head.loss_type}, {one.per_step} of the "
         f"{global_batch} images of a step"
     )

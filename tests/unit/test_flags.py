@@ -4,7 +4,7 @@ import pytest
 
 from plsc import cli
 from plsc.errors import OptionError, report
-from plsc.flags import in_flags, in_short_flags
+from plsc.flags import in_flags
 
 
 def said_of(capsys, *arguments) -> str:
@@ -86,6 +86,29 @@ def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(
     assert f"error: {file}{expected}" in said_of(capsys, "config", f"--config={file}")
 
 
+def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
+    bomb = "&a [x, x]"
+    for level in range(40):  # 2^41 strings
+        bomb = f"&a{level} [{bomb}, *a{level - 1 if level else ''}]"
+    file = tmp_path / "run.yaml"
+    file.write_text(f"optim:\n  groups: {bomb}\n")
+    assert f"{file} has the YAML alias *a in line 2; expected" in said_of(
+        capsys, "config", "--config", file
+    )
+    for arguments in (
+        ["config", "--optim.groups", bomb],
+        ["config", f"--optim.groups={bomb}"],
+        ["config", "--config", f"optim: {{groups: {bomb}}}"],
+        ["plan", "--classes", bomb],
+    ):
+        assert " has the YAML alias *a in line 1; expected" in said_of(capsys, *arguments)
+
+
+def test_a_string_that_begins_with_a_star_is_a_string(capsys):
+    assert cli.main(["config", "--data.image_column", "*a&b"]) == 0
+    assert "image_column: '*a&b'" in capsys.readouterr().out
+
+
 def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("train: {batch_size: 3}")
@@ -125,7 +148,7 @@ def test_setters_become_flags_with_their_values():
     )
     assert in_flags("set_checkpoint_dir('my run')") == "--checkpoint.load_dir 'my run'"
     assert in_flags("set_nothing(1) of preset_lr()") == "set_nothing(1) of preset_lr()"
-    assert in_short_flags("by set_label_column()") == "by --label_column"
+    assert in_flags("by set_label_column()", short=True) == "by --label_column"
 
 
 def test_a_script_still_hears_of_setters_after_the_command_ran(capsys):

@@ -67,7 +67,7 @@ class Base64Source(IndexedSource):
         low, high = self._first_blanks[file : file + 2].tolist()
         before = int(np.searchsorted(self._blanks[low:high], index, side="right"))
         line = index - self._firsts[file] + before + 1
-        return f"{base_name(self.locations[file])}:{line}"
+        return f"{base_name(shown(self.locations[file]))}:{line}"
 
     @property
     def blank_lines(self) -> int:
@@ -103,7 +103,7 @@ class Base64Source(IndexedSource):
         builder = _Builder()
         for number, location in enumerate(self.locations):
             with _stream(location, self._files[number]) as stream:
-                builder.read(stream, base_name(location))
+                builder.read(stream, base_name(shown(location)))
         if not builder.firsts[-1]:
             raise DataError(
                 f"the files of {shown(self.locations[0])} and others hold no samples; expected lines of "

@@ -24,8 +24,9 @@ import numpy as np
 from plsc.data.atomic import replacing
 from plsc.errors import DataError
 from plsc.storage.cache_folder import cache_folder
+from plsc.storage.names import base_name
 from plsc.storage.stamp import FileStamp, stamp_of
-from plsc.storage.urls import is_url
+from plsc.storage.urls import is_url, shown
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -91,7 +92,7 @@ def _names(files: Sequence[str | Path]) -> list[str]:
     if not files:
         raise DataError("an index needs at least one data file")
     if any(is_url(file) for file in files):
-        return [str(file) for file in files]
+        return [shown(str(file)) for file in files]  # an index holds no secrets
     paths = [Path(file).absolute() for file in files]
     folder = os.path.commonpath([path.parent for path in paths])
     return [path.relative_to(folder).as_posix() for path in paths]
@@ -101,7 +102,7 @@ def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
     first = str(files[0])
     full = "\n".join(str(f) if is_url(f) else str(Path(f).absolute()) for f in files)
     digest = hashlib.sha256(full.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    name = f"{first.rsplit('/', 1)[-1][:100]}.{kind}"
+    name = f"{base_name(shown(first))[:100]}.{kind}"
     places = []
     if not is_url(files[0]):
         # Lists of several files differ in more than their first name.

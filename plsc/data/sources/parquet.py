@@ -61,7 +61,7 @@ class ParquetSource(ColumnSource):
     def name(self, index: int) -> str:
         """Return ``train.parquet row 12``, counted from 0 in its file."""
         shard = bisect_right(self._first_rows, index) - 1
-        title = base_name(self._groups.shards.locations[shard])
+        title = base_name(self._groups.title(shard))
         return f"{title} row {index - self._first_rows[shard]}"
 
     def _image_at(self, index: int) -> bytes:

@@ -33,7 +33,7 @@ class RecordIOSource(IndexedSource):
 
     def __init__(self, location: str | Path) -> None:
         self.location = str(location)
-        self._title = base_name(self.location)
+        self._title = base_name(shown(self.location))
         self._data = open_bytes(self.location)
         idx = self.location.removesuffix(".rec") + ".idx"
         files = [self.location, idx] if exists(idx) else [self.location]

@@ -57,7 +57,7 @@ class RowSource(ColumnSource):
     def _load(self, data: Bytes, kind: str, labels: LabelReader) -> Mapping[str, np.ndarray]:
         """Load or build the index, of what `kind` says."""
         self.location = data.location
-        self._title = base_name(self.location)
+        self._title = base_name(shown(self.location))
         self._folder = parent_of(self.location)
         self._data = data
         kind = f"{kind}{'-names' if labels.names_wanted else ''}"

@@ -62,7 +62,7 @@ class TarSource(ColumnSource):
     def name(self, index: int) -> str:
         """Return ``train-000.tar:a/17``: the shard and the sample's name in it."""
         key = printable(text_at(self._keys, self._key_ends, index))
-        return f"{base_name(self._shards.locations[self._shard[index]])}:{key}"
+        return f"{base_name(shown(self._shards.locations[self._shard[index]]))}:{key}"
 
     def _stored_at(self, index: int) -> bytes:
         length = self._lengths.item(index)

@@ -11,7 +11,7 @@ from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augm
 from plsc.data.isolated import IsolatedRandom
 from plsc.data.transform import apply_transform, takes_image_by_name
 from plsc.errors import DataError
-from plsc.keys import splitmix64, uniform
+from plsc.keys import hash_key, splitmix64
 
 IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PICTURE = np.array(smooth_picture(3, 40, 36))
@@ -38,8 +38,13 @@ def test_splitmix64_gives_the_published_sequence():
 
 
 def test_the_draws_of_a_seed_are_fixed_for_ever():
-    assert Draws(7, 2, 9).uniform(Operation.FLIP) == uniform(7, 2, 9, Operation.FLIP)
-    assert Draws(7, 2, 9).uniform(Operation.CROP, 1) == uniform(7, 2, 9, Operation.CROP, 1)
+    assert (
+        Draws(7, 2, 9).uniform(Operation.FLIP) == (hash_key(7, 2, 9, Operation.FLIP) >> 11) / 2**53
+    )
+    assert (
+        Draws(7, 2, 9).uniform(Operation.CROP, 1)
+        == (hash_key(7, 2, 9, Operation.CROP, 1) >> 11) / 2**53
+    )
 
 
 def test_about_half_of_the_images_are_flipped_and_each_epoch_others():

@@ -378,6 +378,19 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_line_of_the_file_list_is_one_name_with_its_spaces(tmp_path):
+    folder = write_set(tmp_path, some_lines(4), files=1)
+    listing = folder / "file_list.txt"
+    (folder / "data0.txt").rename(folder / "part")
+    listing.write_text("part 2\n")
+    with pytest.raises(DataError, match=r"file_list\.txt:1 names part 2, which is not in "):
+        partition(PartitionOptions(str(folder), 2))
+    name = "part 2\u2028\x0b"
+    (folder / "part").rename(folder / f"{name} x")
+    listing.write_text(f"\n  {name} x \r\n")
+    assert partition(PartitionOptions(str(folder), 2))["lines"] == 4
+
+
 def test_a_file_listed_twice_is_refused(tmp_path):
     folder = write_set(tmp_path, some_lines(9))
     (folder / "link.txt").symlink_to("data1.txt")

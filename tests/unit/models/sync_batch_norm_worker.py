@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plsc.models import equalise_buffers, synchronise_batch_norm
+from plsc.models.sync_batch_norm import equalise_buffers, synchronise_batch_norm
 from tests.distributed.worker import run_worker
 
 

@@ -88,6 +88,57 @@ def test_the_check_does_not_spoil_what_a_network_keeps_from_its_first_call():
     assert model.fc.weight.grad is not None
 
 
+class MadeInACall(BaseModel):
+    """How it makes and keeps its layer."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.kept = [nn.Linear(12, 8)] if way == "in a list" else []
+        if way == "frozen anew":
+            self.first = nn.Linear(12, 12)
+
+    def build_network(self, input, label, is_train=True):
+        input = input.flatten(1)
+        if self.way == "in a list":
+            return self.kept[0](input)
+        if self.way == "once" and hasattr(self, "layer"):
+            return self.layer(input)
+        layer = nn.Linear(12, 8)
+        if self.way == "added":
+            self.add_module(f"layer{len(list(self.children()))}", layer)
+        elif self.way == "frozen anew":
+            self.layer, input = layer.requires_grad_(False), self.first(input)
+        elif self.way != "local":
+            self.layer = layer
+        return layer(input)
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("replaced", "makes the parameter layer.weight anew (shape [8, 12])"),
+        ("frozen anew", "makes the parameter layer.weight anew (shape [8, 12])"),
+        ("added", "makes the parameter layer1.weight anew (shape [8, 12])"),
+        ("local", "uses a parameter that is not registered (shape [8"),
+        ("in a list", "uses a parameter that is not registered (shape [8"),
+    ],
+)
+def test_parameters_that_no_optimizer_would_see_are_refused(way, said):
+    with pytest.raises(OptionError) as caught:
+        check_model(MadeInACall(way), (3, 2, 2), 8)
+    assert str(caught.value).startswith(f"MadeInACall {said}")
+    assert "build_network runs on every forward pass; make the layer in __init__" in str(
+        caught.value
+    )
+
+
+def test_a_layer_that_only_the_first_call_makes_is_one_of_the_network():
+    model = MadeInACall("once")
+    check_model(model, (3, 2, 2), 8)
+    assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
+
+
 def test_the_table_lists_layers_with_shapes_and_counts_a_shared_layer_once():
     class Shared(Recorder):
         def build_network(self, input, label, is_train=True):

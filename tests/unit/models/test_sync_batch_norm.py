@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.models import equalise_buffers, synchronise_batch_norm
+from plsc.models.sync_batch_norm import equalise_buffers, synchronise_batch_norm
 from tests.distributed.launch import run_ranks
 
 WORKER = Path(__file__).with_name("sync_batch_norm_worker.py")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plsc.errors import OptionError
-from plsc.models import synchronise_batch_norm
+from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.factory import build_custom, build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS

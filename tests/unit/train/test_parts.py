@@ -227,6 +227,21 @@ def two_steps(network, dataset, tmp_path, **changes):
     return losses[:2], network.types
 
 
+@pytest.mark.parametrize("loss_type", ["arcface", "dist_arcface"])
+def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning(
+    loss_type, dataset, tmp_path
+):
+    changes = {"optim__freeze": ("*",), "head__loss_type": loss_type, "train__epochs": 1}
+    options = options_for(dataset, tmp_path, train__with_test=False, **changes)
+    run = build_run(options, World.single(), UserParts(model=Stages()))
+    assert "warning: Stages has no trainable parameter; only the head is trained" in run.notes
+    before = [p.detach().clone() for p in (*run.network.parameters(), *run.head.parameters())]
+    batch = next(iter(run.loader.epoch(0)))
+    Step(run).make(batch, agree(run.world, batch, run.head.class_num).sizes, False)
+    after = [*run.network.parameters(), *run.head.parameters()]
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] * 6 + [False]
+
+
 def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no_first(
     dataset, tmp_path
 ):

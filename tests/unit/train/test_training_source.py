@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+
+import fsspec
 import pytest
 
 from plsc.config import Options
 from plsc.data.convert import convert
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.errors import OptionError
+from plsc.parallel.world import World
+from plsc.train.build import UserParts
 from plsc.train.evaluation import load_targets
 from plsc.train.feed import open_training_source
+from plsc.train.job import run_training
 from tests.images import write_dataset, write_pair_file
 
 
@@ -44,6 +50,36 @@ def test_the_training_data_may_be_a_url(tmp_path):
     source = open_training_source(options_of("memory://training-source/train.rec"), None)
     assert type(source) is RecordIOSource
     assert source.labels().tolist() == [0, 0, 1, 1]
+
+
+def test_secrets_of_urls_are_in_no_line_and_no_file_of_a_run(tmp_path, capfd):
+    place, name = "memory://me:SE@CRET@redacted", "part?X-Amz-Signature=SECRET"
+    folder = write_dataset(tmp_path / "set", classes=2, per_class=3)
+    images = [base64.b64encode(path.read_bytes()) for path in (folder / "images").iterdir()]
+    lines = [b"%b\t%d" % (image, index % 2) for index, image in enumerate([*images, b"AAAA"])]
+    store = fsspec.filesystem("memory")
+    store.pipe(f"{place.removeprefix('memory:/')}/{name}", b"\n".join(lines))
+    store.pipe(f"{place.removeprefix('memory:/')}/file_list.txt", name.encode())
+    for epochs in (1, 2):
+        options = options_of(place, bad_images="replace")
+        for path, value in {
+            "model.name": "SmallResNet", "model.image_shape": (3, 16, 16), "model.emb_size": 8,
+            "train.batch_size": 4, "train.epochs": epochs, "data.num_workers": 0,
+            "checkpoint.save_dir": str(tmp_path / "out"), "checkpoint.upload_dir": f"{place}/up",
+            "checkpoint.load_dir": "last",
+        }.items():  # fmt: skip
+            options.set(path, value)
+        run_training(options, World.single(), UserParts())
+    said = "".join(capfd.readouterr())
+    assert "part?***:7: " in said  # of the broken image
+    assert "memory://redacted/up" in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"manifest.json", "bad_samples.txt"} < {path.name for path in files}
+    assert not [path for path in files if b"CRET" in path.read_bytes() or "CRET" in str(path)]
+    sent = [path for path in store.find(place.removeprefix("memory:/")) if "/up/" in path]
+    assert sent
+    assert not [path for path in sent if b"CRET" in store.cat(path)]
+    assert "CRET" not in said
 
 
 def test_pair_files_lie_beside_a_data_file(tmp_path):

@@ -1,0 +1,107 @@
+"""No secret of a URL in a message: of every kind of URL, and of what clients make of it."""
+
+import fsspec
+import pytest
+
+from plsc.errors import DataError, OptionError, PlscError, add_note
+from plsc.redaction import shown, without_secrets
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import open_filesystem
+
+CASES = [
+    ("s3://me:SECRET@bucket/x", "s3://bucket/x"),
+    ("S3://me:SECRET@bucket/x", "S3://bucket/x"),
+    ("https://SECRET@host/x", "https://host/x"),
+    ("s3://me:SE@CRET@bucket/x", "s3://bucket/x"),
+    ("s3://me:SE/CRET@bucket/x", "s3://bucket/x"),
+    ("s3://me:SE@CR/E@T@bucket/x", "s3://bucket/x"),
+    ("https://me:SE?CRET@host/x", "https://?***"),
+    ("https://me:SE?k=CRET@host/x", "https://?***"),
+    ("https://me:SE#k=CRET@host/x", "https://#***"),
+    ("s3://me:SE'C\"RE)T@bucket/x", "s3://bucket/x"),
+    ("s3://me:SE::CRET@bucket/x", "s3://bucket/x"),
+    ("s3:/me:SECRET@bucket/x", "s3:/bucket/x"),
+    ("https://me:SECRET@[::1]:80/x", "https://[::1]:80/x"),
+    ("https://host/x?token=SECRET", "https://host/x?***"),
+    ("https://host/x?SECRET", "https://host/x?***"),
+    ("https://host/x#access_token=SECRET", "https://host/x#***"),
+    ("https://me:SECRET@host/x?token=SECRET@a/b?c=SECRET", "https://host/x?***"),
+    (
+        "https://b.s3.amazonaws.com/k?X-Amz-Credential=SECRET%2F20260101&X-Amz-Signature=SECRET",
+        "https://b.s3.amazonaws.com/k?***",
+    ),
+    (
+        "https://a.blob.core.windows.net/c/k?sv=2022-11-02&sig=SECRET%3D",
+        "https://a.blob.core.windows.net/c/k?***",
+    ),
+    ("gs://bucket/x?generation=1&token=SECRET", "gs://bucket/x?***"),
+    ("simplecache::s3://me:SECRET@bucket/x", "simplecache::s3://bucket/x"),
+    ("zip://a.zip::https://me:SECRET@host/x.zip", "zip://a.zip::https://host/x.zip"),
+    (
+        "zip://*.csv::blockcache::https://me:SE/CRET@host/x?sig=SECRET",
+        "zip://*.csv::blockcache::https://host/x?***",
+    ),
+    ("s3://a/b,s3://me:SECRET@bucket/x", "s3://a/b,s3://bucket/x"),
+    (
+        "403, url='https://host/x?sig=SECRET', then (s3://me:SECRET@b/k).",
+        "403, url='https://host/x?***', then (s3://b/k).",
+    ),
+]
+UNCHANGED = [
+    "s3://bucket/part-?.tar",
+    "s3://bucket/year=202?/month=1/a@b.tar",
+    "hdfs://namenode:9000/a@b",
+    "https://[::1]:80/a@b",
+    "file:///data/a:b@c",
+    "/data/a:b@c/d?e=f",
+    "expected hdfs://server:port/folder, or memory://x; see http://x.org/.",
+    "zip://a/b@2.csv::https://host:80/x.zip",
+    "two  spaces\tand\nlines",
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), CASES)
+def test_what_is_shown_has_no_secret(text, expected):
+    assert shown(text) == shown(shown(text)) == expected
+    assert without_secrets({"a": [{"b": text}], "c": 1}) == {"a": [{"b": expected}], "c": 1}
+    for error in (PlscError(text), DataError(text), OptionError(f"wrong: {text}")):
+        add_note(error, f"of {text}")
+        assert "SECRET" not in repr(error) + str(error) + str(getattr(error, "__notes__", ""))
+
+
+@pytest.mark.parametrize("text", UNCHANGED)
+def test_what_has_no_secret_is_shown_as_it_is(text):
+    assert shown(text) == text
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *[text for text, _ in CASES],
+        "me:SECRET@bucket/x",
+        "'me:SE/CRET@bucket/x?X-Amz-Signature=SECRET'",
+        "no route to me:SE@CRET@host:80",
+    ],
+)
+def test_a_fault_of_a_client_has_no_secret_nor_the_traceback_below_it(fault):
+    def fail():
+        try:
+            raise FileNotFoundError(fault)
+        except FileNotFoundError as error:
+            raise PermissionError("not for you") from error
+
+    with pytest.raises(DataError) as caught:
+        with_retries(fail, "it cannot be read")
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    with pytest.raises(DataError) as caught:
+        with_retries(lambda: (_ for _ in ()).throw(FileNotFoundError(fault)), "it cannot be read")
+    assert not any(part in str(caught.value) for part in ("SE", "CR", "ET"))
+
+
+def test_a_password_that_no_client_would_read_is_refused_before_one_is_asked():
+    with pytest.raises(DataError, match=r"^https://host/x has a '/' in its .*; write it as %2F$"):
+        open_filesystem("https://me:SE/CRET@host/x")
+    fsspec.filesystem("memory").pipe("/me:SECRET@host/x.zip", b"PK\5\6" + bytes(18))
+    filesystem, _ = open_filesystem("zip://a.rec::memory://me:SECRET@host/x.zip")
+    assert filesystem.protocol == "zip"
