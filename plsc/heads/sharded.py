@@ -24,8 +24,9 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, gather_batch, mean_cosine
 from plsc.heads.engines import Passes, choose_passes
 from plsc.heads.margins import Margin
+from plsc.heads.norms import normalised, norms
 from plsc.heads.offload import fetch
-from plsc.heads.passes import Queries, Rows, Sums, TorchPasses, reciprocal
+from plsc.heads.passes import Queries, Rows, Sums, TorchPasses
 from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
 from plsc.heads.target import Target, find_target, regulariser
 from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
@@ -246,9 +247,8 @@ class ShardedHead(Head):
         """Return the mean loss, whether all embeddings are finite, and what backward() and the rows need."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         x = batch.embeddings.to(compute)
-        length = x.norm(dim=1)
+        unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
         self._check_finite(length, batch)
-        unit = x * reciprocal(length)[:, None] if self.margin.is_cosine else x
         passes = self._passes(x, products)
         every = self.all_rows()
         classes = self._classes_in_play(every, unit, batch.labels, passes)
