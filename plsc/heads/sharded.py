@@ -41,7 +41,7 @@ from plsc.parallel.collectives import (
 )
 from plsc.parallel.shard import class_range
 
-_MANY_PENDING = 256  # more micro-batches than anybody accumulates
+_MANY_PENDING = 256  # more micro-batches than anyone accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
 
 
@@ -146,8 +146,10 @@ class ShardedHead(Head):
         self.resumed_from: str | None = None  # the same, of a checkpoint
         self.updates_rows_itself = False  # a row optimizer sets it
         self.pending: list[Visit] = []  # visited and backpropagated, not yet in the rows
+        self.is_overdue = False  # another optimizer stepped while there were pending ones
         self._margin_before: dict[str, Tensor] | None = None
         self._said_more_positives = False
+        self._said_forgotten = False
 
     def forward(
         self,
@@ -206,18 +208,26 @@ class ShardedHead(Head):
         )
 
     def leave(self, visit: Visit) -> None:
-        """Keep what backward() left until the row optimizer steps; warn if that seems to be forgotten."""
+        """Keep what backward() left until the row optimizer steps; warn once if that seems to be forgotten.
+
+        It is where another optimizer stepped since the first of several backward passes, or after very many
+        of them: micro-batches that are accumulated come before the steps of all optimizers.
+        """
         self.pending.append(visit)
-        if len(self.pending) == _MANY_PENDING:
+        is_forgotten = self.is_overdue or len(self.pending) == _MANY_PENDING
+        if is_forgotten and not self._said_forgotten:
+            self._said_forgotten = True
             warnings.warn(
-                f"{_MANY_PENDING} forward passes went backward since the row optimizer last stepped; each "
-                "takes memory until it does; call its step() (or skip()) after backward()",
+                f"{len(self.pending)} backward passes went through the head since its row optimizer last "
+                "stepped, so the class weights do not learn and memory grows; call step() (or skip()) of the "
+                "row optimizer after each step of the backbone's optimizer",
                 stacklevel=2,
             )
 
     def take_pending(self) -> list[Visit]:
         """Hand over what backward() left, for one update of the rows; the next step begins."""
         pending, self.pending = self.pending, []
+        self.is_overdue = False
         self._margin_before = None
         self.step += 1
         return pending
