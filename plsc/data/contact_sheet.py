@@ -9,8 +9,8 @@ from PIL import Image as PillowImage
 from PIL import ImageDraw
 
 from plsc.data.atomic import replacing
-from plsc.data.decode import decode_image
-from plsc.data.overview import drawn, size_of
+from plsc.data.decode import decode_image, size_of
+from plsc.data.overview import drawn
 from plsc.data.sources import Source
 from plsc.errors import DataError, OptionError
 

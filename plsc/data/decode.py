@@ -10,15 +10,18 @@ EXIF orientation is ignored: the pixels are taken as they are stored.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import struct
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image as PillowImage
+from PIL import UnidentifiedImageError
 
 from plsc.errors import DataError
 
@@ -77,10 +80,14 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     the image; the caller knows its name.
     """
     channels, height, width = image_shape
-    if isinstance(data, (bytes, bytearray, memoryview)):
-        image = _decode_bytes(bytes(data), channels)
-    elif isinstance(data, PillowImage.Image):
-        image = _decode_pillow(data, channels)
+    if isinstance(data, (bytes, bytearray, memoryview, PillowImage.Image)):
+        if channels not in (1, 3):
+            raise DataError(f"a picture gives 1 or 3 channels, set_image_shape asks {channels}")
+        with _decoding(data):
+            if isinstance(data, PillowImage.Image):
+                image = _decode_pillow(data, channels)
+            else:
+                image = _decode_bytes(bytes(data), channels)
     elif isinstance(data, np.ndarray):
         image = _from_array(data)
     elif isinstance(data, torch.Tensor):
@@ -101,23 +108,46 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
 
 
-def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
-    _check_file(data)
-    if channels not in (1, 3):
-        raise DataError(f"an encoded image gives 1 or 3 channels, set_image_shape asks {channels}")
-    if data.startswith(b"\xff\xd8") and decode_jpeg is not None:
-        return _decode_jpeg(data, channels)
+def size_of(data: Image) -> tuple[int, int]:
+    """Return (width, height) from the header of an encoded image, or of a decoded one."""
+    if isinstance(data, bytes):
+        with _decoding(data), _open(data) as picture:
+            return picture.size
+    if isinstance(data, PillowImage.Image):
+        return data.size
+    height, width = data.shape[:2] if data.dtype == np.uint8 else data.shape[-2:]
+    return int(width), int(height)
+
+
+@contextlib.contextmanager
+def _decoding(data: Image) -> Iterator[None]:
+    """Turn whatever a decoder raises into a DataError: a parser fed with foreign bytes raises anything."""
     try:
-        picture = PillowImage.open(io.BytesIO(data), formats=PILLOW_FORMATS)
+        yield
+    except DataError:
+        raise
     except PillowImage.DecompressionBombError:
         raise _too_many_pixels("over 178 million") from None
-    except Exception as error:  # a parser fed with foreign bytes raises anything
-        raise DataError(
-            f"is not a readable image: expected {', '.join(PILLOW_FORMATS)}, "
-            f"got {len(data)} bytes that start with {data[:12]!r}",
-            kind="undecodable",
-        ) from error
-    return _decode_pillow(picture, channels)
+    except Exception as error:
+        reason = " ".join(str(error).split()).removeprefix("tjDecompressHeader3(): ")
+        text = f"is a damaged or truncated image ({reason}); replace the file"
+        if isinstance(error, UnidentifiedImageError) and isinstance(data, bytes):
+            text = (
+                f"is not a readable image: expected {', '.join(PILLOW_FORMATS)}, "
+                f"got {len(data)} bytes that start with {data[:12]!r}"
+            )
+        raise DataError(text, kind="undecodable") from error
+
+
+def _open(data: bytes) -> PillowImage.Image:
+    return PillowImage.open(io.BytesIO(data), formats=PILLOW_FORMATS)
+
+
+def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
+    _check_file(data)
+    if data.startswith(b"\xff\xd8") and decode_jpeg is not None:
+        return _decode_jpeg(data, channels)
+    return _decode_pillow(_open(data), channels)
 
 
 def _check_file(data: bytes) -> None:
@@ -142,7 +172,7 @@ def _decode_jpeg_of_this_size(data: bytes, out: np.ndarray) -> bool:
         if not seems_to_fit and decode_jpeg_header(data)[:2] != (height, width):
             return False
         pixels = decode_jpeg(data, _colour_space(out.shape[2]), buffer=out)
-    except ValueError:  # damaged: looked at closely then
+    except Exception:  # damaged: decode_image looks closely
         return False
     return bool(pixels.shape == out.shape)
 
@@ -156,24 +186,19 @@ def _frame_header(height: int, width: int) -> bytes:
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
     size = jpeg_size(data)
     if size is None:
-        raise DataError(
-            "is a damaged or truncated JPEG (no frame header); replace the file", kind="undecodable"
-        )
+        raise ValueError("no frame header")
     _check_size(*size)
     # A buffer of the size that was checked: a second header in the file cannot ask for more.
     pixels = np.empty((size[1], size[0], channels), dtype=np.uint8)
     try:
         found = decode_jpeg(data, _colour_space(channels), buffer=pixels)
-        if found.shape != pixels.shape:
-            raise ValueError("it holds two frame headers")
     except ValueError as error:
-        if any(warning in str(error) for warning in _HARMLESS):
-            # Pillow passes over warnings, but never over a file that ends too early.
-            return _decode_pillow(PillowImage.open(io.BytesIO(data), formats=("JPEG",)), channels)
-        reason = " ".join(str(error).split()).removeprefix("tjDecompressHeader3(): ")
-        raise DataError(
-            f"is a damaged or truncated JPEG ({reason}); replace the file", kind="undecodable"
-        ) from error
+        if not any(warning in str(error) for warning in _HARMLESS):
+            raise
+        # Pillow passes over warnings, but never over a file that ends too early.
+        return _decode_pillow(_open(data), channels)
+    if found.shape != pixels.shape:
+        raise ValueError("it holds two frame headers")
     return _channels_first(pixels)
 
 
@@ -207,20 +232,8 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 def _decode_pillow(picture: PillowImage.Image, channels: int) -> torch.Tensor:
     _check_size(*picture.size)
-    if channels not in (1, 3):
-        raise DataError(f"a picture gives 1 or 3 channels, set_image_shape asks {channels}")
-    try:
-        picture.load()
-        pixels = np.array(_to_8_bit(picture).convert("RGB" if channels == 3 else "L"))
-    except DataError:
-        raise
-    except Exception as error:  # a parser fed with foreign bytes raises anything
-        kind = picture.format or "image"
-        reason = " ".join(str(error).split())
-        raise DataError(
-            f"is a damaged or truncated {kind} ({reason}); replace the file", kind="undecodable"
-        ) from error
-    return _channels_first(pixels)
+    picture.load()
+    return _channels_first(np.array(_to_8_bit(picture).convert("RGB" if channels == 3 else "L")))
 
 
 def _to_8_bit(picture: PillowImage.Image) -> PillowImage.Image:

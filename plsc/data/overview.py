@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-import io
 import os
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from PIL import Image as PillowImage
 
-from plsc.data.decode import PILLOW_FORMATS, Image, decode_image
+from plsc.data.decode import decode_image, size_of
 from plsc.data.sources import Source
 from plsc.errors import DataError
 from plsc.keys import hash_key
@@ -142,17 +140,3 @@ def _check(source: Source, index: int) -> tuple[int, str] | DataError:
     except DataError as error:
         return DataError(f"{source.name(index)}: {error}")
     return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
-
-
-def size_of(data: Image) -> tuple[int, int]:
-    """Return (width, height) from the header of an encoded image, or of a decoded one."""
-    if isinstance(data, bytes):
-        try:
-            with PillowImage.open(io.BytesIO(data), formats=PILLOW_FORMATS) as picture:
-                return picture.size
-        except Exception as error:  # a parser fed with foreign bytes raises anything
-            raise DataError(f"is no image ({len(data)} bytes, {data[:8]!r}..)") from error
-    if isinstance(data, PillowImage.Image):
-        return data.size
-    height, width = data.shape[:2] if data.dtype == np.uint8 else data.shape[-2:]
-    return int(width), int(height)

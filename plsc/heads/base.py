@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.initial import initial_rows
 from plsc.heads.margins import Margin
+from plsc.heads.norms import normalised
 from plsc.heads.types import ROW_DTYPES, check_kind, read_count, read_dtype
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
@@ -208,7 +208,7 @@ def mean_cosine(embeddings: Tensor) -> Tensor:
 
     (|sum_i e_i|^2 - B) / (B (B - 1)) on unit vectors: B D operations, no B x B matrix.
     """
-    unit = F.normalize(embeddings.detach().float())
+    unit, _ = normalised(embeddings.detach().float())
     batch = len(unit)
     total = unit.sum(dim=0).square().sum() - unit.square().sum()
     return total / max(1, batch * (batch - 1))

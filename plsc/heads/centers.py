@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plsc.heads.base import gather_batch
+from plsc.heads.norms import normalised
 from plsc.heads.optimizers import RowOptimizer
 from plsc.heads.sharded import ShardedHead
 
@@ -28,7 +29,7 @@ def count_choices(head: ShardedHead, embeddings: Tensor, labels: Tensor, counts:
     classes = (batch.labels[is_here] - start).to(counts.device)
     x = batch.embeddings[is_here].to(counts.device, torch.float32)
     w = head.weight.detach().view(stop - start, head.centers, -1)[classes].float()
-    chosen = (nn.functional.normalize(w, dim=2) * x[:, None, :]).sum(dim=2).argmax(dim=1)
+    chosen = (normalised(w)[0] * x[:, None, :]).sum(dim=2).argmax(dim=1)
     ones = torch.ones_like(chosen)
     counts.view(-1).index_add_(0, classes * head.centers + chosen, ones)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plsc.heads.base import Head, HeadOutput, check_batch, gather_batch, mean_cosine
 from plsc.heads.margins import Margin
+from plsc.heads.norms import Normalise, norms
 from plsc.parallel.collectives import gather_rows, sum_over_ranks
 
 
@@ -49,11 +50,11 @@ class DenseHead(Head):
         total = len(batch.labels)
         plain = self._plain_logits(embeddings)
         c = plain.gather(1, labels[:, None])[:, 0] / self.margin.scale
-        norm = embeddings.norm(dim=1)
+        norm = norms(embeddings)
         cosines = None
         if self.margin.needs_all_cosines:
             cosines = gather_rows(c.detach(), batch.sizes, self.group)
-        lengths = batch.embeddings.norm(dim=1)
+        lengths = norms(batch.embeddings)
         if self.training:
             self.margin.observe(cosines, lengths)
         logits = plain
@@ -91,5 +92,5 @@ class DenseHead(Head):
         if not self.margin.is_cosine:
             return F.linear(embeddings, self.weight, self.bias)
         rows = self.weight.flatten(0, -2)
-        c = F.linear(F.normalize(embeddings), F.normalize(rows))
+        c = F.linear(Normalise.apply(embeddings), Normalise.apply(rows))
         return c.view(len(c), self.class_num, self.centers).amax(dim=2) * self.margin.scale

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plsc.heads.norms import normalised, through_normalisation
+
 
 @dataclass
 class Rows:
@@ -187,8 +189,8 @@ class TorchPasses:
         g[here, target[here] - tile.start] = gradient.target_coefficient[here]
         g *= (gradient.weight * gradient.factor)[:, None]
         dw = self._product(g.T, queries.unit)
-        if rows.cosine:
-            dw = _through_normalisation(dw, w, length)
+        if length is not None:
+            dw = through_normalisation(dw, w, length)
         return dw, None if rows.bias is None else g.sum(dim=0)
 
     def fused_update(self, *arguments: object) -> Tensor | None:
@@ -260,27 +262,13 @@ class TorchPasses:
         return a.float() @ b.float()
 
 
-def directions(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of a tile [t, D], of length 1 if they are to be, and their lengths before [t].
+def directions(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of a tile [t, D]; if they are to be of length 1, also their lengths before [t].
 
     They come in the type and on the device of `like`. A row of zeros stays one.
     """
     w = rows.weight[rows.positions(tile)].to(like.device, like.dtype)
-    length = w.norm(dim=1)
-    if rows.cosine:
-        w = w * reciprocal(length)[:, None]
-    return w, length
-
-
-def reciprocal(length: Tensor) -> Tensor:
-    """Return 1 / length, and 0 for a length of 0: what has no direction has no gradient either."""
-    return torch.where(length > 0, 1 / length, 0)
-
-
-def _through_normalisation(dw: Tensor, w: Tensor, length: Tensor) -> Tensor:
-    """Return the gradient of W from that of w = W / |W|: (dw - (dw . w) w) / |W|."""
-    along = (dw * w).sum(dim=1, keepdim=True)
-    return (dw - along * w) * reciprocal(length)[:, None]
+    return normalised(w) if rows.cosine else (w, None)
 
 
 def _kept_type(compute: torch.dtype) -> torch.dtype:

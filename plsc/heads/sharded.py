@@ -24,8 +24,9 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, gather_batch, mean_cosine
 from plsc.heads.engines import Passes, choose_passes
 from plsc.heads.margins import Margin
+from plsc.heads.norms import normalised, norms
 from plsc.heads.offload import fetch
-from plsc.heads.passes import Queries, Rows, Sums, TorchPasses, reciprocal
+from plsc.heads.passes import Queries, Rows, Sums, TorchPasses
 from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
 from plsc.heads.target import Target, find_target, regulariser
 from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
@@ -40,7 +41,7 @@ from plsc.parallel.collectives import (
 )
 from plsc.parallel.shard import class_range
 
-_MANY_PENDING = 256  # more micro-batches than anybody accumulates
+_MANY_PENDING = 256  # more micro-batches than anyone accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
 
 
@@ -145,8 +146,10 @@ class ShardedHead(Head):
         self.resumed_from: str | None = None  # the same, of a checkpoint
         self.updates_rows_itself = False  # a row optimizer sets it
         self.pending: list[Visit] = []  # visited and backpropagated, not yet in the rows
+        self.is_overdue = False  # another optimizer stepped while there were pending ones
         self._margin_before: dict[str, Tensor] | None = None
         self._said_more_positives = False
+        self._said_forgotten = False
 
     def forward(
         self,
@@ -205,18 +208,26 @@ class ShardedHead(Head):
         )
 
     def leave(self, visit: Visit) -> None:
-        """Keep what backward() left until the row optimizer steps; warn if that seems to be forgotten."""
+        """Keep what backward() left until the row optimizer steps; warn once if that seems to be forgotten.
+
+        It is where another optimizer stepped since the first of several backward passes, or after very many
+        of them: micro-batches that are accumulated come before the steps of all optimizers.
+        """
         self.pending.append(visit)
-        if len(self.pending) == _MANY_PENDING:
+        is_forgotten = self.is_overdue or len(self.pending) == _MANY_PENDING
+        if is_forgotten and not self._said_forgotten:
+            self._said_forgotten = True
             warnings.warn(
-                f"{_MANY_PENDING} forward passes went backward since the row optimizer last stepped; each "
-                "takes memory until it does; call its step() (or skip()) after backward()",
+                f"{len(self.pending)} backward passes went through the head since its row optimizer last "
+                "stepped, so the class weights do not learn and memory grows; call step() (or skip()) of the "
+                "row optimizer after each step of the backbone's optimizer",
                 stacklevel=2,
             )
 
     def take_pending(self) -> list[Visit]:
         """Hand over what backward() left, for one update of the rows; the next step begins."""
         pending, self.pending = self.pending, []
+        self.is_overdue = False
         self._margin_before = None
         self.step += 1
         return pending
@@ -246,9 +257,8 @@ class ShardedHead(Head):
         """Return the mean loss, whether all embeddings are finite, and what backward() and the rows need."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         x = batch.embeddings.to(compute)
-        length = x.norm(dim=1)
+        unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
         self._check_finite(length, batch)
-        unit = x * reciprocal(length)[:, None] if self.margin.is_cosine else x
         passes = self._passes(x, products)
         every = self.all_rows()
         classes = self._classes_in_play(every, unit, batch.labels, passes)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plsc.heads.margins import Margin
-from plsc.heads.passes import Rows, reciprocal
+from plsc.heads.norms import normalised
+from plsc.heads.passes import Rows
 from plsc.parallel.collectives import sum_over_ranks
 
 
@@ -60,7 +61,7 @@ def find_target(
     place = local if classes is None else torch.searchsorted(classes, local)
     w = every.weight.view(-1, k, every.weight.shape[1])[local].to(unit)
     if every.cosine:
-        w = w * reciprocal(w.norm(dim=2))[:, :, None]
+        w, _ = normalised(w)
     c, winner = (w * unit[samples, None, :]).sum(dim=2).max(dim=1)
     w = w[torch.arange(len(w), device=w.device), winner]
     if every.bias is not None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from plsc.heads.engines import Passes
-from plsc.heads.passes import Queries, RowGradient, Rows, reciprocal
+from plsc.heads.norms import through_normalisation
+from plsc.heads.passes import Queries, RowGradient, Rows
 from plsc.parallel.collectives import ScatteredSum
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ class EmbeddingGradient:
         """Return dL / dx [b, D]: tangential, as the norm does not count, but for `radial`."""
         de = self.scattered.wait()
         if self.length is not None:
-            along = (de * self.unit).sum(dim=1, keepdim=True)
-            de = (de - along * self.unit) * reciprocal(self.length)[:, None]
+            de = through_normalisation(de, self.unit, self.length)
         if self.radial is not None:
             de = de + self.radial[:, None] * self.unit
         return de

@@ -21,6 +21,7 @@ from plsc.config import Options
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
+from plsc.heads.norms import normalised
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
@@ -90,8 +91,8 @@ def _sum_directions(
             name=f"{name}, counted from sample {start}" if start else name,
             num_threads=options.data.num_workers,
         )
-        length = np.linalg.norm(embeddings, axis=1, keepdims=True)
-        np.add.at(sums, labels[start : start + len(some)], embeddings / np.maximum(length, 1e-12))
+        unit, _ = normalised(torch.from_numpy(embeddings))
+        np.add.at(sums, labels[start : start + len(some)], unit.numpy())
     return sums
 
 

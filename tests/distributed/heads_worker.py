@@ -141,6 +141,32 @@ def check_dense(world: World, name: str, sizes: list[int]) -> None:
     torch.testing.assert_close(head.weight.grad, whole.weight.grad, **CLOSE)
 
 
+def check_extreme_norms(world: World, loss_type: str) -> None:
+    """Loss and gradients in float32 where squares of class weights and embeddings leave its range."""
+    whole = filled_whole("dist_arcface", 23, 1)
+    embeddings, labels = global_batch(23, 3 * world.size)
+    with torch.no_grad():
+        whole.weight *= 10 ** torch.linspace(-30, 30, 23)[:, None]
+        embeddings *= 10 ** torch.linspace(-30, 30, len(embeddings))[:, None]
+    head = build_head(loss_type, 23, DIMENSION, group=world.head_group)
+    start, stop = head.class_range
+    fill(head, whole, start, stop)
+    mine = slice(3 * world.rank, 3 * world.rank + 3)
+    local = embeddings[mine].float().requires_grad_()
+    output = head(local, labels[mine])
+    output.loss.backward()
+    head.sync_gradients()
+    embeddings.requires_grad_()
+    truth = reference.mean_loss(head.margin, embeddings, whole.weight, None, labels)
+    truth.backward()
+    torch.testing.assert_close(output.mean_loss.double(), truth.detach(), rtol=1e-5, atol=0)
+    pairs = (local, embeddings, mine), (head.weight, whole.weight, slice(start, stop))
+    for ours, theirs, part in pairs:
+        length = theirs.detach()[part].norm(dim=1, keepdim=True)
+        expected = theirs.grad[part] * length
+        torch.testing.assert_close(ours.grad * length, expected, rtol=1e-4, atol=1e-4)
+
+
 def check_bad_input(world: World) -> None:
     """What is wrong on one rank is an error on all of them, at once."""
     head = build_head("dist_arcface", 9, DIMENSION, group=world.head_group)
@@ -185,6 +211,8 @@ def main() -> None:
                 check_sharded(world, name, 23, 3, uneven, ratio, keep)
         for sizes in (even, uneven, with_empty):
             check_dense(world, name, sizes)
+    for loss_type in ("arcface", "dist_arcface"):
+        check_extreme_norms(world, loss_type)
     check_bad_input(world)
     check_forgotten_group(world)
     world.close()

@@ -16,6 +16,7 @@ from plsc.checkpoint.classes.source import StoredTensor
 from plsc.checkpoint.shard_file import Chunks, tensor_chunks
 from plsc.errors import CheckpointError, DataError
 from plsc.heads.initial import initial_rows
+from plsc.heads.norms import normalised
 
 _BLOCK = 4096  # rows that `initial_rows` draws at once
 
@@ -211,7 +212,7 @@ def _check_finite(key: str, values: Tensor) -> None:
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(vectors, dim=-1)
+    return normalised(vectors)[0]
 
 
 def _bytes_of(values: Tensor) -> np.ndarray:

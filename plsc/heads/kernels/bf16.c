@@ -76,15 +76,6 @@ void plsc_bf16_pack_queries(const struct plan *plan, int64_t panel) {
   }
 }
 
-static float row_squares(const char *row, int is_bf16, int64_t dimension) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; 16 * i < dimension; i++) {
-    __m512 w = load_row(row, is_bf16, i, row_mask(i, dimension));
-    squares = _mm512_fmadd_ps(w, w, squares);
-  }
-  return _mm512_reduce_add_ps(squares);
-}
-
 /* Unit rows as a left factor (k is d) and, for the sums of rows, as a right factor (k is the row). */
 INLINE void pack_pair(const struct plan *plan, struct scratch *scratch, int64_t r, const char *const row[2],
                       const float inverse[2], int is_bf16, int both_ways) {
@@ -117,7 +108,7 @@ void plsc_bf16_pack_rows(const struct plan *plan, struct scratch *scratch, struc
     float inverse[2] = {1, 1};
     for (int p = 0; p < 2 && r + p < block.rows; p++) {
       row[p] = (const char *)plan->rows.weight + row_position(plan, block.first + r + p) * row_bytes;
-      if (plan->rows.cosine) inverse[p] = inverse_length(row_squares(row[p], is_bf16, dimension));
+      if (plan->rows.cosine) inverse[p] = inverse_length(row[p], is_bf16, dimension);
     }
     if (is_bf16)
       pack_pair(plan, scratch, r, row, inverse, 1, plan->want_mixed);

@@ -94,16 +94,11 @@ static void pack_rows(const struct plan *plan, struct scratch *scratch, struct b
       continue;
     }
     const char *row = (const char *)plan->rows.weight + row_position(plan, block.first + r) * row_bytes;
-    __m512 squares = _mm512_setzero_ps();
+    __m512 by = _mm512_set1_ps(plan->rows.cosine ? inverse_length(row, is_bf16, dimension) : 1);
     for (int64_t i = 0; i < plan->padded_dimension / 16; i++) {
       __m512 w = load_row(row, is_bf16, i, row_mask(i, dimension));
-      squares = _mm512_fmadd_ps(w, w, squares);
-      _mm512_store_ps(out + 16 * i, w);
+      _mm512_store_ps(out + 16 * i, _mm512_mul_ps(w, by));
     }
-    if (!plan->rows.cosine) continue;
-    __m512 inverse = _mm512_set1_ps(inverse_length(_mm512_reduce_add_ps(squares)));
-    for (int64_t i = 0; i < plan->padded_dimension / 16; i++)
-      _mm512_store_ps(out + 16 * i, _mm512_mul_ps(_mm512_load_ps(out + 16 * i), inverse));
   }
 }
 

@@ -36,7 +36,7 @@ def directions(
     row = _position(position, start + program)
     w = tl.load(weight + row * dimension + column, mask=inside, other=0.0).to(tl.float32)
     if is_cosine:
-        w = w * _reciprocal(tl.sqrt(tl.sum(w * w)))
+        w = w * _inverse_length(w)
     tl.store(out + program * dimension + column, w.to(out.dtype.element_ty), mask=inside)
 
 
@@ -112,7 +112,7 @@ def update(
     w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(dw + program * dimension + column, mask=inside, other=0.0)
     if is_cosine:  # through the normalisation: (dw - (dw . w) w) / |W|
-        inverse = _reciprocal(tl.sqrt(tl.sum(w * w)))
+        inverse = _inverse_length(w)
         unit = w * inverse
         g = (g - tl.sum(g * unit) * unit) * inverse
     if kind == "none":
@@ -134,7 +134,7 @@ def update(
             m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
             v = tl.load(second_state + place, mask=inside, other=0.0).to(tl.float32)
             m += rest1 * (g - m)
-            v += rest2 * (g * g - v)
+            v = (1 - rest2) * v + rest2 * (g * g)  # which may overflow
             _store(state + place, m, inside, row_number, column, noise_key + 1)
             _store(second_state + place, v, inside, row_number, column, noise_key + 2)
             w *= 1 - lr * weight_decay
@@ -182,9 +182,13 @@ def _logits(
 
 
 @triton.jit
-def _reciprocal(length):
-    """Return 1 / length, and 0 for 0."""
-    return tl.where(length > 0, 1.0 / length, 0.0)
+def _inverse_length(w):
+    """Return 1 / |w|, and 0 for what has no direction: plsc/heads/norms.py."""
+    length = tl.sqrt(tl.sum(w * w))
+    if (length < 2.0**-40) | (length == float("inf")):
+        by = tl.where(length < 1.0, 2.0**100, 2.0**-100)
+        length = tl.sqrt(tl.sum(w * by * (w * by))) / by
+    return tl.where(length >= 2.0**-120, 1.0 / length, 0.0)
 
 
 @triton.jit

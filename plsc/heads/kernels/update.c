@@ -11,18 +11,18 @@
 
 #include "vector.h"
 
-/* A row and its gradient with regard to the stored row: factor (dw - along w) / |W|. */
+/* A row and its gradient with regard to the stored row: factor (dw - along W / |W|) / |W|. */
 struct row {
   char *weight;
   const float *result; /* its first 16 elements; the next 16 are a tile away */
-  __m512 by, back;     /* g = by dw - back W */
+  __m512 by, back;     /* g = by (dw - back W) */
   int64_t dimension;
   int is_bf16;
 };
 
 INLINE __m512 gradient_at(const struct row *row, int64_t i, __m512 w) {
   __m512 dw = _mm512_load_ps(row->result + i * TILE);
-  return _mm512_fnmadd_ps(row->back, w, _mm512_mul_ps(row->by, dw));
+  return _mm512_mul_ps(row->by, _mm512_fnmadd_ps(row->back, w, dw));
 }
 
 static struct row open_row(const struct plan *plan, struct scratch *scratch, struct block block, int r) {
@@ -38,16 +38,15 @@ static struct row open_row(const struct plan *plan, struct scratch *scratch, str
   row.by = _mm512_set1_ps(factor);
   row.back = _mm512_setzero_ps();
   if (plan->rows.cosine) {
-    __m512 products = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+    float inverse = inverse_length(row.weight, row.is_bf16, dimension);
+    __m512 along = _mm512_setzero_ps();
     for (int64_t i = 0; 16 * i < dimension; i++) {
       __m512 w = load_row(row.weight, row.is_bf16, i, row_mask(i, dimension));
-      products = _mm512_fmadd_ps(w, _mm512_load_ps(row.result + i * TILE), products);
-      squares = _mm512_fmadd_ps(w, w, squares);
+      __m512 unit = _mm512_mul_ps(w, _mm512_set1_ps(inverse));
+      along = _mm512_fmadd_ps(unit, _mm512_load_ps(row.result + i * TILE), along);
     }
-    float inverse = inverse_length(_mm512_reduce_add_ps(squares));
-    float along = _mm512_reduce_add_ps(products) * inverse;
     row.by = _mm512_set1_ps(inverse * factor);
-    row.back = _mm512_set1_ps(along * inverse * inverse * factor);
+    row.back = _mm512_set1_ps(_mm512_reduce_add_ps(along) * inverse);
   }
   return row;
 }

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define SHORTEST 0x1p-120f /* of plsc/heads/norms.py */
 
 /* e^x with a relative error of 1e-7; 0 where the result would be below the normal range (denormal
  * numbers are slow), infinity above the range, NaN for NaN. */
@@ -53,7 +54,31 @@ INLINE __mmask16 row_mask(int64_t i, int64_t dimension) {
   return left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
 }
 
-INLINE float inverse_length(float squares) { return squares > 0 ? 1.0f / __builtin_sqrtf(squares) : 0; }
+/* Squares in double: for rows that are very short, very long, zero or not finite. */
+static __attribute__((noinline, unused)) float inverse_of_extreme(const void *row, int is_bf16,
+                                                                  int64_t dimension) {
+  __m512d squares = _mm512_setzero_pd();
+  for (int64_t i = 0; 16 * i < dimension; i++) {
+    __m512 w = load_row(row, is_bf16, i, row_mask(i, dimension));
+    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(w));
+    __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1));
+    squares = _mm512_fmadd_pd(high, high, _mm512_fmadd_pd(low, low, squares));
+  }
+  float length = (float)__builtin_sqrt(_mm512_reduce_add_pd(squares));
+  return length >= SHORTEST ? 1.0f / length : 0;
+}
+
+/* 1 / |row|, 0 for what has no direction: plsc/heads/norms.py. */
+INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; 16 * i < dimension; i++) {
+    __m512 w = load_row(row, is_bf16, i, row_mask(i, dimension));
+    sum = _mm512_fmadd_ps(w, w, sum);
+  }
+  float squares = _mm512_reduce_add_ps(sum);
+  if (squares >= 0x1p-80f && squares <= __FLT_MAX__) return 1.0f / __builtin_sqrtf(squares);
+  return inverse_of_extreme(row, is_bf16, dimension);
+}
 
 /* The hash of plsc/heads/rounding.py. */
 #define GOLDEN 0x9e3779b9u

@@ -270,8 +270,9 @@ def test_threads_and_processes_of_any_number_give_equal_batches(
     source = open_source(damaged)
     options = {"batch": 3, "augmentation": EVERYTHING, "bad_images": bad_images}
     if bad_images == "replace":
+        good = (damaged / f"images/{len(source) - 2}.jpg").read_bytes()
         for index in range(9):
-            (damaged / f"images/{index}.jpg").write_bytes((damaged / "images/17.jpg").read_bytes())
+            (damaged / f"images/{index}.jpg").write_bytes(good)
     alone = loader(source, **options)
     helped = loader(source, kind=kind, num_workers=num_workers, **options)
     for epoch in (0, 3):

@@ -92,6 +92,48 @@ def test_every_margin_equals_the_textbook_in_fp64(
     assert_equals_textbook(filled(head, seed), *batch(size, dimension, classes, seed))
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "kernels"),
+    [
+        ("arcface", None),
+        ("dist_arcface", "torch"),
+        ("dist_arcface", "auto"),
+        ("dist_adaface", "auto"),
+    ],
+)
+def test_class_weights_and_embeddings_of_extreme_norms_equal_the_textbook(loss_type, kernels):
+    parts = {"execution": Execution(kernels=kernels)} if kernels else {}
+    head = filled(build_head(loss_type, 61, 8, **parts))
+    embeddings, labels = batch(31, 8, 61)
+    with torch.no_grad():
+        head.weight *= 10 ** torch.linspace(-30, 30, 61)[:, None]
+        embeddings = (embeddings * 10 ** torch.linspace(-30, 30, 31)[:, None]).float()
+    embeddings.requires_grad_()
+    output = head(embeddings, labels, with_gauge=True)
+    exact = [t.detach().double().requires_grad_() for t in (embeddings, head.weight)]
+    truth = reference.mean_loss(head.margin, exact[0], exact[1], None, labels)
+    assert output.mean_loss.item() == pytest.approx(truth.item(), rel=1e-5)
+    theirs = torch.autograd.grad(truth, exact)
+    for mine, right, x in zip(gradients(output.loss, head, embeddings), theirs, exact, strict=True):
+        length = x.detach().norm(dim=1, keepdim=True)
+        torch.testing.assert_close(mine * length, right * length, rtol=1e-4, atol=1e-5)
+    units = exact[0].detach() / exact[0].detach().norm(dim=1, keepdim=True)
+    cosines = units @ units.T
+    expected = (cosines.sum() - 31) / (31 * 30)
+    assert output.mean_cosine.item() == pytest.approx(expected.item(), abs=1e-5)
+
+    head.eval()  # keeps its statistics
+    # Too short to have a direction: as a row of zeros, which has no gradient.
+    losses = []
+    for value in (1e-38, 0.0):
+        with torch.no_grad():
+            head.weight[7] = value
+        loss = head(embeddings, labels).loss
+        losses.append(loss.item())
+        assert not gradients(loss, head, embeddings)[1][7].any()
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("name", MARGINS)
 def test_a_dense_twin_equals_its_sharded_head(name):
     sharded = filled(build_head(f"dist_{name}", 11, 6, row_dtype=torch.float64))

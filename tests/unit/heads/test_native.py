@@ -37,6 +37,7 @@ class Shape:
     cosine: bool = True
     is_sampled: bool = False
     has_hard: bool = False
+    has_extremes: bool = False
     products: torch.dtype = FLOAT
     threads: int = 2
     seed: int = 0
@@ -52,6 +53,7 @@ shapes = st.builds(
     cosine=st.booleans(),
     is_sampled=st.booleans(),
     has_hard=st.booleans(),
+    has_extremes=st.booleans(),
     products=st.sampled_from(PRODUCTS or [FLOAT]),
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
@@ -67,6 +69,8 @@ def make(shape: Shape) -> tuple[Rows, Queries]:
     k, n = shape.centers, shape.classes * shape.centers
     held = 2 * shape.classes if shape.is_sampled else shape.classes
     weight = normal(held * k, shape.dimension)
+    if shape.cosine and shape.has_extremes:
+        weight *= 10 ** torch.linspace(-30, 30, len(weight))[:, None]
     if shape.cosine and len(weight):
         weight[0] = 0  # has no direction
     selected = None
@@ -168,7 +172,7 @@ def some_gradient(shape: Shape, rows: Rows, queries: Queries) -> RowGradient:
 def expected_gradients(
     shape: Shape, rows: Rows, queries: Queries, gradient: RowGradient
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row gradients, bias gradients, and for both the magnitudes that rounding errors go by."""
+    """Row gradients times |W|, bias gradients, and for both the magnitudes that rounding errors go by."""
     z, slope = logits(rows, queries, shape.products)
     g = (z - gradient.log_total.double()[:, None]).exp() * slope
     here = (gradient.target_row >= 0).nonzero()[:, 0]
@@ -177,10 +181,16 @@ def expected_gradients(
     dw, size = g.T @ queries.unit.double(), g.abs().T @ queries.unit.double().abs()
     if rows.cosine:
         w, length = unit_rows(rows, FLOAT)
-        inverse = torch.where(length > 0, 1 / length, 0)[:, None]
-        dw = (dw - (dw * w).sum(dim=1, keepdim=True) * w) * inverse
-        size = (size + (size * w.abs()).sum(dim=1, keepdim=True)) * inverse
+        dw = (dw - (dw * w).sum(dim=1, keepdim=True) * w) * (length > 0)[:, None]
+        size = size + (size * w.abs()).sum(dim=1, keepdim=True)
     return dw, g.sum(dim=0), size, g.abs().sum(dim=0)
+
+
+def times_norms(gradients: Tensor, rows: Rows) -> Tensor:
+    """Row gradients times |W| where rows are normalised: of one size for rows of every size."""
+    _, length = unit_rows(rows, FLOAT)
+    by = torch.where(length > 0, length, 1)[:, None] if rows.cosine else 1
+    return gradients.cpu().double() * by
 
 
 def assert_near(actual: Tensor, expected: Tensor, size: Tensor, tolerance: float) -> None:
@@ -237,7 +247,7 @@ def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -
         for tile in (slice(0, middle), slice(middle, len(rows)))
     ]
     dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
-    assert_near(torch.cat([part[0] for part in parts]), dw, size, allowed)
+    assert_near(times_norms(torch.cat([part[0] for part in parts]), rows), dw, size, allowed)
     if rows.bias is None:
         assert parts[0][1] is None
     else:
@@ -406,7 +416,7 @@ def test_both_kinds_of_bfloat16_instructions_agree(
         gradient = some_gradient(shape, rows, queries)
         dw, _, size, _ = expected_gradients(shape, rows, queries, gradient)
         actual, _ = passes(shape).gradients(rows, queries, gradient, slice(0, len(rows)))
-        assert_near(actual, dw, size, 1e-2)
+        assert_near(times_norms(actual, rows), dw, size, 1e-2)
 
 
 def test_exponentials_are_exact_to_float32_over_the_whole_range_of_logits() -> None:

@@ -187,6 +187,20 @@ def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps
     assert sampled.sum() > 20  # other classes are drawn in other steps
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "int8"])
+def test_class_weights_of_extreme_norms_stay_finite(name, row_dtype, kernels):
+    head = make_head(row_dtype=row_dtype, execution=Execution(kernels=kernels))
+    with torch.no_grad():
+        head.weight *= 10 ** torch.linspace(-30, 30, CLASSES)[:, None]
+    rows = RowSGD(head, state_dtype="int8") if name == "int8" else OPTIMIZERS[name][0](head)
+    for x, y in batches(3):
+        head(x.detach().float().requires_grad_(), y).loss.backward()
+        rows.step()
+    assert head.weight.isfinite().all()
+
+
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 def test_low_precision_rows_follow_the_exact_ones_on_average(state_dtype):
     head = make_head(row_dtype=torch.bfloat16)

@@ -27,6 +27,7 @@ from tests.unit.heads.test_native import (
     near_threshold,
     some_gradient,
     states_of,
+    times_norms,
     unit_rows,
 )
 
@@ -39,6 +40,8 @@ SHAPES = [
     Shape(classes=5, batch=12),  # labels repeat
     Shape(classes=48, row_dtype=BF16, dimension=64, is_sampled=True),
     Shape(has_hard=True, is_sampled=True),
+    Shape(has_extremes=True),
+    Shape(has_extremes=True, row_dtype=BF16, products=BF16),
     Shape(cosine=False, dimension=5),
     Shape(cosine=False, is_sampled=True, row_dtype=BF16),
     Shape(products=BF16, row_dtype=BF16, is_sampled=True),
@@ -107,7 +110,7 @@ def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -
         for tile in (slice(0, 3), slice(3, len(rows)))
     ]
     dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
-    assert_near(torch.cat([part[0] for part in parts]).cpu(), dw, size, allowed)
+    assert_near(times_norms(torch.cat([part[0] for part in parts]), rows), dw, size, allowed)
     biases = [part[1] for part in parts if part[1] is not None]
     assert bool(biases) == (rows.bias is not None)
     if biases:
