@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from concurrent.futures import Future
@@ -12,18 +13,17 @@ from plsc.checkpoint import (
     Retention,
     Snapshot,
     copy_to_host,
-    list_checkpoints,
-    prune,
     read_manifest,
     save_checkpoint,
     size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.retention import mode_of
-from plsc.data.atomic import replacing
+from plsc.checkpoint.retention import checkpoints_in, mode_of, of_run, prune
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.parallel.background import Background
 from plsc.parallel.memory import available_memory
+from plsc.storage.publish import replacing
+from plsc.storage.store import Store
 from plsc.storage.transfer import in_words
 from plsc.train.build import Run
 from plsc.train.checkpointing import take_state
@@ -79,7 +79,7 @@ class Saver:
         self._pending: _Pending | None = None
         self._sender: Sender | None = None
         if places.store is not None:
-            self._sender = Sender(run.world, log, places, places.store, self._retention)
+            self._sender = Sender(run, log, places, places.store, self._retention)
             self._send_resumed()
         self._has_told = False
         self.best = on_every_rank(
@@ -214,20 +214,19 @@ class Saver:
         return best, size, problem
 
     def _thin_out(self, newest: Path) -> None:
-        if self._sender is None:
-            prune(newest.parent, self._retention, [newest])
-            return
-        with self._sender.holding() as in_use:
-            prune(newest.parent, self._retention, [newest, *in_use])
+        protect = {newest.name, self._places.start.resumed or ""}
+        with contextlib.ExitStack() as stack:
+            if self._sender is not None:
+                protect |= stack.enter_context(self._sender.holding())
+            prune(Store(newest.parent), self._retention, self._run.run_id, protect)
 
     def _find_best(self) -> Best | None:
-        metric = self._retention.monitor
-        found = {path.name: (path, m) for path, m in list_checkpoints(self._places.local)}
-        ranking = self._retention.ranking([(name, m) for name, (_, m) in found.items()])
+        metric, local = self._retention.monitor, self._places.local
+        ranking = self._retention.ranking(of_run(checkpoints_in(Store(local)), self._run.run_id))
         if metric is None or not ranking:
             return None
         name, value = ranking[0]
-        return Best(found[name][0], metric, value)
+        return Best(local / name, metric, value)
 
 
 def retention_of(run: Run) -> Retention:

@@ -18,13 +18,8 @@ import torch
 
 from plsc.checkpoint import Manifest, Retention, ShardedTensor, load_weights, save_checkpoint
 from plsc.checkpoint.fetch import fetch
-from plsc.checkpoint.remote import (
-    clean_remote,
-    list_remote,
-    prune_remote,
-    read_remote_manifest,
-    upload,
-)
+from plsc.checkpoint.remote import clean, upload
+from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.checkpoint.tools import push, verify
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
@@ -126,18 +121,18 @@ def test_a_checkpoint_goes_there_and_back_and_is_replaced_as_a_whole(url, tmp_pa
     store = Store(url)
     send(save(tmp_path, "1", 1), store)
     send(save(tmp_path, "2", 2, loss=0.5), store)
-    assert [name for name, _ in list_remote(store)] == ["1", "2"]
+    assert [name for name, _ in checkpoints_in(store)] == ["1", "2"]
     first = fetch(f"{url}/2", WORLD)
     assert first == folder_for("checkpoints", f"{url}/2")
     assert load_weights(first, "backbone.")["backbone.w"].tolist() == [2.0] * 3
     stamp = (first / "manifest.json").stat().st_ino
     assert (fetch(f"{url}/2", WORLD) / "manifest.json").stat().st_ino == stamp  # from the cache
     send(save(tmp_path, "2", 7, rows=9), store)  # of another step, under the same name
-    assert [manifest.step for _, manifest in list_remote(store)] == [1, 7]
+    assert [manifest.step for _, manifest in checkpoints_in(store)] == [1, 7]
     assert verify(fetch(f"{url}/2", WORLD)).step == 7
     assert [name.count("step2") for name in store.names("2")] == [0, 0]  # nothing old is left
     assert verify(f"{url}/1").step == 1
-    assert prune_remote(store, Retention(1)) == ["1"]
+    assert prune(store, Retention(1)) == ["1"]
     assert store.names() == ["2"]
 
 
@@ -148,14 +143,14 @@ def test_what_a_killed_upload_left_is_no_checkpoint_and_goes(url, tmp_path):
     store.make_folder(name)
     for file in path.glob("*.safetensors"):
         store.put(file, f"{name}/{file.name}")
-    assert list_remote(store) == []
-    clean_remote(store)
+    assert checkpoints_in(store) == []
+    clean(store)
     assert store.names() == []
     if store.can_rename:  # killed between the two renames
         send(path, store)
         store.rename("1", f".replaced-1-{'0' * 8}")
-        clean_remote(store)
-        assert [name for name, _ in list_remote(store)] == ["1"]
+        clean(store)
+        assert [name for name, _ in checkpoints_in(store)] == ["1"]
 
 
 def test_what_is_not_a_whole_checkpoint_is_refused_in_a_line_and_nothing_is_replaced(url, tmp_path):
@@ -168,7 +163,7 @@ def test_what_is_not_a_whole_checkpoint_is_refused_in_a_line_and_nothing_is_repl
     content = bytearray((good / data).read_bytes())
     content[-1] ^= 1
     (tmp_path / "flipped").write_bytes(content)
-    text = read_remote_manifest(store, "1")[1]
+    text = manifest_in(store, "1")[1]
     store.write("1/manifest.json", text.replace(b'"step": 1', b'"step": 2'))  # not what is here
     store.put(tmp_path / "flipped", f"1/{data}")
     with pytest.raises(CheckpointError, match="is damaged: its checksum"):
@@ -201,7 +196,7 @@ def test_push_sends_what_is_missing_and_finishes_what_was_begun(url, tmp_path):
     assert push(str(tmp_path / "run"), url) == ["2", "3"]
     assert push(str(tmp_path / "run"), url) == []
     assert push(str(tmp_path / "run" / "1"), url) == ["1"]
-    assert [manifest.step for _, manifest in list_remote(store)] == [1, 2, 3]
+    assert [manifest.step for _, manifest in checkpoints_in(store)] == [1, 2, 3]
 
 
 def test_hdfs_killed_in_an_upload_and_in_a_download_loses_nothing(hdfs, tmp_path):
@@ -214,8 +209,8 @@ def test_hdfs_killed_in_an_upload_and_in_a_download_loses_nothing(hdfs, tmp_path
     assert "plsc checkpoint push" in str(failure.value)
     _revive(hdfs)
     store = Store(f"{hdfs.url}/killed", total_seconds=60)
-    assert [name for name, _ in list_remote(store)] == ["1"]
-    clean_remote(store)
+    assert [name for name, _ in checkpoints_in(store)] == ["1"]
+    clean(store)
     assert push(str(tmp_path), f"{hdfs.url}/killed") == ["2"]
 
     failed = threading.Event()

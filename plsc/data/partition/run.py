@@ -29,8 +29,8 @@ from plsc.data.partition.progress import Progress
 from plsc.data.partition.space import Space
 from plsc.data.partition.survey import survey
 from plsc.data.partition.within_memory import fits, gather, index_inputs
-from plsc.data.partition.workspace import Workspace
 from plsc.errors import DataError
+from plsc.storage.publish import Workspace
 from plsc.storage.urls import is_url, shown
 
 _SYNCERS = 2  # one may wait for a part to be on the disk while the other starts the next
