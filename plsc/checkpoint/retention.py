@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from plsc.storage.store import Store
 from plsc.storage.urls import shown
 
 METRICS_KEY = "metrics"  # of a manifest's scalars: name to number
+BEST_NAME = "best.json"
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,19 @@ def prune(
     for name in doomed:
         withdraw(store, name)
     return doomed
+
+
+def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
+    """Return name and value of a run's best checkpoint; None if none has the metric."""
+    ranking = retention.ranking(of_run(checkpoints_in(store), run_id))
+    return ranking[0] if ranking else None
+
+
+def write_best(store: Store, retention: Retention, run_id: str) -> None:
+    """Have best.json name a run's best checkpoint. Raises DataError if it cannot be written."""
+    best = best_in(store, retention, run_id)
+    if best is None:
+        store.delete(BEST_NAME)
+        return
+    content = {"path": best[0], "metric": retention.monitor, "value": best[1]}
+    store.write(BEST_NAME, (json.dumps(content) + "\n").encode())

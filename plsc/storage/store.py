@@ -23,6 +23,7 @@ from plsc.storage.watch import Pulse, watched
 
 Answer = TypeVar("Answer")
 OnBytes = Callable[[int], None]
+_BY_TIME = 10**6  # attempts: time alone bounds them
 
 
 class Store:
@@ -228,6 +229,7 @@ class Store:
         return with_retries(
             lambda: watched(call, self._silence, pulse),
             f"{self.shown}: {what}",
+            attempts=_BY_TIME,
             total_seconds=self._total_seconds,
         )
 

@@ -12,14 +12,14 @@ from plsc.checkpoint import Manifest
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.manifest import MANIFEST_NAME
-from plsc.checkpoint.retention import age_key, checkpoints_in
+from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
+from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
 from plsc.train.checkpointing import BEST, LAST, open_checkpoint
 from plsc.train.places import Home, Start, choose_start, homes_of, interrupted_home
-from plsc.train.saving import BEST_NAME
 
 _LARGEST_BEST = 2**16  # bytes
 
@@ -159,28 +159,29 @@ def _find(home: Home, wanted: str | None) -> _Found | None:
     there = [] if home.remote is None else checkpoints_in(home.remote)
     if not here and not there:
         return None
-    local_age = max((age_key(*entry) for entry in here), default=None)
-    remote_age = max((age_key(*entry) for entry in there), default=None)
+    local_age, remote_age = (
+        max((age_key(*entry) for entry in found), default=(-1, -1, "")) for found in (here, there)
+    )
     if wanted == BEST:
-        name = _name_of_best(home)
+        # The store has what other machines saved, too, unless it misses what is newer here.
+        name = _name_of_best(home.stores[:: -1 if remote_age >= local_age else 1])
     else:
-        name = max(age for age in (local_age, remote_age) if age is not None)[-1]
+        name = max(local_age, remote_age)[-1]
     is_here, is_there = (name in (entry for entry, _ in found) for found in (here, there))
     if not (is_here or is_there):
         raise CheckpointError(
             f"{home.local.child(BEST_NAME)} names {name!r}, which is not there; give the path of a checkpoint"
         )
-    # Both may have the name, from different runs: the newer place is right.
-    is_newer_there = remote_age is not None and (local_age is None or remote_age > local_age)
+    is_newer_there = is_there and remote_age > local_age
     return _Found(
-        Path(home.local.child(name)) if is_here and not (is_there and is_newer_there) else None,
+        Path(home.local.child(name)) if is_here and not is_newer_there else None,
         home.remote.child(name) if home.remote is not None and is_there else None,
     )
 
 
-def _name_of_best(home: Home) -> str:
-    """Return the name of the best checkpoint, as best.json says."""
-    for store in home.stores:
+def _name_of_best(stores: list[Store]) -> str:
+    """Return the name of the best checkpoint, as the first best.json says."""
+    for store in stores:
         where, data = f"{store.shown}/{BEST_NAME}", store.read(BEST_NAME, _LARGEST_BEST)
         if data is not None:
             break

@@ -151,8 +151,9 @@ def choose_start(
     note = ""
     if taken and not options.checkpoint.new_version:
         note = (
-            f"{taken[0].shown} holds checkpoints of an earlier run; this run saves to "
-            f"{home.stores[-1].shown} (set_checkpoint_dir('last') resumes the newest run)"
+            f"{taken[-1].shown} holds checkpoints of an earlier run; this run saves to "
+            f"{shown(join(options.checkpoint.save_dir, version))} (set_checkpoint_dir('last') resumes the "
+            "newest run)"
         )
     return _start(home, fresh, None, launches, note)
 

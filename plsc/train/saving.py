@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from plsc.checkpoint import (
     size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.retention import checkpoints_in, mode_of, of_run, prune
+from plsc.checkpoint.retention import best_in, mode_of, prune, write_best
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.parallel.background import Background
 from plsc.parallel.memory import available_memory
-from plsc.storage.publish import replacing
 from plsc.storage.store import Store
 from plsc.storage.transfer import in_words
 from plsc.train.build import Run
@@ -32,7 +30,6 @@ from plsc.train.places import Places
 from plsc.train.sending import Sender
 
 _SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
-BEST_NAME = "best.json"
 
 
 @dataclass(frozen=True)
@@ -206,12 +203,11 @@ class Saver:
         if not self._world.is_main:
             return None, 0, problem
         size = sum(file.bytes for file in read_manifest(newest).files.values())
-        best = self._find_best()
         try:
-            _write_best(self._places.local / BEST_NAME, best)
+            write_best(Store(self._places.local), self._retention, self._run.run_id)
         except DataError as error:
             problem = problem or str(error)
-        return best, size, problem
+        return self._find_best(), size, problem
 
     def _thin_out(self, newest: Path) -> None:
         protect = {newest.name, self._places.start.resumed or ""}
@@ -222,11 +218,8 @@ class Saver:
 
     def _find_best(self) -> Best | None:
         metric, local = self._retention.monitor, self._places.local
-        ranking = self._retention.ranking(of_run(checkpoints_in(Store(local)), self._run.run_id))
-        if metric is None or not ranking:
-            return None
-        name, value = ranking[0]
-        return Best(local / name, metric, value)
+        best = best_in(Store(local), self._retention, self._run.run_id)
+        return None if metric is None or best is None else Best(local / best[0], metric, best[1])
 
 
 def retention_of(run: Run) -> Retention:
@@ -243,12 +236,3 @@ def retention_of(run: Run) -> Retention:
         )
     mode = mode_of(options.monitor_mode, metric)
     return Retention(options.keep_last, options.save_top_k, metric, mode)
-
-
-def _write_best(path: Path, best: Best | None) -> None:
-    if best is None:
-        path.unlink(missing_ok=True)
-        return
-    content = {"path": best.path.name, "metric": best.metric, "value": best.value}
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from threading import RLock
 from plsc.checkpoint import Retention, read_manifest
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import upload
-from plsc.checkpoint.retention import manifest_in, prune
+from plsc.checkpoint.retention import manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import is_shard_of
 from plsc.errors import CheckpointError, PlscError
 from plsc.parallel.background import Background
@@ -25,7 +25,7 @@ from plsc.train.build import Run
 from plsc.train.logs import METRICS_NAME, PLOT_NAME, RunLog
 from plsc.train.places import Places
 
-_SMALL_FILES = (METRICS_NAME, PLOT_NAME, "best.json", "bad_samples.txt")
+_SMALL_FILES = (METRICS_NAME, PLOT_NAME, "bad_samples.txt")
 
 
 @dataclass
@@ -149,7 +149,8 @@ class Sender:
         """
         protect = {newest.name, self._places.start.resumed or ""}
         actions: list[Callable[[], object]] = [
-            lambda: prune(self._store, self._retention, self._run_id, protect)
+            lambda: prune(self._store, self._retention, self._run_id, protect),
+            lambda: write_best(self._store, self._retention, self._run_id),
         ]
         for path in (self._places.local / name for name in _SMALL_FILES):
             if path.is_file():

@@ -26,55 +26,12 @@ from plsc.parallel.world import World
 from plsc.storage.cache_folder import folder_for
 from plsc.storage.store import Store
 from plsc.storage.urls import set_hdfs_user
-from tests.hdfs_server import hdfs_server
 from tests.s3_server import s3_server
 
 WORLD = World.single()
-KINDS = ("local", "memory", "s3", "hdfs")
 BLOCK = 1 << 20
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def s3():
-    with pytest.MonkeyPatch.context() as patch, s3_server() as address:
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": address,
-            "FSSPEC_S3_ENDPOINT_URL": address,
-        }.items():
-            patch.setenv(name, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield "s3://bucket"
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-
-
-@pytest.fixture(scope="module")
-def hdfs():
-    with hdfs_server() as server:
-        yield server
-
-
-@pytest.fixture(params=KINDS)
-def url(request, tmp_path):
-    """An empty folder's URL in each store."""
-    name = f"{tmp_path.name}/run"
-    if request.param == "local":
-        return f"file://{tmp_path}/remote/run"
-    if request.param == "memory":
-        return f"memory://{name}"
-    if request.param == "s3":
-        return f"{request.getfixturevalue('s3')}/{name}"
-    return f"{request.getfixturevalue('hdfs').url}/{name}"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) -> Path:

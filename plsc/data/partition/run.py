@@ -30,7 +30,7 @@ from plsc.data.partition.space import Space
 from plsc.data.partition.survey import survey
 from plsc.data.partition.within_memory import fits, gather, index_inputs
 from plsc.errors import DataError
-from plsc.storage.publish import Workspace
+from plsc.storage.publish import SAVING, Workspace, staged
 from plsc.storage.urls import is_url, shown
 
 _SYNCERS = 2  # one may wait for a part to be on the disk while the other starts the next
@@ -104,7 +104,7 @@ def _run_on_spark(
         counts, parts, padding = spark.write(options, inputs, target)
         _check_unchanged(inputs)
         _tell(counts, options.nranks, progress)
-        for stray in workspace.path.glob(".part_*"):
+        for stray in workspace.path.glob(f"{SAVING}part_*"):
             stray.unlink()  # of a task that was killed, and run again elsewhere
         manifest = manifests.build(options, counts, parts, padding)
         manifests.write(workspace.path, manifest)
@@ -114,7 +114,7 @@ def _run_on_spark(
         manifest = finish(str(workspace.path))
         workspace.publish(Path(options.output))
         return manifest
-    with remote.staged(options.output) as target:
+    with staged(options.output, remote.open_store) as target:
         manifest = finish(target)
         last = [manifests.FILE_LIST, manifests.NAME]
         remote.put(workspace.path, target, last, progress)

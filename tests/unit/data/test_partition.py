@@ -283,14 +283,22 @@ def test_without_sync_nothing_is_waited_for_and_the_parts_are_the_same(
     tmp_path, monkeypatch, way, no_sync
 ):
     synced: list[str] = []
-    for module in ("parts", "workspace"):
-        monkeypatch.setattr(
-            f"plsc.data.partition.{module}.sync", lambda path: synced.append(Path(path).name)
-        )
+    for module in ("plsc.data.partition.parts", "plsc.storage.publish"):
+        monkeypatch.setattr(f"{module}.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))
     partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out"), no_sync=no_sync))
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
-    assert set(synced) == (set() if no_sync else {*parts.part_names(3), tmp_path.name})
+    assert set(synced) == (
+        set()
+        if no_sync
+        else {
+            *parts.part_names(3),
+            "file_list.txt",
+            "manifest.json",
+            ".out.plsc-partial",
+            tmp_path.name,
+        }
+    )
 
 
 def test_compressed_inputs_give_the_same_parts(tmp_path):
