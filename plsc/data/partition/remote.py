@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.data.partition import manifest as manifests
 from plsc.data.partition.progress import Progress
-from plsc.errors import DataError
-from plsc.storage.blocks import streamed
 from plsc.storage.publish import staged
-from plsc.storage.retry import reason_of
-from plsc.storage.urls import is_url, open_filesystem, shown
 
 if TYPE_CHECKING:
     from plsc.storage.store import Store
@@ -53,42 +47,8 @@ def put(folder: Path, target: str, names: list[str], progress: Progress) -> None
         store.put(folder / one, one, progress.add)
 
 
-def delete(location: str) -> None:
-    """Delete a data file. Raises DataError if that fails."""
-    with _telling(location):
-        if is_url(location):
-            filesystem, path = open_filesystem(location)
-            filesystem.rm_file(path)
-        else:
-            Path(location).unlink()
-
-
-@contextlib.contextmanager
-def opened(folder: str, name: str) -> Iterator[Any]:
-    """Open a file of an output, local or not, for reading. Raises DataError if it is not there."""
-    location = f"{folder.rstrip('/')}/{name}"
-    with _telling(location), contextlib.ExitStack() as stack:
-        file: Any
-        if is_url(location):
-            file = stack.enter_context(streamed(location))
-        else:
-            file = stack.enter_context(Path(location).open("rb", buffering=0))
-        yield file
-
-
 def open_store(url: str) -> Store:
-    """Return the folder at a URL."""
+    """Return the folder at a path or URL."""
     from plsc.storage.store import Store  # imports fsspec
 
     return Store(url, silence=_SILENCE)
-
-
-@contextlib.contextmanager
-def _telling(location: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, AssertionError, TypeError, NameError):
-        raise
-    except Exception as error:  # each client has exceptions of its own
-        reason = getattr(error, "strerror", None) or reason_of(error)  # without passwords
-        raise DataError(f"{shown(location)}: {reason}") from error

@@ -30,6 +30,7 @@ from plsc.data.partition.space import Space
 from plsc.data.partition.survey import survey
 from plsc.data.partition.within_memory import fits, gather, index_inputs
 from plsc.errors import DataError
+from plsc.storage.names import base_name, parent_of
 from plsc.storage.publish import SAVING, Workspace, staged
 from plsc.storage.urls import is_url, shown
 
@@ -63,7 +64,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
                 workspace.publish(Path(options.output), is_synced=not options.no_sync)
     if options.delete_inputs:
         for one in inputs:
-            remote.delete(one.location)
+            remote.open_store(parent_of(one.location)).delete(base_name(one.location))
     return manifest
 
 

@@ -111,8 +111,9 @@ def test_the_parts_are_those_of_the_definition(tmp_path, way):
 @pytest.mark.parametrize("way", ["within memory", "many buckets"])
 def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
     choose(monkeypatch, way)
-    for module in ("parts", "workspace"):  # thousands of files need not be on the disk
-        monkeypatch.setattr(f"plsc.data.partition.{module}.sync", lambda _: None)
+    # Thousands of files need not be on the disk.
+    for module in ("plsc.data.partition.parts", "plsc.storage.publish"):
+        monkeypatch.setattr(f"{module}.sync", lambda _: None)
     for count in range(1, 41):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
         for nranks in range(1, 10):
