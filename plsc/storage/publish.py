@@ -112,7 +112,7 @@ class FolderLock:
 def lock_note(folder: Path) -> dict[str, Any]:
     """Return what the last holder of the folder's lock noted: host, pid and more; nothing if unknown."""
     try:
-        note = json.loads((folder / _LOCK_NAME).read_bytes()[:10_000])
+        note = json.loads((folder / _LOCK_NAME).read_bytes()[: 2**24])
         return {**note, "pid": int(note["pid"]), "host": str(note["host"])[:100]}
     except (ValueError, KeyError, TypeError, OSError):
         return {}

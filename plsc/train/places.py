@@ -44,10 +44,8 @@ class Home:
     def name_of(self, locations: Collection[str]) -> str | None:
         """Return the name of the checkpoint at one of some paths or URLs if it is in here, else None."""
         here = {_resolved(store.url) for store in self.stores}
-        found = [
-            base_name(one) for one in locations if _resolved(parent_of(_resolved(one))) in here
-        ]
-        return found[0] if found else None
+        names = [base_name(one) for one in map(_resolved, locations) if parent_of(one) in here]
+        return names[0] if names else None
 
     def holds_other_run(self, run_id: str) -> bool:
         """Whether some checkpoint in here carries the id of another run."""
