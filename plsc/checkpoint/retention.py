@@ -150,11 +150,10 @@ def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float
     return ranking[0] if ranking else None
 
 
-def write_best(store: Store, retention: Retention, run_id: str) -> None:
+def write_best(store: Store, metric: str | None, best: tuple[str, float] | None) -> None:
     """Have best.json name a run's best checkpoint. Raises DataError if it cannot be written."""
-    best = best_in(store, retention, run_id)
     if best is None:
         store.delete(BEST_NAME)
         return
-    content = {"path": best[0], "metric": retention.monitor, "value": best[1]}
+    content = {"path": best[0], "metric": metric, "value": best[1]}
     store.write(BEST_NAME, (json.dumps(content) + "\n").encode())

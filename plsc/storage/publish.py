@@ -83,10 +83,10 @@ class FolderLock:
 
     def __init__(self, folder: Path, note: dict[str, Any] | None = None) -> None:
         """Raise DataError, naming the other process, if there is one."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(path, flags, 0o666)
+        with _telling(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(folder / _LOCK_NAME, flags, 0o666)
         give_up = time.monotonic() + _PATIENCE
         while not _try_lock(fcntl.lockf, self._descriptor):
             if time.monotonic() > give_up:

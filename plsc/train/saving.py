@@ -203,11 +203,13 @@ class Saver:
         if not self._world.is_main:
             return None, 0, problem
         size = sum(file.bytes for file in read_manifest(newest).files.values())
+        best = self._find_best()
+        named = None if best is None else (best.path.name, best.value)
         try:
-            write_best(Store(self._places.local), self._retention, self._run.run_id)
+            write_best(Store(self._places.local), self._retention.monitor, named)
         except DataError as error:
             problem = problem or str(error)
-        return self._find_best(), size, problem
+        return best, size, problem
 
     def _thin_out(self, newest: Path) -> None:
         protect = {newest.name, self._places.start.resumed or ""}

@@ -15,7 +15,7 @@ from threading import RLock
 from plsc.checkpoint import Retention, read_manifest
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import upload
-from plsc.checkpoint.retention import manifest_in, prune, write_best
+from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import is_shard_of
 from plsc.errors import CheckpointError, PlscError
 from plsc.parallel.background import Background
@@ -150,7 +150,11 @@ class Sender:
         protect = {newest.name, self._places.start.resumed or ""}
         actions: list[Callable[[], object]] = [
             lambda: prune(self._store, self._retention, self._run_id, protect),
-            lambda: write_best(self._store, self._retention, self._run_id),
+            lambda: write_best(
+                self._store,
+                self._retention.monitor,
+                best_in(self._store, self._retention, self._run_id),
+            ),
         ]
         for path in (self._places.local / name for name in _SMALL_FILES):
             if path.is_file():
