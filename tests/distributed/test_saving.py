@@ -77,7 +77,7 @@ def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_b
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "c"))
     assert main(["checkpoint", "list", store_url]) == 0
     line = capsys.readouterr().out
-    assert re.match(r"3: step \d+, epoch 4, 13 classes, saved by 2 ranks, .*loss", line)
+    assert re.search(r"\n3: step \d+, epoch 4, 13 classes, saved by 2 ranks, .*loss", line)
 
 
 def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_password_nowhere(
