@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import plsc.checkpoint.remote
 import plsc.checkpoint.retention
 import plsc.train.saving
 import plsc.train.sending
@@ -214,8 +213,14 @@ def _watch(journal: Journal) -> None:
 
     wrap(plsc.train.saving, "save_checkpoint", SAVE, of_save)
     wrap(plsc.train.sending, "upload", UPLOAD, of_upload)
-    wrap(plsc.checkpoint.retention, "withdraw", DELETION, lambda path: {"name": path.name})
-    wrap(plsc.checkpoint.remote, "withdraw", REMOTE_DELETION, lambda store, name: {"name": name})
+    withdraw = plsc.checkpoint.retention.withdraw
+
+    @functools.wraps(withdraw)
+    def watched(store: Store, name: str) -> None:
+        with journal.inside(REMOTE_DELETION if store.is_remote else DELETION, name=name):
+            withdraw(store, name)
+
+    plsc.checkpoint.retention.withdraw = watched
     for name in ("make_folder", "put", "write", "rename", "delete"):
         setattr(Store, name, _with_points(getattr(Store, name), name, journal))
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from kill_job import Job, Plan
 
-from plsc.checkpoint import clean_leftovers, list_checkpoints
-from plsc.checkpoint.remote import list_remote
+from plsc.checkpoint import list_checkpoints
+from plsc.checkpoint.remote import clean
+from plsc.checkpoint.retention import checkpoints_in
 from plsc.checkpoint.tools import verify
 from plsc.storage.store import Store
 
@@ -221,7 +222,7 @@ def _look_here(local: Path, published: int, problems: list[str]) -> tuple[Any, l
     restored = False
     if published and (not found or found[-1][1].step < published):
         # Killed between the two renames of a replacement: the next start puts it back.
-        restored = bool(clean_leftovers(local))
+        restored = bool(clean(Store(local)))
         found = list_checkpoints(local)
     newest: dict[str, Any] | None = None
     if found:
@@ -238,7 +239,7 @@ def _look_here(local: Path, published: int, problems: list[str]) -> tuple[Any, l
 def _look_there(remote: str, sent: int, problems: list[str]) -> tuple[Any, list[str]]:
     store = Store(remote)
     names = store.names()
-    found = list_remote(store)
+    found = checkpoints_in(store)
     leftovers = [name for name in names if name.startswith(".")]
     strangers = set(names) - {name for name, _ in found} - set(leftovers) - KNOWN
     problems += [f"{name} in the store is no checkpoint" for name in sorted(strangers)]

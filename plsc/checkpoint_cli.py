@@ -28,13 +28,13 @@ _RUN = Argument(
 def run_list(folder: str) -> None:
     """Print a line for each checkpoint, oldest first."""
     from plsc.checkpoint.manifest import HEADS_KEY
-    from plsc.checkpoint.retention import METRICS_KEY
-    from plsc.checkpoint.tools import list_at
+    from plsc.checkpoint.retention import METRICS_KEY, checkpoints_in
     from plsc.errors import CheckpointError
+    from plsc.storage.store import Store
     from plsc.storage.transfer import in_words
     from plsc.storage.urls import shown
 
-    found = list_at(folder)
+    found = checkpoints_in(Store(folder))
     if not found:
         raise CheckpointError(f"there is no checkpoint in {shown(folder)}")
     for name, manifest in found:
@@ -57,9 +57,10 @@ def run_show(checkpoint: str, tensors: bool) -> None:
     """Print what a checkpoint's manifest says, as YAML."""
     import yaml
 
-    from plsc.checkpoint.tools import manifest_at
+    from plsc.checkpoint.retention import manifest_in
+    from plsc.storage.store import Store
 
-    manifest = manifest_at(checkpoint)
+    manifest = manifest_in(Store(checkpoint))[0]
     content = dataclasses.asdict(manifest)
     sizes = {name: file["bytes"] for name, file in content.pop("files").items()}
     held = content.pop("tensors")
@@ -231,7 +232,7 @@ VERBS = {
         run_verify,
     ),
     "prune": Verb(
-        "delete all checkpoints of a run but the newest and the best",
+        "delete all checkpoints of each run in a folder but the newest and the best",
         lambda: [
             _RUN,
             Argument("keep_last", int, dataclasses.MISSING, "newest checkpoints to keep"),

@@ -1,10 +1,9 @@
 """Checkpoints: whole or absent, without pickles, laid out for any number of ranks."""
 
-from plsc.checkpoint.folders import check_replaceable, clean_leftovers
 from plsc.checkpoint.layout import ShardedTensor
 from plsc.checkpoint.load import load_tensors, load_weights
 from plsc.checkpoint.manifest import Manifest, read_manifest
-from plsc.checkpoint.retention import Retention, list_checkpoints, prune
+from plsc.checkpoint.retention import Retention, list_checkpoints
 from plsc.checkpoint.save import save_checkpoint
 from plsc.checkpoint.snapshot import Snapshot, copy_to_host, size_of
 
@@ -13,13 +12,10 @@ __all__ = [
     "Retention",
     "ShardedTensor",
     "Snapshot",
-    "check_replaceable",
-    "clean_leftovers",
     "copy_to_host",
     "list_checkpoints",
     "load_tensors",
     "load_weights",
-    "prune",
     "read_manifest",
     "save_checkpoint",
     "size_of",

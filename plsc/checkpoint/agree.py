@@ -1,8 +1,13 @@
-"""One failure on any rank is the same error on all ranks, so that none waits for another."""
+"""One failure on any rank is the same error on all ranks, so that none waits for another.
+
+And: which ranks share a disk.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from torch.distributed.checkpoint import CheckpointException
@@ -54,6 +59,29 @@ def together(world: World, doing: str, action: Callable[[], T], advice: str = ""
         if world.size == 1:
             raise _failed(world, {0: _reason(doing, error)}, advice) from error
         raise _lost(doing, error) from error
+
+
+def neighbours(folder: Path, world: World) -> tuple[int, int]:
+    """Return this rank's place among those that see the same `folder`, and how many they are. Collective.
+
+    The folder is made. Raises CheckpointError, on all ranks, if some rank cannot write there.
+    """
+    doing = f"write to {folder}"
+    mark = f".rank-{secrets.token_hex(8)}"
+
+    def leave() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / mark).touch()
+        return mark
+
+    marks = on_every_rank(world, doing, leave)
+
+    def look() -> list[int]:
+        return [rank for rank, one in enumerate(marks) if (folder / one).exists()]
+
+    mine = on_every_rank(world, doing, look)[world.rank]
+    on_every_rank(world, doing, (folder / mark).unlink)
+    return mine.index(world.rank), len(mine)
 
 
 def _failed(world: World, failures: dict[int, str], advice: str) -> CheckpointError:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.folders import check_replaceable, publish
+from plsc.checkpoint.agree import neighbours, on_every_rank
 from plsc.checkpoint.layout import checksum
-from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, parse_manifest
-from plsc.checkpoint.remote import read_remote_manifest
-from plsc.checkpoint.sharing import neighbours
+from plsc.checkpoint.manifest import FileInfo, Manifest, parse_manifest
+from plsc.checkpoint.remote import check_replaceable, finish_folder
+from plsc.checkpoint.retention import manifest_in
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 from plsc.storage.cache_folder import folder_for
+from plsc.storage.publish import MANIFEST_NAME, replacing
 from plsc.storage.store import Store
 from plsc.storage.transfer import Transfer
 from plsc.storage.urls import shown
@@ -42,7 +41,7 @@ def fetch(
     text = on_every_rank(
         world,
         f"read {store.shown}",
-        lambda: read_remote_manifest(store)[1] if world.is_main else b"",
+        lambda: manifest_in(store)[1] if world.is_main else b"",
     )[0]
     manifest = parse_manifest(text, store.shown)
     doing = f"fetch {store.shown} to {target}"
@@ -66,8 +65,7 @@ def fetch(
         if index == 0:
             for stranger in {path.name for path in work.iterdir()} - set(manifest.files):
                 (work / stranger).unlink()
-            (work / MANIFEST_NAME).write_bytes(text)
-            publish(work, target)
+            finish_folder(Store(target.parent), work.name, target.name, text)
 
     on_every_rank(world, doing, finish)
     return target
@@ -75,7 +73,7 @@ def fetch(
 
 def _is_there(target: Path, text: bytes, manifest: Manifest) -> bool:
     """Whether the checkpoint was fetched before; its checksums are looked at when it is loaded."""
-    check_replaceable(target)
+    check_replaceable(Store(target.parent), target.name)
     try:
         if (target / MANIFEST_NAME).read_bytes() != text:
             return False
@@ -96,16 +94,12 @@ def _bring(store: Store, name: str, info: FileInfo, work: Path, transfer: Transf
     if there != info.bytes:
         state = "is missing" if there is None else f"has {there} bytes, {info.bytes} were saved"
         raise CheckpointError(f"{where} {state}; choose another checkpoint")
-    part = work / f"{name}.{secrets.token_hex(4)}.part"
-    try:
+    with replacing(local) as part:
         store.get(name, part, transfer.add)
         if checksum(part) != info:
             raise CheckpointError(
                 f"{where} is damaged: its checksum is not the saved one; choose another checkpoint"
             )
-        part.replace(local)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _check_space(work: Path, needed: int, target: Path) -> None:

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from plsc.checkpoint.check import Checker
 from plsc.errors import CheckpointError
+from plsc.storage import publish
 
 FORMAT_VERSION = 2
-MANIFEST_NAME = "manifest.json"
+MANIFEST_NAME = publish.MANIFEST_NAME
 HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 

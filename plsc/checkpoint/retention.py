@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plsc.checkpoint.folders import withdraw
-from plsc.checkpoint.manifest import Manifest, read_manifest
-from plsc.errors import CheckpointError, OptionError
+from plsc.checkpoint.manifest import LARGEST_MANIFEST, Manifest, parse_manifest
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.storage.publish import MANIFEST_NAME, withdraw
+from plsc.storage.store import Store
+from plsc.storage.urls import shown
 
 METRICS_KEY = "metrics"  # of a manifest's scalars: name to number
+BEST_NAME = "best.json"
 
 
 @dataclass(frozen=True)
@@ -69,27 +73,48 @@ def value_of(manifest: Manifest, metric: str | None) -> float | None:
 
 
 def list_checkpoints(save_dir: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:
-    """Return the checkpoints of ``save_dir`` with their manifests, fewest steps first.
+    """Return the checkpoints of the local folder ``save_dir`` with their manifests, fewest steps first.
 
-    Hidden folders, and folders without a sound manifest, are not checkpoints. No folder, none.
-
-    Raises:
-        CheckpointError: ``save_dir`` cannot be read.
+    Raises DataError if ``save_dir`` cannot be read; no folder, no checkpoints.
     """
-    save_dir = Path(save_dir)
-    try:
-        candidates = sorted(save_dir.iterdir()) if save_dir.is_dir() else []
-    except OSError as error:
-        raise CheckpointError(f"cannot list checkpoints in {save_dir}: {error.strerror}") from error
+    folder = Path(save_dir)
+    return [(folder / name, manifest) for name, manifest in checkpoints_in(Store(folder))]
+
+
+def checkpoints_in(store: Store) -> list[tuple[str, Manifest]]:
+    """Return names and manifests of the checkpoints in a folder or store, fewest steps first.
+
+    Hidden folders, and folders without a sound manifest, are not checkpoints.
+    """
     found = []
-    for path in candidates:
-        if path.name.startswith("."):
+    for name in store.names(only_folders=True):
+        if name.startswith("."):
             continue
         try:
-            found.append((path, read_manifest(path)))
+            found.append((name, manifest_in(store, name)[0]))
         except CheckpointError:
             continue
-    return sorted(found, key=lambda entry: age_key(entry[0].name, entry[1]))
+        except DataError:  # of a folder of this disk that others may read
+            if store.is_remote:
+                raise
+    return sorted(found, key=lambda entry: age_key(*entry))
+
+
+def manifest_in(store: Store, name: str = "") -> tuple[Manifest, bytes]:
+    """Return a checkpoint's manifest, parsed and as it is. No name: the store's own folder is the checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged. DataError: the store does not answer.
+    """
+    path = f"{name}/{MANIFEST_NAME}" if name else MANIFEST_NAME
+    data = store.read(path, LARGEST_MANIFEST)
+    where = shown(store.child(name)) if name else store.shown
+    if data is None:
+        raise CheckpointError(
+            f"there is no checkpoint at {where}: it has no {MANIFEST_NAME}; give the path or URL of one, "
+            "such as hdfs://server/run/5"
+        )
+    return parse_manifest(data, f"{where}/{MANIFEST_NAME}"), data
 
 
 def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
@@ -97,31 +122,38 @@ def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
     return manifest.step, manifest.epoch, name
 
 
+def of_run(found: Sequence[tuple[str, Manifest]], run_id: str) -> list[tuple[str, Manifest]]:
+    """Return those of some checkpoints that a run saved."""
+    return [(name, manifest) for name, manifest in found if manifest.run_id == run_id]
+
+
 def prune(
-    save_dir: str | os.PathLike[str],
-    retention: Retention,
-    protect: Iterable[str | os.PathLike[str]] = (),
-) -> list[Path]:
-    """Delete all checkpoints that are not to be kept; return those deleted, oldest first.
+    store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()
+) -> list[str]:
+    """Delete the checkpoints of a run that are not to be kept; return their names, oldest first.
 
-    For one process (rank 0). ``protect``: paths that stay although they are old; a linked folder stays
-    too. A kill at any moment leaves no half of a checkpoint under a published name.
-
-    Raises:
-        CheckpointError: a folder cannot be deleted; the others are as they were.
+    For one process. Those of other runs, those whose name is in `protect`, and linked folders are unchanged.
+    A kill at any moment leaves no half of a checkpoint under a published name. Raises DataError if one cannot
+    be deleted.
     """
-    protected = {Path(path).resolve() for path in protect}
-    found = list_checkpoints(save_dir)
-    kept = retention.kept([(path.name, manifest) for path, manifest in found])
-    deleted = []
-    for path, _ in found:
-        if path.name in kept or path.is_symlink() or path.resolve() in protected:
-            continue
-        try:
-            withdraw(path)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot delete old checkpoint {path}: {error.strerror}; check its permissions"
-            ) from error
-        deleted.append(path)
-    return deleted
+    own = of_run(checkpoints_in(store), run_id)
+    stay = {*retention.kept(own), *protect}
+    doomed = [name for name, _ in own if name not in stay and not store.is_link(name)]
+    for name in doomed:
+        withdraw(store, name)
+    return doomed
+
+
+def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
+    """Return name and value of a run's best checkpoint; None if none has the metric."""
+    ranking = retention.ranking(of_run(checkpoints_in(store), run_id))
+    return ranking[0] if ranking else None
+
+
+def write_best(store: Store, metric: str | None, best: tuple[str, float] | None) -> None:
+    """Have best.json name a run's best checkpoint. Raises DataError if it cannot be written."""
+    if best is None:
+        store.delete(BEST_NAME)
+        return
+    content = {"path": best[0], "metric": metric, "value": best[1]}
+    store.write(BEST_NAME, (json.dumps(content) + "\n").encode())

@@ -14,14 +14,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from plsc.checkpoint.agree import on_every_rank, together
-from plsc.checkpoint.folders import SAVING, check_replaceable, hidden, publish
 from plsc.checkpoint.layout import ShardedTensor, info_of, state_dict_of
-from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.manifest import FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.remote import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import shard_name
 from plsc.checkpoint.writer import ShardWriter
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
-from plsc.storage.sync import sync
+from plsc.storage.publish import hidden_name
+from plsc.storage.store import Store
 
 ADVICE = "nothing was published and earlier checkpoints are whole"
 
@@ -60,11 +61,20 @@ def save_checkpoint(
         state.update(state_dict_of(whole, parts, world))
         return {key: info_of(value) for part in (tensors, sharded) for key, value in part.items()}
 
-    temporary = on_every_rank(world, doing, lambda: _begin(folder, world), ADVICE)[0]
+    def begin() -> Path:
+        hidden = folder.with_name(hidden_name(name))
+        if world.is_main:
+            _make(hidden, folder, manifest.run_id)
+        return hidden
+
+    temporary = on_every_rank(world, doing, begin, ADVICE)[0]
     is_owner = world.is_main
     try:
         is_owner = on_every_rank(
-            world, doing, lambda: _find(temporary, folder, world, is_shared), ADVICE
+            world,
+            doing,
+            lambda: _find(temporary, folder, manifest.run_id, world, is_shared),
+            ADVICE,
         )[world.rank]
         infos = on_every_rank(world, doing, prepare, ADVICE)
         writer = ShardWriter(temporary, shard_name(world.rank, f"step{manifest.step}"))
@@ -73,7 +83,8 @@ def save_checkpoint(
 
         def finish() -> None:
             if is_owner:
-                _finish(temporary, folder, _complete(manifest, infos, files))
+                text = _complete(manifest, infos, files).to_json().encode()
+                finish_folder(Store(folder.parent), temporary.name, name, text)
 
         on_every_rank(world, doing, finish, ADVICE)
     finally:
@@ -82,21 +93,13 @@ def save_checkpoint(
     return folder
 
 
-def _begin(folder: Path, world: World) -> Path:
-    """Make the hidden folder to write to, on rank 0; the others take its name from there."""
-    temporary = hidden(folder, SAVING)
-    if world.is_main:
-        _make(temporary, folder)
-    return temporary
-
-
-def _make(temporary: Path, folder: Path) -> None:
+def _make(temporary: Path, folder: Path, run_id: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    check_replaceable(folder)
+    check_replaceable(Store(folder.parent), folder.name, run_id)
     temporary.mkdir()
 
 
-def _find(temporary: Path, folder: Path, world: World, is_shared: bool) -> bool:
+def _find(temporary: Path, folder: Path, run_id: str, world: World, is_shared: bool) -> bool:
     """Return whether this rank is the one of its machine that publishes what lies there."""
     if world.is_main or temporary.is_dir():
         return world.is_main
@@ -106,7 +109,7 @@ def _find(temporary: Path, folder: Path, world: World, is_shared: bool) -> bool:
             "share, or to a store (set_model_save_dir with a URL)"
         )
     if world.local_rank == 0:
-        _make(temporary, folder)
+        _make(temporary, folder, run_id)
         return True
     return False
 
@@ -158,12 +161,3 @@ def _complete(
                 raise ValueError(f"{key} is {info} on rank {rank}, {tensors[key]} on a lower one")
     merged = {name: info for part in files for name, info in part.items()}
     return dataclasses.replace(manifest, tensors=tensors, files=merged)
-
-
-def _finish(temporary: Path, folder: Path, manifest: Manifest) -> None:
-    with (temporary / MANIFEST_NAME).open("x", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    sync(temporary)
-    publish(temporary, folder)

@@ -10,29 +10,17 @@ from pathlib import Path
 from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.layout import check_checksums, check_files
 from plsc.checkpoint.manifest import Manifest, read_manifest
-from plsc.checkpoint.remote import list_remote, prune_remote, read_remote_manifest, upload
-from plsc.checkpoint.retention import Retention, list_checkpoints, prune
-from plsc.checkpoint.sharing import FolderLock
+from plsc.checkpoint.remote import upload
+from plsc.checkpoint.retention import Retention, checkpoints_in, list_checkpoints, prune
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 from plsc.storage.names import base_name
+from plsc.storage.publish import FolderLock
 from plsc.storage.store import Store
 from plsc.storage.transfer import Transfer
 from plsc.storage.urls import is_url
 
 Say = Callable[[str], None]
-
-
-def list_at(place: str) -> list[tuple[str, Manifest]]:
-    """Return names and manifests of the checkpoints in a folder or at a URL, fewest steps first."""
-    if is_url(place):
-        return list_remote(Store(place))
-    return [(path.name, manifest) for path, manifest in list_checkpoints(place)]
-
-
-def manifest_at(place: str) -> Manifest:
-    """Return the manifest of the checkpoint at a path or URL. Raises CheckpointError if there is none."""
-    return read_remote_manifest(Store(place))[0] if is_url(place) else read_manifest(place)
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
@@ -63,17 +51,17 @@ def _check_structure(folder: Path) -> Manifest:
 def prune_at(place: str, retention: Retention) -> list[str]:
     """Delete the checkpoints in a folder or at a URL that are not to be kept; return their names.
 
-    Raises CheckpointError if a run is saving to the folder.
+    Each run's are counted separately; those without a run id are one run's.
+    Raises DataError if a run is saving to the folder.
     """
-    if is_url(place):
-        return prune_remote(Store(place), retention)
-    if not list_checkpoints(place):
-        return []
-    lock = FolderLock(Path(place))
+    store = Store(place)
+    runs = {manifest.run_id for _, manifest in checkpoints_in(store)}
+    lock = FolderLock(Path(place)) if runs and not store.is_remote else None
     try:
-        return [path.name for path in prune(place, retention)]
+        return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
 def push(source: str, url: str, say: Say | None = None) -> list[str]:
@@ -92,7 +80,7 @@ def push(source: str, url: str, say: Say | None = None) -> list[str]:
     store = Store(url)
     inside = list_checkpoints(folder)
     if inside:
-        there = dict(list_remote(store))
+        there = dict(checkpoints_in(store))
         chosen = [path for path, manifest in inside if there.get(path.name) != manifest]
     else:
         read_manifest(folder)

@@ -8,11 +8,11 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import ImageDraw
 
-from plsc.data.atomic import replacing
 from plsc.data.decode import decode_image, size_of
 from plsc.data.overview import drawn
 from plsc.data.sources import Source
 from plsc.errors import DataError, OptionError
+from plsc.storage.publish import replacing
 
 _COLUMNS, _PIXELS, _CAPTION, _GAP = 8, 112, 14, 4
 _PAPER, _INK, _FAULT = (255, 255, 255), (60, 60, 60), (200, 40, 40)

@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from plsc.data.publish import refuse_existing
 from plsc.data.sources import Source, open_source
 from plsc.data.writers import writer_of
 from plsc.errors import DataError, OptionError, suggest
+from plsc.storage.publish import refuse_existing
 from plsc.storage.urls import shown
 
 BROKEN_CHOICES = ("stop", "skip")

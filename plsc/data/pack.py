@@ -20,11 +20,11 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from plsc.data.publish import publishing, publishing_folder
 from plsc.data.sources.paths import printable
 from plsc.data.tar_format import Member, TarReader
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.publish import publishing, publishing_folder
 from plsc.storage.urls import shown
 
 SUMS = ".plsc-sha256sums"

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.atomic import replacing
 from plsc.data.plain_pickle import PlainArray, load_plain
 from plsc.errors import DataError
+from plsc.storage.publish import replacing
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ import dataclasses
 import datetime
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ class World:
     send_group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
     owns_process_group: bool = False
+    launch: str = ""  # torchrun's agent on this machine, which starts new ranks for failed ones
 
     @staticmethod
     def single(device: str = "cpu") -> World:
@@ -69,8 +72,9 @@ class World:
         already_made = dist.is_initialized()
         if already_made:
             rank, size = dist.get_rank(), dist.get_world_size()
+        launch = _launch()
         if size == 1:
-            return World(0, 1, local_rank, chosen)
+            return World(0, 1, local_rank, chosen, launch=launch)
         timeout = datetime.timedelta(seconds=timeout_seconds)
         if backend == "auto":
             backend = "nccl" if chosen.type == "cuda" else "gloo"
@@ -107,6 +111,7 @@ class World:
             send_group=send_group,
             store=own_store,
             owns_process_group=not already_made,
+            launch=launch,
         )
 
     @property
@@ -203,6 +208,18 @@ def _own_store(control_group: dist.ProcessGroup) -> dist.Store:
     dist.broadcast_object_list(box, group_src=0, group=control_group)
     # torch keeps no public name for the store.
     return dist.PrefixStore(f"plsc/{box[0]}", dist.distributed_c10d._get_default_store())
+
+
+def _launch() -> str:
+    """Return what tells torchrun's agent from all others; empty without one.
+
+    Each agent makes a new folder for the errors of its ranks: <folder>/attempt_<n>/<local rank>/error.json.
+    Its run id is often that of other launches, too, and it is not always the parent process.
+    """
+    parents = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    if len(parents) < 3 or not parents[1].name.startswith("attempt_"):
+        return ""
+    return f"{socket.gethostname()}:{parents[2]}"
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

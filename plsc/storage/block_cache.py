@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import time
 from pathlib import Path
 
 from plsc.errors import DataError, OptionError
 from plsc.storage.cache_folder import cache_folder
+from plsc.storage.publish import replacing
 from plsc.storage.stamp import FileStamp
 
 BLOCK_BYTES = 4 * 2**20
@@ -71,14 +71,10 @@ class BlockCache:
         """Keep a block, if there is room for it."""
         if self._folder is None or self._root is None:
             return
-        temporary = self._folder / f".{block}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        try:
+        with contextlib.suppress(DataError, OSError):  # a full disk, most often
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            temporary.write_bytes(data)
-            temporary.replace(self._folder / str(block))
-        except OSError:  # a full disk, most often
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            with replacing(self._folder / str(block), is_synced=False) as temporary:
+                temporary.write_bytes(data)
         self._written += len(data)
         if self._written > self._limit // 64:
             self._written = 0

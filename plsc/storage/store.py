@@ -1,62 +1,82 @@
-"""A folder of a remote store, behind an fsspec URL: what checkpoints need of HDFS, S3 and the others.
+"""A folder, local or behind an fsspec URL: what publishing needs of a disk, HDFS, S3 and the others.
 
-Every call is tried again for a bounded time, given up when the store stops answering, and checked
-afterwards where some client keeps silent about its failure. Errors are DataError, without secrets.
+Every call to a remote store is repeated for a bounded time, abandoned when the store stops answering, and
+checked afterwards where some client does not report its failure. Errors are DataError, without secrets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsspec.callbacks import Callback
+from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
+from plsc.storage.publish import sync
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_object_store, open_filesystem, shown
+from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 from plsc.storage.watch import Pulse, watched
 
 Answer = TypeVar("Answer")
 OnBytes = Callable[[int], None]
+_BY_TIME = 10**6  # attempts: time alone bounds them
 
 
 class Store:
-    """The folder at `url`. Names are relative to it, such as ``5/manifest.json``.
+    """The folder at `url`, a local path or fsspec URL. Names are relative to it: ``5/manifest.json``.
 
-    total_seconds: how long a call is tried again. silence: seconds without a byte after which one try is
-    given up.
+    total_seconds: how long a call is repeated. silence: seconds without a byte after which one try is
+    abandoned. A call on a local path is made once.
     """
 
-    def __init__(self, url: str, *, total_seconds: float = 60.0, silence: float = 30.0) -> None:
-        self.url = url.rstrip("/")
+    def __init__(
+        self, url: str | Path, *, total_seconds: float = 60.0, silence: float = 30.0
+    ) -> None:
+        self.url = str(url).rstrip("/")
         self.shown = shown(self.url)
-        self.can_rename = not is_object_store(url)
+        self.is_remote = is_url(self.url)
+        self.can_rename = not is_object_store(self.url)
         self._total_seconds = total_seconds
         self._silence = silence
-        filesystem, path = self._watched(lambda: open_filesystem(self.url), "cannot be opened")
-        self._filesystem = filesystem
-        self._path = path.rstrip("/")
+        self._filesystem: Any = LocalFileSystem()
+        self._path = str(Path(self.url).absolute())
+        if self.is_remote:
+            filesystem, path = self._watched(lambda: open_filesystem(self.url), "cannot be opened")
+            self._filesystem, self._path = filesystem, path.rstrip("/")
+        self._is_on_disk = isinstance(self._filesystem, LocalFileSystem)
 
     def child(self, name: str) -> str:
-        """Return the URL of what is in the folder under this name, for messages and users."""
+        """Return the path or URL of what is in the folder under this name."""
         return f"{self.url}/{name}"
 
-    def names(self, folder: str = "") -> list[str]:
-        """Return the names of what is in a folder, sorted; none if it is not there."""
+    def names(self, folder: str = "", *, only_folders: bool = False) -> list[str]:
+        """Return the names of what is in a folder, sorted; none if it is missing, or a file."""
 
         def call() -> list[str]:
             self._filesystem.invalidate_cache()
             try:
-                found = self._filesystem.ls(self._at(folder), detail=False)
-            except FileNotFoundError:
+                found = self._filesystem.ls(self._at(folder), detail=only_folders)
+            except (FileNotFoundError, NotADirectoryError):
                 return []
+            if only_folders:  # a link may be to a folder
+                found = [
+                    one["name"]
+                    for one in found
+                    if one["type"] == "directory" or one.get("islink", False)
+                ]
             own = self._at(folder).strip("/")
             paths = {str(one).rstrip("/") for one in found}
             return sorted(one.rsplit("/", 1)[-1] for one in paths if one.strip("/") != own)
 
         return self._watched(call, f"{folder or 'the folder'} cannot be listed")
+
+    def is_link(self, name: str) -> bool:
+        """Whether this is a symbolic link; only a disk has them."""
+        return self._is_on_disk and Path(self._at(name)).is_symlink()
 
     def exists(self, name: str = "") -> bool:
         """Whether there is a file or folder of this name."""
@@ -74,7 +94,7 @@ class Store:
             self._filesystem.invalidate_cache()
             try:
                 info = self._filesystem.info(self._at(name))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
             return int(info["size"]) if info["type"] == "file" else None
 
@@ -101,10 +121,13 @@ class Store:
         def call() -> None:
             with self._filesystem.open(self._at(temporary), "wb") as file:
                 file.write(data)
+            self._sync(temporary)
             if temporary != name:
-                with contextlib.suppress(FileNotFoundError):
-                    self._filesystem.rm_file(self._at(name))
+                if not self._is_on_disk:  # which replaces at once
+                    with contextlib.suppress(FileNotFoundError):
+                        self._filesystem.rm_file(self._at(name))
                 self._filesystem.mv(self._at(temporary), self._at(name))
+                self._sync(os.path.dirname(name))  # noqa: PTH120 - a name, no path
 
         self._watched(call, f"{name} cannot be written")
         self._check_size(name, len(data))
@@ -116,6 +139,7 @@ class Store:
 
         def call() -> None:
             self._filesystem.put_file(str(local), self._at(name), callback=_Telling(pulse))
+            self._sync(name)
 
         self._watched(call, f"{name} cannot be written", pulse)
         self._check_size(name, size)
@@ -151,6 +175,7 @@ class Store:
             if not self.exists(name) and self.exists(new_name):
                 return  # an earlier try that was thought to have failed
             self._filesystem.mv(self._at(name), self._at(new_name), recursive=True)
+            self._sync(os.path.dirname(new_name))  # noqa: PTH120 - a name, no path
 
         self._watched(call, f"{name} cannot be renamed to {new_name}")
         # Some clients do nothing, and say nothing, when they cannot.
@@ -179,6 +204,11 @@ class Store:
         if not is_there:
             raise DataError(f"{self.shown}: there is no bucket {bucket!r}; make it first")
 
+    def _sync(self, name: str) -> None:
+        """Wait until a file, or the names in a folder, are on the disk, where the store is one."""
+        if self._is_on_disk:
+            sync(self._at(name))
+
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path
 
@@ -190,9 +220,16 @@ class Store:
             )
 
     def _watched(self, call: Callable[[], Answer], what: str, pulse: Pulse | None = None) -> Answer:
+        if not self.is_remote:
+            try:
+                return call()
+            except OSError as error:
+                reason = f"{error.strerror or error} ({error.filename or self._path})"
+                raise DataError(f"{self.shown}: {what}: {reason}") from error
         return with_retries(
             lambda: watched(call, self._silence, pulse),
             f"{self.shown}: {what}",
+            attempts=_BY_TIME,
             total_seconds=self._total_seconds,
         )
 

@@ -96,6 +96,7 @@ class Run:
     position: Position = field(default_factory=Position)
     lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
     resumed_from: Path | None = None
+    run_id: str = ""  # of the checkpoints that it saves
 
     @property
     def total_steps(self) -> int | None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from plsc.checkpoint import Manifest, list_checkpoints
+from plsc.checkpoint import Manifest
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.manifest import MANIFEST_NAME
-from plsc.checkpoint.remote import list_remote
-from plsc.checkpoint.retention import age_key
+from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.storage.names import join
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
 from plsc.train.checkpointing import BEST, LAST, open_checkpoint
-from plsc.train.places import START_SECONDS, local_folder, versions
-from plsc.train.saving import BEST_NAME
+from plsc.train.places import Home, Start, choose_start, homes_of, interrupted_home
 
 _LARGEST_BEST = 2**16  # bytes
 
@@ -34,6 +30,10 @@ class _Found:
 
     folder: Path | None
     url: str | None
+
+    @property
+    def locations(self) -> set[str]:
+        return {str(one) for one in (self.folder, self.url) if one is not None}
 
 
 def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
@@ -55,31 +55,62 @@ def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
 
 
 def open_to_resume(options: Options, world: World) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint that training goes on from, and its manifest; None to begin anew; a collective.
+    """Return the checkpoint that training resumes, and its manifest; None to begin anew; a collective.
 
     A run with "last" begins anew (or from `checkpoint.download_dir`) where nothing was saved yet, so that
     the same script starts, and is started again.
     """
+    folder = _open(options, world)[0]
+    return None if folder is None else (folder, open_checkpoint(folder))
+
+
+def open_start(options: Options, world: World) -> tuple[tuple[Path, Manifest] | None, Start]:
+    """Return the checkpoint that a training run resumes, if any, and which run it is; a collective.
+
+    Ranks that a launcher started in place of those that failed resume the run that these had begun.
+    """
+    launches = {one for one in world.all_gather_object(world.launch) if one}
+    folder, locations, interrupted = _open(options, world, launches)
+    manifest = None if folder is None else open_checkpoint(folder)
+
+    def choose() -> Start | None:
+        if not world.is_main:
+            return None
+        return choose_start(options, launches, interrupted, locations, manifest)
+
+    doing = f"look into {shown(options.checkpoint.save_dir)}"
+    start = on_every_rank(world, doing, choose)[0]
+    assert start is not None
+    return None if folder is None or manifest is None else (folder, manifest), start
+
+
+def _open(
+    options: Options, world: World, launches: Collection[str] = ()
+) -> tuple[Path | None, set[str], str | None]:
+    """Return the local folder of the checkpoint to load, if any, and all paths and URLs that it has.
+
+    And the version in which ranks of one of these `launches` were saving, None if there is none.
+    """
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
+    found, interrupted = on_every_rank(
+        world,
+        f"find the {place if place in (LAST, BEST) else LAST} checkpoint of "
+        f"{shown(options.checkpoint.save_dir)}",
+        lambda: _look(options, launches) if world.is_main else (None, None),
+    )[0]
+    if found is not None:
+        return _bring(found, world), found.locations, interrupted
     folder: Path | None = None
-    if place in (LAST, BEST):
-        found = on_every_rank(
-            world,
-            f"find the {place} checkpoint of {shown(options.checkpoint.save_dir)}",
-            lambda: _find(options) if world.is_main else None,
-        )[0]
-        folder = None if found is None else _bring(found, world)
-        if folder is not None:
-            return folder, open_checkpoint(folder)
-    elif place is not None and is_url(place):
+    if place is not None and is_url(place):
         if url is not None:
             raise OptionError(f"both {shown(place)} and {shown(url)} are to be loaded; name one")
         url = place
-    elif place is not None:
+    elif place not in (None, LAST, BEST):
         folder = Path(place)
+    locations = {str(one) for one in (folder, url) if one is not None}
     if url is not None:
         folder = fetch(url, world, folder, print if world.is_main else None)
-    return None if folder is None else (folder, open_checkpoint(folder))
+    return folder, locations, interrupted
 
 
 def _bring(found: _Found, world: World) -> Path:
@@ -98,82 +129,68 @@ def _bring(found: _Found, world: World) -> Path:
     return fetch(found.url, world, None, print if world.is_main else None)
 
 
-def _find(options: Options) -> _Found | None:
-    """Return what "last" or "best" means; for one process. Raises CheckpointError if no best one is known."""
-    wanted = options.checkpoint.load_dir
-    for local, store in _homes(options):
-        here = list_checkpoints(local)
-        there = [] if store is None else list_remote(store)
-        if not here and not there:
-            continue
-        local_age = max((age_key(path.name, manifest) for path, manifest in here), default=None)
-        remote_age = max((age_key(*entry) for entry in there), default=None)
-        if wanted == BEST:
-            name = _name_of_best(local, store)
-        else:
-            name = max(age for age in (local_age, remote_age) if age is not None)[-1]
-        is_here = name in (path.name for path, _ in here)
-        is_there = name in (entry for entry, _ in there)
-        if not (is_here or is_there):
-            raise CheckpointError(
-                f"{local / BEST_NAME} names {name!r}, which is not there; give the path of a checkpoint"
-            )
-        # Both may have the name, from different runs: the newer place is right.
-        is_newer_there = remote_age is not None and (local_age is None or remote_age > local_age)
-        return _Found(
-            local / name if is_here and not (is_there and is_newer_there) else None,
-            store.child(name) if store is not None and is_there else None,
-        )
-    if wanted == BEST:
-        raise CheckpointError(
-            f"{shown(options.checkpoint.save_dir)} holds no checkpoint, so none is the best; train first, or "
-            "give the path of one"
-        )
-    return None
+def _look(options: Options, launches: Collection[str]) -> tuple[_Found | None, str | None]:
+    """Return what is to be loaded from where the run saves, and the version that was interrupted.
 
-
-def _homes(options: Options) -> Iterator[tuple[Path, Store | None]]:
-    """Yield the folders, with their stores, in which the run's checkpoints may be: those of versions, too.
-
-    A run that saves to new versions looks into the newest one first, another one into save_dir itself.
+    For one process. Raises CheckpointError if no best checkpoint is known.
     """
-    checkpoint = options.checkpoint
-    save_dir, upload_dir = checkpoint.save_dir, checkpoint.upload_dir
+    wanted = options.checkpoint.load_dir
+    if not launches and wanted not in (LAST, BEST):
+        return None, None
+    homes = homes_of(options)
+    interrupted = interrupted_home(homes, launches)
+    if interrupted is not None and (found := _find(interrupted, LAST)):
+        return found, interrupted.version
+    if wanted in (LAST, BEST):
+        for home in homes:
+            if found := _find(home, wanted):
+                return found, None if interrupted is None else interrupted.version
+        if wanted == BEST:
+            raise CheckpointError(
+                f"{shown(options.checkpoint.save_dir)} holds no checkpoint, so none is the best; train "
+                "first, or give the path of one"
+            )
+    return None, None if interrupted is None else interrupted.version
 
-    def store_of(url: str | None) -> Store | None:
-        return None if url is None else Store(url, total_seconds=START_SECONDS)
 
-    root = save_dir if is_url(save_dir) else upload_dir
-    top = store_of(root)
-    local = Path(save_dir)
-    names = top.names() if top is not None else []
-    if not is_url(save_dir) and local.is_dir():
-        names = sorted({*names, *(path.name for path in local.iterdir())})
-    known = versions(names)[::-1]
-    homes = [(local_folder(options, save_dir), top)]
-    versioned = (
-        (local_folder(options, join(save_dir, name)), store_of(root and join(root, name)))
-        for name in known
+def _find(home: Home, wanted: str | None) -> _Found | None:
+    """Return the last or best checkpoint of a run; None if it has none."""
+    here = checkpoints_in(home.local)
+    there = [] if home.remote is None else checkpoints_in(home.remote)
+    if not here and not there:
+        return None
+    local_age, remote_age = (
+        max((age_key(*entry) for entry in found), default=(-1, -1, "")) for found in (here, there)
     )
-    yield from chain(versioned, homes) if checkpoint.new_version else chain(homes, versioned)
+    if wanted == BEST:
+        # The store has what other machines saved, too, unless it misses what is newer here.
+        name = _name_of_best(home.stores[:: -1 if remote_age >= local_age else 1])
+    else:
+        name = max(local_age, remote_age)[-1]
+    is_here, is_there = (name in (entry for entry, _ in found) for found in (here, there))
+    if not (is_here or is_there):
+        raise CheckpointError(
+            f"{home.local.child(BEST_NAME)} names {name!r}, which is not there; give the path of a checkpoint"
+        )
+    is_newer_there = is_there and remote_age > local_age
+    return _Found(
+        Path(home.local.child(name)) if is_here and not is_newer_there else None,
+        home.remote.child(name) if home.remote is not None and is_there else None,
+    )
 
 
-def _name_of_best(local: Path, store: Store | None) -> str:
-    """Return the name of the best checkpoint, as best.json says."""
-    path, where = local / BEST_NAME, str(local / BEST_NAME)
-    try:
-        with path.open("rb") as file:
-            data: bytes | None = file.read(_LARGEST_BEST + 1)
-    except FileNotFoundError:
-        data = None
-        if store is not None:
-            data, where = store.read(BEST_NAME, _LARGEST_BEST), f"{store.shown}/{BEST_NAME}"
-    if data is None:
+def _name_of_best(stores: list[Store]) -> str:
+    """Return the name of the best checkpoint, as the first best.json says."""
+    for store in stores:
+        where, data = f"{store.shown}/{BEST_NAME}", store.read(BEST_NAME, _LARGEST_BEST)
+        if data is not None:
+            break
+    else:
         raise CheckpointError(
             f"there is no {where}, so no checkpoint is known as the best; give the path of one"
         )
     try:
-        content: Any = json.loads(data) if len(data) <= _LARGEST_BEST else None
+        content: Any = json.loads(data)
     except (ValueError, RecursionError):
         content = None
     named = content.get("path") if isinstance(content, dict) else None

@@ -22,10 +22,10 @@ from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 from plsc.train.acceleration import evaluated
 from plsc.train.build import Run, UserParts, build_network, build_run
-from plsc.train.checkpointing import adopt_options, check_save_dir
+from plsc.train.checkpointing import adopt_options
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
-from plsc.train.find import open_load_dir, open_to_resume
+from plsc.train.find import open_load_dir, open_start
 from plsc.train.logs import RunLog, print_on_main
 from plsc.train.loop import Trainer
 from plsc.train.places import Places, open_places
@@ -53,7 +53,7 @@ class Prediction:
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
-    checkpoint = open_to_resume(options, world)
+    checkpoint, start = open_start(options, world)
     differences: list[str] = []
     if checkpoint:
         differences = adopt_options(options, checkpoint[1])
@@ -61,10 +61,13 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         differences += keep_global_batch(options, *checkpoint, world.size)
     run = build_run(options, world, user)
     run.resumed_from = checkpoint[0] if checkpoint else None
-    places = open_places(options, world, print_on_main(world))
+    run.run_id = start.run_id
+    say = print_on_main(world)
+    places = open_places(options, world, say, start)
     try:
         run.save_dir = places.local
-        check_save_dir(run, places.store)
+        if start.note:
+            say(start.note)
         warm_start = None
         if checkpoint:
             differences += restore(run, *checkpoint)

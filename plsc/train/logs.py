@@ -15,6 +15,7 @@ from plsc.errors import TrainingError
 from plsc.evaluate.plots import plot_metrics
 from plsc.parallel.world import World
 from plsc.redaction import shown
+from plsc.storage.publish import replacing
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
@@ -143,6 +144,5 @@ def _drop_later_lines(path: Path, step: int) -> None:
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
             kept.append(line + "\n")
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text("".join(kept), encoding="utf-8")

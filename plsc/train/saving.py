@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,18 +12,16 @@ from plsc.checkpoint import (
     Retention,
     Snapshot,
     copy_to_host,
-    list_checkpoints,
-    prune,
     read_manifest,
     save_checkpoint,
     size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.retention import mode_of
-from plsc.data.atomic import replacing
+from plsc.checkpoint.retention import best_in, mode_of, prune, write_best
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.parallel.background import Background
 from plsc.parallel.memory import available_memory
+from plsc.storage.store import Store
 from plsc.storage.transfer import in_words
 from plsc.train.build import Run
 from plsc.train.checkpointing import take_state
@@ -32,7 +30,6 @@ from plsc.train.places import Places
 from plsc.train.sending import Sender
 
 _SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
-BEST_NAME = "best.json"
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Saver:
         self._pending: _Pending | None = None
         self._sender: Sender | None = None
         if places.store is not None:
-            self._sender = Sender(run.world, log, places, places.store, self._retention)
+            self._sender = Sender(run, log, places, places.store, self._retention)
             self._send_resumed()
         self._has_told = False
         self.best = on_every_rank(
@@ -207,27 +204,24 @@ class Saver:
             return None, 0, problem
         size = sum(file.bytes for file in read_manifest(newest).files.values())
         best = self._find_best()
+        named = None if best is None else (best.path.name, best.value)
         try:
-            _write_best(self._places.local / BEST_NAME, best)
+            write_best(Store(self._places.local), self._retention.monitor, named)
         except DataError as error:
             problem = problem or str(error)
         return best, size, problem
 
     def _thin_out(self, newest: Path) -> None:
-        if self._sender is None:
-            prune(newest.parent, self._retention, [newest])
-            return
-        with self._sender.holding() as in_use:
-            prune(newest.parent, self._retention, [newest, *in_use])
+        protect = {newest.name, self._places.start.resumed or ""}
+        with contextlib.ExitStack() as stack:
+            if self._sender is not None:
+                protect |= stack.enter_context(self._sender.holding())
+            prune(Store(newest.parent), self._retention, self._run.run_id, protect)
 
     def _find_best(self) -> Best | None:
-        metric = self._retention.monitor
-        found = {path.name: (path, m) for path, m in list_checkpoints(self._places.local)}
-        ranking = self._retention.ranking([(name, m) for name, (_, m) in found.items()])
-        if metric is None or not ranking:
-            return None
-        name, value = ranking[0]
-        return Best(found[name][0], metric, value)
+        metric, local = self._retention.monitor, self._places.local
+        best = best_in(Store(local), self._retention, self._run.run_id)
+        return None if metric is None or best is None else Best(local / best[0], metric, best[1])
 
 
 def retention_of(run: Run) -> Retention:
@@ -244,12 +238,3 @@ def retention_of(run: Run) -> Retention:
         )
     mode = mode_of(options.monitor_mode, metric)
     return Retention(options.keep_last, options.save_top_k, metric, mode)
-
-
-def _write_best(path: Path, best: Best | None) -> None:
-    if best is None:
-        path.unlink(missing_ok=True)
-        return
-    content = {"path": best.path.name, "metric": best.metric, "value": best.value}
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")

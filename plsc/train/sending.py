@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import RLock
 
 from plsc.checkpoint import Retention, read_manifest
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.remote import prune_remote, read_remote_manifest, upload
+from plsc.checkpoint.remote import upload
+from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import is_shard_of
 from plsc.errors import CheckpointError, PlscError
 from plsc.parallel.background import Background
-from plsc.parallel.world import World
 from plsc.storage.store import Store
 from plsc.storage.transfer import Transfer
+from plsc.train.build import Run
 from plsc.train.logs import METRICS_NAME, PLOT_NAME, RunLog
 from plsc.train.places import Places
 
-_SMALL_FILES = (METRICS_NAME, PLOT_NAME, "best.json", "bad_samples.txt")
+_SMALL_FILES = (METRICS_NAME, PLOT_NAME, "bad_samples.txt")
 
 
 @dataclass
@@ -36,9 +38,10 @@ class Sender:
     """Sends what was published on this machine. `add` and `close` are collectives."""
 
     def __init__(
-        self, world: World, log: RunLog, places: Places, store: Store, retention: Retention
+        self, run: Run, log: RunLog, places: Places, store: Store, retention: Retention
     ) -> None:
-        self._world = world.beside(world.send_group)
+        self._world = run.world.beside(run.world.send_group)
+        self._run_id = run.run_id
         self._log = log
         self._places = places
         self._store = store
@@ -56,10 +59,10 @@ class Sender:
         self._jobs.append(self._job(path, unless_there))
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[list[Path]]:
-        """Yield what is being sent and must stay; nothing else is begun meanwhile."""
+    def holding(self) -> Iterator[set[str]]:
+        """Yield the name of what is being sent and must stay; nothing else is begun meanwhile."""
         with self._lock:
-            yield [] if self._in_use is None else [self._in_use]
+            yield set() if self._in_use is None else {self._in_use.name}
 
     def close(self, seconds: float | None = None) -> list[Path]:
         """Wait, for so long; try again what had failed; return what is here and could not be sent."""
@@ -122,7 +125,7 @@ class Sender:
         if not self._world.is_main:
             return False
         try:
-            return read_remote_manifest(self._store, path.name)[0] == read_manifest(path)
+            return manifest_in(self._store, path.name)[0] == read_manifest(path)
         except CheckpointError:  # there is none, or half of one
             return False
 
@@ -137,14 +140,30 @@ class Sender:
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
         if self._world.is_main:
-            try:
-                self._tidy(path)
-            except PlscError as error:  # what was sent is sent, as the other ranks think
-                self._log.say(str(error))
+            self._tidy(path)
 
     def _tidy(self, newest: Path) -> None:
-        """Thin out what is in the store, and send what lies beside the checkpoints."""
-        prune_remote(self._store, self._retention, protect=[newest.name])
-        for name in _SMALL_FILES:
-            if (self._places.local / name).is_file():
-                self._store.put(self._places.local / name, name)
+        """Prune the store, and send the files next to the checkpoints, as they are now: some still grow.
+
+        A failure is logged and stops neither the rest nor the run: the checkpoint itself was sent.
+        """
+        protect = {newest.name, self._places.start.resumed or ""}
+        actions: list[Callable[[], object]] = [
+            lambda: prune(self._store, self._retention, self._run_id, protect),
+            lambda: write_best(
+                self._store,
+                self._retention.monitor,
+                best_in(self._store, self._retention, self._run_id),
+            ),
+        ]
+        for path in (self._places.local / name for name in _SMALL_FILES):
+            if path.is_file():
+                actions.append(partial(self._send_file, path))
+        for action in actions:
+            try:
+                action()
+            except (PlscError, OSError) as error:
+                self._log.say(str(error))
+
+    def _send_file(self, path: Path) -> None:
+        self._store.write(path.name, path.read_bytes())

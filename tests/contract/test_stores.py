@@ -18,68 +18,20 @@ import torch
 
 from plsc.checkpoint import Manifest, Retention, ShardedTensor, load_weights, save_checkpoint
 from plsc.checkpoint.fetch import fetch
-from plsc.checkpoint.remote import (
-    clean_remote,
-    list_remote,
-    prune_remote,
-    read_remote_manifest,
-    upload,
-)
+from plsc.checkpoint.remote import clean, upload
+from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.checkpoint.tools import push, verify
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage.cache_folder import folder_for
 from plsc.storage.store import Store
 from plsc.storage.urls import set_hdfs_user
-from tests.hdfs_server import hdfs_server
 from tests.s3_server import s3_server
 
 WORLD = World.single()
-KINDS = ("local", "memory", "s3", "hdfs")
 BLOCK = 1 << 20
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def s3():
-    with pytest.MonkeyPatch.context() as patch, s3_server() as address:
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": address,
-            "FSSPEC_S3_ENDPOINT_URL": address,
-        }.items():
-            patch.setenv(name, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield "s3://bucket"
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-
-
-@pytest.fixture(scope="module")
-def hdfs():
-    with hdfs_server() as server:
-        yield server
-
-
-@pytest.fixture(params=KINDS)
-def url(request, tmp_path):
-    """An empty folder's URL in each store."""
-    name = f"{tmp_path.name}/run"
-    if request.param == "local":
-        return f"file://{tmp_path}/remote/run"
-    if request.param == "memory":
-        return f"memory://{name}"
-    if request.param == "s3":
-        return f"{request.getfixturevalue('s3')}/{name}"
-    return f"{request.getfixturevalue('hdfs').url}/{name}"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) -> Path:
@@ -126,18 +78,18 @@ def test_a_checkpoint_goes_there_and_back_and_is_replaced_as_a_whole(url, tmp_pa
     store = Store(url)
     send(save(tmp_path, "1", 1), store)
     send(save(tmp_path, "2", 2, loss=0.5), store)
-    assert [name for name, _ in list_remote(store)] == ["1", "2"]
+    assert [name for name, _ in checkpoints_in(store)] == ["1", "2"]
     first = fetch(f"{url}/2", WORLD)
     assert first == folder_for("checkpoints", f"{url}/2")
     assert load_weights(first, "backbone.")["backbone.w"].tolist() == [2.0] * 3
     stamp = (first / "manifest.json").stat().st_ino
     assert (fetch(f"{url}/2", WORLD) / "manifest.json").stat().st_ino == stamp  # from the cache
     send(save(tmp_path, "2", 7, rows=9), store)  # of another step, under the same name
-    assert [manifest.step for _, manifest in list_remote(store)] == [1, 7]
+    assert [manifest.step for _, manifest in checkpoints_in(store)] == [1, 7]
     assert verify(fetch(f"{url}/2", WORLD)).step == 7
     assert [name.count("step2") for name in store.names("2")] == [0, 0]  # nothing old is left
     assert verify(f"{url}/1").step == 1
-    assert prune_remote(store, Retention(1)) == ["1"]
+    assert prune(store, Retention(1)) == ["1"]
     assert store.names() == ["2"]
 
 
@@ -148,14 +100,14 @@ def test_what_a_killed_upload_left_is_no_checkpoint_and_goes(url, tmp_path):
     store.make_folder(name)
     for file in path.glob("*.safetensors"):
         store.put(file, f"{name}/{file.name}")
-    assert list_remote(store) == []
-    clean_remote(store)
+    assert checkpoints_in(store) == []
+    clean(store)
     assert store.names() == []
     if store.can_rename:  # killed between the two renames
         send(path, store)
         store.rename("1", f".replaced-1-{'0' * 8}")
-        clean_remote(store)
-        assert [name for name, _ in list_remote(store)] == ["1"]
+        clean(store)
+        assert [name for name, _ in checkpoints_in(store)] == ["1"]
 
 
 def test_what_is_not_a_whole_checkpoint_is_refused_in_a_line_and_nothing_is_replaced(url, tmp_path):
@@ -168,7 +120,7 @@ def test_what_is_not_a_whole_checkpoint_is_refused_in_a_line_and_nothing_is_repl
     content = bytearray((good / data).read_bytes())
     content[-1] ^= 1
     (tmp_path / "flipped").write_bytes(content)
-    text = read_remote_manifest(store, "1")[1]
+    text = manifest_in(store, "1")[1]
     store.write("1/manifest.json", text.replace(b'"step": 1', b'"step": 2'))  # not what is here
     store.put(tmp_path / "flipped", f"1/{data}")
     with pytest.raises(CheckpointError, match="is damaged: its checksum"):
@@ -201,7 +153,7 @@ def test_push_sends_what_is_missing_and_finishes_what_was_begun(url, tmp_path):
     assert push(str(tmp_path / "run"), url) == ["2", "3"]
     assert push(str(tmp_path / "run"), url) == []
     assert push(str(tmp_path / "run" / "1"), url) == ["1"]
-    assert [manifest.step for _, manifest in list_remote(store)] == [1, 2, 3]
+    assert [manifest.step for _, manifest in checkpoints_in(store)] == [1, 2, 3]
 
 
 def test_hdfs_killed_in_an_upload_and_in_a_download_loses_nothing(hdfs, tmp_path):
@@ -214,8 +166,8 @@ def test_hdfs_killed_in_an_upload_and_in_a_download_loses_nothing(hdfs, tmp_path
     assert "plsc checkpoint push" in str(failure.value)
     _revive(hdfs)
     store = Store(f"{hdfs.url}/killed", total_seconds=60)
-    assert [name for name, _ in list_remote(store)] == ["1"]
-    clean_remote(store)
+    assert [name for name, _ in checkpoints_in(store)] == ["1"]
+    clean(store)
     assert push(str(tmp_path), f"{hdfs.url}/killed") == ["2"]
 
     failed = threading.Event()

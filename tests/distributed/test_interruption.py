@@ -65,11 +65,12 @@ def is_replaced(pids, process):
     return len(now) == len(pids) and not set(now) & set(pids)
 
 
+@pytest.mark.parametrize("load", ["'last'", "None"])
 def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
-    dataset, uninterrupted, tmp_path
+    dataset, uninterrupted, tmp_path, load
 ):
     save_dir = tmp_path / "run"
-    settings = "set_train_epochs=4", "set_checkpoint_dir='last'"
+    settings = "set_train_epochs=4", f"set_checkpoint_dir={load}"
     job = start(3, str(dataset), str(save_dir), *settings, max_restarts=2)
     wait_for((save_dir / "0").exists, job)
     first = worker_pids(job)
@@ -81,6 +82,7 @@ def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
     assert output.count("from step") >= 2, output
     assert different(save_dir / "3", uninterrupted / "3") == []
     assert losses_of(save_dir) == losses_of(uninterrupted)
+    assert not list(save_dir.glob("version_*"))
 
 
 def test_sigterm_saves_at_a_step_boundary_and_the_run_goes_on_from_there(

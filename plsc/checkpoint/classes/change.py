@@ -15,7 +15,7 @@ from typing import Any
 
 from plsc.checkpoint.classes.lists import ClassList, Given, read_class_list
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
-from plsc.checkpoint.classes.output import check_destination, check_space, publishing
+from plsc.checkpoint.classes.output import check_destination, check_space
 from plsc.checkpoint.classes.plan import Plan, plan_drop, plan_grow, plan_merge, plan_reorder
 from plsc.checkpoint.classes.rows import (
     Change,
@@ -41,6 +41,7 @@ from plsc.checkpoint.shard_file import Entry, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError
 from plsc.keys import hash_key
 from plsc.parallel.shard import class_range, class_ranges
+from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.version import __version__
 
@@ -106,7 +107,7 @@ def change_classes(
     _check_directions(directions, plan, manifest)
     seed = _seed(old, manifest)
     check_checksums(old, manifest, sorted(manifest.files))
-    with OpenCheckpoint(old, manifest) as opened, publishing(new) as temporary:
+    with OpenCheckpoint(old, manifest) as opened, publishing_folder(new) as temporary:
         tensors = _new_tensors(manifest, plan, moved)
         changes = _changes(opened, plan, rows, directions, seed)
         files = _entries(opened, tensors, plan, moved, changes)
@@ -119,10 +120,7 @@ def change_classes(
         if plan.what != "grow":
             entry["map"] = {"file": MAP_NAME, **write_map(temporary / MAP_NAME, plan)}
         result = _new_manifest(manifest, plan, tensors, infos, entry)
-        with (temporary / MANIFEST_NAME).open("x", encoding="utf-8") as file:
-            file.write(result.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
     return result
 
 
@@ -291,6 +289,7 @@ def _new_manifest(
     ranks = len(files) if tensors[_WEIGHT].sharded else 1
     return dataclasses.replace(
         manifest,
+        run_id="",  # no run may delete it
         class_num=plan.after,
         class_ranges=[list(pair) for pair in class_ranges(plan.after, ranks)],
         options=options,

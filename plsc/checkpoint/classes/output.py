@@ -1,16 +1,13 @@
-"""The folder of a changed checkpoint: it appears whole, where nothing was, or not at all."""
+"""Where a changed checkpoint may be written."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from plsc.checkpoint.folders import SAVING, hidden
 from plsc.checkpoint.shard_file import Entry
 from plsc.errors import CheckpointError, OptionError
-from plsc.storage.sync import sync
 
 
 def check_destination(source: Path, destination: Path) -> None:
@@ -33,24 +30,3 @@ def check_space(destination: Path, files: Sequence[Sequence[Entry]]) -> None:
         raise CheckpointError(
             f"{destination} needs {needed} bytes, {free} are free there; make room or write elsewhere"
         )
-
-
-@contextlib.contextmanager
-def publishing(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder that takes the name `folder` when the block succeeds; else it goes away."""
-    temporary = hidden(folder, SAVING)
-    try:
-        temporary.mkdir()
-        yield temporary
-        sync(temporary)
-        # A rename would take the place of an empty folder.
-        if folder.exists() or folder.is_symlink():
-            raise CheckpointError(f"{folder} came up while it was written; nothing was published")
-        temporary.rename(folder)
-        sync(folder.absolute().parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"could not write checkpoint {folder}: {error.strerror}; nothing was published"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

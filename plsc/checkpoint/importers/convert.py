@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.classes.output import check_destination, check_space, publishing
+from plsc.checkpoint.classes.output import check_destination, check_space
 from plsc.checkpoint.importers.layouts import LAYOUTS, read_source
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
 from plsc.checkpoint.importers.row_parts import RowParts
@@ -30,6 +30,7 @@ from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
 from plsc.parallel.shard import class_ranges
+from plsc.storage.publish import publishing_folder
 from plsc.version import __version__
 
 _ZEROS = 1 << 20  # numbers
@@ -226,15 +227,12 @@ def _write(
     check_space(target, shards)
     infos = {key: TensorInfo(tuple(t.shape), _name(t.dtype), False) for key, t in tensors.items()}
     infos |= {key: TensorInfo(shape, "float32", True) for key, (_, shape) in rows.items()}
-    with publishing(target) as temporary:
+    with publishing_folder(target) as temporary:
         for rank, entries in enumerate(shards):
             if entries:
                 files[shard_name(rank)] = write_shard(temporary / shard_name(rank), entries)
         complete = dataclasses.replace(manifest, tensors=infos, files=files)
-        with (temporary / MANIFEST_NAME).open("x", encoding="utf-8") as file:
-            file.write(complete.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        (temporary / MANIFEST_NAME).write_text(complete.to_json(), encoding="utf-8")
 
 
 def _whole(key: str, tensor: Tensor) -> Entry:

@@ -15,7 +15,7 @@ import numpy as np
 from plsc.data.native.partition import LinePlaces, start_writeback
 from plsc.data.partition.copying import copy_lines, put
 from plsc.data.partition.files import open_direct, read_exactly
-from plsc.storage.sync import sync
+from plsc.storage.publish import sync
 
 _TASK_BYTES = 2**24  # of a run that is cut up: what one thread writes in a few milliseconds
 _CHUNK_BYTES = 2**18

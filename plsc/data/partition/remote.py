@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.data.partition import manifest as manifests
 from plsc.data.partition.progress import Progress
-from plsc.data.partition.workspace import SUFFIX
-from plsc.errors import DataError
-from plsc.storage.blocks import streamed
-from plsc.storage.retry import reason_of
-from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
+from plsc.storage.publish import staged
 
 if TYPE_CHECKING:
     from plsc.storage.store import Store
@@ -28,7 +22,7 @@ def exists(url: str) -> bool:
 
     On an object store, parts without a manifest are what a run that was killed left: nothing.
     """
-    store = _store(url)
+    store = open_store(url)
     if store.can_rename:
         return store.exists()
     store.make_folder()  # makes none: it tells of a bucket that is not there, before the work is done
@@ -42,76 +36,19 @@ def publish(folder: Path, url: str, manifest: dict[str, Any], progress: Progress
     """
     names = [part["name"] for part in manifest["parts"]] + [manifests.FILE_LIST, manifests.NAME]
     progress.begin("uploading", sum((folder / one).stat().st_size for one in names))
-    with staged(url) as target:
+    with staged(url, open_store) as target:
         put(folder, target, names, progress)
-
-
-@contextlib.contextmanager
-def staged(url: str) -> Iterator[str]:
-    """Yield the URL to write the files to; when the block succeeds, the output is at `url`.
-
-    On an object store that is the place itself, and the manifest, written last, publishes. Raises DataError
-    if the store fails; what was written is removed when the block does not succeed.
-    """
-    url = url.rstrip("/")
-    parent, _, name = url.rpartition("/")
-    is_renamed = not is_object_store(url)
-    store, temporary = (_store(parent), f".{name}{SUFFIX}") if is_renamed else (_store(url), "")
-    try:
-        if is_renamed:
-            store.delete(temporary)  # a run that was killed left it
-        store.make_folder(temporary)
-        yield store.child(temporary) if is_renamed else url
-        if is_renamed:
-            store.rename(temporary, name)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            store.delete(temporary)
-        raise
 
 
 def put(folder: Path, target: str, names: list[str], progress: Progress) -> None:
     """Upload files of `folder`, in this order."""
-    store = _store(target)
+    store = open_store(target)
     for one in names:
         store.put(folder / one, one, progress.add)
 
 
-def delete(location: str) -> None:
-    """Delete a data file. Raises DataError if that fails."""
-    with _telling(location):
-        if is_url(location):
-            filesystem, path = open_filesystem(location)
-            filesystem.rm_file(path)
-        else:
-            Path(location).unlink()
-
-
-@contextlib.contextmanager
-def opened(folder: str, name: str) -> Iterator[Any]:
-    """Open a file of an output, local or not, for reading. Raises DataError if it is not there."""
-    location = f"{folder.rstrip('/')}/{name}"
-    with _telling(location), contextlib.ExitStack() as stack:
-        file: Any
-        if is_url(location):
-            file = stack.enter_context(streamed(location))
-        else:
-            file = stack.enter_context(Path(location).open("rb", buffering=0))
-        yield file
-
-
-def _store(url: str) -> Store:
+def open_store(url: str) -> Store:
+    """Return the folder at a path or URL."""
     from plsc.storage.store import Store  # imports fsspec
 
     return Store(url, silence=_SILENCE)
-
-
-@contextlib.contextmanager
-def _telling(location: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, AssertionError, TypeError, NameError):
-        raise
-    except Exception as error:  # each client has exceptions of its own
-        reason = getattr(error, "strerror", None) or reason_of(error)  # without passwords
-        raise DataError(f"{shown(location)}: {reason}") from error

@@ -29,8 +29,9 @@ from plsc.data.partition.progress import Progress
 from plsc.data.partition.space import Space
 from plsc.data.partition.survey import survey
 from plsc.data.partition.within_memory import fits, gather, index_inputs
-from plsc.data.partition.workspace import Workspace
 from plsc.errors import DataError
+from plsc.storage.names import base_name, parent_of
+from plsc.storage.publish import SAVING, Workspace, staged
 from plsc.storage.urls import is_url, shown
 
 _SYNCERS = 2  # one may wait for a part to be on the disk while the other starts the next
@@ -63,7 +64,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
                 workspace.publish(Path(options.output), is_synced=not options.no_sync)
     if options.delete_inputs:
         for one in inputs:
-            remote.delete(one.location)
+            remote.open_store(parent_of(one.location)).delete(base_name(one.location))
     return manifest
 
 
@@ -104,7 +105,7 @@ def _run_on_spark(
         counts, parts, padding = spark.write(options, inputs, target)
         _check_unchanged(inputs)
         _tell(counts, options.nranks, progress)
-        for stray in workspace.path.glob(".part_*"):
+        for stray in workspace.path.glob(f"{SAVING}part_*"):
             stray.unlink()  # of a task that was killed, and run again elsewhere
         manifest = manifests.build(options, counts, parts, padding)
         manifests.write(workspace.path, manifest)
@@ -114,7 +115,7 @@ def _run_on_spark(
         manifest = finish(str(workspace.path))
         workspace.publish(Path(options.output))
         return manifest
-    with remote.staged(options.output) as target:
+    with staged(options.output, remote.open_store) as target:
         manifest = finish(target)
         last = [manifests.FILE_LIST, manifests.NAME]
         remote.put(workspace.path, target, last, progress)

@@ -7,8 +7,8 @@ are read again, every line is sent to its rank, sorted there by its key, and wri
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -28,6 +28,7 @@ from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, 
 from plsc.data.partition.parts import part_names
 from plsc.data.partition.split import Split, open_split, split_inputs
 from plsc.errors import DataError, OptionError
+from plsc.storage.publish import replacing
 from plsc.storage.urls import is_url, open_filesystem
 
 _BLOCK = 4 * 2**20
@@ -197,23 +198,18 @@ def _store(
     rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str
 ) -> Iterator[Written]:
     """Write a part; a task that is run twice, or by two executors at once, does no harm."""
-    folder = None if is_url(target) else target
-    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-    try:
+    with contextlib.ExitStack() as stack:
+        if is_url(target):
+            temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()), name)
+        else:
+            temporary = stack.enter_context(replacing(Path(target, name)))
         lines = size = total = 0
-        with os.fdopen(handle, "wb", buffering=2**20) as file:
+        with temporary.open("wb", buffering=2**20) as file:
             for _, line in rows:
                 file.write(line)
                 total += checksum(line, size)
                 size, lines = size + len(line), lines + 1
-            file.flush()
-            os.fsync(file.fileno())
-        if folder is None:
+        if is_url(target):
             filesystem, path = open_filesystem(f"{target}/{name}")
-            filesystem.put_file(temporary, path)
-        else:
-            Path(temporary).chmod(0o644)
-            shutil.move(temporary, Path(folder) / name)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+            filesystem.put_file(str(temporary), path)
     yield Written(rank, lines, size, total % 2**64)

@@ -12,7 +12,6 @@ import numpy as np
 from plsc.data.line_reader import Buffers, LineReader, LongLine, Stream
 from plsc.data.lines import Lines
 from plsc.data.partition import manifest as manifests
-from plsc.data.partition import remote
 from plsc.data.partition.checksum import checksum
 from plsc.data.partition.inputs import list_inputs
 from plsc.data.partition.memory import Budget
@@ -21,6 +20,8 @@ from plsc.data.partition.order import padding_lines
 from plsc.data.partition.parallel import pool_of
 from plsc.data.partition.progress import Progress
 from plsc.errors import DataError
+from plsc.storage.blocks import streamed
+from plsc.storage.names import exists, join
 from plsc.storage.urls import shown
 
 _MODULUS = 2**128
@@ -90,18 +91,14 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
     Raises DataError that names the part that is damaged, the input that has changed, or what does not agree.
     """
     output = options.output
-    try:
-        with remote.opened(output, manifests.NAME) as file:
-            manifest = manifests.parse(
-                manifests.read_limited(file), f"{shown(output)}/{manifests.NAME}"
-            )
-    except DataError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            raise DataError(
-                f"{error}; there is no output to verify: make it first, without verify, or name it by "
-                "output_dir"
-            ) from error
-        raise
+    location = join(output, manifests.NAME)
+    if not exists(location):
+        raise DataError(
+            f"{shown(location)} does not exist: there is no output to verify; make it first, without verify, "
+            "or name it by output_dir"
+        )
+    with streamed(location) as file:
+        manifest = manifests.parse(manifests.read_limited(file), shown(location))
     if manifest["nranks"] != options.nranks:
         raise DataError(
             f"{shown(output)} has {manifest['nranks']} parts, expected {options.nranks}; "
@@ -122,7 +119,7 @@ def _digest_parts(options: PartitionOptions, manifest: dict[str, Any], progress:
     progress.begin("reading parts", sum(part["size"] for part in manifest["parts"]))
     for part in manifest["parts"]:
         name = f"{shown(options.output)}/{part['name']}"
-        with remote.opened(options.output, part["name"]) as file:
+        with streamed(join(options.output, part["name"])) as file:
             lines, size, total = digest.add(file, name)
         if lines != manifest["lines_per_rank"]:
             raise DataError(f"{name} has {lines} lines, expected {manifest['lines_per_rank']}")

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.atomic import replacing
 from plsc.errors import DataError
 from plsc.storage.cache_folder import cache_folder
 from plsc.storage.names import base_name
+from plsc.storage.publish import replacing
 from plsc.storage.stamp import FileStamp, stamp_of
 from plsc.storage.urls import is_url, shown
 

@@ -7,9 +7,9 @@ from typing import BinaryIO
 
 import pybase64
 
-from plsc.data.publish import publishing, publishing_folder
 from plsc.errors import DataError
 from plsc.storage.names import join
+from plsc.storage.publish import publishing, publishing_folder
 from plsc.storage.urls import is_url
 
 _PART = "part-00000"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from plsc.data.publish import publishing
+from plsc.storage.publish import publishing
 
 _SCHEMA = pa.schema(
     [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from plsc.data.publish import publishing
 from plsc.data.recordio import frame, pack_image
+from plsc.storage.publish import publishing
 
 
 def write_recordio(location: str, samples: Iterable[tuple[bytes, int]]) -> int:

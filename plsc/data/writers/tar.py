@@ -6,7 +6,7 @@ import io
 import tarfile
 from collections.abc import Iterable
 
-from plsc.data.publish import publishing
+from plsc.storage.publish import publishing
 
 _SUFFIXES = {
     b"\xff\xd8\xff": "jpg",

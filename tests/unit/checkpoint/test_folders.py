@@ -13,13 +13,14 @@ import torch
 from plsc.checkpoint import (
     Manifest,
     Retention,
-    clean_leftovers,
     list_checkpoints,
     load_weights,
-    prune,
     save_checkpoint,
 )
+from plsc.checkpoint.remote import clean
+from plsc.checkpoint.retention import prune
 from plsc.parallel.world import World
+from plsc.storage.store import Store
 
 ROOT = Path(__file__).parents[3]
 MANIFEST = Manifest("0.1.0", 1, 1, 0, 1, 1, 1, [[0, 1]])
@@ -74,7 +75,7 @@ def every_moment(tmp_path, prepare, action, check):
         folder.mkdir()
         prepare(folder)
         lived = die_at(moment, folder, lambda folder=folder: action(folder))
-        clean_leftovers(folder)
+        clean(Store(folder))
         check(folder, lived)
         if lived:
             assert moment > 5, "the test saw no change of a file"
@@ -128,7 +129,7 @@ def kill_a_prune(tmp_path):
     every_moment(
         tmp_path,
         lambda f: [save(f, "1", 1), save(f, "2", 2)],
-        lambda f: prune(f, Retention(1)),
+        lambda f: prune(Store(f), Retention(1)),
         check,
     )
 
@@ -147,13 +148,13 @@ def test_leftovers_go_and_a_hidden_old_version_comes_back(tmp_path):
     (tmp_path / ".deleting-5-0123abcd").mkdir()
     (tmp_path / ".saving-mine").mkdir()
     (tmp_path / ".replaced-notes-0123abcd").touch()
-    assert clean_leftovers(tmp_path) == [tmp_path / "7"]
+    assert clean(Store(tmp_path)) == ["7"]
     assert names(tmp_path) == [".replaced-notes-0123abcd", ".saving-mine", "7", "8"]
     assert saved_step(tmp_path / "8") == 2
 
 
 def test_cleaning_where_nothing_was_saved_does_nothing(tmp_path):
-    assert clean_leftovers(tmp_path / "absent") == []
+    assert clean(Store(tmp_path / "absent")) == []
     assert list_checkpoints(tmp_path / "absent") == []
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from plsc.checkpoint import Manifest, Retention, list_checkpoints, prune, save_checkpoint
-from plsc.checkpoint.retention import mode_of
+from plsc.checkpoint import Manifest, Retention, list_checkpoints, save_checkpoint
+from plsc.checkpoint.retention import mode_of, prune
 from plsc.errors import OptionError
 from plsc.parallel.world import World
+from plsc.storage.store import Store
 
 
 def save(folder, name, step, **metrics):
@@ -24,9 +25,9 @@ def names(folder):
 def test_the_latest_stay_and_the_protected(tmp_path):
     for step in range(1, 6):
         save(tmp_path, str(step), step)
-    assert prune(tmp_path, Retention(-1)) == []
-    deleted = prune(tmp_path, Retention(2), protect=[tmp_path / "2"])
-    assert deleted == [tmp_path / "1", tmp_path / "3"]
+    assert prune(Store(tmp_path), Retention(-1)) == []
+    deleted = prune(Store(tmp_path), Retention(2), protect=["2"])
+    assert deleted == ["1", "3"]
     assert names(tmp_path) == ["2", "4", "5"]
 
 
@@ -47,7 +48,7 @@ def test_the_best_by_a_metric_stay_besides(retention, kept, tmp_path):
     save(tmp_path, "3", 3, loss=1.0)
     save(tmp_path, "4", 4, loss=3)
     save(tmp_path, "5", 5, loss=2.0)
-    prune(tmp_path, retention)
+    prune(Store(tmp_path), retention)
     assert names(tmp_path) == kept
 
 

@@ -111,8 +111,9 @@ def test_the_parts_are_those_of_the_definition(tmp_path, way):
 @pytest.mark.parametrize("way", ["within memory", "many buckets"])
 def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
     choose(monkeypatch, way)
-    for module in ("parts", "workspace"):  # thousands of files need not be on the disk
-        monkeypatch.setattr(f"plsc.data.partition.{module}.sync", lambda _: None)
+    # Thousands of files need not be on the disk.
+    for module in ("plsc.data.partition.parts", "plsc.storage.publish"):
+        monkeypatch.setattr(f"{module}.sync", lambda _: None)
     for count in range(1, 41):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
         for nranks in range(1, 10):
@@ -283,14 +284,22 @@ def test_without_sync_nothing_is_waited_for_and_the_parts_are_the_same(
     tmp_path, monkeypatch, way, no_sync
 ):
     synced: list[str] = []
-    for module in ("parts", "workspace"):
-        monkeypatch.setattr(
-            f"plsc.data.partition.{module}.sync", lambda path: synced.append(Path(path).name)
-        )
+    for module in ("plsc.data.partition.parts", "plsc.storage.publish"):
+        monkeypatch.setattr(f"{module}.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))
     partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out"), no_sync=no_sync))
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
-    assert set(synced) == (set() if no_sync else {*parts.part_names(3), tmp_path.name})
+    assert set(synced) == (
+        set()
+        if no_sync
+        else {
+            *parts.part_names(3),
+            "file_list.txt",
+            "manifest.json",
+            ".out.plsc-partial",
+            tmp_path.name,
+        }
+    )
 
 
 def test_compressed_inputs_give_the_same_parts(tmp_path):
@@ -530,7 +539,7 @@ class TestVerify:
 
     def test_a_missing_part_is_named(self, folder):
         (folder / "partition_3/part_0.txt").unlink()
-        self.refuses(folder, r"part_0\.txt: No such file")
+        self.refuses(folder, r"part_0\.txt does not exist")
 
     def test_an_input_that_changed_is_named(self, folder):
         (folder / "data1.txt").write_bytes(b"QUJD\t1\n")

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import fsspec
 import pytest
 
-from plsc.data.publish import publishing, publishing_folder
 from plsc.errors import DataError
 from plsc.storage.names import exists
+from plsc.storage.publish import publishing, publishing_folder
 
 
 def interrupted(location: str) -> None:
@@ -65,37 +63,21 @@ def test_a_folder_appears_when_it_is_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-def publish_twice_at_once(path: Path, dead: Path) -> None:
-    """The second one is faster, so that the first one finds the name taken."""
-    with publishing_folder(path) as first:
-        assert not dead.exists()
-        (first / "file").write_bytes(b"first")
-        with publishing_folder(path) as second:
-            assert first.exists()
-            (second / "file").write_bytes(b"second")
-
-
-def test_leftovers_of_the_dead_are_removed_and_files_of_the_living_are_not(tmp_path):
-    dead = [tmp_path / ".set.12-0123abcd.tmp", tmp_path / ".other.12-0123abcd.tmp"]
-    for path in dead:
-        path.mkdir()
-        (path / "file").write_bytes(b"half")
-    with pytest.raises(DataError, match=r"cannot write .*set"):
-        publish_twice_at_once(tmp_path / "set", dead[0])
-    assert (tmp_path / "set/file").read_bytes() == b"second"
-    assert dead[1].exists()  # of another name: none of its business
-
-
-def test_leftover_files_are_removed_and_links_are_not_followed(tmp_path):
+@pytest.mark.parametrize("publish", [publishing, publishing_folder])
+def test_two_that_write_the_same_do_not_meet_and_what_a_dead_one_left_goes(tmp_path, publish):
+    left = tmp_path / ".a.plsc-partial"
+    left.mkdir()
+    (left / "half").write_bytes(b"half")
     (tmp_path / "precious").write_bytes(b"content")
-    (tmp_path / ".a.rec.12-0123abcd.tmp").write_bytes(b"half")
-    (tmp_path / ".a.rec.13-0123abcd.tmp").symlink_to(tmp_path / "precious")
-    with publishing(tmp_path / "a.rec") as first, publishing(tmp_path / "a.rec") as second:
-        first.write(b"1")
-        second.write(b"2")
-    assert (tmp_path / "precious").exists()
-    assert not (tmp_path / ".a.rec.12-0123abcd.tmp").exists()
-    assert (tmp_path / "a.rec").read_bytes() == b"1"
+    (left / "link").symlink_to(tmp_path / "precious")
+    with publish(tmp_path / "a"):
+        assert not (left / "half").exists()
+        with (
+            pytest.raises(DataError, match="another run is at work on a"),
+            publish(tmp_path / "a"),
+        ):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "precious"]
 
 
 def test_folders_that_are_missing_are_made_and_what_stands_in_their_way_is_told(tmp_path):
