@@ -16,8 +16,7 @@ from plsc.checkpoint import (
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.retention import METRICS_KEY
-from plsc.config import Options
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
 from plsc.parallel.shard import class_ranges
 from plsc.storage.names import join, parent_of
@@ -27,18 +26,6 @@ from plsc.train.build import Run
 from plsc.train.snapshot import scalars_to_save, tensors_to_save
 from plsc.version import __version__
 
-# A checkpoint does not decide where the next run reads it from, nor on which device that run is.
-_NEVER_ADOPTED = frozenset(
-    {
-        "checkpoint.load_dir",
-        "runtime.device",
-        "runtime.backend",
-        "runtime.timeout",
-        "runtime.cpu_threads",
-        "checkpoint.download_dir",
-        "checkpoint.local_dir",
-    }
-)
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
 LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 
@@ -54,18 +41,6 @@ def open_checkpoint(path: Path) -> Manifest:
         raise CheckpointError(
             f"{path} is not a checkpoint but holds some: {', '.join(inside)}; "
             f"give one of them, such as {path / inside[-1]}"
-        ) from error
-
-
-def adopt_options(options: Options, manifest: Manifest) -> list[str]:
-    """Take the checkpoint's options where the script set none; return the differences, a line each."""
-    is_of_save_dir = options.checkpoint.load_dir in (LAST, BEST)  # which may have been moved
-    keep = _NEVER_ADOPTED | ({"checkpoint.save_dir"} if is_of_save_dir else set())
-    try:
-        return options.adopt(manifest.options, keep=keep)
-    except OptionError as error:
-        raise CheckpointError(
-            f"the options in the checkpoint are damaged: {error}; choose another checkpoint"
         ) from error
 
 

@@ -17,11 +17,12 @@ import torch
 from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.change import refuse_several_heads
-from plsc.config import Options
+from plsc.config import Config, Options
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.models import BaseModel
+from plsc.optim.custom import name_of
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.job import load_network
@@ -54,10 +55,12 @@ def grow_from_images(
     options = Options()
     options.set("checkpoint.load_dir", os.fspath(source))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")
-    network = load_network(options, world, UserParts(model))
+    if model is not None:
+        options.set("model.name", name_of(type(model)))
+    network, config = load_network(options, world, UserParts(model))
     with tempfile.TemporaryFile() as file:
         sums = _sum_directions(
-            network, opened, labels, count, options, world, file, os.fspath(images)
+            network, opened, labels, count, config, world, file, os.fspath(images)
         )
         return change_classes(source, destination, grow=count, directions=sums)
 
@@ -67,7 +70,7 @@ def _sum_directions(
     source: Source,
     labels: np.ndarray,
     count: int,
-    options: Options,
+    options: Config,
     world: World,
     file: IO[bytes],
     name: str,

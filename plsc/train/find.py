@@ -15,7 +15,7 @@ from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.retention import age_key
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.storage.names import join
@@ -36,7 +36,7 @@ class _Found:
     url: str | None
 
 
-def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
+def open_load_dir(options: Config, world: World) -> tuple[Path, Manifest]:
     """Return the local folder of the checkpoint to load, fetched if need be, and its manifest; a collective.
 
     Raises OptionError if none is named, CheckpointError if there is none.
@@ -54,7 +54,7 @@ def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
     )
 
 
-def open_to_resume(options: Options, world: World) -> tuple[Path, Manifest] | None:
+def open_to_resume(options: Config, world: World) -> tuple[Path, Manifest] | None:
     """Return the checkpoint that training goes on from, and its manifest; None to begin anew; a collective.
 
     A run with "last" begins anew (or from `checkpoint.download_dir`) where nothing was saved yet, so that
@@ -98,7 +98,7 @@ def _bring(found: _Found, world: World) -> Path:
     return fetch(found.url, world, None, print if world.is_main else None)
 
 
-def _find(options: Options) -> _Found | None:
+def _find(options: Config) -> _Found | None:
     """Return what "last" or "best" means; for one process. Raises CheckpointError if no best one is known."""
     wanted = options.checkpoint.load_dir
     for local, store in _homes(options):
@@ -132,7 +132,7 @@ def _find(options: Options) -> _Found | None:
     return None
 
 
-def _homes(options: Options) -> Iterator[tuple[Path, Store | None]]:
+def _homes(options: Config) -> Iterator[tuple[Path, Store | None]]:
     """Yield the folders, with their stores, in which the run's checkpoints may be: those of versions, too.
 
     A run that saves to new versions looks into the newest one first, another one into save_dir itself.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plsc.config import Options, find_option
+from plsc.config import Config, find_option
 from plsc.parallel.cores import usable_cores
 
 _STEPS = ("step", "multi_step")
@@ -19,7 +19,7 @@ _SCALING = (
 )
 
 
-def idle_note(options: Options) -> str:
+def idle_note(options: Config) -> str:
     """Return a line that names the options without effect and why, or nothing if there are none.
 
     One that is set to its default, as `set_mixed_precision` sets many, does not count.
@@ -43,7 +43,7 @@ def batch_note(global_batch: int, num_samples: int | None) -> str:
     )
 
 
-def threads_note(options: Options) -> str:
+def threads_note(options: Config) -> str:
     """Return a line for more threads than there are cores, or nothing."""
     threads, cores = options.runtime.cpu_threads, usable_cores()
     if threads <= cores:
@@ -54,7 +54,7 @@ def threads_note(options: Options) -> str:
     )
 
 
-def _unused(options: Options) -> Iterator[tuple[tuple[str, ...], str]]:
+def _unused(options: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield options that this run does not look at, and the reason."""
     optim, precision, head = options.optim, options.precision, options.head
     has_own_rows = head.loss_type.startswith("dist_")

@@ -11,7 +11,7 @@ from plsc.checkpoint import clean_leftovers
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import clean_remote
 from plsc.checkpoint.sharing import FolderLock, neighbours
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 from plsc.storage.cache_folder import folder_for
@@ -42,7 +42,7 @@ class Places:
             self.lock.release()
 
 
-def open_places(options: Options, world: World, say: Callable[[str], None]) -> Places:
+def open_places(options: Config, world: World, say: Callable[[str], None]) -> Places:
     """Return the places of a run that is about to begin: tidied after a kill, and locked. Collective.
 
     Raises CheckpointError on all ranks: another run saves there, no permission, a store that does not answer
@@ -82,7 +82,7 @@ def open_places(options: Options, world: World, say: Callable[[str], None]) -> P
     return Places(local, store, is_shared, is_owner, lock)
 
 
-def local_folder(options: Options, save_dir: str) -> Path:
+def local_folder(options: Config, save_dir: str) -> Path:
     """Return the folder of this machine for a save_dir, which may be a URL."""
     if not is_url(save_dir):
         return Path(save_dir)
@@ -106,7 +106,7 @@ def _next_version(save_dir: str) -> int:
     return int(last[0].split("_")[1]) + 1 if last else 0
 
 
-def _open_store(url: str, options: Options, world: World) -> Store:
+def _open_store(url: str, options: Config, world: World) -> Store:
     """Return the store, once it has answered."""
     opened: list[Store] = []
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.check import Checker
-from plsc.config import Options
+from plsc.config import Config, Options, find_option
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
@@ -15,9 +16,10 @@ from plsc.heads.joint import each_head
 from plsc.optim.factory import FULL_RATE, describe_implementation
 from plsc.option import is_finite_number
 from plsc.train.build import Run, global_batch_size
+from plsc.train.build_head import with_margin
 from plsc.train.precision import restore_scaler
 from plsc.train.randomness import seed_generators
-from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
+from plsc.train.saved_heads import HeadMatch, check_data_sets, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
 from plsc.train.state import (
     Position,
@@ -36,12 +38,31 @@ _HOW_TO_CHANGE = {
 }
 
 
-def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: int) -> list[str]:
-    """Have the run make steps of as many samples as the checkpoint's run, whatever the number of ranks.
+def resolve_run(options: Options, checkpoint: tuple[Path, Manifest] | None, ranks: int) -> Config:
+    """Return the configuration of a run; of one that resumes a checkpoint with what that decides.
 
-    Returns a line for the user if the ranks' batches change by that. A script that sets the batch a rank
-    that it set before may be started on any number of ranks; one that sets another must come to
-    the same product. Raises OptionError for that, CheckpointError for a damaged manifest.
+    Raises OptionError, and CheckpointError for a checkpoint that is damaged or of other data.
+    """
+    if checkpoint is None:
+        return with_margin(options.resolve())
+    path, manifest = checkpoint
+    config = options.resolve(manifest.options)
+    check_data_sets(config, path, manifest)
+    steps = manifest.scalars.get("steps_per_epoch")
+    if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
+        # With other data sets, too: epochs and schedule are unchanged.
+        config = config.changed(
+            {"train.epoch_steps": find_option("train.epoch_steps").saved(steps)}
+        )
+    return with_margin(_keep_global_batch(config, path, manifest, ranks))
+
+
+def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
+    """Return the configuration whose steps have as many samples as the checkpoint's, on any number of ranks.
+
+    A script that sets the batch per rank that it set before may be started on any number of ranks; one that
+    sets another must come to the same product. Raises OptionError for that, CheckpointError for a damaged
+    manifest.
     """
     saved = Checker(str(path)).integer(manifest.scalars.get("global_batch"), "the global batch")
     if saved < ranks:
@@ -56,7 +77,7 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
         )
     product = train.batch_size * ranks
     if product == saved:
-        return []
+        return options
     before = manifest.options.get("train", {})
     is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
     if "train.batch_size" in options.explicit and not is_the_same:
@@ -64,17 +85,20 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
             f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
             f"{path} was trained with {saved} images a step, which a resumed run keeps; leave it out"
         )
-    train.global_batch_size = saved
-    options.adopted.add("train.global_batch_size")
+    kept = replace(
+        options.changed({"train.global_batch_size": saved}),
+        adopted=options.adopted | {"train.global_batch_size"},
+    )
     if ranks == manifest.world_size:
-        return []
+        return kept
     share = (
         f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
     )
-    return [
+    line = (
         f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
         f"{share} a rank"
-    ]
+    )
+    return replace(kept, differences=(*kept.differences, line))
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:

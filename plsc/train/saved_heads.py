@@ -11,7 +11,7 @@ from typing import Any
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.manifest import HEADS_KEY
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
 from plsc.options.data_set import is_name
@@ -82,7 +82,7 @@ def heads_to_save(run: Run) -> dict[str, Any]:
     return {HEADS_KEY: saved}
 
 
-def check_data_sets(options: Options, path: Path, manifest: Manifest) -> None:
+def check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
     """Refuse a run over one data set that goes on from a checkpoint of several, and the other way round.
 
     `options`: with those of the checkpoint adopted. Raises CheckpointError.
@@ -93,10 +93,7 @@ def check_data_sets(options: Options, path: Path, manifest: Manifest) -> None:
             f"{path} has a single head, this run has one for each of its data sets (data.datasets); to begin "
             "with its network, use set_pretrained instead of set_checkpoint_dir"
         )
-    is_script_for_one = (
-        "data.dataset_dir" in options.explicit and "data.datasets" not in options.explicit
-    )
-    if saved is not None and (not options.data.datasets or is_script_for_one):
+    if saved is not None and not options.data.datasets:
         raise CheckpointError(
             f"{path} has a head for each of the data sets {', '.join(saved)}, this run has one data set "
             "(data.dataset_dir); name those to go on with by add_dataset, or begin with its network by "

@@ -17,7 +17,7 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.randomness import pack_generators, unpack_generators
-from plsc.train.resume import keep_global_batch
+from plsc.train.resume import resolve_run
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, losses_of, options_of, saved_at, train
 
@@ -164,9 +164,9 @@ def kept(trained, ranks, saved_on=4, **settings):
     manifest = manifest_of(
         trained, world_size=saved_on, scalars=scalars, options={"train": {"batch_size": 8}}
     )
-    options.adopt(manifest.options)
-    lines = keep_global_batch(options, trained / "1", manifest, ranks)
-    return options.train.global_batch_size or options.train.batch_size * ranks, lines
+    config = resolve_run(options, (trained / "1", manifest), ranks)
+    total = config.train.global_batch_size or config.train.batch_size * ranks
+    return total, [line for line in config.differences if line.startswith("ranks")]
 
 
 def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
@@ -191,7 +191,7 @@ def test_options_that_would_change_the_global_batch_are_refused(trained):
         kept(trained, 33)
     damaged = manifest_of(trained, scalars={"global_batch": "many"})
     with pytest.raises(CheckpointError, match="global batch"):
-        keep_global_batch(Options(), trained / "1", damaged, 2)
+        resolve_run(Options(), (trained / "1", damaged), 2)
 
 
 def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(trained):
