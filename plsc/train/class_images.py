@@ -35,13 +35,13 @@ def grow_from_images(
     destination: str | os.PathLike[str],
     count: int,
     images: str | os.PathLike[str],
-    model: BaseModel | None = None,
+    model: BaseModel | str | None = None,
 ) -> Manifest:
     """Write the checkpoint `source` with `count` more classes to `destination`, begun from images of them.
 
     images: a set in any format (docs/formats.md) with one image or more of each new class. Its labels are the
-    new class numbers, or count the new classes from 0. model: the network, where it is one of your own that
-    was given by `set_model`. See `plsc.checkpoint.classes.change_classes`.
+    new class numbers, or count the new classes from 0. model: the network, or the name of its class,
+    where it is one of your own. See `plsc.checkpoint.classes.change_classes`.
 
     Raises OptionError, DataError, CheckpointError; nothing is published then.
     """
@@ -55,9 +55,10 @@ def grow_from_images(
     options = Options()
     options.set("checkpoint.load_dir", os.fspath(source))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")
+    network = model if isinstance(model, BaseModel) else None
     if model is not None:
-        options.set("model.name", name_of(type(model)))
-    network, config = load_network(options, world, UserParts(model))
+        options.set("model.name", model if network is None else name_of(type(network)))
+    network, config = load_network(options, world, UserParts(network))
     with tempfile.TemporaryFile() as file:
         sums = _sum_directions(
             network, opened, labels, count, config, world, file, os.fspath(images)

@@ -151,7 +151,8 @@ def test_new_classes_learn_and_know_their_images_if_begun_from_them(trained, tmp
     assert undisturbed[0] < old_only[0] < undisturbed[0] + 1
 
     new_only = relabelled(every, tmp_path / "new-set", keep=lambda label: label >= 6)
-    change(checkpoint, tmp_path / "begun", "--grow", 2, "--images", new_only)
+    network = ("--model", f"{__name__}:Plain")
+    change(checkpoint, tmp_path / "begun", "--grow", 2, "--images", new_only, *network)
     random, _ = train(new_only, tmp_path / "c", EPOCHS + 1, tmp_path / "random")
     begun, _ = train(new_only, tmp_path / "d", EPOCHS + 1, tmp_path / "begun")
     assert begun[0] < random[0]
@@ -160,7 +161,7 @@ def test_new_classes_learn_and_know_their_images_if_begun_from_them(trained, tmp
     assert read_manifest(last).lineage[0]["rows"] == "directions"
     # An image folder counts its classes from 0; the rows are the same.
     from_zero = relabelled(new_only, tmp_path / "zero", np.arange(8) - 6)
-    change(checkpoint, tmp_path / "begun-zero", "--grow", 2, "--images", from_zero)
+    change(checkpoint, tmp_path / "begun-zero", "--grow", 2, "--images", from_zero, *network)
     assert read_manifest(tmp_path / "begun-zero").files == read_manifest(tmp_path / "begun").files
 
 
