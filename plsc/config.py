@@ -34,7 +34,8 @@ class Config:
     """The options of a run, resolved: what was set, what a checkpoint decides, and defaults for the rest.
 
     `explicit` holds the paths that were set, `adopted` those that came from a checkpoint. differences: a line
-    for each option that was set to another value than the checkpoint's.
+    for each option that was set to another value than the checkpoint's. arguments: of the constructor of a
+    network of the user's own, from a checkpoint.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -51,6 +52,7 @@ class Config:
     explicit: frozenset[str] = frozenset()
     adopted: frozenset[str] = frozenset()
     differences: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, path: str) -> Any:
         """Return the value of the option at a path such as ``train.batch_size``."""

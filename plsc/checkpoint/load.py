@@ -24,6 +24,7 @@ from plsc.checkpoint.layout import (
     state_dict_of,
 )
 from plsc.checkpoint.manifest import Manifest, read_manifest
+from plsc.checkpoint.roles import BACKBONE, EXTRA, Role
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 
@@ -80,11 +81,10 @@ def load_tensors(
     return manifest
 
 
-def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of ``path`` whose key begins with ``prefix``, on the CPU, sharded ones put together.
+def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str, Tensor]:
+    """Return the tensors of ``path`` of a kind of role by their names in it, on the CPU, sharded ones joined.
 
-    For one process, without any collective; keys keep the prefix. Only the files that hold such tensors
-    are read.
+    For one process, without any collective. Only the files that hold such tensors are read.
 
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
@@ -92,9 +92,9 @@ def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]
     folder = Path(path)
     manifest = read_manifest(folder)
     places = check_files(folder, manifest)
-    wanted = [key for key in manifest.tensors if key.startswith(prefix)]
+    wanted = [key for key, info in manifest.tensors.items() if info.role.kind == kind]
     if not wanted:
-        raise CheckpointError(f"{folder} holds no tensor whose name begins with {prefix!r}")
+        raise CheckpointError(f"{folder} holds no {kind} tensor; choose another checkpoint")
     names = sorted({name for key in wanted for name in places[key]})
     parts: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in wanted}
     try:
@@ -108,7 +108,7 @@ def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]
                         parts[key].append((first, file.get_tensor(key)))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {folder / name}: {error}") from error
-    return {key: _join(pieces) for key, pieces in parts.items()}
+    return {manifest.tensors[key].role.name: _join(pieces) for key, pieces in parts.items()}
 
 
 def _join(pieces: list[tuple[int, Tensor]]) -> Tensor:
@@ -124,9 +124,9 @@ def _check_wanted(
     tensors: Mapping[str, Tensor],
     sharded: Mapping[str, ShardedTensor],
 ) -> None:
-    wanted = {key: info_of(value) for part in (tensors, sharded) for key, value in part.items()}
-    for key, want in wanted.items():
-        have = manifest.tensors.get(key)
+    wanted: dict[str, Tensor | ShardedTensor] = {**tensors, **sharded}
+    for key, value in wanted.items():
+        want, have = info_of(value, Role(EXTRA, key)), manifest.tensors.get(key)
         if have is None:
             raise CheckpointError(
                 f"{folder} has no tensor {key!r}; it was saved by another network or run"

@@ -12,8 +12,13 @@ from pathlib import Path
 
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.folders import DELETING, HIDDEN, REPLACED, SAVING, hidden_name
-from plsc.checkpoint.layout import SUFFIX
-from plsc.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_NAME, Manifest, parse_manifest
+from plsc.checkpoint.manifest import (
+    LARGEST_MANIFEST,
+    MANIFEST_NAME,
+    SUFFIX,
+    Manifest,
+    parse_manifest,
+)
 from plsc.checkpoint.retention import Retention, age_key
 from plsc.checkpoint.shard_file import is_shard
 from plsc.errors import CheckpointError, DataError

@@ -120,12 +120,11 @@ def _dry_run(model: nn.Module, image_shape: tuple[int, ...]) -> Any:
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     dtype = first.dtype if first is not None and first.is_floating_point() else torch.float32
-    images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
     # no_grad, not inference_mode: a network that keeps a tensor from its first call (a position grid, a
     # lazy parameter) could not train with it later.
     with evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            return model(images)
+            return model(torch.zeros((2, *image_shape), device=device, dtype=dtype))
         except PlscError:
             raise
         except Exception as error:  # whatever a user's network may throw

@@ -50,7 +50,7 @@ def run_profile(
     folder = _check(steps, output)
     # A network of the user's is trained as a copy.
     user = replace(user, model=copy.deepcopy(user.model))
-    config = resolve_run(options, open_to_resume(options.resolve(), world), world.size)
+    config = resolve_run(options, open_to_resume(options.resolve(), world), world.size, user.model)
     # The folder is refused where every folder is a class.
     config = config.changed({"train.with_test": False, "checkpoint.save_dir": str(folder)})
     run = build_run(config, world, user)

@@ -272,6 +272,7 @@ def build_network(
             options.model.emb_size,
             options.model.image_shape,
             dropout=options.model.dropout,
+            arguments=options.arguments,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
     prepare_tensors(model)

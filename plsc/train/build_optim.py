@@ -80,7 +80,7 @@ def build_updates(
         for names, own in assignment.groups
         if names
     ]
-    dense = [p for _, _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
+    dense = [p for _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
     if dense:
         groups.append({"params": dense, **_settings_of_dense_heads(options)})
     if not groups:  # the network is frozen, and the rows have an optimizer of their own

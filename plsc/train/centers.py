@@ -35,7 +35,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} is there already; give a path that is not")
     refuse_several_heads(path, manifest)
-    plain = resolve_run(options, (path, manifest), world.size)
+    plain = resolve_run(options, (path, manifest), world.size, user.model)
     as_predicted = plain.changed(NO_AUGMENTATION)
     run = build_run(as_predicted, world, dataclasses.replace(user, train_transform=None))
     head = run.head

@@ -14,14 +14,17 @@ from plsc.checkpoint import (
     save_checkpoint,
 )
 from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.layout import info_of
 from plsc.checkpoint.remote import list_remote
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
+from plsc.models.base_model import constructor_arguments
 from plsc.parallel.shard import class_ranges
 from plsc.storage.names import join, parent_of
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown, without_secrets
+from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run
 from plsc.train.snapshot import scalars_to_save, tensors_to_save
 from plsc.version import __version__
@@ -93,7 +96,7 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
 
     metrics: what the checkpoint is judged by. Nothing of the run is changed.
     """
-    replicated, sharded = tensors_to_save(run)
+    replicated, sharded, roles = tensors_to_save(run)
     manifest = Manifest(
         plsc_version=__version__,
         step=run.position.step,
@@ -104,7 +107,16 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
         emb_size=run.options.model.emb_size,
         class_ranges=_class_ranges(run),
         options=without_secrets(run.options.as_dict()),
-        scalars={METRICS_KEY: metrics, **scalars_to_save(run)},
+        scalars={
+            METRICS_KEY: metrics,
+            ARGUMENTS_KEY: constructor_arguments(run.network),
+            **scalars_to_save(run),
+        },
+        tensors={
+            key: info_of(value, roles[key])
+            for part in (replicated, sharded)
+            for key, value in part.items()
+        },
         lineage=run.lineage,
     )
     return Snapshot(replicated, sharded, manifest)

@@ -22,6 +22,7 @@ from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 from plsc.train.acceleration import evaluated
+from plsc.train.adopt import adopt
 from plsc.train.build import Run, UserParts, build_network, build_run
 from plsc.train.checkpointing import check_save_dir
 from plsc.train.evaluation import evaluate_targets, load_targets
@@ -54,7 +55,7 @@ class Prediction:
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
     checkpoint = open_to_resume(options.resolve(), world)
-    config = resolve_run(options, checkpoint, world.size)
+    config = resolve_run(options, checkpoint, world.size, user.model)
     differences = list(config.differences)
     run = build_run(config, world, user)
     run.resumed_from = checkpoint[0] if checkpoint else None
@@ -138,15 +139,13 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
 def load_network(options: Options, world: World, user: UserParts) -> tuple[BaseModel, Config]:
     """Return the checkpoint's network, and the configuration with what the checkpoint decides of it."""
     path, manifest = open_load_dir(options.resolve(), world)
-    config = options.resolve(manifest.options, "model")
+    config = adopt(options, path, manifest, user.model, "model")
     for difference in config.differences if world.is_main else ():
         print(f"differs from the checkpoint: {shown(difference)}")
     network = build_network(config, world, user.model)
     use_lists(network, look_up_lists(network, config), config, world.device)
-    weights = load_weights(path, "backbone.")
-    state = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
     try:
-        network.load_state_dict(state)
+        network.load_state_dict(load_weights(path))
     except RuntimeError as error:
         raise CheckpointError(
             f"{path} does not fit {type(network).__name__}: "

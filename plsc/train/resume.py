@@ -8,13 +8,16 @@ from typing import Any
 
 from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.check import Checker
+from plsc.checkpoint.roles import OPTIMIZER
 from plsc.config import Config, Options, find_option
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
+from plsc.models import BaseModel
 from plsc.optim.factory import FULL_RATE, describe_implementation
 from plsc.option import is_finite_number
+from plsc.train.adopt import adopt
 from plsc.train.build import Run, global_batch_size
 from plsc.train.build_head import with_margin
 from plsc.train.precision import restore_scaler
@@ -25,9 +28,7 @@ from plsc.train.state import (
     Position,
     check_counts,
     collect_tensors,
-    is_optimizer_state,
     make_state,
-    split_state_key,
 )
 
 _HOW_TO_CHANGE = {
@@ -38,15 +39,21 @@ _HOW_TO_CHANGE = {
 }
 
 
-def resolve_run(options: Options, checkpoint: tuple[Path, Manifest] | None, ranks: int) -> Config:
+def resolve_run(
+    options: Options,
+    checkpoint: tuple[Path, Manifest] | None,
+    ranks: int,
+    model: BaseModel | None = None,
+) -> Config:
     """Return the configuration of a run; of one that resumes a checkpoint with what that decides.
 
-    Raises OptionError, and CheckpointError for a checkpoint that is damaged or of other data.
+    model: the network, where the script gives one. Raises OptionError, and CheckpointError for a checkpoint
+    that is damaged or of other data.
     """
     if checkpoint is None:
         return with_margin(options.resolve())
     path, manifest = checkpoint
-    config = options.resolve(manifest.options)
+    config = adopt(options, path, manifest, model, "run")
     check_data_sets(config, path, manifest)
     steps = manifest.scalars.get("steps_per_epoch")
     if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
@@ -109,26 +116,31 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     match = match_heads(run, path, manifest)
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
-    numbers = _optimizer_numbers(path, scalars.get("optimizer_numbers", {}))
+    numbers = Checker(str(path)).mapping(
+        scalars.get("optimizer_numbers", {}), "the optimizer's numbers"
+    )
+    numbers = {of: _optimizer_numbers(path, found) for of, found in numbers.items()}
+    saved = {key: info.role for key, info in manifest.tensors.items()}
     make_state(
         run.network,
         run.head,
         run.optimizer,
-        {key: manifest.tensors[key] for key in match.without_dropped(manifest.tensors)},
-        {key: numbers[key] for key in match.without_dropped(numbers)},
+        {key: info for key, info in manifest.tensors.items() if match.is_kept(key, saved)},
+        {of: found for of, found in numbers.items() if match.is_kept(of, saved)},
     )
     _restore_groups(run, path, scalars.get("optimizer_groups", []))
-    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    fresh = {key for key in whole if is_optimizer_state(key) and key not in manifest.tensors}
+    whole, sharded, roles = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    states = {key for key in whole if roles[key].kind == OPTIMIZER}
+    fresh = states - manifest.tensors.keys()
     whole = {key: tensor for key, tensor in whole.items() if key not in fresh}
     own = own_tensors(run, manifest)
     load_tensors(
         path,
-        {**{key: whole[key] for key in match.without_added(whole)}, **own},
-        {key: sharded[key] for key in match.without_added(sharded)},
+        {**{key: one for key, one in whole.items() if match.is_kept(key, roles)}, **own},
+        {key: one for key, one in sharded.items() if match.is_kept(key, roles)},
         run.world,
     )
-    check_counts(path, whole)
+    check_counts(path, whole, roles)
     _restore_heads(run, path, manifest, match)
     run.position = _position(path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
@@ -140,7 +152,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
-    return [*match.lines(), *_lines_about_optimizer(run, scalars, fresh)]
+    return [*match.lines(), *_lines_about_optimizer(run, scalars, {roles[key].of for key in fresh})]
 
 
 def _restore_groups(run: Run, path: Path, saved: Any) -> None:
@@ -167,9 +179,8 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
             "bits differ"
         )
     if fresh:
-        parameters = len({split_state_key(key)[1] for key in fresh})
         lines.append(
-            f"the checkpoint has no state of the optimizer for {parameters} parameters: theirs begins afresh"
+            f"the checkpoint has no state of the optimizer for {len(fresh)} parameters: theirs begins afresh"
         )
     return lines
 
@@ -185,13 +196,13 @@ def _position(path: Path, manifest: Manifest) -> Position:
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
     """Give the heads the count of steps, which keys sampling and rounding, and what computed them."""
     saved = saved_heads(path, manifest) or {}
-    for prefix, _, head, _ in each_head(run.head, run.rows):
+    for name, head, _ in each_head(run.head, run.rows):
         if not isinstance(head, ShardedHead):
             continue
         head.step = manifest.step
         before = manifest.scalars.get("head_computed_by")
         if run.sets:
-            before = saved.get(prefix.removeprefix("heads."), {}).get("computed_by")
+            before = saved.get(name, {}).get("computed_by")
         if not (match.dropped or match.added):  # then the batches of the heads are other ones
             head.computed_by = head.resumed_from = None if before is None else str(before)
 

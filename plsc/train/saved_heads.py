@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,20 @@ from typing import Any
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.manifest import HEADS_KEY
+from plsc.checkpoint.roles import (
+    CLASS_NAMES,
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
+    OPTIMIZER,
+    STATISTICS,
+    Role,
+)
 from plsc.config import Config
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
 from plsc.options.data_set import is_name
 from plsc.parallel.shard import class_ranges
 from plsc.train.build import Run
-
-_OF_HEAD = re.compile(r"(?:(?:momentum\.|optimizer\.[^.]+\.)?heads|rows)\.([^.]+)\..+", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -46,19 +51,16 @@ class HeadMatch:
             )
         return lines
 
-    def without_dropped(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys of a checkpoint that are not of a head that is left out."""
-        return [key for key in keys if head_of(key) not in self.dropped]
+    def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
+        """Whether a tensor is of no head, or of one that run and checkpoint both have.
 
-    def without_added(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys of a run that are not of a head that is new."""
-        return [key for key in keys if head_of(key) not in self.added]
-
-
-def head_of(key: str) -> str | None:
-    """Return the name of the head, one of several, that a tensor's key in a checkpoint is about."""
-    found = _OF_HEAD.fullmatch(key)
-    return found[1] if found else None
+        roles: of all tensors of the one or the other, by key; key: of a tensor there.
+        """
+        role = roles.get(key)
+        if role is not None and role.kind in (OPTIMIZER, CLASS_OPTIMIZER):
+            role = roles.get(role.of)
+        is_of_head = role is not None and role.kind in (CLASS_WEIGHTS, STATISTICS, CLASS_NAMES)
+        return not is_of_head or role is None or role.of not in (*self.dropped, *self.added)
 
 
 def heads_to_save(run: Run) -> dict[str, Any]:

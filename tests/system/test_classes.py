@@ -18,6 +18,7 @@ from plsc import Entry
 from plsc.checkpoint import clean_leftovers, read_manifest
 from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.manifest import Manifest, TensorInfo
+from plsc.checkpoint.roles import role_of_key
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
 from plsc.checkpoint.tools import verify
@@ -228,8 +229,9 @@ def write_large(folder, classes, dimension=512):
             for key in ("head.weight", "rows.weight.momentum_buffer")
         ]
         files[shard_name(rank)] = write_shard(folder / shard_name(rank), entries)
-    info = TensorInfo((classes, dimension), "float32", True)
-    tensors = {"head.weight": info, "rows.weight.momentum_buffer": info}
+    keys = ("head.weight", "rows.weight.momentum_buffer")
+    shape = (classes, dimension)
+    tensors = {key: TensorInfo(shape, "float32", True, role_of_key(key)) for key in keys}
     ranges = [[0, half], [half, classes]]
     manifest = Manifest("0", 1, 1, 0, 2, classes, dimension, ranges, tensors=tensors, files=files)
     (folder / "manifest.json").write_text(manifest.to_json())

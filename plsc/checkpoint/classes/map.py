@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from plsc.checkpoint.classes.plan import Plan
-from plsc.checkpoint.manifest import read_manifest
+from plsc.checkpoint.layout import MAP_NAME
+from plsc.checkpoint.manifest import FileInfo, read_manifest
 from plsc.errors import CheckpointError
 
-MAP_NAME = "classes.tsv"
 _LARGEST = 2**36  # bytes
 _MOST_CLASSES = 2**33
 
 
-def write_map(path: Path, plan: Plan) -> dict[str, int]:
+def write_map(path: Path, plan: Plan) -> FileInfo:
     """Write the file; return its size and CRC-32."""
     size, crc = 0, 0
     with path.open("xb") as file:
@@ -29,7 +29,7 @@ def write_map(path: Path, plan: Plan) -> dict[str, int]:
             size, crc = size + len(piece), zlib.crc32(piece, crc)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": size, "crc32": crc}
+    return FileInfo(size, crc)
 
 
 def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
@@ -51,8 +51,7 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
     file = folder / MAP_NAME
     if not file.exists():
         raise CheckpointError(
-            f"{file} is not there: it stays where the classes were changed, stores do not get it; take it "
-            "from there"
+            f"{file} is not there; take it from the checkpoint in which the classes were changed"
         )
     try:
         if not (isinstance(before, int) and 0 < before <= _MOST_CLASSES):

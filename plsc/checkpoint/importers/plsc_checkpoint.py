@@ -13,8 +13,7 @@ from plsc.checkpoint.importers.row_parts import RowParts
 from plsc.checkpoint.importers.safetensors_file import read_safetensors_file
 from plsc.checkpoint.layout import OFFSETS_KEY, PLACES_KEY, check_checksums, check_files
 from plsc.checkpoint.manifest import read_manifest
-
-_HEADS = ("head.", "heads.")
+from plsc.checkpoint.roles import BACKBONE, CLASS_WEIGHTS, STATISTICS
 
 
 def read_checkpoint_weights(
@@ -31,10 +30,13 @@ def read_checkpoint_weights(
     folder = Path(path)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    wanted = {key for key in manifest.tensors if key.startswith(("backbone.", *_HEADS))}
+    roles = {key: info.role for key, info in manifest.tensors.items()}
+    wanted = {
+        key for key, role in roles.items() if role.kind in (BACKBONE, CLASS_WEIGHTS, STATISTICS)
+    }
     parts: dict[str, list[tuple[int, FileTensor]]] = {key: [] for key in wanted}
     check_checksums(folder, manifest, sorted(manifest.files)[rank::ranks])
-    for name in sorted(manifest.files):
+    for name in manifest.shards:
         with safe_open(folder / name, framework="pt") as file:
             places = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen
         for key, tensor in read_safetensors_file(folder / name).items():
@@ -45,8 +47,6 @@ def read_checkpoint_weights(
         for key, pieces in parts.items()
     }
     backbone = {
-        key.removeprefix("backbone."): rows
-        for key, rows in joined.items()
-        if key.startswith("backbone.")
+        roles[key].name: rows for key, rows in joined.items() if roles[key].kind == BACKBONE
     }
-    return backbone, {key: rows for key, rows in joined.items() if key.startswith(_HEADS)}
+    return backbone, {key: rows for key, rows in joined.items() if roles[key].kind != BACKBONE}

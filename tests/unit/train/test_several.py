@@ -126,7 +126,7 @@ def resumed_run(sets, trained, tmp_path, *names, at=7, **settings):
 
 
 def state_of(run):
-    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    whole, sharded, _ = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     return {**whole, **{key: part.local for key, part in sharded.items()}}
 
 
