@@ -298,16 +298,19 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     refused("loss type dist_arcface, this run has dist_cosface", head__loss_type="dist_cosface")
     refused("optimizer Adam, this run", lambda m: m["scalars"].update(optimizer="Adam"))
     refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
-    huge = {"shape": [2**40], "dtype": "uint8", "sharded": False}
-    refused("rank0.random", lambda m: m["tensors"].update({"rank0.random": huge}))
-    momentum = {"shape": [2**40], "dtype": "float32", "sharded": False}
     key = "momentum.backbone.fc.bias"
-    refused("the optimizer's is", lambda m: m["tensors"].update({key: momentum}))
-    # torch's kernels would write beyond the end of a state that is smaller than its parameter.
-    refused("the optimizer's is", lambda m: m["tensors"][key].update(shape=[1]))
-    refused("the optimizer's is", lambda m: m["tensors"][key].update(dtype="int8"))
-    refused("is a number, the", lambda m: m["scalars"].update(optimizer_numbers={key: 10**9}))
-    refused("no numbers", lambda m: m["scalars"].update(optimizer_numbers={key: 10**400}))
+    refused(
+        "manifest says 1099511627776", lambda m: m["tensors"]["rank0.random"].update(shape=[2**40])
+    )
+    refused("manifest says 1099511627776", lambda m: m["tensors"][key].update(shape=[2**40]))
+    refused("manifest says int8", lambda m: m["tensors"][key].update(dtype="int8"))
+
+    def numbers(value):
+        states = {"backbone.fc.bias": {"momentum_buffer": value}}
+        return lambda m: m["scalars"].update(optimizer_numbers=states)
+
+    refused("is a number, the", numbers(10**9))
+    refused("no numbers", numbers(10**400))
     refused("options in the checkpoint are", lambda m: m["options"]["optim"].update(lr="x"))
 
 
