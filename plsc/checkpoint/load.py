@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -89,16 +89,33 @@ def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
+    found = read_parts(path, (kind,))
+    if not found:
+        raise CheckpointError(f"{path} holds no {kind} tensor; choose another checkpoint")
+    return {
+        role.name: parts[0] if len(parts) == 1 else torch.cat(parts)
+        for role, parts in found.items()
+    }
+
+
+def read_parts(
+    path: str | os.PathLike[str], kinds: Collection[str], rank: int = 0, ranks: int = 1
+) -> dict[Role, list[Tensor]]:
+    """Return the tensors of kinds of roles in parts, each some rows, in order.
+
+    This rank's share of the files is compared with their checksums first.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it is damaged.
+    """
     folder = Path(path)
     manifest = read_manifest(folder)
     places = check_files(folder, manifest)
-    wanted = [key for key, info in manifest.tensors.items() if info.role.kind == kind]
-    if not wanted:
-        raise CheckpointError(f"{folder} holds no {kind} tensor; choose another checkpoint")
+    wanted = [key for key, info in manifest.tensors.items() if info.role.kind in kinds]
     names = sorted({name for key in wanted for name in places[key]})
     parts: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in wanted}
     try:
-        check_checksums(folder, manifest, names)
+        check_checksums(folder, manifest, names[rank::ranks])
         for name in names:
             with safe_open(folder / name, framework="pt") as file:
                 begins = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen
@@ -108,14 +125,10 @@ def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str
                         parts[key].append((first, file.get_tensor(key)))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {folder / name}: {error}") from error
-    return {manifest.tensors[key].role.name: _join(pieces) for key, pieces in parts.items()}
-
-
-def _join(pieces: list[tuple[int, Tensor]]) -> Tensor:
-    """Return the rows of all parts, each given with the number of its first one, in order."""
-    if len(pieces) == 1:
-        return pieces[0][1]
-    return torch.cat([part for _, part in sorted(pieces, key=lambda piece: piece[0])])
+    return {
+        manifest.tensors[key].role: [part for _, part in sorted(pieces, key=lambda one: one[0])]
+        for key, pieces in parts.items()
+    }
 
 
 def _check_wanted(

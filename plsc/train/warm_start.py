@@ -13,7 +13,6 @@ from torch import Tensor
 
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.fetch import fetch
-from plsc.checkpoint.importers.file_tensor import FileTensor
 from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
@@ -85,7 +84,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
 
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
-    backbone: Mapping[str, FileTensor | RowParts]
+    backbone: Mapping[str, Tensor | RowParts]
     if path.is_dir():
         backbone, head = read_checkpoint_weights(path, run.world.rank, run.world.size)
     else:
@@ -121,7 +120,7 @@ def _take_head(head: Head | JointHead, found: dict[str, RowParts], started: Warm
             _copy_rows(parts, *owner.class_range, here, started.source, name)
             started.head.append(name)
         else:
-            value = check_finite(parts.parts[0].read(), f"{started.source}: {name}")
+            value = check_finite(parts.parts[0], f"{started.source}: {name}")
             here.copy_(value)
             started.head.append(name)
 
