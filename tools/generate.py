@@ -44,8 +44,9 @@ Written by `tools/generate.py` from the table in `plsc/options`; `plsc config` p
 values in effect. An option is set by its setter (`Entry`), by a flag (`plsc train --train.batch_size 64`)
 or in a YAML file (`plsc train --config run.yaml`).
 
-The column *checkpoint*: what the script does not set comes from a checkpoint whenever its network is used (`model`),
-when its run is resumed (`run`), or never; see [Checkpoints](checkpoints.md#what-a-checkpoint-decides).
+The column *checkpoint*: what the script does not set comes from a checkpoint whenever its network is used
+(`model`), when its run is resumed (`run`), or never: [What a
+checkpoint decides](checkpoints.md#what-a-checkpoint-decides).
 """
 
 
