@@ -64,7 +64,7 @@ def build(arguments: argparse.Namespace, world: World, way: str, folder: str) ->
     }
     for path, value in settings.items():
         options.set(path, value)
-    return build_run(options, world, UserParts(train_reader=reader))
+    return build_run(options.resolve(), world, UserParts(train_reader=reader))
 
 
 def step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> float:

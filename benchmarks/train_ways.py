@@ -169,7 +169,7 @@ class _Images(torch.utils.data.Dataset[tuple[Tensor, int]]):
 def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     options = options_of(way, case, world.device.type)
     reader = _Images(case, world.size) if case.folder is None else None
-    run = build_run(options, world, UserParts(train_reader=reader))
+    run = build_run(options.resolve(), world, UserParts(train_reader=reader))
     run.network.train()
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)

@@ -31,7 +31,9 @@ class TrainingRun:
         }
         for path, value in settings.items():
             options.set(path, value)
-        self.run: Run = build_run(options, world, UserParts(train_reader=_reader(options)))
+        self.run: Run = build_run(
+            options.resolve(), world, UserParts(train_reader=_reader(options))
+        )
         self.run.network.train()
         self._step = Step(self.run)
         with closing(self.run.loader.epoch(0, 0)) as batches:

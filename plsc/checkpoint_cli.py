@@ -126,6 +126,7 @@ _CLASSES = (
     Argument("destination", str, dataclasses.MISSING, "the checkpoint to write", True),
     Argument("grow", int, None, "so many new classes behind the others"),
     Argument("images", str, None, "of grow: a set whose labels are the new classes, to begin them"),
+    Argument("model", str, None, "of images: the network's class, module:Class, if it is your own"),
     Argument("drop", str, None, "file of the classes that leave, one a line"),
     Argument("merge", str, None, "file of lines 'from to': classes that join others"),
     Argument("rows", str, "mean", "of merge: the mean of the rows, or the target's"),
@@ -133,7 +134,9 @@ _CLASSES = (
 )
 
 
-def run_classes(source: str, destination: str, images: str | None, **given: Any) -> None:
+def run_classes(
+    source: str, destination: str, images: str | None, model: str | None, **given: Any
+) -> None:
     """Write a checkpoint with other classes, and say what came of it."""
     from plsc.checkpoint.classes import change_classes
     from plsc.checkpoint.classes.map import MAP_NAME
@@ -146,7 +149,7 @@ def run_classes(source: str, destination: str, images: str | None, **given: Any)
         others = [name for name in ("drop", "merge", "reorder") if given[name] is not None]
         if given["grow"] is None or others:
             raise OptionError("--images is for --grow alone")
-        manifest = grow_from_images(source, destination, given["grow"], images)
+        manifest = grow_from_images(source, destination, given["grow"], images, model)
     change = manifest.lineage[-1]
     where = f"; labels: {destination}/{MAP_NAME}" if "map" in change else ""
     print(

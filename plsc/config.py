@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, MutableSet
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from plsc.errors import OptionError, suggest
 from plsc.option import OptionSpec, specs_of
@@ -29,11 +29,13 @@ from plsc.options.speed import SpeedOptions
 from plsc.options.train import TrainOptions
 
 
-@dataclass
-class Options:
-    """All options of a run, in groups.
+@dataclass(frozen=True)
+class Config:
+    """The options of a run, resolved: what was set, what a checkpoint decides, and defaults for the rest.
 
-    `explicit` holds the paths that somebody set, `adopted` those that came from a checkpoint.
+    `explicit` holds the paths that were set, `adopted` those that came from a checkpoint. differences: a line
+    for each option that was set to another value than the checkpoint's. arguments: of the constructor of a
+    network of the user's own, from a checkpoint.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -47,30 +49,88 @@ class Options:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     speed: SpeedOptions = field(default_factory=SpeedOptions)
-    explicit: MutableSet[str] = field(default_factory=set)
-    adopted: MutableSet[str] = field(default_factory=set)
+    explicit: frozenset[str] = frozenset()
+    adopted: frozenset[str] = frozenset()
+    differences: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, path: str) -> Any:
         """Return the value of the option at a path such as ``train.batch_size``."""
         spec = find_option(path)
         return getattr(getattr(self, spec.group), spec.name)
 
-    def set(self, path: str, value: Any) -> None:
-        """Check and set an option. Raises OptionError with what was expected, what came."""
-        spec = find_option(path)
-        setattr(getattr(self, spec.group), spec.name, spec.checked(value))
-        self.explicit.add(path)
-
-    def set_together(self, values: dict[str, Any]) -> None:
-        """Set several options: all of them, or none if one is wrong."""
+    def changed(self, values: Mapping[str, Any]) -> Config:
+        """Return a configuration with other values, by path; they count neither as set nor as adopted."""
+        groups: dict[str, Any] = {}
         for path, value in values.items():
-            find_option(path).checked(value)
-        for path, value in values.items():
-            self.set(path, value)
+            spec = find_option(path)
+            group = groups.get(spec.group, getattr(self, spec.group))
+            groups[spec.group] = replace(group, **{spec.name: spec.checked(value)})
+        return replace(self, **groups)
 
     def data_sets(self) -> list[DataSet]:
         """Return the data sets of `data.datasets`; none if there is one data set, of `data.dataset_dir`."""
         return read_data_sets(self.data.datasets)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the options as plain nested values for JSON or YAML."""
+        nested: dict[str, dict[str, Any]] = {}
+        for spec in all_options():
+            value = self.get(spec.path)
+            plain = list(value) if isinstance(value, tuple) else value
+            nested.setdefault(spec.group, {})[spec.name] = plain
+        return nested
+
+
+class Options:
+    """The options as they are being set: `values` holds what was set, by path. `resolve` ends that."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what `Config` has under that name, with the values set so far."""
+        if name.startswith("__"):  # copying and pickling ask for some
+            raise AttributeError(name)
+        return getattr(self.resolve(), name)
+
+    def resolve(
+        self, saved: Mapping[str, Any] | None = None, use: Literal["model", "run"] = "run"
+    ) -> Config:
+        """Return the configuration: what was set, else what a checkpoint decides, else the defaults.
+
+        saved: the options in its manifest; use: of its network, or of its run. Options that no checkpoint
+        decides, and unknown ones (of a newer version), are left out.
+
+        Raises CheckpointError for a value that is damaged, or that no checkpoint decides.
+        """
+        adopted, differences = {}, []
+        for spec in all_options():
+            group = (saved or {}).get(spec.group)
+            if spec.decides not in ("model", use) or not isinstance(group, dict):
+                continue
+            if spec.name not in group:
+                continue
+            value = spec.saved(group[spec.name])
+            mine = self.values.get(spec.path, spec)
+            if mine is spec:
+                adopted[spec.path] = spec.harmless(value)
+            elif mine != value:
+                differences.append(f"{spec.path}: {mine} here, {value} in the checkpoint")
+        return replace(
+            Config().changed({**adopted, **self.values}),
+            explicit=frozenset(self.values),
+            adopted=frozenset(adopted),
+            differences=tuple(differences),
+        )
+
+    def set(self, path: str, value: Any) -> None:
+        """Check and set an option. Raises OptionError with what was expected, what came."""
+        self.set_together({path: value})
+
+    def set_together(self, values: Mapping[str, Any]) -> None:
+        """Set several options: all of them, or none if one is wrong."""
+        self.values |= {path: find_option(path).checked(value) for path, value in values.items()}
 
     def add_data_set(self, **values: Any) -> None:
         """Add one to `data.datasets`; see `Entry.add_dataset`."""
@@ -101,35 +161,6 @@ class Options:
         if checkpoint_dir is not None:
             self.set("checkpoint.download_dir", _below(name, checkpoint_dir))
 
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the options as plain nested values for JSON or YAML."""
-        nested: dict[str, dict[str, Any]] = {}
-        for spec in all_options():
-            value = self.get(spec.path)
-            plain = list(value) if isinstance(value, tuple) else value
-            nested.setdefault(spec.group, {})[spec.name] = plain
-        return nested
-
-    def adopt(self, saved: dict[str, Any], keep: frozenset[str] = frozenset()) -> list[str]:
-        """Take the options of a checkpoint where nobody set them here.
-
-        `keep` names paths that are never taken. Unknown options (of a newer version) are passed over.
-        Returns a line for each option that was set here to another value.
-        """
-        differences = []
-        for spec in all_options():
-            values = saved.get(spec.group)
-            if spec.path in keep or not isinstance(values, dict) or spec.name not in values:
-                continue
-            value = spec.checked(values[spec.name])
-            mine = self.get(spec.path)
-            if spec.path not in self.explicit:
-                setattr(getattr(self, spec.group), spec.name, value)
-                self.adopted.add(spec.path)
-            elif mine != value:
-                differences.append(f"{spec.path}: {mine} here, {value} in the checkpoint")
-        return differences
-
 
 def _below(name: str, folder: str) -> str:
     return folder if "://" in folder else f"{name.rstrip('/')}/{folder.lstrip('/')}"
@@ -148,13 +179,9 @@ def find_option(path: str) -> OptionSpec:
     return spec
 
 
-def _build_table() -> dict[str, OptionSpec]:
-    groups = typing.get_type_hints(Options)
-    table: dict[str, OptionSpec] = {}
-    for group in (item.name for item in dataclasses.fields(Options)):
-        if group not in ("explicit", "adopted"):
-            table |= specs_of(group, groups[group])
-    return table
-
-
-_TABLE = _build_table()
+_TABLE = {
+    path: spec
+    for group, factory in typing.get_type_hints(Config).items()
+    if isinstance(factory, type) and dataclasses.is_dataclass(factory)
+    for path, spec in specs_of(group, factory).items()
+}

@@ -99,7 +99,7 @@ class Entry(Setters):
                 "plsc.models.base_model.BaseModel"
             )
         self._model = model
-        self.options.set("model.name", f"{type(model).__module__}:{type(model).__qualname__}")
+        self.options.set("model.name", name_of(type(model)))
 
     def set_optimizer(self, optimizer: str | Factory, **arguments: Any) -> None:
         """Use an optimizer for the network: by name, or by a factory of your own.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
+import re
 import reprlib
 import types
 import typing
@@ -12,15 +14,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plsc.errors import OptionError, did_you_mean
+from plsc.errors import CheckpointError, OptionError, did_you_mean
 
 Check = Callable[[Any], "str | None"]
 """Returns None for a good value, else what was expected."""
 
 
-def declare(default: Any, meaning: str, setter: str, check: Check | None = None) -> Any:
-    """Declare an option; `setter` is ``method(argument)`` of Entry."""
-    return field(default=default, metadata={"meaning": meaning, "setter": setter, "check": check})
+def declare(
+    default: Any, meaning: str, setter: str, check: Check | None = None, decides: str = "never"
+) -> Any:
+    """Declare an option; `setter` is ``method(argument)`` of Entry.
+
+    decides: when a checkpoint decides the option, where the script does not: ``never``, ``model`` (whenever
+    its network is used) or ``run`` (when its run is resumed). See `OptionSpec.harmless`.
+    """
+    details = {"meaning": meaning, "setter": setter, "check": check, "decides": decides}
+    return field(default=default, metadata=details)
+
+
+of_model = functools.partial(declare, decides="model")
+of_run = functools.partial(declare, decides="run")
 
 
 def at_least(low: float) -> Check:
@@ -69,6 +82,7 @@ class OptionSpec:
     setter: str
     argument: str
     check: Check | None
+    decides: str = "never"
 
     @property
     def path(self) -> str:
@@ -90,6 +104,46 @@ class OptionSpec:
                 f"{self.setter}()"
             )
         return converted
+
+    def saved(self, value: Any) -> Any:
+        """Return the value that a checkpoint has, in the option's type, or raise CheckpointError."""
+        try:
+            return self.checked(value)
+        except OptionError as error:
+            raise CheckpointError(
+                f"the options in the checkpoint are damaged: {error}; choose another checkpoint"
+            ) from error
+
+    def harmless(self, value: Any) -> Any:
+        """Return a number, a switch or a known name; CheckpointError for any other string in the value.
+
+        A checkpoint decides no code (``module:name``), no path and no regular expression.
+        """
+        if _is_harmless(value):
+            return value
+        call = f"{self.setter}({self.argument})"
+        if isinstance(value, str):
+            call = (
+                f"{self.setter}({value!r}), or {self.setter.removesuffix('_name')} with the object"
+            )
+        raise CheckpointError(
+            f"{self.path} is {shown_value(value)} in the checkpoint, which decides numbers and known names, "
+            f"but no code and no other strings; if that is what you want, set it here: {call}"
+        )
+
+
+_PATTERN = re.compile(r"(type:)?[\w.*?\[\]!-]{1,200}")  # over the names of modules and operators
+
+
+def _is_harmless(value: Any, key: str = "") -> bool:
+    """Whether a value, and each one in it, is a number, a switch, or a known name or pattern of names."""
+    if isinstance(value, dict):
+        return all(_is_harmless(item, str(name)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_harmless(item, key or "pattern") for item in value)
+    if isinstance(value, str) and key == "pattern":
+        return _PATTERN.fullmatch(value) is not None
+    return not isinstance(value, str) or (not key and ":" not in value)
 
 
 def describe_kind(kind: Any) -> str:
@@ -187,6 +241,7 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
             setter=setter,
             argument=argument,
             check=item.metadata["check"],
+            decides=item.metadata["decides"],
         )
         found[spec.path] = spec
     return found

@@ -53,7 +53,7 @@ class Scripted(BaseModel):
 
 def state_of(run) -> dict[str, torch.Tensor]:
     """Return copies of everything that learning changes: weights, momentum, rows, running statistics."""
-    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    whole, sharded, _ = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     tensors = {**whole, **{key: part.local for key, part in sharded.items()}}
     return {key: tensor.clone() for key, tensor in tensors.items()}
 
@@ -79,7 +79,7 @@ def train_scripted(options, world, script: str, network=Scripted):
                 key for key in after if key not in before or not before[key].equal(after[key])
             }
             assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
-            for _, _, head, _ in each_head(run.head, run.rows):
+            for _, head, _ in each_head(run.head, run.rows):
                 assert len(head.weight) == 0 or any(key.startswith("head") for key in changed)
         return made
 

@@ -43,6 +43,10 @@ PAGE_HEAD = """# Options
 Written by `tools/generate.py` from the table in `plsc/options`; `plsc config` prints the same with the
 values in effect. An option is set by its setter (`Entry`), by a flag (`plsc train --train.batch_size 64`)
 or in a YAML file (`plsc train --config run.yaml`).
+
+The column *checkpoint*: what the script does not set comes from a checkpoint whenever its network is used
+(`model`), when its run is resumed (`run`), or never: [What a
+checkpoint decides](checkpoints.md#what-a-checkpoint-decides).
 """
 
 
@@ -80,12 +84,13 @@ def page() -> str:
         if spec.group != group:
             group = spec.group
             lines.append(
-                f"\n## {group}\n\n| option | setter | type | default | meaning |\n|---|---|---|---|---|"
+                f"\n## {group}\n\n| option | setter | type | default | checkpoint | meaning |\n"
+                "|---|---|---|---|---|---|"
             )
         default = "not set" if spec.default is None else f"`{spec.default}`"
         lines.append(
             f"| `{spec.path}` | `{spec.setter}({spec.argument})` | {describe_kind(spec.kind)} | "
-            f"{default} | {spec.meaning} |"
+            f"{default} | {spec.decides} | {spec.meaning} |"
         )
     return "\n".join(lines) + "\n"
 

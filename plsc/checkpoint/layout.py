@@ -23,14 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from plsc.checkpoint.check import Checker
-from plsc.checkpoint.manifest import FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.roles import Role
 from plsc.data.crc import crc32
 from plsc.errors import CheckpointError
 from plsc.parallel.shard import class_range
 from plsc.parallel.world import World
 
-SUFFIX = ".safetensors"
 _PIECE_BYTES = 1 << 20  # read at once for a checksum: stays in the processor's cache
+MAP_NAME = "classes.tsv"  # where the classes went; see plsc.checkpoint.classes.map
 # torch's writer notes the place of each part under these names in a file's header.
 PLACES_KEY = "DCP_SHARDING_INFO"
 OFFSETS_KEY = "saved_offsets"
@@ -68,7 +69,7 @@ class ShardedTensor:
         return (self.rows, *self.local.shape[1:])
 
 
-def info_of(value: Tensor | ShardedTensor) -> TensorInfo:
+def info_of(value: Tensor | ShardedTensor, role: Role) -> TensorInfo:
     """Return the manifest's entry for a tensor.
 
     Raises:
@@ -78,7 +79,7 @@ def info_of(value: Tensor | ShardedTensor) -> TensorInfo:
     dtype = value.local.dtype if isinstance(value, ShardedTensor) else value.dtype
     if dtype not in DTYPES.values():
         raise CheckpointError(f"tensors of {dtype} cannot be kept in a checkpoint")
-    return TensorInfo(tuple(value.shape), str(dtype).removeprefix("torch."), sharded)
+    return TensorInfo(tuple(value.shape), str(dtype).removeprefix("torch."), sharded, role)
 
 
 def state_dict_of(
@@ -151,7 +152,7 @@ def check_checksums(folder: Path, manifest: Manifest, names: Iterable[str]) -> N
 
 
 def check_files(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
-    """See that the files' headers hold exactly the tensors of the manifest, every row once.
+    """See that the folder has the files of the manifest alone, and their headers its tensors, every row once.
 
     Returns the names of the files that hold parts of each tensor. Reads no tensor data.
 
@@ -160,17 +161,20 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
     """
     parts: dict[str, list[tuple[int, int, str]]] = {key: [] for key in manifest.tensors}
     try:
-        found = {path.name for path in folder.iterdir() if path.name.endswith(SUFFIX)}
+        found = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {folder}: {error.strerror}") from error
-    if found != set(manifest.files):
-        odd = min(found ^ set(manifest.files))
+    if manifest.format_version == 1:
+        found -= {MAP_NAME} - manifest.files.keys()
+    if found != manifest.files.keys():
+        odd = min(found ^ manifest.files.keys())
         raise CheckpointError(
-            f"data file {folder / odd} is {'not in the manifest' if odd in found else 'missing'}; "
-            "choose another checkpoint"
+            f"{folder / odd} is {'not in the manifest' if odd in found else 'missing'}; choose another "
+            "checkpoint, or remove what does not belong there"
         )
-    for name in sorted(manifest.files):
-        _check_regular(folder / name, manifest.files[name].bytes)
+    for name, info in manifest.files.items():
+        _check_regular(folder / name, info.bytes)
+    for name in manifest.shards:
         for key, first, last in _parts_in(folder / name, manifest):
             parts[key].append((first, last, name))
     check = Checker(str(folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from plsc.checkpoint.layout import (
     state_dict_of,
 )
 from plsc.checkpoint.manifest import Manifest, read_manifest
+from plsc.checkpoint.roles import BACKBONE, EXTRA, Role
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 
@@ -80,25 +81,41 @@ def load_tensors(
     return manifest
 
 
-def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of ``path`` whose key begins with ``prefix``, on the CPU, sharded ones put together.
+def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str, Tensor]:
+    """Return the tensors of ``path`` of a kind of role by their names in it, on the CPU, sharded ones joined.
 
-    For one process, without any collective; keys keep the prefix. Only the files that hold such tensors
-    are read.
+    For one process, without any collective. Only the files that hold such tensors are read.
 
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
+    found = read_parts(path, (kind,))
+    if not found:
+        raise CheckpointError(f"{path} holds no {kind} tensor; choose another checkpoint")
+    return {
+        role.name: parts[0] if len(parts) == 1 else torch.cat(parts)
+        for role, parts in found.items()
+    }
+
+
+def read_parts(
+    path: str | os.PathLike[str], kinds: Collection[str], rank: int = 0, ranks: int = 1
+) -> dict[Role, list[Tensor]]:
+    """Return the tensors of kinds of roles in parts, each some rows, in order.
+
+    This rank's share of the files is compared with their checksums first.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it is damaged.
+    """
     folder = Path(path)
     manifest = read_manifest(folder)
     places = check_files(folder, manifest)
-    wanted = [key for key in manifest.tensors if key.startswith(prefix)]
-    if not wanted:
-        raise CheckpointError(f"{folder} holds no tensor whose name begins with {prefix!r}")
+    wanted = [key for key, info in manifest.tensors.items() if info.role.kind in kinds]
     names = sorted({name for key in wanted for name in places[key]})
     parts: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in wanted}
     try:
-        check_checksums(folder, manifest, names)
+        check_checksums(folder, manifest, names[rank::ranks])
         for name in names:
             with safe_open(folder / name, framework="pt") as file:
                 begins = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen
@@ -108,14 +125,10 @@ def load_weights(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]
                         parts[key].append((first, file.get_tensor(key)))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {folder / name}: {error}") from error
-    return {key: _join(pieces) for key, pieces in parts.items()}
-
-
-def _join(pieces: list[tuple[int, Tensor]]) -> Tensor:
-    """Return the rows of all parts, each given with the number of its first one, in order."""
-    if len(pieces) == 1:
-        return pieces[0][1]
-    return torch.cat([part for _, part in sorted(pieces, key=lambda piece: piece[0])])
+    return {
+        manifest.tensors[key].role: [part for _, part in sorted(pieces, key=lambda one: one[0])]
+        for key, pieces in parts.items()
+    }
 
 
 def _check_wanted(
@@ -124,9 +137,9 @@ def _check_wanted(
     tensors: Mapping[str, Tensor],
     sharded: Mapping[str, ShardedTensor],
 ) -> None:
-    wanted = {key: info_of(value) for part in (tensors, sharded) for key, value in part.items()}
-    for key, want in wanted.items():
-        have = manifest.tensors.get(key)
+    wanted: dict[str, Tensor | ShardedTensor] = {**tensors, **sharded}
+    for key, value in wanted.items():
+        want, have = info_of(value, Role(EXTRA, key)), manifest.tensors.get(key)
         if have is None:
             raise CheckpointError(
                 f"{folder} has no tensor {key!r}; it was saved by another network or run"

@@ -15,22 +15,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from plsc.checkpoint.check import Checker
+from plsc.checkpoint.roles import KINDS, Role, role_of_key
 from plsc.errors import CheckpointError
 from plsc.storage import publish
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = publish.MANIFEST_NAME
+SUFFIX = ".safetensors"  # of the files that hold tensors
 HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its global shape, torch's name of its type, whether its rows are spread over files."""
+    """One tensor: global shape, torch's name of its type, whether its rows are spread over files, role."""
 
     shape: tuple[int, ...]
     dtype: str
     sharded: bool
+    role: Role
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     lineage: list[dict[str, Any]] = field(default_factory=list)
     run_id: str = ""
+
+    @property
+    def shards(self) -> list[str]:
+        """The names of the files that hold tensors, sorted."""
+        return sorted(name for name in self.files if name.endswith(SUFFIX))
 
     def to_json(self) -> str:
         """Return the text of the file.
@@ -154,8 +162,8 @@ def _build(check: Checker, content: object) -> Manifest:
         **counts,
         class_ranges=[_range(check, value, counts["class_num"]) for value in ranges],
         options=check.mapping(check.item(top, "options"), "options"),
-        scalars=check.mapping(check.item(top, "scalars"), "scalars"),
-        tensors={key: _tensor(check, key, value) for key, value in tensors.items()},
+        scalars=_scalars(check.mapping(check.item(top, "scalars"), "scalars"), version),
+        tensors={key: _tensor(check, key, value, version) for key, value in tensors.items()},
         files={name: _file(check, name, value) for name, value in files.items()},
         lineage=[
             check.mapping(change, "a change of the lineage")
@@ -163,6 +171,17 @@ def _build(check: Checker, content: object) -> Manifest:
         ],
         run_id=check.text(check.item(top, "run_id") if version > 1 else "", "run_id"),
     )
+
+
+def _scalars(scalars: dict[str, Any], version: int) -> dict[str, Any]:
+    """Return the scalars; the numbers of an optimizer by tensor, where format 1 has them by key alone."""
+    flat = scalars.get("optimizer_numbers")
+    if version > 1 or not isinstance(flat, dict):
+        return scalars
+    numbers: dict[str, dict[str, Any]] = {}
+    for role, number in ((role_of_key(key), number) for key, number in flat.items()):
+        numbers.setdefault(role.of, {})[role.name] = number
+    return {**scalars, "optimizer_numbers": numbers}
 
 
 def _range(check: Checker, value: object, class_num: int) -> list[int]:
@@ -175,7 +194,7 @@ def _range(check: Checker, value: object, class_num: int) -> list[int]:
     return numbers
 
 
-def _tensor(check: Checker, key: str, value: object) -> TensorInfo:
+def _tensor(check: Checker, key: str, value: object, version: int) -> TensorInfo:
     what = f"tensor {key!r}"
     entry = check.mapping(value, what)
     shape = check.listing(check.item(entry, "shape"), f"the shape of {what}")
@@ -186,7 +205,19 @@ def _tensor(check: Checker, key: str, value: object) -> TensorInfo:
         tuple(check.integer(size, f"a size of {what}") for size in shape),
         check.text(check.item(entry, "dtype"), f"the dtype of {what}"),
         sharded,
+        role_of_key(key) if version == 1 else _role(check, key, check.item(entry, "role")),
     )
+
+
+def _role(check: Checker, key: str, value: object) -> Role:
+    entry = check.mapping(value, f"the role of {key!r}")
+    kind, name, of = (
+        check.text(check.item(entry, part), f"the {part} of the role of {key!r}")
+        for part in ("kind", "name", "of")
+    )
+    if kind not in KINDS or Role(kind, name, of).key != key:
+        raise check.wrong(f"the role of {key!r} is {repr(value)[:200]}, which has another key")
+    return Role(kind, name, of)
 
 
 def _file(check: Checker, name: str, value: object) -> FileInfo:

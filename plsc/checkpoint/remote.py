@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.layout import SUFFIX
-from plsc.checkpoint.manifest import Manifest, parse_manifest
+from plsc.checkpoint.manifest import SUFFIX, Manifest, parse_manifest
 from plsc.checkpoint.retention import manifest_in
 from plsc.checkpoint.shard_file import is_shard
 from plsc.errors import CheckpointError, DataError

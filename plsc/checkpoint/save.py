@@ -17,6 +17,7 @@ from plsc.checkpoint.agree import on_every_rank, together
 from plsc.checkpoint.layout import ShardedTensor, info_of, state_dict_of
 from plsc.checkpoint.manifest import FileInfo, Manifest, TensorInfo
 from plsc.checkpoint.remote import check_replaceable, finish_folder
+from plsc.checkpoint.roles import EXTRA, Role
 from plsc.checkpoint.shard_file import shard_name
 from plsc.checkpoint.writer import ShardWriter
 from plsc.errors import CheckpointError
@@ -41,7 +42,8 @@ def save_checkpoint(
 
     tensors: whole; where several ranks give a key, the lowest rank's value is saved, so what differs
     between ranks needs a key for each. sharded: this rank's rows, every key on every rank. An older
-    checkpoint of the same name is replaced. The manifest's tensors and files are filled in here.
+    checkpoint of the same name is replaced. The manifest's files and tensors are filled in here; the
+    roles of tensors are taken from it.
     is_shared: all ranks see one file system; without, every machine keeps the files of its own ranks.
 
     Raises:
@@ -59,7 +61,12 @@ def save_checkpoint(
     def prepare() -> dict[str, TensorInfo]:
         whole, parts = _separate(tensors, sharded)
         state.update(state_dict_of(whole, parts, world))
-        return {key: info_of(value) for part in (tensors, sharded) for key, value in part.items()}
+        roles = {key: info.role for key, info in manifest.tensors.items()}
+        return {
+            key: info_of(value, roles.get(key, Role(EXTRA, key)))
+            for part in (tensors, sharded)
+            for key, value in part.items()
+        }
 
     def begin() -> Path:
         hidden = folder.with_name(hidden_name(name))

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.layout import DTYPES, OFFSETS_KEY, PLACES_KEY, SUFFIX
-from plsc.checkpoint.manifest import FileInfo
+from plsc.checkpoint.layout import DTYPES, OFFSETS_KEY, PLACES_KEY
+from plsc.checkpoint.manifest import SUFFIX, FileInfo
 from plsc.data.crc import crc32
 
 PIECE_BYTES = 4 << 20

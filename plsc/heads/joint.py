@@ -136,16 +136,12 @@ class JointRows:
 
 def each_head(
     head: Head | JointHead, rows: RowOptimizer | JointRows | None
-) -> Iterator[tuple[str, str, Head, RowOptimizer | None]]:
-    """Yield every head, with its row optimizer if it has one.
-
-    Before them come the prefixes of their tensors' keys in a checkpoint: ``head`` and ``rows`` for a head by
-    itself, ``heads.<name>`` and ``rows.<name>`` for one of several.
-    """
+) -> Iterator[tuple[str, Head, RowOptimizer | None]]:
+    """Yield every head with its name, empty for a single head, and its row optimizer if it has one."""
     if isinstance(head, JointHead):
         optimizers = rows.optimizers if isinstance(rows, JointRows) else {}
         for name, one in head.heads.items():
-            yield f"heads.{name}", f"rows.{name}", one, optimizers.get(name)
+            yield name, one, optimizers.get(name)
         return
     assert not isinstance(rows, JointRows)
-    yield "head", "rows", head, rows
+    yield "", head, rows

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError
+from plsc.option import is_finite_number
+
+_SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 
 
 class BaseModel(nn.Module):
@@ -36,6 +42,13 @@ class BaseModel(nn.Module):
     kept_in_evaluation: tuple[nn.Module, ...] = ()
     frozen_by_run: tuple[nn.Parameter, ...] = ()
     unfolded_because: str = ""
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> BaseModel:
+        """Make an instance that has what its constructor is given, for `constructor_arguments`."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "_given", (args, kwargs))
+        return self
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +86,42 @@ class BaseModel(nn.Module):
         """Leave these modules of the network in evaluation mode from now on: frozen batch norms."""
         self.kept_in_evaluation = tuple(modules)
         self.train(self.training)
+
+
+def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:
+    """Return the arguments that a network was made with, by name.
+
+    None where one of them is more than numbers, switches, short strings, and lists and mappings of these.
+    """
+    args, kwargs = model._given
+    signature = inspect.signature(type(model).__init__)
+    given = dict(signature.bind(model, *args, **kwargs).arguments)
+    given.pop(next(iter(signature.parameters)))
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and name in given:
+            return None
+    return given if _holds(given, _SHORT) else None
+
+
+def harmless_arguments(saved: Any) -> dict[str, Any]:
+    """Return those arguments in a checkpoint that may be passed: without strings like a path or URL."""
+    given = saved if isinstance(saved, dict) else {}
+    return {name: value for name, value in given.items() if _holds(value, _WORD)}
+
+
+def _holds(value: Any, strings: re.Pattern[str]) -> bool:
+    """Whether a value is plain, and all strings in it match."""
+    if isinstance(value, dict):
+        return all(
+            isinstance(key, str) and _holds([key, one], strings) for key, one in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return all(_holds(one, strings) for one in value)
+    if isinstance(value, str):
+        return strings.fullmatch(value) is not None
+    return value is None or isinstance(value, bool) or is_finite_number(value)
 
 
 def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:

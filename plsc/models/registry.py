@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from plsc.errors import OptionError, PlscError, did_you_mean, kind_and_line, suggest
 from plsc.models.base_model import BaseModel
@@ -29,10 +30,12 @@ def build_model(
     emb_size: int = 512,
     image_shape: Sequence[int] = (3, 112, 112),
     dropout: float = 0.4,
+    arguments: Mapping[str, Any] | None = None,
 ) -> BaseModel:
     """Return the network of that name, with fresh weights.
 
-    A name of MODELS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``.
+    A name of MODELS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``; arguments: more of
+    that class's.
 
     Raises:
         OptionError: an unknown name, or options that the network cannot take.
@@ -42,7 +45,8 @@ def build_model(
     if name.startswith(TIMM):
         return build_timm(name, emb_size, tuple(image_shape), dropout)
     if ":" in name:
-        return load_custom(name, emb_size=emb_size, image_shape=tuple(image_shape), dropout=dropout)
+        options = {"emb_size": emb_size, "image_shape": tuple(image_shape), "dropout": dropout}
+        return load_custom(name, **{**options, **(arguments or {})})
     if name not in MODELS:
         raise OptionError(
             f"no model is named {name!r}; {suggest(name, MODELS)}; "
@@ -92,5 +96,5 @@ def load_custom(reference: str, **options: object) -> BaseModel:
     except Exception as error:  # a user's constructor may throw anything
         raise OptionError(
             f"cannot make model {reference!r}: {kind_and_line(error)}; its __init__ is given "
-            f"those of {', '.join(options)} that it names"
+            f"those of {', '.join(options)} that it names; or give an instance (set_model)"
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +27,6 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
         raise OptionError(
             f"{option} is {reference!r}, which was defined in the script that trained; call {setter} in this "
             "one, too, or put it into a module of its own and name it 'module:function'"
-        )
-    if module_name.partition(".")[0] in sys.stdlib_module_names:
-        # A name may come from a checkpoint, and what it names is called.
-        raise OptionError(
-            f"{option} is {reference!r}, of Python's own library; expected a function of yours, named "
-            "'package.module:function'"
         )
     try:
         found: Any = importlib.import_module(module_name)

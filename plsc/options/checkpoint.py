@@ -33,7 +33,7 @@ def _url(text: str) -> str | None:
     return None if "://" in text else "an fsspec URL such as hdfs://server/folder"
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointOptions:
     """Where the state goes, and where it comes from."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plsc.option import at_least, between, declare, not_empty, one_of
+from plsc.option import at_least, between, declare, not_empty, of_model, of_run, one_of
 from plsc.options.data_set import read_data_sets
 
 
@@ -18,7 +18,7 @@ def _data_sets(values: tuple[dict[str, Any], ...]) -> None:
     read_data_sets(values)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataOptions:
     """What is read, and how."""
 
@@ -36,7 +36,7 @@ class DataOptions:
         "set_datasets(datasets)",
         _data_sets,
     )
-    train_image_num: int | None = declare(
+    train_image_num: int | None = of_run(
         None,
         "images per epoch, for readers that cannot tell; when not set, counted",
         "set_train_image_num(num)",
@@ -58,22 +58,22 @@ class DataOptions:
         "set_loader(kind)",
         one_of("auto", "threads", "processes"),
     )
-    order: str = declare(
+    order: str = of_run(
         "global",
         "order of an epoch: global (all shuffled), block (neighbours stay near: disks, remote stores), "
         "sequential, or rank_files (rank r reads part r of file_list.txt alone, shuffled)",
         "set_order(order)",
         one_of("global", "block", "sequential", "rank_files"),
     )
-    block_samples: int = declare(
+    block_samples: int = of_run(
         1024, "order block: neighbouring samples that are read together", "set_block_samples(num)",
         at_least(1),
     )  # fmt: skip
-    pool_samples: int = declare(
+    pool_samples: int = of_run(
         65536, "order block: samples that are shuffled among each other", "set_pool_samples(num)",
         at_least(1),
     )  # fmt: skip
-    reader_shards_itself: bool = declare(
+    reader_shards_itself: bool = of_run(
         False,
         "call a generator reader as reader(rank, ranks): it yields this rank's samples only",
         "set_reader_shards_itself(flag)",
@@ -101,38 +101,38 @@ class DataOptions:
         "set_cache_dir(directory)",
         not_empty,
     )
-    last_batch: str = declare(
+    last_batch: str = of_run(
         "pad",
         "the last batch of an epoch: pad (repeats the epoch's first samples), keep (smaller) or drop",
         "set_last_batch(policy)",
         one_of("pad", "keep", "drop"),
     )
-    bad_images: str = declare(
+    bad_images: str = of_run(
         "stop",
         "a sample that cannot be used: stop the run, skip (left out), or replace (another, drawn by the "
         "seed); what is passed over is counted and listed in bad_samples.txt",
         "set_bad_images(policy)",
         one_of("stop", "skip", "replace"),
     )
-    crop_padding: int = declare(
+    crop_padding: int = of_run(
         0, "augmentation: pad by so many black pixels and cut out at random", "set_crop_padding(pixels)",
         between(0, 4096),
     )  # fmt: skip
-    colour_jitter: tuple[float, ...] = declare(
+    colour_jitter: tuple[float, ...] = of_run(
         (0.0, 0.0, 0.0),
         "augmentation: vary brightness, contrast and saturation by factors in [1 - x, 1 + x]",
         "set_colour_jitter(strengths)",
         _three_shares,
     )
-    low_resolution: float = declare(
+    low_resolution: float = of_run(
         0.0, "augmentation: share of images shrunk to 25-100 % of their size and enlarged again",
         "set_low_resolution(share)", between(0, 1),
     )  # fmt: skip
-    random_erasing: float = declare(
+    random_erasing: float = of_run(
         0.0, "augmentation: share of images of which a rectangle, 2-20 % of the area, turns grey",
         "set_random_erasing(share)", between(0, 1),
     )  # fmt: skip
-    flip: bool = declare(
+    flip: bool = of_model(
         True,
         "mirror half of the training images, and add the mirrored image's embedding in evaluation",
         "set_flip(flip)",

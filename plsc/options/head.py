@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plsc.option import at_least, between, declare, more_than, one_of
+from plsc.option import at_least, between, more_than, of_run, one_of
 
 _MARGINS = (
     "arcface",
@@ -34,124 +34,124 @@ def _ratio(value: float) -> str | None:
     return None if 0 < value <= 1 else "a share of the classes in (0, 1]"
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeadOptions:
     """The classification head."""
 
-    loss_type: str = declare(
+    loss_type: str = of_run(
         "dist_arcface",
         f"dist_ and one of {', '.join(_MARGINS)}: class rows sharded over the ranks; without dist_, all rows "
         "on every rank",
         "set_loss_type(loss_type)",
         one_of(*LOSS_TYPES),
     )
-    class_num: int | None = declare(
+    class_num: int | None = of_run(
         None,
         "number of classes; when not set, the largest label + 1",
         "set_class_num(num)",
         at_least(1),
     )
-    margin: float = declare(
+    margin: float = of_run(
         0.5,
         "margin of arcface, adaface, curricularface (radians), cosface (of the cosine), sphereface "
         "(factor of the angle); when not set, 0.5 for arcface and its paper's for each other one",
         "set_margin(margin)",
         at_least(0),
     )
-    scale: float = declare(64.0, "scale of the cosines", "set_scale(scale)", more_than(0))
-    combined_margins: tuple[float, ...] = declare(
+    scale: float = of_run(64.0, "scale of the cosines", "set_scale(scale)", more_than(0))
+    combined_margins: tuple[float, ...] = of_run(
         (1.0, 0.3, 0.2),
         "of the loss combined: m1, m2, m3 in cos(m1 angle + m2) - m3",
         "set_combined_margins(margins)",
         _three_numbers,
     )
-    easy_margin: bool = declare(
+    easy_margin: bool = of_run(
         False, "no margin where the angle is over 90 degrees; when not set, off for arcface, on for magface",
         "set_easy_margin(easy)",
     )  # fmt: skip
-    straight_through: bool = declare(
+    straight_through: bool = of_run(
         False, "of arcface: take the margin as a constant in the gradient, as some implementations do",
         "set_straight_through(flag)",
     )  # fmt: skip
-    margin_momentum: float = declare(
+    margin_momentum: float = of_run(
         0.99, "of adaface and curricularface: share of the old running statistics",
         "set_margin_momentum(momentum)", between(0, 1),
     )  # fmt: skip
-    adaface_h: float = declare(
+    adaface_h: float = of_run(
         0.333, "of adaface: how much the embedding's norm counts", "set_adaface_h(h)", at_least(0)
     )
-    magface_norms: tuple[float, ...] = declare(
+    magface_norms: tuple[float, ...] = of_run(
         (10.0, 110.0),
         "of magface: lowest and highest norm",
         "set_magface_norms(norms)",
         _rising_pair,
     )
-    magface_margins: tuple[float, ...] = declare(
+    magface_margins: tuple[float, ...] = of_run(
         (0.45, 0.8),
         "of magface: margins at these norms",
         "set_magface_margins(margins)",
         _rising_pair,
     )
-    magface_lambda: float = declare(
+    magface_lambda: float = of_run(
         35.0, "of magface: weight of its regulariser", "set_magface_lambda(weight)", at_least(0)
     )
-    sub_centers: int = declare(
+    sub_centers: int = of_run(
         1, "rows a class (sub-centre ArcFace), the nearest counts", "set_sub_centers(num)",
         between(1, 64),
     )  # fmt: skip
-    sample_ratio: float = declare(
+    sample_ratio: float = of_run(
         1.0,
         "share of a rank's classes that take part in a step (PartialFC); those of the batch always do",
         "set_sample_ratio(ratio)",
         _ratio,
     )
-    hard_share: float = declare(
+    hard_share: float = of_run(
         0.0,
         "share of the sampled classes that are the nearest to the batch, instead of random ones",
         "set_hard_share(share)",
         between(0, 0.99),
     )
-    optimizer: str = declare(
+    optimizer: str = of_run(
         "sgd", "of the sharded class rows: sgd (with optim.momentum), adamw, adagrad (one number a row)",
         "set_head_optimizer(name)", one_of("sgd", "adamw", "adagrad"),
     )  # fmt: skip
-    lr_factor: float = declare(
+    lr_factor: float = of_run(
         1.0, "the class rows' learning rate is the backbone's times this", "set_head_lr_factor(factor)",
         more_than(0),
     )  # fmt: skip
-    weight_decay: float | None = declare(
+    weight_decay: float | None = of_run(
         None, "L2 decay of the class rows; when not set, optim.weight_decay",
         "set_head_weight_decay(decay)", at_least(0),
     )  # fmt: skip
-    row_dtype: str = declare(
+    row_dtype: str = of_run(
         "float32", "type of the sharded class rows: float32, or bfloat16 (rounded stochastically)",
         "set_row_dtype(dtype)", one_of("float32", "bfloat16"),
     )  # fmt: skip
-    state_dtype: str = declare(
+    state_dtype: str = of_run(
         "float32", "type of their optimizer state: float32, bfloat16, or int8 (momentum of sgd only)",
         "set_row_state_dtype(dtype)", one_of("float32", "bfloat16", "int8"),
     )  # fmt: skip
-    offload: bool = declare(
+    offload: bool = of_run(
         False, "keep class rows and their state in CPU memory; those of a step travel to the GPU",
         "set_head_offload(offload)",
     )  # fmt: skip
-    products: str = declare(
+    products: str = of_run(
         "auto", "type of the factors in the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
         "precision.mode has 16 bits, else float32)",
         "set_head_products(dtype)", one_of("auto", "float32", "bfloat16"),
     )  # fmt: skip
-    keep_mb: float = declare(
+    keep_mb: float = of_run(
         0.0,
         "MiB a rank in which the first pass over the rows may leave its terms for the second, in 16 bits; "
         "where they do not fit, they are computed again",
         "set_head_keep_mb(mebibytes)",
         at_least(0),
     )
-    kernels: str = declare(
+    kernels: str = of_run(
         "auto", "what computes the head: auto, torch, native (C, on CPUs) or triton (on GPUs)",
         "set_head_kernels(name)", one_of("auto", "torch", "native", "triton"),
     )  # fmt: skip
-    tile: int | None = declare(
+    tile: int | None = of_run(
         None, "class rows at a time; when not set, by the batch size", "set_head_tile(rows)",
         at_least(1),
     )  # fmt: skip

@@ -12,7 +12,7 @@ def _names(text: str) -> str | None:
     return None if good else "none, all, or patterns of module names, divided by commas"
 
 
-@dataclass
+@dataclass(frozen=True)
 class MemoryOptions:
     """Less memory for more computation."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plsc.option import at_least, between, declare, not_empty
+from plsc.option import at_least, between, declare, not_empty, of_model, of_run
 from plsc.options.initialization import read_initializations
 
 
@@ -18,11 +18,11 @@ def _initializations(values: tuple[dict[str, Any], ...]) -> None:
     read_initializations(values)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelOptions:
     """The backbone."""
 
-    name: str = declare(
+    name: str = of_model(
         "ResNet50",
         "ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18, IResNet34, IResNet50, IResNet100, "
         "IResNet200, SmallResNet, 'torchvision/<name>', 'timm/<name>', or 'package.module:Class' for a "
@@ -30,17 +30,17 @@ class ModelOptions:
         "set_model_name(name)",
         not_empty,
     )
-    emb_size: int = declare(512, "size of the embedding", "set_emb_size(size)", at_least(1))
-    image_shape: tuple[int, int, int] = declare(
+    emb_size: int = of_model(512, "size of the embedding", "set_emb_size(size)", at_least(1))
+    image_shape: tuple[int, int, int] = of_model(
         (3, 112, 112),
         "channels, height, width of the input; on the command line [3,112,112]",
         "set_image_shape(shape)",
         _image_shape,
     )
-    dropout: float = declare(
+    dropout: float = of_model(
         0.4, "dropout before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
     )
-    sync_batch_norm: bool = declare(
+    sync_batch_norm: bool = of_run(
         False, "batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
     )
     pretrained: str | None = declare(

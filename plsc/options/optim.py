@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import suggest
-from plsc.option import at_least, between, declare, more_than, one_of
+from plsc.option import at_least, between, more_than, of_run, one_of
 from plsc.options.optimizer_table import check_arguments, check_optimizer
 from plsc.options.parameter_groups import read_parameter_groups
 from plsc.patterns import check_pattern
@@ -40,49 +40,49 @@ def _patterns(values: tuple[str, ...]) -> str | None:
     return next((wrong for wrong in map(check_pattern, values) if wrong), None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimOptions:
     """Optimizer and learning rate."""
 
-    lr: float = declare(
+    lr: float = of_run(
         0.1, "learning rate for a global batch of 1024; scaled in proportion", "set_lr(lr)",
         more_than(0),
     )  # fmt: skip
-    optimizer: str = declare(
+    optimizer: str = of_run(
         "sgd",
         "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, adamax, nadam, radam, asgd, "
         "rprop, adafactor, or 'package.module:factory'; class rows: head.optimizer",
         "set_optimizer(optimizer)",
         check_optimizer,
     )
-    optimizer_arguments: dict[str, Any] | None = declare(  # noqa: RUF009
+    optimizer_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
         None, "more of the optimizer's own settings by name, such as {eps: 1.e-7}",
         "set_optimizer_arguments(arguments)", check_arguments,
     )  # fmt: skip
-    implementation: str = declare(
+    implementation: str = of_run(
         "auto", "what computes the optimizer's step: auto, fused, foreach or for_loop",
         "set_optimizer_implementation(name)", one_of("auto", "fused", "foreach", "for_loop"),
     )  # fmt: skip
-    momentum: float = declare(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
-    nesterov: bool = declare(
+    momentum: float = of_run(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
+    nesterov: bool = of_run(
         False, "Nesterov's momentum in SGD, of the network and of class rows",
         "set_nesterov(nesterov)",
     )  # fmt: skip
-    betas: tuple[float, ...] = declare(
+    betas: tuple[float, ...] = of_run(
         (0.9, 0.999), "decay of the two moments of Adam and its relatives", "set_betas(betas)",
         _two_decays,
     )  # fmt: skip
-    weight_decay: float = declare(
+    weight_decay: float = of_run(
         5e-4, "L2 decay of all parameters", "set_weight_decay(decay)", at_least(0)
     )
-    l1_decay: float = declare(
+    l1_decay: float = of_run(
         0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0)
     )
-    decay_norm_and_bias: bool = declare(
+    decay_norm_and_bias: bool = of_run(
         True, "decay parameters of one dimension, too: biases, norms, PReLU's slopes",
         "set_decay_norm_and_bias(decay)",
     )  # fmt: skip
-    groups: tuple[dict[str, Any], ...] = declare(
+    groups: tuple[dict[str, Any], ...] = of_run(
         (),
         "groups of parameters with settings of their own: each has a pattern, and may have lr_factor, "
         "weight_decay, l1_decay, frozen and settings of the optimizer; the first that matches counts; "
@@ -90,60 +90,60 @@ class OptimOptions:
         "set_parameter_groups(groups)",
         _groups,
     )
-    freeze: tuple[str, ...] = declare(
+    freeze: tuple[str, ...] = of_run(
         (), "patterns of parameters that are not trained, such as [stem, stages.0]",
         "set_freeze(patterns)", _patterns,
     )  # fmt: skip
-    schedule: str = declare(
+    schedule: str = of_run(
         "step",
         "how the learning rate falls: step or multi_step (step_boundaries), polynomial, cosine, exponential, "
         "constant, or 'package.module:function'",
         "set_lr_schedule(schedule)",
         _schedule,
     )
-    decay_steps: int | None = declare(
+    decay_steps: int | None = of_run(
         None,
         "step at which a polynomial, cosine or exponential schedule ends; None: the last of the run",
         "set_decay_steps(num)",
         at_least(1),
     )
-    decay_power: float = declare(
+    decay_power: float = of_run(
         1.0, "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
     )
-    cosine_cycles: int = declare(
+    cosine_cycles: int = of_run(
         1, "cosine curves from the first step to the last, one after another (warm restarts)",
         "set_cosine_cycles(num)", at_least(1),
     )  # fmt: skip
-    end_lr_factor: float = declare(
+    end_lr_factor: float = of_run(
         0.0,
         "where a polynomial, cosine or exponential schedule ends, as a part of the learning rate",
         "set_end_lr_factor(factor)",
         between(0, 1),
     )
-    warmup_epochs: int = declare(
+    warmup_epochs: int = of_run(
         0, "epochs over which the learning rate rises linearly from 0", "set_warmup_epochs(num)",
         at_least(0),
     )  # fmt: skip
-    warmup_steps: int = declare(
+    warmup_steps: int = of_run(
         0, "the same in steps, instead of warmup_epochs", "set_warmup_steps(num)", at_least(0)
     )
-    step_boundaries: tuple[int, ...] = declare(
+    step_boundaries: tuple[int, ...] = of_run(
         (100000, 160000, 220000),
         "steps at which the learning rate is multiplied by lr_decay_factor",
         "set_step_boundaries(boundaries)",
         _increasing_steps,
     )
-    lr_decay_factor: float = declare(
+    lr_decay_factor: float = of_run(
         0.1, "factor of the learning rate at each boundary", "set_lr_decay_factor(factor)",
         between(0, 1),
     )  # fmt: skip
-    clip_norm: float = declare(
+    clip_norm: float = of_run(
         0.0,
         "clip gradients whose norm is larger; 0: no clipping",
         "set_clip_norm(norm)",
         at_least(0),
     )
-    clip_scope: str = declare(
+    clip_scope: str = of_run(
         "backbone",
         "gradients that are clipped: backbone, or all (with the class rows: one more pass over them)",
         "set_clip_scope(scope)",

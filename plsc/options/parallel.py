@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plsc.option import at_least, declare, one_of
+from plsc.option import at_least, declare, of_run, one_of
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelOptions:
     """The backbone on the ranks. The head's class rows are always split over all of them."""
 
-    backbone: str = declare(
+    backbone: str = of_run(
         "replicated",
         "replicated (each rank has the whole backbone) or sharded (each has a share of its parameters, "
         "gradients and optimizer state, and more is sent)",
         "set_backbone_parallel(way)",
         one_of("replicated", "sharded"),
     )
-    shard_size: int = declare(
+    shard_size: int = of_run(
         0,
         "ranks that share one copy of a sharded backbone, such as those of a machine; 0: all ranks",
         "set_backbone_shard_size(ranks)",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plsc.errors import OptionError
-from plsc.option import at_least, between, declare, more_than, one_of
+from plsc.option import at_least, between, more_than, of_run, one_of
 
 HIGHEST_SCALE = 2.0**24
 """Where a loss scale stops growing.
@@ -24,59 +24,59 @@ def _shrinks(value: float) -> str | None:
     return None if 0 < value < 1 else "more than 0 and less than 1"
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrecisionOptions:
     """Mixed precision, and the scaling of the loss that float16 needs."""
 
-    mode: str = declare(
+    mode: str = of_run(
         "float32",
         "what the backbone is trained in: float32, float16 (with loss scaling; on a CPU it is bfloat16) or "
         "bfloat16; weights, their updates and the loss stay float32",
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
     )
-    init_loss_scaling: float = declare(
+    init_loss_scaling: float = of_run(
         1.0, "of float16: what the loss is multiplied with at first",
         "set_init_loss_scaling(scale)", between(1, HIGHEST_SCALE),
     )  # fmt: skip
-    incr_every_n_steps: int = declare(
+    incr_every_n_steps: int = of_run(
         2000, "so many finite steps in a row raise the loss scale", "set_incr_every_n_steps(steps)",
         at_least(1),
     )  # fmt: skip
-    decr_every_n_nan_or_inf: int = declare(
+    decr_every_n_nan_or_inf: int = of_run(
         2, "so many steps in a row with a nan or inf lower the loss scale",
         "set_decr_every_n_nan_or_inf(steps)", at_least(1),
     )  # fmt: skip
-    incr_ratio: float = declare(
+    incr_ratio: float = of_run(
         2.0,
         "what the loss scale is raised by, up to 2^24",
         "set_incr_ratio(ratio)",
         more_than(1),
     )
-    decr_ratio: float = declare(
+    decr_ratio: float = of_run(
         0.5,
         "what the loss scale is lowered by, down to 1",
         "set_decr_ratio(ratio)",
         _shrinks,
     )
-    use_dynamic_loss_scaling: bool = declare(
+    use_dynamic_loss_scaling: bool = of_run(
         True,
         "raise and lower the loss scale; without, it stays, and steps with a nan or inf are skipped",
         "set_dynamic_loss_scaling(flag)",
     )
-    loss_scaling: str = declare(
+    loss_scaling: str = of_run(
         "auto", "auto: in float16; always: in any mode, to see how a run takes skipped steps",
         "set_loss_scaling(when)", one_of("auto", "always"),
     )  # fmt: skip
-    white_list: tuple[str, ...] = declare(
+    white_list: tuple[str, ...] = of_run(
         (), "operators, and modules by name or class (with * and ?), that are forced to 16 bits",
         "set_precision_white_list(names)", _names,
     )  # fmt: skip
-    black_list: tuple[str, ...] = declare(
+    black_list: tuple[str, ...] = of_run(
         (), "operators, and modules by name or class (with * and ?), that stay float32",
         "set_precision_black_list(names)", _names,
     )  # fmt: skip
-    evaluation: str = declare(
+    evaluation: str = of_run(
         "float32", "what test, predict and evaluations while training run in: float32, or training "
         "(the mode of training)",
         "set_evaluation_precision(mode)", one_of("float32", "training"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plsc.option import between, declare, more_than, one_of
+from plsc.option import between, declare, more_than, of_model, one_of
 
 
-@dataclass
+@dataclass(frozen=True)
 class RuntimeOptions:
     """Device and processes."""
 
@@ -23,7 +23,7 @@ class RuntimeOptions:
     timeout: float = declare(
         1800.0, "seconds that a rank waits for the others", "set_timeout(seconds)", more_than(0)
     )
-    dtype: str = declare(
+    dtype: str = of_model(
         "float32",
         "float32, or float64 for checks, of weights and computation",
         "set_dtype(dtype)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -121,10 +120,8 @@ def _ways_of_backbone(run: Run, ranks: Sequence[RankTimes]) -> Iterator[str]:
 
 def _is_allowed(run: Run, path: str, value: Any) -> bool:
     """Whether the run's other options go with this one."""
-    options = copy.deepcopy(run.options)
-    options.set(path, value)
     try:
-        check_combinations(options, run.world.size)
+        check_combinations(run.options.changed({path: value}), run.world.size)
     except OptionError:
         return False
     return True

@@ -24,13 +24,11 @@ from plsc.profiling.result import ProfileResult, RankTimes, combine
 from plsc.profiling.table import render
 from plsc.profiling.watch import TRACED, ProfileWatch
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.checkpointing import adopt_options
 from plsc.train.find import open_to_resume
 from plsc.train.logs import METRICS_NAME, RunLog
 from plsc.train.loop import Trainer
 from plsc.train.randomness import seed_generators
-from plsc.train.resume import keep_global_batch
-from plsc.train.saved_heads import check_data_sets
+from plsc.train.resume import resolve_run
 from plsc.train.saving import Saver
 
 MOST_STEPS = 1000
@@ -50,20 +48,14 @@ def run_profile(
     Raises OptionError for `steps` or `output`, and whatever training raises.
     """
     folder = _check(steps, output)
-    options = copy.deepcopy(options)
-    options.train.with_test = False
     # A network of the user's is trained as a copy.
     user = replace(user, model=copy.deepcopy(user.model))
-    checkpoint = open_to_resume(options, world)
-    if checkpoint:
-        adopt_options(options, checkpoint[1])
-        check_data_sets(options, *checkpoint)
-        keep_global_batch(options, *checkpoint, world.size)
-        options.train.with_test = False
-    options.checkpoint.save_dir = str(folder)  # which is refused where every folder is a class
-    run = build_run(options, world, user)
+    config = resolve_run(options, open_to_resume(options.resolve(), world), world.size, user.model)
+    # The folder is refused where every folder is a class.
+    config = config.changed({"train.with_test": False, "checkpoint.save_dir": str(folder)})
+    run = build_run(config, world, user)
     _clear(folder, world)
-    seed_generators(world, options.train.seed)
+    seed_generators(world, config.train.seed)
     watch = _train(run, steps, folder)
     return _report(run, watch, steps, folder)
 
@@ -71,7 +63,7 @@ def run_profile(
 def _train(run: Run, steps: int, output: Path) -> ProfileWatch:
     watch = ProfileWatch(run, steps)
     run.save_dir = output  # of what the loop lists beside the checkpoints
-    run.options.train.steps, run.options.train.epochs = watch.total, _ENDLESS
+    run.options = run.options.changed({"train.steps": watch.total, "train.epochs": _ENDLESS})
     log = _QuietLog(output, run.world.is_main, 0, watch.total)
     if run.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.world.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import OptionError
 from plsc.models import BaseModel, check_model
 from plsc.models.base_model import use_channels_last
@@ -16,7 +16,7 @@ from plsc.train.logs import print_on_main
 from plsc.train.precision import training_mode
 
 
-def check_speed(options: Options, ranks: int) -> None:
+def check_speed(options: Config, ranks: int) -> None:
     """Raise OptionError for options of speed that exclude others."""
     if not options.speed.compile:
         return
@@ -43,7 +43,7 @@ def check_speed(options: Options, ranks: int) -> None:
         )
 
 
-def lay_out(network: BaseModel, options: Options, device: torch.device) -> None:
+def lay_out(network: BaseModel, options: Config, device: torch.device) -> None:
     """Let a network keep its images channels last, if `speed.channels_last` says so, in place.
 
     With auto a network that does not stand it (one that asks for a `view` of its feature maps) stays as it
@@ -66,7 +66,7 @@ def lay_out(network: BaseModel, options: Options, device: torch.device) -> None:
             ) from error
 
 
-def _pays(network: nn.Module, options: Options, device: torch.device) -> bool:
+def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:
     """Whether the layout is faster: measured on a CPU, for 16 bits on a GPU as its makers say."""
     if options.runtime.dtype == "float64":
         return False
@@ -75,7 +75,7 @@ def _pays(network: nn.Module, options: Options, device: torch.device) -> bool:
     return device.type == "cpu" or training_mode(options, device) != "float32"
 
 
-def compiled(network: BaseModel, options: Options, world: World, global_batch: int) -> nn.Module:
+def compiled(network: BaseModel, options: Config, world: World, global_batch: int) -> nn.Module:
     """Return what computes a training step of the network: itself, or compiled if `speed.compile` is on."""
     if not options.speed.compile:
         return network
@@ -83,14 +83,14 @@ def compiled(network: BaseModel, options: Options, world: World, global_batch: i
     return CompiledNetwork(network, sizes, print_on_main(world), world)
 
 
-def batch_sizes(options: Options, world: World, global_batch: int) -> set[int]:
+def batch_sizes(options: Config, world: World, global_batch: int) -> set[int]:
     """Return how many images this rank's micro-batches of a full global batch have: one number or two."""
     mine = global_batch // world.size + (world.rank < global_batch % world.size)
     parts = options.train.micro_batches
     return {mine // parts + (part < mine % parts) for part in range(parts)} - {0}
 
 
-def evaluated(network: BaseModel, options: Options, world: World) -> BaseModel:
+def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
     """Return what to evaluate: the network, or one with `speed.fold_batch_norm`, made of its present weights.
 
     Not a collective: on ranks with equal networks the outcome is alike.

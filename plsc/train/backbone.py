@@ -7,7 +7,7 @@ import datetime
 import torch
 from torch import nn
 
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import OptionError, first_line
 from plsc.models import BaseModel
 from plsc.models.dry_run import count_calls
@@ -21,7 +21,7 @@ _KEPT_WHOLE = "its parameters stay whole on each rank"
 
 
 def spread_backbone(
-    network: BaseModel, trained: nn.Module, options: Options, world: World
+    network: BaseModel, trained: nn.Module, options: Config, world: World
 ) -> tuple[nn.Module, str]:
     """Return what to call in training, whose backward() leaves the sum of all ranks' gradients; and a note.
 
@@ -50,12 +50,12 @@ def spread_backbone(
     return network, f"the backbone is sharded over {size} ranks{groups}, in {len(units) + 1} units"
 
 
-def will_be_sharded(options: Options, ranks: int) -> bool:
+def will_be_sharded(options: Config, ranks: int) -> bool:
     """Whether `spread_backbone` splits the network, which is then made on the CPU: it must fit there."""
     return options.parallel.backbone == "sharded" and shard_size(options, ranks) > 1
 
 
-def shard_size(options: Options, ranks: int) -> int:
+def shard_size(options: Config, ranks: int) -> int:
     """Return how many ranks share a copy of a sharded backbone. Raises OptionError if it does not fit."""
     size = options.parallel.shard_size or ranks
     if ranks % size == 0:
@@ -68,7 +68,7 @@ def shard_size(options: Options, ranks: int) -> int:
     return ranks  # it came from a run on other ranks
 
 
-def _try_sharded(network: BaseModel, options: Options, world: World) -> None:
+def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
     """See that the network computes with its parameters split: on two blank images, on all ranks alike."""
     images = torch.zeros(
         (2, *options.model.image_shape),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plsc.config import Options
+from plsc.config import Config
 from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
@@ -70,7 +70,7 @@ class Run:
     of the loss, None where the mode needs none.
     """
 
-    options: Options
+    options: Config
     world: World
     network: BaseModel
     forward: nn.Module
@@ -104,7 +104,7 @@ class Run:
         return _count_steps(self.options, self.loader.steps_per_epoch)
 
 
-def _count_steps(options: Options, steps_per_epoch: int | None) -> int | None:
+def _count_steps(options: Config, steps_per_epoch: int | None) -> int | None:
     """Return how many steps a run makes in all, None if that is not known before."""
     if steps_per_epoch is None:
         return options.train.steps
@@ -112,7 +112,7 @@ def _count_steps(options: Options, steps_per_epoch: int | None) -> int | None:
     return min(total, options.train.steps or total)
 
 
-def build_run(options: Options, world: World, user: UserParts) -> Run:
+def build_run(options: Config, world: World, user: UserParts) -> Run:
     """Build everything that training needs. Raises OptionError or DataError."""
     check_combinations(options, world.size)
     if options.train.deterministic:
@@ -177,7 +177,7 @@ def build_run(options: Options, world: World, user: UserParts) -> Run:
 
 
 def _build_trained_network(
-    options: Options, world: World, custom: BaseModel | None
+    options: Config, world: World, custom: BaseModel | None
 ) -> tuple[BaseModel, Assignment, SampleNumbers]:
     """Return the backbone as it is trained, what is to become of each of its parameters, and what tells its
     dropout layers the samples."""
@@ -208,7 +208,7 @@ def _undo_earlier_run(network: BaseModel) -> None:
     thaw(network)
 
 
-def check_combinations(options: Options, ranks: int) -> None:
+def check_combinations(options: Config, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
     check_precision(options)
@@ -237,7 +237,7 @@ def check_combinations(options: Options, ranks: int) -> None:
         )
 
 
-def _check_pretrained(options: Options) -> None:
+def _check_pretrained(options: Config) -> None:
     """Refuse weights to start from beside a checkpoint to resume; "last" may find none, so it may stay."""
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
     source = url if place in (None, "last") else place
@@ -248,13 +248,13 @@ def _check_pretrained(options: Options) -> None:
         )
 
 
-def global_batch_size(options: Options, ranks: int) -> int:
+def global_batch_size(options: Config, ranks: int) -> int:
     """Return the number of samples of a step over all ranks."""
     return options.train.global_batch_size or options.train.batch_size * ranks
 
 
 def build_network(
-    options: Options, world: World, custom: BaseModel | None, place: torch.device | None = None
+    options: Config, world: World, custom: BaseModel | None, place: torch.device | None = None
 ) -> BaseModel:
     """Return the backbone, checked with a dry run; its weights follow the seed.
 
@@ -273,6 +273,7 @@ def build_network(
             options.model.emb_size,
             options.model.image_shape,
             dropout=options.model.dropout,
+            arguments=options.arguments,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
     prepare_tensors(model)
@@ -285,7 +286,7 @@ def _check_batch_norm(
     network: BaseModel,
     global_batch: int,
     num_samples: int | None,
-    options: Options,
+    options: Config,
     ranks: int,
 ) -> None:
     """Refuse batches so small that batch norm has one value, or none, to normalise."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import OptionError
 from plsc.heads import (
     MARGINS,
@@ -53,8 +53,8 @@ ONLY_SHARDED = (
 )
 
 
-def margin_of(options: Options) -> Margin:
-    """Return the margin of the loss type, and note its values in the options, where none were set.
+def margin_of(options: Config) -> Margin:
+    """Return the margin of the loss type.
 
     Raises OptionError for an option that somebody set and the loss has not.
     """
@@ -74,17 +74,27 @@ def margin_of(options: Options) -> Margin:
         if is_set:
             given[argument] = options.get(path)
     try:
-        margin = build_margin(name, **given)
+        return build_margin(name, **given)
     except OptionError as error:
         raise OptionError(f"head.loss_type is {head.loss_type}: {error}") from error
-    for argument in ("margin", "easy_margin"):
-        if argument in has:
-            setattr(head, argument, given.get(argument, has[argument].default))
-    return margin
+
+
+def with_margin(options: Config) -> Config:
+    """Return the configuration with the loss's own margin where none was set or adopted."""
+    has = inspect.signature(
+        MARGINS[options.head.loss_type.removeprefix("dist_")].__init__
+    ).parameters
+    return options.changed(
+        {
+            path: has[MARGIN_OPTIONS[path]].default
+            for path in ("head.margin", "head.easy_margin")
+            if MARGIN_OPTIONS[path] in has and path not in options.explicit | options.adopted
+        }
+    )
 
 
 def build_heads(
-    options: Options, class_num: int, sets: Sequence[TrainingSet], world: World
+    options: Config, class_num: int, sets: Sequence[TrainingSet], world: World
 ) -> tuple[Head | JointHead, RowOptimizer | JointRows | None]:
     """Return the head, or one of the heads of several data sets, and the optimizer of the sharded rows."""
     if not sets:
@@ -99,7 +109,7 @@ def build_heads(
     return JointHead(heads, world.head_group), JointRows(rows) if rows else None
 
 
-def build_head_of(options: Options, class_num: int, world: World, seed: int | None = None) -> Head:
+def build_head_of(options: Config, class_num: int, world: World, seed: int | None = None) -> Head:
     """Return the head on its device; seed: of its rows, by default the run's."""
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
     margin = margin_of(options)
@@ -125,7 +135,7 @@ def build_head_of(options: Options, class_num: int, world: World, seed: int | No
     return built.to(world.device)
 
 
-def build_row_optimizer(options: Options, head: ShardedHead) -> RowOptimizer:
+def build_row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:
     """Return the optimizer of the sharded rows."""
     optim = options.optim
     decay = options.head.weight_decay

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
@@ -24,7 +24,7 @@ from plsc.options.optimizer_table import OPTIMIZERS
 ScheduleFunction = Callable[..., float]
 
 
-def check_optim(options: Options) -> None:
+def check_optim(options: Config) -> None:
     """Raise OptionError for options of the optimizer and schedule that contradict each other."""
     optim = options.optim
     if optim.warmup_epochs and optim.warmup_steps:
@@ -60,7 +60,7 @@ def check_optim(options: Options) -> None:
 
 
 def build_updates(
-    options: Options,
+    options: Config,
     named: Mapping[str, nn.Parameter],
     assignment: Assignment,
     head: Head | JointHead,
@@ -80,7 +80,7 @@ def build_updates(
         for names, own in assignment.groups
         if names
     ]
-    dense = [p for _, _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
+    dense = [p for _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
     if dense:
         groups.append({"params": dense, **_settings_of_dense_heads(options)})
     if not groups:  # the network is frozen, and the rows have an optimizer of their own
@@ -96,7 +96,7 @@ def build_updates(
     return optimizer, float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
 
 
-def _settings_of_dense_heads(options: Options) -> dict[str, Any]:
+def _settings_of_dense_heads(options: Config) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if options.head.lr_factor != 1:
         own[LR_FACTOR] = options.head.lr_factor
@@ -106,7 +106,7 @@ def _settings_of_dense_heads(options: Options) -> dict[str, Any]:
 
 
 def build_schedule(
-    options: Options,
+    options: Config,
     base: float,
     total_steps: int | None,
     steps_per_epoch: int | None,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from pathlib import Path
 
 import torch
 
+from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.heads import ShardedHead
@@ -18,10 +18,10 @@ from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.build_head import build_head_of, build_row_optimizer
-from plsc.train.checkpointing import adopt_options, publish
-from plsc.train.feed import switch_off_augmentation
+from plsc.train.checkpointing import publish
+from plsc.train.feed import NO_AUGMENTATION
 from plsc.train.find import open_load_dir
-from plsc.train.resume import keep_global_batch, restore
+from plsc.train.resume import resolve_run, restore
 
 
 def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:
@@ -31,18 +31,13 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     at the same step, with one row a class; training goes on from it. Raises OptionError if there are no
     sub-centres, or something stands where the new checkpoint is to be.
     """
-    path, manifest = open_load_dir(options, world)
+    path, manifest = open_load_dir(options.resolve(), world)
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} is there already; give a path that is not")
-    adopt_options(options, manifest)
-    if options.data.datasets:
-        raise OptionError(
-            f"{path} has several heads; dropping sub-centres is for one with a single head"
-        )
-    keep_global_batch(options, path, manifest, world.size)
-    plain = copy.deepcopy(options)  # what goes into the new checkpoint
-    switch_off_augmentation(options.data)  # each image as `predict` would see it
-    run = build_run(options, world, dataclasses.replace(user, train_transform=None))
+    refuse_several_heads(path, manifest)
+    plain = resolve_run(options, (path, manifest), world.size, user.model)
+    as_predicted = plain.changed(NO_AUGMENTATION)
+    run = build_run(as_predicted, world, dataclasses.replace(user, train_transform=None))
     head = run.head
     if not isinstance(head, ShardedHead) or head.centers == 1:
         raise OptionError(
@@ -50,7 +45,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
         )
     restore(run, path, manifest)
     counts = _count(run, head)
-    plain.head.sub_centers = 1
+    plain = plain.changed({"head.sub_centers": 1})
     new_head = build_head_of(plain, head.class_num, world)
     assert isinstance(new_head, ShardedHead)
     new_rows = build_row_optimizer(plain, new_head)

@@ -11,28 +11,18 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from plsc.checkpoint.layout import info_of
 from plsc.checkpoint.retention import METRICS_KEY
-from plsc.config import Options
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
+from plsc.models.base_model import constructor_arguments
 from plsc.parallel.shard import class_ranges
 from plsc.storage.urls import without_secrets
+from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run
 from plsc.train.snapshot import scalars_to_save, tensors_to_save
 from plsc.version import __version__
 
-# A checkpoint does not decide where the next run reads it from, nor on which device that run is.
-_NEVER_ADOPTED = frozenset(
-    {
-        "checkpoint.load_dir",
-        "runtime.device",
-        "runtime.backend",
-        "runtime.timeout",
-        "runtime.cpu_threads",
-        "checkpoint.download_dir",
-        "checkpoint.local_dir",
-    }
-)
 LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 
 
@@ -50,16 +40,6 @@ def open_checkpoint(path: Path) -> Manifest:
         ) from error
 
 
-def adopt_options(options: Options, manifest: Manifest) -> list[str]:
-    """Take the checkpoint's options where the script set none; return the differences, a line each."""
-    is_of_save_dir = options.checkpoint.load_dir in (LAST, BEST)  # which may have been moved
-    keep = _NEVER_ADOPTED | ({"checkpoint.save_dir"} if is_of_save_dir else set())
-    try:
-        return options.adopt(manifest.options, keep=keep)
-    except OptionError as error:
-        raise CheckpointError(
-            f"the options in the checkpoint are damaged: {error}; choose another checkpoint"
-        ) from error
 
 
 def publish(run: Run, folder: Path, name: str) -> Path:
@@ -73,7 +53,7 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
 
     metrics: what the checkpoint is judged by. Nothing of the run is changed.
     """
-    replicated, sharded = tensors_to_save(run)
+    replicated, sharded, roles = tensors_to_save(run)
     manifest = Manifest(
         plsc_version=__version__,
         step=run.position.step,
@@ -84,7 +64,16 @@ def take_state(run: Run, metrics: dict[str, float]) -> Snapshot:
         emb_size=run.options.model.emb_size,
         class_ranges=_class_ranges(run),
         options=without_secrets(run.options.as_dict()),
-        scalars={METRICS_KEY: metrics, **scalars_to_save(run)},
+        scalars={
+            METRICS_KEY: metrics,
+            ARGUMENTS_KEY: constructor_arguments(run.network),
+            **scalars_to_save(run),
+        },
+        tensors={
+            key: info_of(value, roles[key])
+            for part in (replicated, sharded)
+            for key, value in part.items()
+        },
         lineage=run.lineage,
         run_id=run.run_id,
     )

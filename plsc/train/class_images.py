@@ -17,12 +17,13 @@ import torch
 from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.change import refuse_several_heads
-from plsc.config import Options
+from plsc.config import Config, Options
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.heads.norms import normalised
 from plsc.models import BaseModel
+from plsc.optim.custom import name_of
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.job import load_network
@@ -35,13 +36,13 @@ def grow_from_images(
     destination: str | os.PathLike[str],
     count: int,
     images: str | os.PathLike[str],
-    model: BaseModel | None = None,
+    model: BaseModel | str | None = None,
 ) -> Manifest:
     """Write the checkpoint `source` with `count` more classes to `destination`, begun from images of them.
 
     images: a set in any format (docs/formats.md) with one image or more of each new class. Its labels are the
-    new class numbers, or count the new classes from 0. model: the network, where it is one of your own that
-    was given by `set_model`. See `plsc.checkpoint.classes.change_classes`.
+    new class numbers, or count the new classes from 0. model: the network, or the name of its class,
+    where it is one of your own. See `plsc.checkpoint.classes.change_classes`.
 
     Raises OptionError, DataError, CheckpointError; nothing is published then.
     """
@@ -55,10 +56,13 @@ def grow_from_images(
     options = Options()
     options.set("checkpoint.load_dir", os.fspath(source))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")
-    network = load_network(options, world, UserParts(model))
+    network = model if isinstance(model, BaseModel) else None
+    if model is not None:
+        options.set("model.name", model if network is None else name_of(type(network)))
+    network, config = load_network(options, world, UserParts(network))
     with tempfile.TemporaryFile() as file:
         sums = _sum_directions(
-            network, opened, labels, count, options, world, file, os.fspath(images)
+            network, opened, labels, count, config, world, file, os.fspath(images)
         )
         return change_classes(source, destination, grow=count, directions=sums)
 
@@ -68,7 +72,7 @@ def _sum_directions(
     source: Source,
     labels: np.ndarray,
     count: int,
-    options: Options,
+    options: Config,
     world: World,
     file: IO[bytes],
     name: str,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.config import Options
+from plsc.config import Config
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError
 from plsc.evaluate.embed import embed_images
@@ -38,7 +38,7 @@ class Target:
     is_same: np.ndarray
 
 
-def load_targets(options: Options, test_reader: TestReader | None = None) -> list[Target]:
+def load_targets(options: Config, test_reader: TestReader | None = None) -> list[Target]:
     """Return the pair files that `data.val_targets` names, in order.
 
     When nothing was named, lfw.bin is taken if it is there. Raises DataError for a file that is
@@ -71,7 +71,7 @@ def load_targets(options: Options, test_reader: TestReader | None = None) -> lis
 
 
 def evaluate_targets(
-    network: BaseModel, targets: Sequence[Target], options: Options, world: World
+    network: BaseModel, targets: Sequence[Target], options: Config, world: World
 ) -> dict[str, VerificationResult]:
     """Return the ten-fold verification of every target, the same on all ranks; a collective."""
     channels, height, width = options.model.image_shape

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.config import Options
+from plsc.config import Config
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
 from plsc.data.loader import SourceLoader, choose_kind
@@ -58,7 +58,7 @@ def is_generator_reader(reader: Any) -> bool:
     return callable(reader) and not hasattr(reader, "__getitem__")
 
 
-def open_training_source(options: Options, reader: Any) -> Source:
+def open_training_source(options: Config, reader: Any) -> Source:
     """Return the source of a dataset object, or of the dataset folder when there is none."""
     if reader is not None:
         if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
@@ -77,7 +77,7 @@ def open_training_source(options: Options, reader: Any) -> Source:
 
 
 def build_feed(
-    options: Options, world: World, reader: Any, transform: Transform | None, global_batch: int
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
 ) -> Feed:
     """Return the loader of the training data. Raises OptionError or DataError; a collective."""
     if reader is not None and is_generator_reader(reader):
@@ -104,7 +104,7 @@ def build_feed(
 
 
 def _feed_from_generator(
-    options: Options, world: World, reader: Any, transform: Transform | None, global_batch: int
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
 ) -> Feed:
     data, class_num = options.data, options.head.class_num
     if class_num is None:
@@ -142,7 +142,7 @@ def _feed_from_generator(
 
 
 def _feed_from_rank_files(
-    options: Options, world: World, reader: Any, transform: Transform | None, global_batch: int
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
 ) -> Feed:
     """Each rank has a plan of its own over its own part, of as many samples as every other rank's."""
     if reader is not None:
@@ -168,17 +168,18 @@ def _feed_from_rank_files(
     return Feed(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
 
 
-def switch_off_augmentation(data: DataOptions) -> None:
-    """Set the options of all augmentations that `make_recipe` reads to what leaves images alone."""
-    data.flip = False
-    data.crop_padding = 0
-    data.colour_jitter = (0.0, 0.0, 0.0)
-    data.low_resolution = 0.0
-    data.random_erasing = 0.0
+NO_AUGMENTATION = {
+    "data.flip": False,
+    "data.crop_padding": 0,
+    "data.colour_jitter": (0.0, 0.0, 0.0),
+    "data.low_resolution": 0.0,
+    "data.random_erasing": 0.0,
+}
+"""The options of all augmentations that `make_recipe` reads, as they leave images alone."""
 
 
 def make_recipe(
-    options: Options, transform: Transform | None, class_num: int, first_sample: int = 0
+    options: Config, transform: Transform | None, class_num: int, first_sample: int = 0
 ) -> Recipe:
     """Return how a sample becomes an image, as the options say; see `Recipe`."""
     data = options.data
@@ -206,7 +207,7 @@ def source_loader(
     plan: BatchPlan | MixturePlan,
     rank: int,
     recipe: Recipe,
-    options: Options,
+    options: Config,
     world: World,
 ) -> SourceLoader:
     """Return the loader of a source, behind a cache if the options ask for one."""
@@ -240,7 +241,7 @@ def _open_cache(data: DataOptions, num_samples: int) -> SampleCache:
     return DiskCache(folder, data.cache_bytes, num_samples)
 
 
-def check_save_dir(source: Source, options: Options) -> None:
+def check_save_dir(source: Source, options: Config) -> None:
     """Refuse to save into a folder whose folders are classes."""
     save_dir = Path(options.checkpoint.save_dir).resolve()
     if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
@@ -250,7 +251,7 @@ def check_save_dir(source: Source, options: Options) -> None:
         )
 
 
-def count_classes(source: Source, options: Options, world: World | None = None) -> tuple[int, str]:
+def count_classes(source: Source, options: Config, world: World | None = None) -> tuple[int, str]:
     """Return the number of classes, and notes about labels; `world` if each rank has labels of its own."""
     world = world or World.single()
     count = len(source) * world.size
@@ -304,7 +305,7 @@ def _note_empty_classes(labels: np.ndarray, class_num: int) -> str:
     )
 
 
-def _image_shape(options: Options) -> tuple[int, int, int]:
+def _image_shape(options: Config) -> tuple[int, int, int]:
     channels, height, width = options.model.image_shape
     return channels, height, width
 

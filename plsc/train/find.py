@@ -13,7 +13,7 @@ from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.storage.store import Store
@@ -36,7 +36,7 @@ class _Found:
         return {str(one) for one in (self.folder, self.url) if one is not None}
 
 
-def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
+def open_load_dir(options: Config, world: World) -> tuple[Path, Manifest]:
     """Return the local folder of the checkpoint to load, fetched if need be, and its manifest; a collective.
 
     Raises OptionError if none is named, CheckpointError if there is none.
@@ -54,7 +54,7 @@ def open_load_dir(options: Options, world: World) -> tuple[Path, Manifest]:
     )
 
 
-def open_to_resume(options: Options, world: World) -> tuple[Path, Manifest] | None:
+def open_to_resume(options: Config, world: World) -> tuple[Path, Manifest] | None:
     """Return the checkpoint that training resumes, and its manifest; None to begin anew; a collective.
 
     A run with "last" begins anew (or from `checkpoint.download_dir`) where nothing was saved yet, so that
@@ -64,7 +64,7 @@ def open_to_resume(options: Options, world: World) -> tuple[Path, Manifest] | No
     return None if folder is None else (folder, open_checkpoint(folder))
 
 
-def open_start(options: Options, world: World) -> tuple[tuple[Path, Manifest] | None, Start]:
+def open_start(options: Config, world: World) -> tuple[tuple[Path, Manifest] | None, Start]:
     """Return the checkpoint that a training run resumes, if any, and which run it is; a collective.
 
     Ranks that a launcher started in place of those that failed resume the run that these had begun.
@@ -85,7 +85,7 @@ def open_start(options: Options, world: World) -> tuple[tuple[Path, Manifest] | 
 
 
 def _open(
-    options: Options, world: World, launches: Collection[str] = ()
+    options: Config, world: World, launches: Collection[str] = ()
 ) -> tuple[Path | None, set[str], str | None]:
     """Return the local folder of the checkpoint to load, if any, and all paths and URLs that it has.
 
@@ -129,7 +129,7 @@ def _bring(found: _Found, world: World) -> Path:
     return fetch(found.url, world, None, print if world.is_main else None)
 
 
-def _look(options: Options, launches: Collection[str]) -> tuple[_Found | None, str | None]:
+def _look(options: Config, launches: Collection[str]) -> tuple[_Found | None, str | None]:
     """Return what is to be loaded from where the run saves, and the version that was interrupted.
 
     For one process. Raises CheckpointError if no best checkpoint is known.

@@ -11,7 +11,7 @@ import numpy as np
 
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.classes.map import MAP_NAME
-from plsc.config import Options
+from plsc.config import Config, Options
 from plsc.data.sources.base import FileSource, Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import CheckpointError, DataError
@@ -21,8 +21,8 @@ from plsc.models import BaseModel
 from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 from plsc.train.acceleration import evaluated
+from plsc.train.adopt import adopt
 from plsc.train.build import Run, UserParts, build_network, build_run
-from plsc.train.checkpointing import adopt_options
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.find import open_load_dir, open_start
@@ -32,8 +32,7 @@ from plsc.train.places import Places, open_places
 from plsc.train.precision import evaluation_context, look_up_lists, training_mode, use_lists
 from plsc.train.randomness import seed_generators
 from plsc.train.result import TrainResult
-from plsc.train.resume import keep_global_batch, restore
-from plsc.train.saved_heads import check_data_sets
+from plsc.train.resume import resolve_run, restore
 from plsc.train.saving import Saver
 from plsc.train.warm_start import WarmStart, start_from_pretrained
 
@@ -53,17 +52,14 @@ class Prediction:
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
-    checkpoint, start = open_start(options, world)
-    differences: list[str] = []
-    if checkpoint:
-        differences = adopt_options(options, checkpoint[1])
-        check_data_sets(options, *checkpoint)
-        differences += keep_global_batch(options, *checkpoint, world.size)
-    run = build_run(options, world, user)
+    checkpoint, start = open_start(options.resolve(), world)
+    config = resolve_run(options, checkpoint, world.size, user.model)
+    differences = list(config.differences)
+    run = build_run(config, world, user)
     run.resumed_from = checkpoint[0] if checkpoint else None
     run.run_id = start.run_id
     say = print_on_main(world)
-    places = open_places(options, world, say, start)
+    places = open_places(config, world, say, start)
     try:
         run.save_dir = places.local
         if start.note:
@@ -77,7 +73,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
                 )
         else:
             warm_start = start_from_pretrained(run)
-            seed_generators(world, options.train.seed)
+            seed_generators(world, config.train.seed)
         return _train(run, places, differences, warm_start)
     finally:
         places.release()
@@ -108,14 +104,14 @@ def _train(
 
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
     """Return the verification of the checkpoint's network on every pair file, by name."""
-    network = load_network(options, world, user)
-    targets = load_targets(options, user.test_reader)
+    network, config = load_network(options, world, user)
+    targets = load_targets(config, user.test_reader)
     if not targets:
         raise DataError(
-            f"there is nothing to test on in {options.data.dataset_dir}; put a pair file there and "
+            f"there is nothing to test on in {config.data.dataset_dir}; put a pair file there and "
             "name it with set_val_targets"
         )
-    results = evaluate_targets(network, targets, options, world)
+    results = evaluate_targets(network, targets, config, world)
     if world.is_main:
         for name, result in results.items():
             rates = ", ".join(
@@ -127,37 +123,36 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
     """Return the embeddings of the dataset's images, or of the predict reader's."""
-    network = evaluated(load_network(options, world, user), options, world)
+    network, config = load_network(options, world, user)
+    network = evaluated(network, config, world)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader):
-        return _predict_stream(network, reader, options, world)
-    source = open_training_source(options, reader)
+        return _predict_stream(network, reader, config, world)
+    source = open_training_source(config, reader)
     # A Dataset of the user's own may not be made for several threads.
-    threads = 0 if isinstance(source, TorchDatasetSource) else options.data.num_workers
-    embeddings = _embed(network, _Images(source), options, world, options.data.dataset_dir, threads)
+    threads = 0 if isinstance(source, TorchDatasetSource) else config.data.num_workers
+    embeddings = _embed(network, _Images(source), config, world, config.data.dataset_dir, threads)
     where = source.path if isinstance(source, FileSource) else source.name
     names = [str(where(index)) for index in range(len(source))]
     return Prediction(embeddings, names, source.labels())
 
 
-def load_network(options: Options, world: World, user: UserParts) -> BaseModel:
-    """Return the checkpoint's network, with the options it was trained with where none are set."""
-    path, manifest = open_load_dir(options, world)
-    for difference in adopt_options(options, manifest):
-        if difference.startswith("model."):
-            print_on_main(world)(f"differs from the checkpoint: {difference}")
-    network = build_network(options, world, user.model)
-    use_lists(network, look_up_lists(network, options), options, world.device)
-    weights = load_weights(path, "backbone.")
-    state = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
+def load_network(options: Options, world: World, user: UserParts) -> tuple[BaseModel, Config]:
+    """Return the checkpoint's network, and the configuration with what the checkpoint decides of it."""
+    path, manifest = open_load_dir(options.resolve(), world)
+    config = adopt(options, path, manifest, user.model, "model")
+    for difference in config.differences:
+        print_on_main(world)(f"differs from the checkpoint: {difference}")
+    network = build_network(config, world, user.model)
+    use_lists(network, look_up_lists(network, config), config, world.device)
     try:
-        network.load_state_dict(state)
+        network.load_state_dict(load_weights(path))
     except RuntimeError as error:
         raise CheckpointError(
             f"{path} does not fit {type(network).__name__}: "
             f"{' '.join(str(error).split())[:300]}; use the model and image shape that were trained"
         ) from error
-    return network
+    return network, config
 
 
 class _Images:
@@ -174,7 +169,7 @@ class _Images:
 
 
 def _embed(
-    network: BaseModel, images: Any, options: Options, world: World, name: str, threads: int
+    network: BaseModel, images: Any, options: Config, world: World, name: str, threads: int
 ) -> np.ndarray:
     channels, height, width = options.model.image_shape
     with evaluation_context(options, world.device):
@@ -191,7 +186,7 @@ def _embed(
         )
 
 
-def _predict_stream(network: BaseModel, reader: Any, options: Options, world: World) -> Prediction:
+def _predict_stream(network: BaseModel, reader: Any, options: Config, world: World) -> Prediction:
     """Every rank runs the reader; each chunk of its images is shared out over the ranks."""
     parts: list[np.ndarray] = []
     labels: list[int] = []

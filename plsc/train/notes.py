@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from plsc.config import Options, find_option
+from plsc.config import Config, find_option
 from plsc.parallel.cores import usable_cores
 from plsc.parallel.sharding import plain_name
 
@@ -22,7 +22,7 @@ _SCALING = (
 )
 
 
-def idle_note(options: Options) -> str:
+def idle_note(options: Config) -> str:
     """Return a line that names the options without effect and why, or nothing if there are none.
 
     One that is set to its default, as `set_mixed_precision` sets many, does not count.
@@ -53,7 +53,7 @@ def frozen_note(network: nn.Module) -> str:
     return f"warning: {plain_name(network)} has no trainable parameter; only the head is trained"
 
 
-def threads_note(options: Options) -> str:
+def threads_note(options: Config) -> str:
     """Return a line for more threads than there are cores, or nothing."""
     threads, cores = options.runtime.cpu_threads, usable_cores()
     if threads <= cores:
@@ -64,7 +64,7 @@ def threads_note(options: Options) -> str:
     )
 
 
-def _unused(options: Options) -> Iterator[tuple[tuple[str, ...], str]]:
+def _unused(options: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield options that this run does not look at, and the reason."""
     optim, precision, head = options.optim, options.precision, options.head
     has_own_rows = head.loss_type.startswith("dist_")

@@ -14,7 +14,7 @@ from plsc.checkpoint import Manifest
 from plsc.checkpoint.agree import neighbours, on_every_rank
 from plsc.checkpoint.remote import check_replaceable, clean
 from plsc.checkpoint.retention import checkpoints_in
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import OptionError
 from plsc.parallel.world import World
 from plsc.storage.cache_folder import folder_for
@@ -89,7 +89,7 @@ class Places:
             self.lock.release()
 
 
-def homes_of(options: Options) -> list[Home]:
+def homes_of(options: Config) -> list[Home]:
     """Return where runs of this save_dir may have saved: its versions, the newest first, then itself.
 
     Raises DataError if a store does not answer.
@@ -115,7 +115,7 @@ def interrupted_home(homes: list[Home], launches: Collection[str]) -> Home | Non
 
 
 def choose_start(
-    options: Options,
+    options: Config,
     launches: Collection[str],
     interrupted: str | None,
     locations: Collection[str],
@@ -164,7 +164,7 @@ def _start(
 
 
 def open_places(
-    options: Options, world: World, say: Callable[[str], None], start: Start | None = None
+    options: Config, world: World, say: Callable[[str], None], start: Start | None = None
 ) -> Places:
     """Return the places of a run that is about to begin: tidied after a kill, and locked. Collective.
 
@@ -198,7 +198,7 @@ def open_places(
     return Places(local, store, is_shared, is_owner, lock, start)
 
 
-def _roots(options: Options) -> tuple[Path, str | None]:
+def _roots(options: Config) -> tuple[Path, str | None]:
     """Return the folder of this machine for save_dir, which may be a URL, and the URL of its store."""
     checkpoint = options.checkpoint
     save_dir, upload_dir = checkpoint.save_dir, checkpoint.upload_dir
@@ -228,7 +228,7 @@ def _resolved(location: str) -> str:
     return location.rstrip("/") if is_url(location) else str(Path(location).resolve())
 
 
-def _open_store(url: str, options: Options, world: World, is_own: bool) -> Store:
+def _open_store(url: str, options: Config, world: World, is_own: bool) -> Store:
     """Return the store, once it has answered; what a kill left there is removed if it is this run's."""
     opened: list[Store] = []
 

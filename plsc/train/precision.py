@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from plsc.checkpoint.check import Checker
-from plsc.config import Options
+from plsc.config import Config
 from plsc.errors import OptionError, TrainingError
 from plsc.optim.autocast import PrecisionLists, apply_lists, autocast
 from plsc.optim.precision import COUNTS, MOST_SKIPS, LossScaler
 
 
-def check_precision(options: Options) -> None:
+def check_precision(options: Config) -> None:
     """Raise OptionError for options of precision that contradict others."""
     precision = options.precision
     if options.speed.compile and (precision.white_list or precision.black_list):
@@ -31,13 +31,13 @@ def check_precision(options: Options) -> None:
         )
 
 
-def training_mode(options: Options, device: torch.device) -> str:
+def training_mode(options: Config, device: torch.device) -> str:
     """Return 'float32', 'float16' or 'bfloat16': a CPU has no use for float16, and gets bfloat16."""
     mode = options.precision.mode
     return "bfloat16" if mode == "float16" and device.type == "cpu" else mode
 
 
-def mode_note(options: Options, device: torch.device) -> str:
+def mode_note(options: Config, device: torch.device) -> str:
     """Return what the user should know of the mode before training begins."""
     mode = options.precision.mode
     used = training_mode(options, device)
@@ -49,13 +49,13 @@ def mode_note(options: Options, device: torch.device) -> str:
     )
 
 
-def evaluation_context(options: Options, device: torch.device) -> AbstractContextManager[Any]:
+def evaluation_context(options: Config, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context in which a network is evaluated."""
     follows = options.precision.evaluation == "training"
     return autocast(training_mode(options, device) if follows else "float32", device)
 
 
-def head_products(options: Options) -> str:
+def head_products(options: Config) -> str:
     """Return the type of the factors in the products of sharded heads: 'float32' or 'bfloat16'."""
     products = options.head.products
     if products != "auto":
@@ -63,7 +63,7 @@ def head_products(options: Options) -> str:
     return "float32" if options.precision.mode == "float32" else "bfloat16"
 
 
-def build_scaler(options: Options, device: torch.device) -> LossScaler | None:
+def build_scaler(options: Config, device: torch.device) -> LossScaler | None:
     """Return what scales the loss, or None in a mode that needs no scaling."""
     is_needed = training_mode(options, device) == "float16"
     if not (is_needed or options.precision.loss_scaling == "always"):
@@ -71,14 +71,14 @@ def build_scaler(options: Options, device: torch.device) -> LossScaler | None:
     return LossScaler.of(options.precision)
 
 
-def look_up_lists(network: nn.Module, options: Options) -> PrecisionLists:
+def look_up_lists(network: nn.Module, options: Config) -> PrecisionLists:
     """Return what the names in the lists of the options mean; OptionError for one that means nothing."""
     precision = options.precision
     return PrecisionLists.look_up(network, precision.white_list, precision.black_list)
 
 
 def use_lists(
-    network: nn.Module, lists: PrecisionLists, options: Options, device: torch.device
+    network: nn.Module, lists: PrecisionLists, options: Config, device: torch.device
 ) -> None:
     """Let a network compute as its lists say, if it computes in 16 bits at all."""
     mode = training_mode(options, device)

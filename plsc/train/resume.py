@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.check import Checker
-from plsc.config import Options
+from plsc.checkpoint.roles import OPTIMIZER
+from plsc.config import Config, Options, find_option
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
+from plsc.models import BaseModel
 from plsc.optim.factory import FULL_RATE, describe_implementation
 from plsc.option import is_finite_number
+from plsc.train.adopt import adopt
 from plsc.train.build import Run, global_batch_size
+from plsc.train.build_head import with_margin
 from plsc.train.precision import restore_scaler
 from plsc.train.randomness import seed_generators
-from plsc.train.saved_heads import HeadMatch, match_heads, saved_heads
+from plsc.train.saved_heads import HeadMatch, check_data_sets, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
 from plsc.train.state import (
     Position,
     check_counts,
     collect_tensors,
-    is_optimizer_state,
     make_state,
-    split_state_key,
 )
 
 _HOW_TO_CHANGE = {
@@ -36,12 +39,37 @@ _HOW_TO_CHANGE = {
 }
 
 
-def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: int) -> list[str]:
-    """Have the run make steps of as many samples as the checkpoint's run, whatever the number of ranks.
+def resolve_run(
+    options: Options,
+    checkpoint: tuple[Path, Manifest] | None,
+    ranks: int,
+    model: BaseModel | None = None,
+) -> Config:
+    """Return the configuration of a run; of one that resumes a checkpoint with what that decides.
 
-    Returns a line for the user if the ranks' batches change by that. A script that sets the batch a rank
-    that it set before may be started on any number of ranks; one that sets another must come to
-    the same product. Raises OptionError for that, CheckpointError for a damaged manifest.
+    model: the network, where the script gives one. Raises OptionError, and CheckpointError for a checkpoint
+    that is damaged or of other data.
+    """
+    if checkpoint is None:
+        return with_margin(options.resolve())
+    path, manifest = checkpoint
+    config = adopt(options, path, manifest, model, "run")
+    check_data_sets(config, path, manifest)
+    steps = manifest.scalars.get("steps_per_epoch")
+    if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
+        # With other data sets, too: epochs and schedule are unchanged.
+        config = config.changed(
+            {"train.epoch_steps": find_option("train.epoch_steps").saved(steps)}
+        )
+    return with_margin(_keep_global_batch(config, path, manifest, ranks))
+
+
+def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
+    """Return the configuration whose steps have as many samples as the checkpoint's, on any number of ranks.
+
+    A script that sets the batch per rank that it set before may be started on any number of ranks; one that
+    sets another must come to the same product. Raises OptionError for that, CheckpointError for a damaged
+    manifest.
     """
     saved = Checker(str(path)).integer(manifest.scalars.get("global_batch"), "the global batch")
     if saved < ranks:
@@ -56,7 +84,7 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
         )
     product = train.batch_size * ranks
     if product == saved:
-        return []
+        return options
     before = manifest.options.get("train", {})
     is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
     if "train.batch_size" in options.explicit and not is_the_same:
@@ -64,17 +92,20 @@ def keep_global_batch(options: Options, path: Path, manifest: Manifest, ranks: i
             f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
             f"{path} was trained with {saved} images a step, which a resumed run keeps; leave it out"
         )
-    train.global_batch_size = saved
-    options.adopted.add("train.global_batch_size")
+    kept = replace(
+        options.changed({"train.global_batch_size": saved}),
+        adopted=options.adopted | {"train.global_batch_size"},
+    )
     if ranks == manifest.world_size:
-        return []
+        return kept
     share = (
         f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
     )
-    return [
+    line = (
         f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
         f"{share} a rank"
-    ]
+    )
+    return replace(kept, differences=(*kept.differences, line))
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
@@ -85,26 +116,31 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     match = match_heads(run, path, manifest)
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
-    numbers = _optimizer_numbers(path, scalars.get("optimizer_numbers", {}))
+    numbers = Checker(str(path)).mapping(
+        scalars.get("optimizer_numbers", {}), "the optimizer's numbers"
+    )
+    numbers = {of: _optimizer_numbers(path, found) for of, found in numbers.items()}
+    saved = {key: info.role for key, info in manifest.tensors.items()}
     make_state(
         run.network,
         run.head,
         run.optimizer,
-        {key: manifest.tensors[key] for key in match.without_dropped(manifest.tensors)},
-        {key: numbers[key] for key in match.without_dropped(numbers)},
+        {key: info for key, info in manifest.tensors.items() if match.is_kept(key, saved)},
+        {of: found for of, found in numbers.items() if match.is_kept(of, saved)},
     )
     _restore_groups(run, path, scalars.get("optimizer_groups", []))
-    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    fresh = {key for key in whole if is_optimizer_state(key) and key not in manifest.tensors}
+    whole, sharded, roles = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    states = {key for key in whole if roles[key].kind == OPTIMIZER}
+    fresh = states - manifest.tensors.keys()
     whole = {key: tensor for key, tensor in whole.items() if key not in fresh}
     own = own_tensors(run, manifest)
     load_tensors(
         path,
-        {**{key: whole[key] for key in match.without_added(whole)}, **own},
-        {key: sharded[key] for key in match.without_added(sharded)},
+        {**{key: one for key, one in whole.items() if match.is_kept(key, roles)}, **own},
+        {key: one for key, one in sharded.items() if match.is_kept(key, roles)},
         run.world,
     )
-    check_counts(path, whole)
+    check_counts(path, whole, roles)
     _restore_heads(run, path, manifest, match)
     run.position = _position(path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
@@ -116,7 +152,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
-    return [*match.lines(), *_lines_about_optimizer(run, scalars, fresh)]
+    return [*match.lines(), *_lines_about_optimizer(run, scalars, {roles[key].of for key in fresh})]
 
 
 def _restore_groups(run: Run, path: Path, saved: Any) -> None:
@@ -143,9 +179,8 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
             "bits differ"
         )
     if fresh:
-        parameters = len({split_state_key(key)[1] for key in fresh})
         lines.append(
-            f"the checkpoint has no state of the optimizer for {parameters} parameters: theirs begins afresh"
+            f"the checkpoint has no state of the optimizer for {len(fresh)} parameters: theirs begins afresh"
         )
     return lines
 
@@ -161,13 +196,13 @@ def _position(path: Path, manifest: Manifest) -> Position:
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
     """Give the heads the count of steps, which keys sampling and rounding, and what computed them."""
     saved = saved_heads(path, manifest) or {}
-    for prefix, _, head, _ in each_head(run.head, run.rows):
+    for name, head, _ in each_head(run.head, run.rows):
         if not isinstance(head, ShardedHead):
             continue
         head.step = manifest.step
         before = manifest.scalars.get("head_computed_by")
         if run.sets:
-            before = saved.get(prefix.removeprefix("heads."), {}).get("computed_by")
+            before = saved.get(name, {}).get("computed_by")
         if not (match.dropped or match.added):  # then the batches of the heads are other ones
             head.computed_by = head.resumed_from = None if before is None else str(before)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,20 @@ from typing import Any
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.manifest import HEADS_KEY
-from plsc.config import Options
+from plsc.checkpoint.roles import (
+    CLASS_NAMES,
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
+    OPTIMIZER,
+    STATISTICS,
+    Role,
+)
+from plsc.config import Config
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
 from plsc.options.data_set import is_name
 from plsc.parallel.shard import class_ranges
 from plsc.train.build import Run
-
-_OF_HEAD = re.compile(r"(?:(?:momentum\.|optimizer\.[^.]+\.)?heads|rows)\.([^.]+)\..+", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -46,19 +51,16 @@ class HeadMatch:
             )
         return lines
 
-    def without_dropped(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys of a checkpoint that are not of a head that is left out."""
-        return [key for key in keys if head_of(key) not in self.dropped]
+    def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
+        """Whether a tensor is of no head, or of one that run and checkpoint both have.
 
-    def without_added(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys of a run that are not of a head that is new."""
-        return [key for key in keys if head_of(key) not in self.added]
-
-
-def head_of(key: str) -> str | None:
-    """Return the name of the head, one of several, that a tensor's key in a checkpoint is about."""
-    found = _OF_HEAD.fullmatch(key)
-    return found[1] if found else None
+        roles: of all tensors of the one or the other, by key; key: of a tensor there.
+        """
+        role = roles.get(key)
+        if role is not None and role.kind in (OPTIMIZER, CLASS_OPTIMIZER):
+            role = roles.get(role.of)
+        is_of_head = role is not None and role.kind in (CLASS_WEIGHTS, STATISTICS, CLASS_NAMES)
+        return not is_of_head or role is None or role.of not in (*self.dropped, *self.added)
 
 
 def heads_to_save(run: Run) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def heads_to_save(run: Run) -> dict[str, Any]:
     return {HEADS_KEY: saved}
 
 
-def check_data_sets(options: Options, path: Path, manifest: Manifest) -> None:
+def check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
     """Refuse a run over one data set that goes on from a checkpoint of several, and the other way round.
 
     `options`: with those of the checkpoint adopted. Raises CheckpointError.
@@ -93,10 +95,7 @@ def check_data_sets(options: Options, path: Path, manifest: Manifest) -> None:
             f"{path} has a single head, this run has one for each of its data sets (data.datasets); to begin "
             "with its network, use set_pretrained instead of set_checkpoint_dir"
         )
-    is_script_for_one = (
-        "data.dataset_dir" in options.explicit and "data.datasets" not in options.explicit
-    )
-    if saved is not None and (not options.data.datasets or is_script_for_one):
+    if saved is not None and not options.data.datasets:
         raise CheckpointError(
             f"{path} has a head for each of the data sets {', '.join(saved)}, this run has one data set "
             "(data.dataset_dir); name those to go on with by add_dataset, or begin with its network by "

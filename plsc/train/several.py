@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from plsc.config import Options, find_option
+from plsc.config import Config, find_option
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
 from plsc.data.order import BatchPlan, count_steps
 from plsc.data.sources.base import Source
@@ -33,7 +33,7 @@ from plsc.train.training_set import TrainingSet
 
 
 def build_joint_feed(
-    options: Options, world: World, reader: Any, transform: Transform | None, global_batch: int
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
 ) -> Feed:
     """Return the loader of all data sets of `data.datasets`. Raises OptionError or DataError."""
     _check(options, reader)
@@ -66,7 +66,7 @@ def build_joint_feed(
 
 
 def _joint_feed(
-    options: Options,
+    options: Config,
     world: World,
     transform: Transform | None,
     sources: list[Source],
@@ -93,57 +93,45 @@ def _joint_feed(
     )
 
 
-def _epoch_steps(options: Options, num_samples: int, global_batch: int) -> int:
-    """Return the steps of an epoch of the run, and note them in the options.
-
-    By that a run that goes on with other data sets keeps them: its epochs and schedule stay what they were.
-    """
-    train = options.train
-    is_given = "train.epoch_steps" in options.explicit or "train.epoch_steps" in options.adopted
-    if not is_given or train.epoch_steps is None:
-        train.epoch_steps = count_steps(num_samples, global_batch, options.data.last_batch)
-    if train.epoch_steps == 0:
+def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
+    """Return the steps of an epoch of the run."""
+    steps = options.train.epoch_steps
+    if steps is None:
+        steps = count_steps(num_samples, global_batch, options.data.last_batch)
+    if steps == 0:
         raise DataError(
             f"last_batch 'drop' leaves no step: all data sets have {num_samples} samples, fewer than the "
             f"global batch of {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
         )
-    return train.epoch_steps
+    return steps
 
 
-def options_of(options: Options, one: DataSet) -> Options:
+def options_of(options: Config, one: DataSet) -> Config:
     """Return the options of a run with those of one of its data sets in place.
 
     A data set with a loss of its own takes of the run's options for margins the scale alone: the others
     were chosen for another loss. One whose head is not sharded takes none of those for sharded rows.
     """
-    own = copy.deepcopy(options)
-    own.data.datasets, own.data.train_image_num = (), None
-    own.data.dataset_dir, own.head.class_num = one.path, one.class_num
     loss_type = one.loss_type or options.head.loss_type
     name = loss_type.removeprefix("dist_")
+    left_out: set[str] = set()
     if name != options.head.loss_type.removeprefix("dist_"):
         has_scale = "scale" in inspect.signature(MARGINS[name].__init__).parameters
-        for path in MARGIN_OPTIONS:
-            if path != "head.scale" or not has_scale:
-                _forget(own, path)
+        left_out.update(path for path in MARGIN_OPTIONS if path != "head.scale" or not has_scale)
     if not loss_type.startswith("dist_"):
-        for path in ONLY_SHARDED:
-            _forget(own, path)
-    for key in HEAD_OPTIONS:
-        value = getattr(one, key)
-        if value is not None:
-            own.set(f"head.{key}", value)
-    return own
+        left_out.update(ONLY_SHARDED)
+    given = {f"head.{key}": getattr(one, key) for key in HEAD_OPTIONS}
+    given = {path: value for path, value in given.items() if value is not None}
+    values = {path: find_option(path).default for path in left_out}
+    values |= {"data.datasets": (), "data.train_image_num": None, "data.dataset_dir": one.path}
+    return replace(
+        options.changed({**values, "head.class_num": None, **given}),
+        explicit=options.explicit - left_out | given.keys(),
+        adopted=options.adopted - left_out,
+    )
 
 
-def _forget(options: Options, path: str) -> None:
-    spec = find_option(path)
-    setattr(getattr(options, spec.group), spec.name, spec.default)
-    options.explicit.discard(path)
-    options.adopted.discard(path)
-
-
-def _check(options: Options, reader: Any) -> None:
+def _check(options: Config, reader: Any) -> None:
     """Raise OptionError for what several data sets do not go with."""
     if reader is not None:
         raise OptionError(
@@ -176,7 +164,7 @@ def _naming(name: str) -> Iterator[None]:
         raise OptionError(f"data set {name}: {error}") from error
 
 
-def _share(one: TrainingSet, options: Options) -> Share:
+def _share(one: TrainingSet, options: Config) -> Share:
     data = options.data
     plan = BatchPlan(
         one.num_samples,

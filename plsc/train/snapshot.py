@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, ShardedTensor
+from plsc.checkpoint.roles import BACKBONE, RANK, Role
 from plsc.errors import CheckpointError
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.optim.factory import describe_implementation
@@ -18,26 +19,32 @@ from plsc.train.saved_heads import heads_to_save
 from plsc.train.state import collect_group_numbers, collect_numbers, collect_tensors
 
 
-def tensors_to_save(run: Run) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
-    """Return the replicated and the sharded tensors of a checkpoint; a collective.
+def tensors_to_save(
+    run: Run,
+) -> tuple[dict[str, Tensor], dict[str, ShardedTensor], dict[str, Role]]:
+    """Return the replicated and the sharded tensors of a checkpoint, and their roles; a collective.
 
     They are the run's own, not copies, but for the network's buffers: where ranks have different ones (batch
     norm that is not synchronised) ``backbone.<buffer>`` is their mean, and a rank's own are under
     ``rank<r>.buffers.<type>``, end to end in the order of `_buffers`, for a resume on as many ranks.
     ``rank<r>.random`` is the state of a rank's random generators.
     """
-    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    whole, sharded, roles = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     mine = pack_buffers(run)
     with equal_buffers(run.network, run.world.backbone_group):
         for name, buffer in _buffers(run).items():
-            whole[f"backbone.{name}"] = buffer.detach().clone()
+            whole[Role(BACKBONE, name).key] = buffer.detach().clone()
         equal = pack_buffers(run)
-    prefix = f"rank{run.world.rank}"
+    own = {_own(run, "random"): pack_generators(run.world.device)}
     for kind, packed in mine.items():
         if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
-            whole[f"{prefix}.buffers.{kind}"] = packed
-    whole[f"{prefix}.random"] = pack_generators(run.world.device)
-    return whole, sharded
+            own[_own(run, f"buffers.{kind}")] = packed
+    whole |= {role.key: tensor for role, tensor in own.items()}
+    return whole, sharded, {**roles, **{role.key: role for role in own}}
+
+
+def _own(run: Run, name: str) -> Role:
+    return Role(RANK, name, str(run.world.rank))
 
 
 def scalars_to_save(run: Run) -> dict[str, Any]:
@@ -75,31 +82,30 @@ def own_tensors(run: Run, manifest: Manifest) -> dict[str, Tensor]:
     """
     if manifest.world_size != run.world.size:
         return {}
-    prefix = f"rank{run.world.rank}"
     own: dict[str, Tensor] = {}
     for kind, packed in pack_buffers(run).items():
-        key = f"{prefix}.buffers.{kind}"
+        key = _own(run, f"buffers.{kind}").key
         if key in manifest.tensors:
             own[key] = torch.empty_like(packed)
-    info = manifest.tensors.get(f"{prefix}.random")
+    random = _own(run, "random").key
+    info = manifest.tensors.get(random)
     if info is not None:
         if math.prod(info.shape) > LARGEST_STATE:
             raise CheckpointError(
-                f"the checkpoint is damaged: {prefix}.random has {math.prod(info.shape)} bytes, expected at "
+                f"the checkpoint is damaged: {random} has {math.prod(info.shape)} bytes, expected at "
                 f"most {LARGEST_STATE}; choose another one"
             )
-        own[f"{prefix}.random"] = torch.empty(info.shape, dtype=torch.uint8)
+        own[random] = torch.empty(info.shape, dtype=torch.uint8)
     return own
 
 
 def take_own(run: Run, own: dict[str, Tensor]) -> bool:
     """Put this rank's own buffers and generators in place; return whether generators were among them."""
-    prefix = f"rank{run.world.rank}"
     for kind in pack_buffers(run):
-        packed = own.get(f"{prefix}.buffers.{kind}")
+        packed = own.get(_own(run, f"buffers.{kind}").key)
         if packed is not None:
             _unpack_buffers(run, kind, packed)
-    state = own.get(f"{prefix}.random")
+    state = own.get(_own(run, "random").key)
     if state is None:
         return False
     unpack_generators(state, run.world.device)

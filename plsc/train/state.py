@@ -14,12 +14,23 @@ from torch import Tensor, nn
 from plsc.checkpoint import ShardedTensor
 from plsc.checkpoint.layout import DTYPES
 from plsc.checkpoint.manifest import TensorInfo
+from plsc.checkpoint.roles import (
+    BACKBONE,
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
+    OPTIMIZER,
+    STATISTICS,
+    Role,
+)
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.optim.factory import FULL_RATE
 from plsc.optim.states import ExpectedStates, StateInfo
 from plsc.parallel.sharding import local_part, split_rows
+
+Numbers = Mapping[str, Mapping[str, float]]
+"""Plain numbers of the optimizer's state, by their names, by the key of the tensor that they belong to."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -53,61 +64,58 @@ def collect_tensors(
     head: Head | JointHead,
     optimizer: torch.optim.Optimizer,
     rows: RowOptimizer | JointRows | None,
-) -> tuple[dict[str, Tensor], dict[str, ShardedTensor]]:
-    """Return the replicated and the sharded tensors of a run, by checkpoint key; no copies.
+) -> tuple[dict[str, Tensor], dict[str, ShardedTensor], dict[str, Role]]:
+    """Return the replicated and the sharded tensors of a run, and the roles of all, by checkpoint key.
 
-    Keys: ``backbone.<state dict key>``, ``head.weight``, ``head.<buffer>`` for a margin's statistics,
-    ``momentum.<key>`` and ``optimizer.<state>.<key>`` for the optimizer's, ``rows.<parameter>.<state>`` for
-    the row optimizer's. A sharded backbone's parameters and states of their shape are among the sharded
-    ones. Of several heads: ``heads.<name>.weight``, ``rows.<name>.<parameter>.<state>``.
+    Nothing is copied. A sharded backbone's parameters and states of their shape are among the sharded ones.
     """
-    backbone = {f"backbone.{key}": value for key, value in network.state_dict().items()}
-    whole: dict[str, Tensor] = {}
-    dense: dict[str, Tensor] = {}
-    sharded: dict[str, ShardedTensor] = {}
-    for prefix, rows_prefix, one, optimizer_of_rows in each_head(head, rows):
-        whole.update({f"{prefix}.{key}": buffer for key, buffer in one.named_buffers()})
-        own: dict[str, Tensor] = {}
+    whole: dict[Role, Tensor] = {}
+    sharded: dict[Role, ShardedTensor] = {}
+    rest: dict[Role, Tensor] = {
+        Role(BACKBONE, key): value for key, value in network.state_dict().items()
+    }
+    for of, one, row_optimizer in each_head(head, rows):
+        whole |= {Role(STATISTICS, name, of): buffer for name, buffer in one.named_buffers()}
         for name, parameter in one.named_parameters():
-            own[f"{prefix}.{name}"] = parameter
-            states = {} if optimizer_of_rows is None else optimizer_of_rows.state[parameter]
-            for state, tensor in states.items():
-                own[f"{rows_prefix}.{name}.{state}"] = tensor
-        if not one.is_sharded:
-            dense.update(own)
-            continue
-        first = one.class_range[0]
-        for key, tensor in own.items():
-            sharded[key] = ShardedTensor(tensor.detach(), one.class_num, first)
+            role = Role(CLASS_WEIGHTS, name, of)
+            own: dict[Role, Tensor] = {role: parameter}
+            for state, tensor in (
+                {} if row_optimizer is None else row_optimizer.state[parameter]
+            ).items():
+                own[Role(CLASS_OPTIMIZER, state, role.key)] = tensor
+            if not one.is_sharded:
+                whole |= own
+                continue
+            for role, tensor in own.items():
+                sharded[role] = ShardedTensor(tensor.detach(), one.class_num, one.class_range[0])
     for key, parameter in _named_parameters(network, head).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                backbone[_state_key(state, key)] = value
-    for key, value in backbone.items():
+                rest[Role(OPTIMIZER, state, key)] = value
+    for role, value in rest.items():
         split = split_rows(value)
         if split is None:
-            whole[key] = local_part(value)
+            whole[role] = local_part(value)
         else:
-            sharded[key] = ShardedTensor(local_part(value).detach(), value.shape[0], *split)
-    whole.update(dense)
-    return {key: tensor.detach() for key, tensor in whole.items()}, sharded
+            sharded[role] = ShardedTensor(local_part(value).detach(), value.shape[0], *split)
+    return (
+        {role.key: tensor.detach() for role, tensor in whole.items()},
+        {role.key: part for role, part in sharded.items()},
+        {role.key: role for role in (*whole, *sharded)},
+    )
 
 
 def collect_numbers(
     network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer
-) -> dict[str, float]:
-    """Return what of the optimizer's state are plain numbers, such as a count of steps, by key, for JSON."""
+) -> Numbers:
+    """Return what of the optimizer's state are plain numbers, such as a count of steps, for JSON."""
     numbers = {}
     for key, parameter in _named_parameters(network, head).items():
-        for state, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, (int, float)):
-                numbers[_state_key(state, key)] = value
+        states = optimizer.state.get(parameter, {})
+        found = {name: value for name, value in states.items() if isinstance(value, (int, float))}
+        if found:
+            numbers[key] = found
     return numbers
-
-
-def is_optimizer_state(key: str) -> bool:
-    """Whether a checkpoint's key is that of state of the optimizer, for one of its parameters."""
-    return key.startswith(_PREFIXES)
 
 
 def collect_group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
@@ -130,19 +138,24 @@ def make_state(
     head: Head | JointHead,
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, TensorInfo],
-    numbers: Mapping[str, float],
+    numbers: Numbers,
 ) -> None:
     """Give the optimizer the state that a checkpoint has: numbers, and empty tensors to be loaded into.
 
-    tensors: the checkpoint's, of which those of the optimizer are looked at; numbers: of
-    `collect_numbers`. Raises CheckpointError for state of a parameter that is not here, that is larger
-    than it, or that is not what an optimizer of torch's keeps for it.
+    tensors: the checkpoint's, of which those of the optimizer are looked at. Raises CheckpointError for
+    state of a parameter that is not here, that is larger than it, or that is not what an optimizer of
+    torch's keeps for it.
     """
     named = _named_parameters(network, head)
     expected = ExpectedStates(optimizer)
     given: dict[str, set[str]] = {}
-    for key in sorted({key for key in (*tensors, *numbers) if is_optimizer_state(key)}):
-        state, name = split_state_key(key)
+    saved: dict[Role, TensorInfo | float] = {
+        info.role: info for info in tensors.values() if info.role.kind == OPTIMIZER
+    }
+    for of, found in numbers.items():
+        saved |= {Role(OPTIMIZER, state, of): number for state, number in found.items()}
+    for role in sorted(saved, key=lambda role: role.key):
+        key, state, name = role.key, role.name, role.of
         parameter = named.get(name)
         if parameter is None:
             raise CheckpointError(
@@ -153,13 +166,13 @@ def make_state(
             continue
         given.setdefault(name, set()).add(state)
         wanted = (expected.of(parameter) or {}).get(state, _ANY)
+        value: Any = saved[role]
+        info = value if isinstance(value, TensorInfo) else None
         if wanted is not _ANY:
-            _check_state(key, wanted, None if key in numbers else tensors[key])
-        if key in numbers:
-            optimizer.state[parameter][state] = numbers[key]
-        else:
-            empty = _empty_state(key, state, tensors[key], parameter, optimizer)
-            optimizer.state[parameter][state] = empty
+            _check_state(key, wanted, info)
+        if info is not None:
+            value = _empty_state(key, state, info, parameter, optimizer)
+        optimizer.state[parameter][state] = value
     for name, states in given.items():
         _check_complete(name, states, expected.of(named[name]) or ())
 
@@ -178,10 +191,11 @@ def _check_state(key: str, wanted: StateInfo | None, info: TensorInfo | None) ->
         )
 
 
-def check_counts(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def check_counts(path: Path, tensors: Mapping[str, Tensor], roles: Mapping[str, Role]) -> None:
     """Refuse loaded counts of steps that are none: rates of Adam and its relatives are powers of them."""
     for key, tensor in tensors.items():
-        if is_optimizer_state(key) and split_state_key(key)[0] == "step" and tensor.numel() == 1:
+        role = roles[key]
+        if role.kind == OPTIMIZER and role.name == "step" and tensor.numel() == 1:
             count = float(tensor)
             if not 0 <= count < math.inf:
                 raise CheckpointError(
@@ -202,22 +216,8 @@ def _check_complete(name: str, given: set[str], needed: Collection[str]) -> None
 
 
 _ANY: Any = object()
-_MOMENTUM, _OTHER = "momentum.", "optimizer."
-_PREFIXES = (_MOMENTUM, _OTHER)
 _COUNTS = ("step", "mu_product")  # scalars that torch keeps on the CPU, as a rule
 _SMALL = 4096  # numbers that a state may have though its parameter is smaller: a count, a table
-
-
-def _state_key(state: str, key: str) -> str:
-    return f"{_MOMENTUM}{key}" if state == "momentum_buffer" else f"{_OTHER}{state}.{key}"
-
-
-def split_state_key(key: str) -> tuple[str, str]:
-    """Return the name of the state and that of the parameter, of a key of the optimizer's state."""
-    if key.startswith(_MOMENTUM):
-        return "momentum_buffer", key.removeprefix(_MOMENTUM)
-    state, _, name = key.removeprefix(_OTHER).partition(".")
-    return state, name
 
 
 def _empty_state(
@@ -252,7 +252,7 @@ def _keeps_counts_beside(parameter: nn.Parameter, optimizer: torch.optim.Optimiz
 
 
 def _named_parameters(network: nn.Module, head: Head | JointHead) -> dict[str, nn.Parameter]:
-    named = {f"backbone.{name}": parameter for name, parameter in network.named_parameters()}
-    for prefix, _, one, _ in each_head(head, None):
-        named.update({f"{prefix}.{name}": parameter for name, parameter in one.named_parameters()})
+    named = {Role(BACKBONE, name).key: one for name, one in network.named_parameters()}
+    for of, one, _ in each_head(head, None):
+        named |= {Role(CLASS_WEIGHTS, name, of).key: p for name, p in one.named_parameters()}
     return named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plsc.config import Options
+from plsc.config import Config
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class TrainingSet:
     """
 
     name: str
-    options: Options
+    options: Config
     class_num: int
     num_samples: int
     per_step: int

@@ -24,6 +24,7 @@ from plsc.checkpoint.importers.matching import (
 from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
 from plsc.checkpoint.importers.row_parts import RowParts, join_rows
 from plsc.checkpoint.importers.state_dict import read_state_dict
+from plsc.checkpoint.roles import head_prefix
 from plsc.heads import Head
 from plsc.heads.joint import JointHead, each_head
 from plsc.storage.names import base_name, parent_of
@@ -103,7 +104,8 @@ def _take_head(head: Head | JointHead, found: dict[str, RowParts], started: Warm
     """Take the class rows if the number of classes is the same, and the margin's statistics with them."""
     rows: dict[str, tuple[Tensor, Head]] = {}
     whole: dict[str, Tensor] = {}
-    for prefix, _, one, _ in each_head(head, None):
+    for of, one, _ in each_head(head, None):
+        prefix = head_prefix(of)
         rows.update({f"{prefix}.{name}": (p.detach(), one) for name, p in one.named_parameters()})
         whole.update({f"{prefix}.{name}": tensor for name, tensor in one.named_buffers()})
     for name, parts in found.items():

@@ -51,7 +51,7 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
             sizes = agree(world, batch, run.head.class_num).sizes
             losses.append(float(step.make(batch, sizes, is_logged=True).output.mean_loss))
             run.position.advance()
-    whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    whole, sharded, _ = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     return losses, whole | {key: value.local for key, value in sharded.items()}
 
 

@@ -21,9 +21,9 @@ from plsc.parallel.sharding import bytes_here, local_part
 from plsc.parallel.world import World
 from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.checkpointing import adopt_options, open_checkpoint, publish
+from plsc.train.checkpointing import open_checkpoint, publish
 from plsc.train.evaluation import Target, evaluate_targets
-from plsc.train.resume import keep_global_batch, restore
+from plsc.train.resume import resolve_run, restore
 from plsc.train.step import Step
 from plsc.train.warm_start import start_from_pretrained
 from tests.distributed.resume_worker import joined, smaller_world
@@ -143,11 +143,10 @@ def check_resumed_to_the_bit(world: World, dataset: Path, folder: Path) -> None:
 
 def restored(world: World, dataset: Path, folder: Path, source: Path, way: dict) -> Run:
     options = options_for(dataset, folder, {"checkpoint.load_dir": str(source)}, way)
-    options.explicit.discard("train.batch_size")
+    del options.values["train.batch_size"]
     manifest = open_checkpoint(source)
-    adopt_options(options, manifest)
-    keep_global_batch(options, source, manifest, world.size)
-    run = build_run(options, world, UserParts(model=Uneven()))
+    config = resolve_run(options, (source, manifest), world.size)
+    run = build_run(config, world, UserParts(model=Uneven()))
     restore(run, source, manifest)
     return run
 

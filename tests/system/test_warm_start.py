@@ -60,7 +60,7 @@ def head_rows(path):
 
 
 def learnt(path):
-    weights = load_weights(path, "backbone.")
+    weights = load_weights(path)
     return {k: v for k, v in weights.items() if "running" not in k and v.is_floating_point()}
 
 
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
 
 
 def test_a_file_at_a_url_and_one_of_torch_save_give_the_same_start(dataset, trained, tmp_path):
-    state = {k.removeprefix("backbone."): v for k, v in load_weights(trained, "backbone.").items()}
+    state = load_weights(trained)
     save_file(state, tmp_path / "a.safetensors")
     with fsspec.open("memory://weights/a.safetensors", "wb") as file:
         file.write((tmp_path / "a.safetensors").read_bytes())

@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import numpy as np
@@ -156,11 +157,21 @@ def test_a_checkpoint_gives_what_nobody_set_and_differences_are_told():
     plain["head"]["of_a_newer_version"] = 1
     mine = Options()
     mine.set("optim.lr", 0.3)
-    differences = mine.adopt(plain, keep=frozenset({"runtime.device"}))
-    assert mine.model.emb_size == 64
-    assert mine.optim.lr == 0.3
-    assert mine.runtime.device == "auto"
-    assert differences == ["optim.lr: 0.3 here, 0.2 in the checkpoint"]
+    config = mine.resolve(plain)
+    assert config.model.emb_size == 64
+    assert config.optim.lr == 0.3
+    assert config.runtime.device == "auto"
+    assert config.differences == ("optim.lr: 0.3 here, 0.2 in the checkpoint",)
+
+
+def test_a_resolved_configuration_cannot_be_written_to():
+    options = Options()
+    config = options.resolve()
+    options.set("train.batch_size", 4)
+    assert (config.train.batch_size, options.train.batch_size) == (128, 4)
+    for target in (config, config.train, options.train):
+        with pytest.raises(FrozenInstanceError):
+            target.batch_size = 8
 
 
 def options_from(*arguments):

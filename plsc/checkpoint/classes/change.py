@@ -37,6 +37,7 @@ from plsc.checkpoint.manifest import (
     read_manifest,
 )
 from plsc.checkpoint.retention import METRICS_KEY
+from plsc.checkpoint.roles import CLASS_OPTIMIZER, CLASS_WEIGHTS, OPTIMIZER, Role
 from plsc.checkpoint.shard_file import Entry, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError
 from plsc.keys import hash_key
@@ -45,7 +46,7 @@ from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.version import __version__
 
-_WEIGHT, _BIAS = _OF_HEAD = ("head.weight", "head.bias")
+_WEIGHT, _BIAS = (Role(CLASS_WEIGHTS, name).key for name in ("weight", "bias"))
 
 
 def change_classes(
@@ -118,7 +119,8 @@ def change_classes(
         }
         entry = _lineage(old, plan, found, rows, directions is not None)
         if plan.what != "grow":
-            entry["map"] = {"file": MAP_NAME, **write_map(temporary / MAP_NAME, plan)}
+            infos[MAP_NAME] = write_map(temporary / MAP_NAME, plan)
+            entry["map"] = {"file": MAP_NAME, **dataclasses.asdict(infos[MAP_NAME])}
         result = _new_manifest(manifest, plan, tensors, infos, entry)
         (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
     return result
@@ -149,7 +151,7 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
         raise CheckpointError(
             f"{folder} has no class rows ({_WEIGHT}), so there are no classes to change"
         )
-    found = {key for key, info in manifest.tensors.items() if _has_class_rows(key, info, manifest)}
+    found = {key for key, info in manifest.tensors.items() if _has_class_rows(info, manifest)}
     for key in sorted(found):
         shape = manifest.tensors[key].shape
         if shape[:1] != (manifest.class_num,):
@@ -160,17 +162,12 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
     return found
 
 
-def _has_class_rows(key: str, info: TensorInfo, manifest: Manifest) -> bool:
-    """Whether it is sharded, or a dense head's parameter, or state of its optimizer with such a shape.
-
-    Nothing of a backbone has: that may be sharded, too.
-    """
-    if "backbone" in key.split("."):
-        return False
-    if info.sharded or key in _OF_HEAD:
-        return True
-    is_state = key.endswith(tuple(f".{name}" for name in _OF_HEAD))
-    return is_state and info.shape[:1] == (manifest.class_num,)
+def _has_class_rows(info: TensorInfo, manifest: Manifest) -> bool:
+    """Whether it is class weights, or state of their optimizer that has a row per class, too."""
+    if info.role.kind == OPTIMIZER and info.shape[:1] == (manifest.class_num,):
+        owner = manifest.tensors.get(info.role.of)
+        return owner is not None and owner.role.kind == CLASS_WEIGHTS
+    return info.role.kind in (CLASS_WEIGHTS, CLASS_OPTIMIZER)
 
 
 def _check_directions(directions: Directions | None, plan: Plan, manifest: Manifest) -> None:
@@ -286,7 +283,7 @@ def _new_manifest(
     scalars[METRICS_KEY] = {}  # it was judged with other classes
     if not manifest.step_in_epoch and "steps_per_epoch" in scalars:
         scalars["steps_per_epoch"] = None  # images may come and go with the classes
-    ranks = len(files) if tensors[_WEIGHT].sharded else 1
+    ranks = len(manifest.shards) if tensors[_WEIGHT].sharded else 1
     return dataclasses.replace(
         manifest,
         run_id="",  # no run may delete it

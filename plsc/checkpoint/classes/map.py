@@ -12,22 +12,22 @@ from pathlib import Path
 import numpy as np
 
 from plsc.checkpoint.classes.plan import Plan
-from plsc.checkpoint.manifest import read_manifest
+from plsc.checkpoint.layout import MAP_NAME
+from plsc.checkpoint.manifest import FileInfo, read_manifest
 from plsc.errors import CheckpointError
 
-MAP_NAME = "classes.tsv"
 _LARGEST = 2**36  # bytes
 _MOST_CLASSES = 2**33
 
 
-def write_map(path: Path, plan: Plan) -> dict[str, int]:
+def write_map(path: Path, plan: Plan) -> FileInfo:
     """Write the file; return its size and CRC-32."""
     size, crc = 0, 0
     with path.open("xb") as file:
         for piece in plan.label_map():
             file.write(piece)
             size, crc = size + len(piece), zlib.crc32(piece, crc)
-    return {"bytes": size, "crc32": crc}
+    return FileInfo(size, crc)
 
 
 def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
@@ -49,8 +49,7 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
     file = folder / MAP_NAME
     if not file.exists():
         raise CheckpointError(
-            f"{file} is not there: it stays where the classes were changed, stores do not get it; take it "
-            "from there"
+            f"{file} is not there; take it from the checkpoint in which the classes were changed"
         )
     try:
         if not (isinstance(before, int) and 0 < before <= _MOST_CLASSES):

@@ -114,13 +114,13 @@ class OpenCheckpoint:
         self._stack = contextlib.ExitStack()
         parts: dict[str, list[Part]] = {key: [] for key in manifest.tensors}
         try:
-            for number, name in enumerate(sorted(manifest.files)):
+            for number, name in enumerate(manifest.shards):
                 for key, part in self._open(folder / name, number):
                     parts[key].append(part)
         except BaseException:
             self._stack.close()
             raise
-        self.files = len(manifest.files)
+        self.files = len(manifest.shards)
         self.tensors = {
             key: StoredTensor(key, info.shape, getattr(torch, info.dtype), parts[key], str(folder))
             for key, info in manifest.tensors.items()

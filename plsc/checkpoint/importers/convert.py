@@ -23,8 +23,10 @@ from plsc.checkpoint.importers.source import (
     Network,
     Source,
 )
+from plsc.checkpoint.layout import info_of
 from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
 from plsc.checkpoint.retention import METRICS_KEY
+from plsc.checkpoint.roles import role_of_key
 from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, suggest
@@ -225,8 +227,11 @@ def _write(
             entries += [_whole(key, tensor) for key, tensor in tensors.items()]
         shards.append(entries)
     check_space(target, shards)
-    infos = {key: TensorInfo(tuple(t.shape), _name(t.dtype), False) for key, t in tensors.items()}
-    infos |= {key: TensorInfo(shape, "float32", True) for key, (_, shape) in rows.items()}
+    infos = {key: info_of(tensor, role_of_key(key)) for key, tensor in tensors.items()}
+    infos |= {
+        key: TensorInfo(shape, "float32", True, role_of_key(key))
+        for key, (_, shape) in rows.items()
+    }
     with publishing_folder(target) as temporary:
         for rank, entries in enumerate(shards):
             if entries:
@@ -257,7 +262,3 @@ def _part(key: str, parts: RowParts | None, shape: tuple[int, ...], start: int, 
 
     offsets = (start, *(0 for _ in shape[1:]))
     return Entry(key, torch.float32, local, offsets, chunks)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ import torch
 
 from plsc.checkpoint.layout import DTYPES
 from plsc.checkpoint.manifest import Manifest, TensorInfo
+from plsc.checkpoint.roles import role_of_key
 from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
 from plsc.heads.initial import initial_rows
 
@@ -68,11 +69,13 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
         files[shard_name(rank)] = write_shard(folder / shard_name(rank), entries)
         start = stop
     infos = {
-        key: TensorInfo(tuple(t.shape), names[t.dtype], is_sharded) for key, t in tensors.items()
+        key: TensorInfo(tuple(t.shape), names[t.dtype], kind, role_of_key(key))
+        for kind, part in ((is_sharded, tensors), (False, others))
+        for key, t in part.items()
     }
-    infos |= {key: TensorInfo(tuple(t.shape), names[t.dtype], False) for key, t in others.items()}
     for rank in range(len(ends)):
-        infos[f"rank{rank}.backbone.mean"] = TensorInfo((4,), "float32", False)
+        key = f"rank{rank}.backbone.mean"
+        infos[key] = TensorInfo((4,), "float32", False, role_of_key(key))
     starts = [0, *ends[:-1]]
     manifest = Manifest(
         plsc_version="0",

@@ -38,7 +38,7 @@ def names(folder):
 
 
 def saved_step(folder):
-    (step,) = set(load_weights(folder, "w")["w"].tolist())
+    (step,) = set(load_weights(folder, "extra")["w"].tolist())
     return step
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.manifest import FileInfo, TensorInfo
+from plsc.checkpoint.roles import Role
 from plsc.errors import CheckpointError
 
 GOOD = Manifest(
@@ -22,7 +23,10 @@ GOOD = Manifest(
     class_ranges=[[0, 3], [3, 5]],
     options={"head": {"margin": 0.5, "names": ["ä"]}},
     scalars={"best": None},
-    tensors={"w": TensorInfo((5, 6), "float32", True), "s": TensorInfo((), "int64", False)},
+    tensors={
+        "head.weight": TensorInfo((5, 6), "float32", True, Role("class_weights", "weight")),
+        "s": TensorInfo((), "int64", False, Role("extra", "s")),
+    },
     files={"a.safetensors": FileInfo(10, 11)},
     lineage=[{"what": "grow", "source": "5"}],
 )

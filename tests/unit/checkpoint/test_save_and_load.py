@@ -18,18 +18,21 @@ from plsc.checkpoint import (
     save_checkpoint,
 )
 from plsc.checkpoint.layout import checksum
+from plsc.checkpoint.manifest import TensorInfo
+from plsc.checkpoint.roles import Role
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 
 WORLD = World.single()
-MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 5, 3, [[0, 5]])
+ROLES = {"head.weight": TensorInfo((), "", True, Role("class_weights", "weight"))}
+MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 5, 3, [[0, 5]], tensors=ROLES)
 
 
 def make_state():
     generator = torch.Generator().manual_seed(0)
     tensors = {"model.a": torch.randn(4, 3, generator=generator), "model.n": torch.tensor(3)}
     tensors["other"] = torch.ones(2)
-    sharded = {"head.w": ShardedTensor(torch.randn(5, 3, generator=generator), 5, 0)}
+    sharded = {"head.weight": ShardedTensor(torch.randn(5, 3, generator=generator), 5, 0)}
     return tensors, sharded
 
 
@@ -53,23 +56,23 @@ def refusal(path, **wanted):
 
 
 def test_weights_alone_come_without_the_rest(saved):
-    weights = load_weights(saved, "model.")
-    assert list(weights) == ["model.a", "model.n"]
-    assert all(torch.equal(value, make_state()[0][key]) for key, value in weights.items())
+    weights = load_weights(saved, "class_weights")
+    assert list(weights) == ["weight"]
+    assert torch.equal(weights["weight"], make_state()[1]["head.weight"].local)
 
 
 def test_what_was_saved_in_rows_is_loaded_whole_and_the_other_way_round(saved):
     tensors, sharded = make_state()
     whole, rows = torch.zeros(5, 3), ShardedTensor(torch.zeros(4, 3), 4, 0)
-    load(saved, tensors={"head.w": whole}, sharded={"model.a": rows})
-    assert torch.equal(whole, sharded["head.w"].local)
+    load(saved, tensors={"head.weight": whole}, sharded={"model.a": rows})
+    assert torch.equal(whole, sharded["head.weight"].local)
     assert torch.equal(rows.local, tensors["model.a"])
-    assert torch.equal(load_weights(saved, "head.")["head.w"], whole)
+    assert torch.equal(load_weights(saved, "class_weights")["weight"], whole)
 
 
 def test_weights_that_are_not_there_are_named(saved):
-    with pytest.raises(CheckpointError, match="no tensor whose name begins with 'hat'"):
-        load_weights(saved, "hat")
+    with pytest.raises(CheckpointError, match="holds no backbone tensor"):
+        load_weights(saved)
 
 
 def test_a_parameter_is_loaded_in_place_and_still_trains(saved):
@@ -86,7 +89,11 @@ def test_a_parameter_is_loaded_in_place_and_still_trains(saved):
         ({"absent": torch.zeros(1)}, {}, "has no tensor 'absent'"),
         ({"model.a": torch.zeros(3, 4)}, {}, "is float32 [4, 3], this run needs float32 [3, 4]"),
         ({"model.a": torch.zeros(4, 3).double()}, {}, "this run needs float64"),
-        ({}, {"head.w": ShardedTensor(torch.zeros(6, 3), 6, 0)}, "this run needs float32 [6, 3]"),
+        (
+            {},
+            {"head.weight": ShardedTensor(torch.zeros(6, 3), 6, 0)},
+            "this run needs float32 [6, 3]",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(saved, tensors, sharded, said):
@@ -118,7 +125,7 @@ def test_a_flipped_bit_in_the_data_is_found(saved):
     data_file(saved).write_bytes(content)
     assert "is damaged: its checksum" in refusal(saved)
     with pytest.raises(CheckpointError, match="is damaged"):
-        load_weights(saved, "model")
+        load_weights(saved, "extra")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
@@ -168,7 +175,7 @@ def at(*offsets):
     ("rows", "place", "said"),
     [
         (4, at(0, 0), "has 4 rows, the manifest says 5"),
-        (4, at(1, 0), "rows 0 to 1 of 'head.w' are missing"),
+        (4, at(1, 0), "rows 0 to 1 of 'head.weight' are missing"),
         (5, at(0, 1), "is no part of [5, 3]"),
         (5, at(0), "is no part of"),
         (5, at(-1, 0), "expected a whole number"),
@@ -183,7 +190,7 @@ def test_rows_that_are_missing_or_misplaced_in_a_header_are_found(saved, rows, p
     tensors, _ = make_state()
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
     assert said in forge(
-        saved, {**tensors, "head.w": torch.zeros(rows, 3)}, {**places, "head.w": place}
+        saved, {**tensors, "head.weight": torch.zeros(rows, 3)}, {**places, "head.weight": place}
     )
 
 
@@ -194,7 +201,7 @@ def test_a_header_without_sound_places_is_refused(saved, places):
 
 def test_a_tensor_of_another_type_or_name_than_the_manifest_says_is_found(saved):
     tensors, sharded = make_state()
-    tensors["head.w"] = sharded["head.w"].local
+    tensors["head.weight"] = sharded["head.weight"].local
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
     assert "the manifest says int64" in forge(
         saved, {**tensors, "model.n": torch.tensor(1.5)}, places
@@ -259,4 +266,4 @@ def test_the_error_of_an_unreadable_manifest_reaches_every_loader(saved):
     os.truncate(saved / "manifest.json", 10)
     assert "is not JSON" in refusal(saved)
     with pytest.raises(CheckpointError, match="is not JSON"):
-        load_weights(saved, "model")
+        load_weights(saved, "extra")

@@ -9,7 +9,6 @@ import torch
 from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.optim.custom import load_function
 from plsc.optim.schedule import scale_rate
 from plsc.train.build_optim import build_schedule, check_optim
 
@@ -108,12 +107,6 @@ def test_a_function_that_fails_later_is_told_with_the_step(factor, said):
     made = schedule(factor, schedule="some.module:function")
     with pytest.raises(OptionError, match=said):
         made(2)
-
-
-@pytest.mark.parametrize("reference", ["os:abort", "builtins:exec", "os.path:join"])
-def test_what_is_of_pythons_own_library_is_not_called_for_a_name_in_a_checkpoint(reference):
-    with pytest.raises(OptionError, match="of Python's own library; expected a function of yours"):
-        load_function(reference, "optim.schedule", "set_lr_schedule")
 
 
 @pytest.mark.parametrize(

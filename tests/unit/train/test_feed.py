@@ -15,7 +15,7 @@ from plsc.data.cache import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
-from plsc.train.feed import build_feed, make_recipe, switch_off_augmentation
+from plsc.train.feed import NO_AUGMENTATION, build_feed, make_recipe
 from plsc.train.rank_files import open_rank_source
 from tests.images import write_dataset
 
@@ -256,5 +256,5 @@ def test_augmentation_switched_off_leaves_images_alone():
         options.set(f"data.{name}", value)
     switched = make_recipe(options, None, 10).augmentation
     assert all(vars(switched).values())  # every kind is on, a new one must be added above
-    switch_off_augmentation(options.data)
+    options.set_together(NO_AUGMENTATION)
     assert make_recipe(options, None, 10).augmentation == Augmentation(flip=False)

@@ -210,15 +210,15 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
     ins = Entry()
     lists = AutoMixedPrecisionLists(["softmax"], ["BatchNorm2d"])
     ins.set_mixed_precision(True, 128, 1000, 3, 4, 0.25, False, lists)
-    precision = ins.options.precision
+    assert (precision := ins.options.precision).mode == "float16"
     assert LossScaler.of(precision) == LossScaler(128.0, 1000, 3, 4.0, 0.25, False)
-    assert precision.mode == "float16"
     assert (precision.white_list, precision.black_list) == (("softmax",), ("BatchNorm2d",))
     ins.set_mixed_precision(True)
+    precision = ins.options.precision
     assert LossScaler.of(precision) == LossScaler(1.0, 2000, 2, 2.0, 0.5, True)
     assert (precision.white_list, precision.black_list) == ((), ())
     ins.set_mixed_precision(use_fp16=False)
-    assert precision.mode == "float32"
+    assert ins.options.precision.mode == "float32"
 
 
 @pytest.mark.parametrize(

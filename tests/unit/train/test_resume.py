@@ -17,7 +17,7 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.find import open_load_dir, open_to_resume
 from plsc.train.randomness import pack_generators, unpack_generators
-from plsc.train.resume import keep_global_batch
+from plsc.train.resume import resolve_run
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, losses_of, options_of, saved_at, train
 
@@ -164,9 +164,9 @@ def kept(trained, ranks, saved_on=4, **settings):
     manifest = manifest_of(
         trained, world_size=saved_on, scalars=scalars, options={"train": {"batch_size": 8}}
     )
-    options.adopt(manifest.options)
-    lines = keep_global_batch(options, trained / "1", manifest, ranks)
-    return options.train.global_batch_size or options.train.batch_size * ranks, lines
+    config = resolve_run(options, (trained / "1", manifest), ranks)
+    total = config.train.global_batch_size or config.train.batch_size * ranks
+    return total, [line for line in config.differences if line.startswith("ranks")]
 
 
 def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
@@ -191,7 +191,7 @@ def test_options_that_would_change_the_global_batch_are_refused(trained):
         kept(trained, 33)
     damaged = manifest_of(trained, scalars={"global_batch": "many"})
     with pytest.raises(CheckpointError, match="global batch"):
-        keep_global_batch(Options(), trained / "1", damaged, 2)
+        resolve_run(Options(), (trained / "1", damaged), 2)
 
 
 def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(trained):
@@ -297,16 +297,19 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     refused("loss type dist_arcface, this run has dist_cosface", head__loss_type="dist_cosface")
     refused("optimizer Adam, this run", lambda m: m["scalars"].update(optimizer="Adam"))
     refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
-    huge = {"shape": [2**40], "dtype": "uint8", "sharded": False}
-    refused("rank0.random", lambda m: m["tensors"].update({"rank0.random": huge}))
-    momentum = {"shape": [2**40], "dtype": "float32", "sharded": False}
     key = "momentum.backbone.fc.bias"
-    refused("the optimizer's is", lambda m: m["tensors"].update({key: momentum}))
-    # torch's kernels would write beyond the end of a state that is smaller than its parameter.
-    refused("the optimizer's is", lambda m: m["tensors"][key].update(shape=[1]))
-    refused("the optimizer's is", lambda m: m["tensors"][key].update(dtype="int8"))
-    refused("is a number, the", lambda m: m["scalars"].update(optimizer_numbers={key: 10**9}))
-    refused("no numbers", lambda m: m["scalars"].update(optimizer_numbers={key: 10**400}))
+    refused(
+        "manifest says 1099511627776", lambda m: m["tensors"]["rank0.random"].update(shape=[2**40])
+    )
+    refused("manifest says 1099511627776", lambda m: m["tensors"][key].update(shape=[2**40]))
+    refused("manifest says int8", lambda m: m["tensors"][key].update(dtype="int8"))
+
+    def numbers(value):
+        states = {"backbone.fc.bias": {"momentum_buffer": value}}
+        return lambda m: m["scalars"].update(optimizer_numbers=states)
+
+    refused("is a number, the", numbers(10**9))
+    refused("no numbers", numbers(10**400))
     refused("options in the checkpoint are", lambda m: m["options"]["optim"].update(lr="x"))
 
 

@@ -152,10 +152,6 @@ def test_data_sets_are_options_like_any_other(tmp_path):
     plain = json.loads(json.dumps(options.as_dict()))
     flag = _parse(["train", "--data.datasets", json.dumps(plain["data"]["datasets"])])["train"]
     assert _read_options(flag).data_sets() == options.data_sets()
-    adopted = Options()
-    assert adopted.adopt(plain) == []
-    assert adopted.data_sets() == options.data_sets()
-    assert two_sets().adopt(plain) == []
     assert "secret" not in json.dumps(without_secrets(plain))
     assert Options().data_sets() == []
 
