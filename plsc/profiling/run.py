@@ -61,7 +61,7 @@ def run_profile(
         keep_global_batch(options, *checkpoint, world.size)
         options.train.with_test = False
     options.checkpoint.save_dir = str(folder)  # which is refused where every folder is a class
-    run = build_run(options, world, user)
+    run = build_run(options, world, user, checkpoint)
     _clear(folder, world)
     seed_generators(world, options.train.seed)
     watch = _train(run, steps, folder)

@@ -42,7 +42,8 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     keep_global_batch(options, path, manifest, world.size)
     plain = copy.deepcopy(options)  # what goes into the new checkpoint
     switch_off_augmentation(options.data)  # each image as `predict` would see it
-    run = build_run(options, world, dataclasses.replace(user, train_transform=None))
+    plain_user = dataclasses.replace(user, train_transform=None)
+    run = build_run(options, world, plain_user, (path, manifest))
     head = run.head
     if not isinstance(head, ShardedHead) or head.centers == 1:
         raise OptionError(

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.classes.map import MAP_NAME
+from plsc.checkpoint.classes.names import read_class_names
 from plsc.config import Options
-from plsc.data.sources.base import FileSource, Source
+from plsc.data.class_names import class_names_of
+from plsc.data.reader import declares_shards
+from plsc.data.sources.base import FileSource, IndexedSource, Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.embed import embed_images
@@ -24,6 +26,7 @@ from plsc.storage.urls import shown
 from plsc.train.acceleration import evaluated
 from plsc.train.build import Run, UserParts, build_network, build_run
 from plsc.train.checkpointing import adopt_options, check_save_dir
+from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.find import open_load_dir, open_to_resume
@@ -60,7 +63,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         differences = adopt_options(options, checkpoint[1])
         check_data_sets(options, *checkpoint)
         differences += keep_global_batch(options, *checkpoint, world.size)
-    run = build_run(options, world, user)
+    run = build_run(options, world, user, checkpoint)
     run.resumed_from = checkpoint[0] if checkpoint else None
     places = open_places(options, world, print_on_main(world))
     try:
@@ -69,10 +72,6 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         warm_start = None
         if checkpoint:
             differences += restore(run, *checkpoint)
-            if (checkpoint[0] / MAP_NAME).is_file():
-                differences.append(
-                    f"classes were renumbered: labels must follow {checkpoint[0] / MAP_NAME}"
-                )
         else:
             warm_start = start_from_pretrained(run)
             seed_generators(world, options.train.seed)
@@ -124,12 +123,20 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
 
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
-    """Return the embeddings of the dataset's images, or of the predict reader's."""
-    network = evaluated(load_network(options, world, user), options, world)
+    """Return the embeddings of the dataset's images, or of the predict reader's.
+
+    Classes with names are numbered as in the checkpoint, those that it lacks behind its own.
+    """
+    checkpoint = open_load_dir(options, world)
+    network = evaluated(load_network(options, world, user, checkpoint), options, world)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader):
         return _predict_stream(network, reader, options, world)
     source = open_training_source(options, reader)
+    class_names, saved = class_names_of(source), read_class_names(*checkpoint)
+    if class_names is not None and saved is not None:
+        assert isinstance(source, IndexedSource)
+        source.renumber(saved.numbered(class_names))
     # A Dataset of the user's own may not be made for several threads.
     threads = 0 if isinstance(source, TorchDatasetSource) else options.data.num_workers
     embeddings = _embed(network, _Images(source), options, world, options.data.dataset_dir, threads)
@@ -138,9 +145,17 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     return Prediction(embeddings, names, source.labels())
 
 
-def load_network(options: Options, world: World, user: UserParts) -> BaseModel:
-    """Return the checkpoint's network, with the options it was trained with where none are set."""
-    path, manifest = open_load_dir(options, world)
+def load_network(
+    options: Options,
+    world: World,
+    user: UserParts,
+    checkpoint: OpenedCheckpoint | None = None,
+) -> BaseModel:
+    """Return a checkpoint's network, with the options it was trained with where none are set.
+
+    checkpoint: when not given, that of `checkpoint.load_dir`.
+    """
+    path, manifest = checkpoint or open_load_dir(options, world)
     for difference in adopt_options(options, manifest):
         if world.is_main and difference.startswith("model."):
             print(f"differs from the checkpoint: {shown(difference)}")
@@ -193,7 +208,8 @@ def _predict_stream(network: BaseModel, reader: Any, options: Options, world: Wo
     """Every rank runs the reader; each chunk of its images is shared out over the ranks."""
     parts: list[np.ndarray] = []
     labels: list[int] = []
-    samples = _images_and_labels(reader())
+    whole = reader(0, 1) if declares_shards(reader) else reader()
+    samples = _images_and_labels(whole)
     while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
         images = [image for image, _ in chunk]
         parts.append(_embed(network, images, options, world, "the predict reader", 0))

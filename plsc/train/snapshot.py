@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, ShardedTensor
+from plsc.checkpoint.classes.names import class_name_tensors
 from plsc.errors import CheckpointError
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.optim.factory import describe_implementation
@@ -24,7 +25,7 @@ def tensors_to_save(run: Run) -> tuple[dict[str, Tensor], dict[str, ShardedTenso
     They are the run's own, not copies, but for the network's buffers: where ranks have different ones (batch
     norm that is not synchronised) ``backbone.<buffer>`` is their mean, and a rank's own are under
     ``rank<r>.buffers.<type>``, end to end in the order of `_buffers`, for a resume on as many ranks.
-    ``rank<r>.random`` is the state of a rank's random generators.
+    ``rank<r>.random`` is the state of a rank's random generators; `class_name_tensors` names the classes.
     """
     whole, sharded = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     mine = pack_buffers(run)
@@ -37,6 +38,9 @@ def tensors_to_save(run: Run) -> tuple[dict[str, Tensor], dict[str, ShardedTenso
         if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
             whole[f"{prefix}.buffers.{kind}"] = packed
     whole[f"{prefix}.random"] = pack_generators(run.world.device)
+    if run.world.is_main:
+        for head, names in run.class_names.items():
+            whole.update(class_name_tensors(names, head))
     return whole, sharded
 
 

@@ -169,14 +169,13 @@ def with_label_map(
 
 
 class NamedLabelSource(IndexedSource):
-    """A source whose labels may be names: `class_names` has them sorted, or None if they are numbers."""
-
-    class_names: list[str] | None
+    """A source whose labels may be names."""
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
         """Take over what `LabelReader.arrays` gave."""
-        self.class_names = class_names_of(found)
-        self._labels = with_label_map(found["labels"], self.class_names, label_map)
+        names = class_names_of(found)
+        self.class_names = names if label_map is None else None
+        self._labels = with_label_map(found["labels"], names, label_map)
 
 
 class ColumnSource(NamedLabelSource):
