@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.sources.base import IndexedSource
-from plsc.data.sources.image_folder import read_label_map
+from plsc.data.sources.image_folder import with_label_map
 from plsc.data.sources.paths import printable
 from plsc.errors import DataError, OptionError
 
@@ -150,22 +150,6 @@ def class_names_of(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
         return None
     text, ends = arrays["names"], arrays["name_ends"]
     return [text_at(text, ends, i).decode("utf-8", "surrogateescape") for i in range(len(ends))]
-
-
-def with_label_map(
-    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
-) -> np.ndarray:
-    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
-    if label_map is None:
-        return labels
-    ids = read_label_map(Path(label_map))
-    missing = [name for name in names or [] if name not in ids]
-    if missing:
-        raise DataError(
-            f"{label_map} has no id for the class '{printable(missing[0])}' "
-            f"({len(missing)} of {len(names or [])} have none); add it"
-        )
-    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
 
 
 class NamedLabelSource(IndexedSource):

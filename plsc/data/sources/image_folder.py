@@ -55,19 +55,12 @@ class ImageFolderSource(FileSource):
             )
         depth = _checked_depth(root, counts, class_depth)
         names = _folders_at(counts, depth)
-        if label_map is None:
-            self.class_names = names
-            ids = {name: position for position, name in enumerate(names)}
-        else:
-            ids = read_label_map(Path(label_map))
-            missing = [name for name in names if name not in ids]
-            if missing:
-                raise DataError(
-                    f"{label_map} has no id for the class folder '{printable(missing[0])}'; add it"
-                )
+        self.class_names = names if label_map is None else None
+        ranks = {name: rank for rank, name in enumerate(names)}
         filled = {folder: count for folder, count in counts.items() if count}
-        labels = [ids["/".join(folder.split("/")[:depth])] for folder in filled]
-        super().__init__(root, paths, np.repeat(np.array(labels, np.int64), list(filled.values())))
+        labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
+        every = np.repeat(np.array(labels, np.int64), list(filled.values()))
+        super().__init__(root, paths, with_label_map(every, names, label_map))
 
 
 def holds_image(root: Path, folder: str) -> bool:
@@ -147,6 +140,22 @@ def _check_link(root: Path, path: Path) -> None:
         raise DataError(f"{shown} is a link to a folder; put the folder itself there")
     if not path.resolve().is_relative_to(root):
         raise DataError(f"{shown} is a link that leaves the dataset folder; copy the image instead")
+
+
+def with_label_map(
+    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
+) -> np.ndarray:
+    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
+    if label_map is None:
+        return labels
+    ids = read_label_map(Path(label_map))
+    missing = [name for name in names or [] if name not in ids]
+    if missing:
+        raise DataError(
+            f"{label_map} has no id for the class '{printable(missing[0])}' "
+            f"({len(missing)} of {len(names or [])} have none); add it"
+        )
+    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
 
 
 def read_label_map(path: Path) -> dict[str, int]:

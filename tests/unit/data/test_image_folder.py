@@ -91,7 +91,7 @@ def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("map.json", '{"a": 1, "b": 2}', "no id for the class folder 'c'"),
+        ("map.json", '{"a": 1, "b": 2}', "no id for the class 'c' (1 of 3 have none)"),
         ("map.json", '{"a": -1}', "'a' the id -1"),
         ("map.json", '{"a": true}', "'a' the id True"),
         ("map.json", "[1]", "must be an object"),
