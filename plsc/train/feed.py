@@ -279,9 +279,10 @@ def count_named_classes(
     class_num, more = count_classes(source, options, least=0 if names is None else len(names))
     if names is None:
         return class_num, {}, join_notes(note, more)
-    names = names.resized(class_num)
-    line = f"classes: {first_and_last_class(source, names)}"
-    return class_num, {head: names}, join_notes(note, more, line)
+    line = ""
+    if getattr(source, "class_names", None) is not None:  # and not the checkpoint alone has names
+        line = f"classes: {first_and_last_class(source, names)}"
+    return class_num, {head: names.resized(class_num)}, join_notes(note, more, line)
 
 
 def count_classes(
