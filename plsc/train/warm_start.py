@@ -16,7 +16,6 @@ from plsc.checkpoint import read_manifest
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.classes.names import read_class_names
 from plsc.checkpoint.fetch import fetch
-from plsc.checkpoint.importers.file_tensor import FileTensor
 from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
@@ -88,7 +87,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
 
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
-    backbone: Mapping[str, FileTensor | RowParts]
+    backbone: Mapping[str, Tensor | RowParts]
     orders: dict[str, np.ndarray] = {}
     if path.is_dir():
         orders = _orders(run, path)
@@ -142,13 +141,13 @@ def _take_head(
         wanted = (owner.class_num, *here.shape[1:]) if owner is not None else tuple(here.shape)
         if parts.shape != wanted:
             started.head_left[name] = f"is {str(list(parts.shape))[:80]}, here {list(wanted)}"
-        elif (order >= wanted[0]).any():
+        elif owner is not None and (order >= owner.class_num).any():
             started.head_left[name] = "is of classes with other names"
         elif owner is not None:
             _copy_rows(parts, order[slice(*owner.class_range)], here, started.source, name)
             started.head.append(name)
         else:
-            value = check_finite(parts.parts[0].read(), f"{started.source}: {name}")
+            value = check_finite(parts.parts[0], f"{started.source}: {name}")
             here.copy_(value)
             started.head.append(name)
 

@@ -1,7 +1,7 @@
 """Weights that other programs saved: insightface, PLSC 0.1, safetensors, torch.save.
 
-No pickle is loaded: what torch.save wrote is read as a data format (`torch_file`). Class rows are read
-and written piece by piece.
+What torch.save wrote is read by torch's unpickler for weights alone, which runs nothing. Class rows are
+read and written piece by piece.
 """
 
 from plsc.checkpoint.importers.convert import Imported, import_checkpoint

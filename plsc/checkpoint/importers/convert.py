@@ -254,7 +254,7 @@ def _part(key: str, parts: RowParts | None, shape: tuple[int, ...], start: int, 
                 left -= len(zeros)
             return
         for row, piece in parts.pieces(start, stop):
-            what = f"{parts.parts[0].file.path.parent}: {key} from class {row}"
+            what = f"{key} from class {row}"
             yield from tensor_chunks(check_finite(piece, what).float())()
 
     offsets = (start, *(0 for _ in shape[1:]))

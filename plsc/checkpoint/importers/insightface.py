@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plsc.checkpoint.importers.file_tensor import FileTensor
+from torch import Tensor
+
 from plsc.checkpoint.importers.row_parts import join_rows
 from plsc.checkpoint.importers.source import (
     WEIGHT,
@@ -26,7 +27,7 @@ from plsc.checkpoint.importers.source import (
     square_side,
 )
 from plsc.checkpoint.importers.state_dict import read_state_dict, strip, unwrap
-from plsc.checkpoint.importers.torch_file import read_torch_file
+from plsc.checkpoint.importers.tensor_files import read_tensors
 from plsc.errors import CheckpointError
 from plsc.models.iresnet import BLOCKS, WIDTHS
 from plsc.models.neck import DOWNSAMPLING
@@ -63,7 +64,7 @@ def read_insightface(path: Path) -> Source:
     return _read_states(states) if states else _read_weights(path)
 
 
-def iresnet_source(state: Mapping[str, FileTensor], where: str) -> Source:
+def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
     """Return the source of an iresnet's state dict: its blocks say which one it is."""
     if not is_iresnet(state):
         raise CheckpointError(
@@ -91,14 +92,14 @@ def iresnet_source(state: Mapping[str, FileTensor], where: str) -> Source:
 
 
 def _read_states(files: dict[int, Path]) -> Source:
-    weights: list[FileTensor] = []
-    momenta: list[FileTensor] = []
+    weights: list[Tensor] = []
+    momenta: list[Tensor] = []
     source = None
     for rank, path in files.items():
-        content = read_torch_file(path)
+        content = read_tensors(path)
         head = content.get("state_dict_softmax_fc") if isinstance(content, dict) else None
         weight = head.get("weight") if isinstance(head, dict) else None
-        if not isinstance(weight, FileTensor):
+        if not isinstance(weight, Tensor):
             raise CheckpointError(
                 f"{path} has no class rows: expected state_dict_softmax_fc with a weight"
             )
@@ -115,7 +116,7 @@ def _read_states(files: dict[int, Path]) -> Source:
             if all(type(number) is int for number in steps):
                 source.notes.append(f"saved at epoch {steps[0]}, step {steps[1]}")
     assert source is not None  # files_by_rank: rank 0 is there
-    _add_rows(source, weights, momenta)
+    _add_rows(source, weights, momenta, files[0].parent)
     return source
 
 
@@ -132,7 +133,7 @@ def _read_weights(path: Path) -> Source:
     buffers = [_one_tensor(file) for file in momenta.values()]
     if [t.shape for t in buffers] != [t.shape for t in tensors]:
         buffers = []
-    _add_rows(source, tensors, buffers)
+    _add_rows(source, tensors, buffers, path)
     return source
 
 
@@ -145,55 +146,55 @@ def _backbone_in(path: Path) -> Path:
     return path / (named[0] if named else max(found)[1])
 
 
-def _one_tensor(path: Path) -> FileTensor:
-    tensor = read_torch_file(path)
-    if not isinstance(tensor, FileTensor):
+def _one_tensor(path: Path) -> Tensor:
+    tensor = read_tensors(path)
+    if not isinstance(tensor, Tensor):
         raise CheckpointError(
             f"{path} holds a {type(tensor).__name__}; expected one tensor of rows"
         )
     return tensor
 
 
-def _add_rows(source: Source, weights: list[FileTensor], momenta: list[FileTensor]) -> None:
+def _add_rows(source: Source, weights: list[Tensor], momenta: list[Tensor], where: Path) -> None:
     sizes = [weight.shape[0] if len(weight.shape) == 2 else -1 for weight in weights]
     total, ranks = sum(sizes), len(sizes)
     expected = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
     if -1 in sizes or sizes != expected:
         odd = next(rank for rank in range(ranks) if -1 in sizes or sizes[rank] != expected[rank])
         raise CheckpointError(
-            f"{weights[odd].file.path}: {str(list(weights[odd].shape))[:80]} are not the class rows of rank "
-            f"{odd} of {ranks}, beside {str(sizes)[:80]}; files are missing, or of different runs"
+            f"{where}: {str(list(weights[odd].shape))[:80]} are not the class rows of rank {odd} of {ranks}, "
+            f"beside {str(sizes)[:80]}; files are missing, or of different runs"
         )
-    source.rows[WEIGHT] = join_rows(weights, "the class rows")
+    source.rows[WEIGHT] = join_rows(weights, f"the class rows of {where}")
     if len(momenta) == ranks:
-        source.rows[WEIGHT_MOMENTUM] = join_rows(momenta, "the momentum")
+        source.rows[WEIGHT_MOMENTUM] = join_rows(momenta, f"the momentum of {where}")
     if source.rows[WEIGHT].shape[1] != source.network.emb_size:
         raise CheckpointError(
-            f"the class rows of {weights[0].file.path} have {source.rows[WEIGHT].shape[1]} numbers, the "
+            f"the class rows of {where} have {source.rows[WEIGHT].shape[1]} numbers, the "
             f"backbone's embeddings {source.network.emb_size}; they are of different runs"
         )
 
 
-def _optimizer_state(content: Any) -> list[FileTensor | None]:
+def _optimizer_state(content: Any) -> list[Tensor | None]:
     """Return SGD's momentum for each parameter, in the order of the parameters; the head's is the last."""
     state = content.get("state_optimizer") if isinstance(content, dict) else None
     groups = state.get("param_groups") if isinstance(state, dict) else None
     values = state.get("state") if isinstance(state, dict) else None
     if not isinstance(groups, list) or not isinstance(values, dict):
         return []
-    momenta: list[FileTensor | None] = []
+    momenta: list[Tensor | None] = []
     for group in groups:
         numbers = group.get("params") if isinstance(group, dict) else None
         for number in numbers if isinstance(numbers, list) else []:
             one = values.get(number) if type(number) is int else None
             buffer = one.get("momentum_buffer") if isinstance(one, dict) else None
-            momenta.append(buffer if isinstance(buffer, FileTensor) else None)
+            momenta.append(buffer if isinstance(buffer, Tensor) else None)
     return momenta
 
 
 def _backbone_momentum(
-    state: Mapping[str, FileTensor], momenta: list[FileTensor | None]
-) -> dict[str, FileTensor]:
+    state: Mapping[str, Tensor], momenta: list[Tensor | None]
+) -> dict[str, Tensor]:
     """Return the momentum by parameter. A state dict names the parameters in their order, and the buffers."""
     names = [name for name in state if not name.endswith(_BUFFERS)]
     if len(momenta) != len(names) + 1:

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.checkpoint.importers.file_tensor import FileTensor, RawFile
-from plsc.checkpoint.importers.paddle_file import read_paddle_file
 from plsc.checkpoint.importers.row_parts import join_rows
 from plsc.checkpoint.importers.source import (
     BIAS,
@@ -31,6 +29,7 @@ from plsc.checkpoint.importers.source import (
     names_in,
     square_side,
 )
+from plsc.checkpoint.importers.tensor_files import check_regular, read_paddle_file
 from plsc.errors import CheckpointError
 from plsc.models import build_model
 from plsc.models.neck import DOWNSAMPLING
@@ -76,17 +75,17 @@ def read_plsc1(path: Path, given: Network) -> Source:
         tensors = [read_paddle_file(file) for file in files.values()]
         if tensors:
             dimensions = 2 if part == "w" else 1
-            odd = next((t for t in tensors if len(t.shape) != dimensions), None)
-            if odd is not None:
-                raise CheckpointError(
-                    f"{odd.file.path} has the shape {list(odd.shape)}; expected {dimensions} dimensions"
-                )
-            rows[key] = join_rows([t.transposed() for t in tensors], "the variable")
+            for file, tensor in zip(files.values(), tensors, strict=True):
+                if tensor.ndim != dimensions:
+                    raise CheckpointError(
+                        f"{file} has the shape {list(tensor.shape)}; expected {dimensions} dimensions"
+                    )
+            rows[key] = join_rows([t.t() for t in tensors], f"the variable {key} of {path}")
     if WEIGHT not in rows:
         raise CheckpointError(f"{path} has no class columns dist@{kind}@rank@<rank>.w_0")
     class_num, emb_size = rows[WEIGHT].shape
     _check_meta(path, class_num, emb_size, len(rows[WEIGHT].parts))
-    notes = _drop_partial(rows)
+    notes = _drop_partial(path, rows)
     if (path / "meta.pickle").exists():
         notes.append("meta.pickle was not read: a pickle can run code")
     network, backbone, momentum = _read_backbone(path, given, emb_size)
@@ -118,21 +117,22 @@ def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
     """Compare with meta.json, where it is there; without it a missing last file cannot be noticed."""
     if "meta.json" not in names_in(path):
         return
-    file = RawFile(path / "meta.json")
+    file = check_regular(path / "meta.json")
     try:
-        meta = json.loads(file.read(0, min(file.size, _LONGEST_META)))
+        with file.open("rb") as stream:
+            meta = json.loads(stream.read(_LONGEST_META))
         wanted = {name: meta[name] for name in ("num_classes", "emb_dim", "pretrain_nranks")}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file.path} is damaged: {str(error)[:80]}; remove it") from error
+        raise CheckpointError(f"{file} is damaged: {str(error)[:80]}; remove it") from error
     found = {"num_classes": class_num, "emb_dim": emb_size, "pretrain_nranks": ranks}
     for name, number in found.items():
         if wanted[name] != number:
             raise CheckpointError(
-                f"{file.path} says {name} {str(wanted[name])[:40]}, the files have {number}; some are missing"
+                f"{file} says {name} {str(wanted[name])[:40]}, the files have {number}; some are missing"
             )
 
 
-def _drop_partial(rows: dict[str, Any]) -> list[str]:
+def _drop_partial(path: Path, rows: dict[str, Any]) -> list[str]:
     """Take out what does not go with the class columns; return notes."""
     notes = []
     for key in (WEIGHT_MOMENTUM, BIAS, BIAS_MOMENTUM):
@@ -140,7 +140,7 @@ def _drop_partial(rows: dict[str, Any]) -> list[str]:
         if key in rows and rows[key].shape != wanted:
             if key == BIAS:
                 raise CheckpointError(
-                    f"{rows[key].parts[0].file.path}: {rows[key].shape[0]} biases for {wanted[0]} classes"
+                    f"{path}: {rows[key].shape[0]} biases for {wanted[0]} classes"
                 )
             del rows[key]
             notes.append(f"{key} is not there for all classes; it starts afresh")
@@ -149,20 +149,20 @@ def _drop_partial(rows: dict[str, Any]) -> list[str]:
 
 def _read_backbone(
     path: Path, given: Network, emb_size: int
-) -> tuple[Network, dict[str, FileTensor | Tensor], dict[str, FileTensor | Tensor]]:
+) -> tuple[Network, dict[str, Tensor], dict[str, Tensor]]:
     """Return the network, its tensors by our names, and their momentum. Read at once: they are many files."""
     names = set(names_in(path))
     convolutions = sum(re.fullmatch(r"conv2d_\d+\.w_0", name) is not None for name in names)
     if not convolutions and given.name is None:
         return Network(None, emb_size), {}, {}
     network = given.or_else(_recognise(path, names, convolutions, emb_size))
-    tensors: dict[str, FileTensor | Tensor] = {}
-    momentum: dict[str, FileTensor | Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    momentum: dict[str, Tensor] = {}
     for ours, theirs, is_matrix in _variables(network):
         for name, into in ((theirs, tensors), (theirs + _VELOCITY, momentum)):
             if name in names:
                 tensor = read_paddle_file(path / name)
-                into[ours] = (tensor.transposed() if is_matrix else tensor).read()
+                into[ours] = (tensor.t() if is_matrix else tensor).contiguous()
     return network, tensors, momentum
 
 

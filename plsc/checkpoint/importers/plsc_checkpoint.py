@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 
 from safetensors import safe_open
+from torch import Tensor
 
-from plsc.checkpoint.importers.file_tensor import FileTensor
 from plsc.checkpoint.importers.row_parts import RowParts
-from plsc.checkpoint.importers.safetensors_file import read_safetensors_file
 from plsc.checkpoint.layout import OFFSETS_KEY, PLACES_KEY, check_checksums, check_files
 from plsc.checkpoint.manifest import read_manifest
 
@@ -32,14 +31,14 @@ def read_checkpoint_weights(
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     wanted = {key for key in manifest.tensors if key.startswith(("backbone.", *_HEADS))}
-    parts: dict[str, list[tuple[int, FileTensor]]] = {key: [] for key in wanted}
+    parts: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in wanted}
     check_checksums(folder, manifest, sorted(manifest.files)[rank::ranks])
     for name in sorted(manifest.files):
         with safe_open(folder / name, framework="pt") as file:
             places = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen
-        for key, tensor in read_safetensors_file(folder / name).items():
-            if key in wanted:
-                parts[key].append((min(places[key][OFFSETS_KEY][:1], default=0), tensor))
+            for key in wanted.intersection(file.keys()):
+                first = min(places[key][OFFSETS_KEY][:1], default=0)
+                parts[key].append((first, file.get_tensor(key)))
     joined = {
         key: RowParts(tuple(tensor for _, tensor in sorted(pieces, key=lambda item: item[0])))
         for key, pieces in parts.items()

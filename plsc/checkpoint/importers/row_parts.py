@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.importers.file_tensor import FileTensor
 from plsc.errors import CheckpointError
 
 _PIECE_BYTES = 8 << 20
@@ -19,7 +18,7 @@ _PIECE_BYTES = 8 << 20
 class RowParts:
     """Rows one after another: those of the first part, then those of the second, and so on."""
 
-    parts: tuple[FileTensor, ...]
+    parts: tuple[Tensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,8 +34,7 @@ class RowParts:
 
     def read(self) -> Tensor:
         """Return the whole tensor, contiguous, on the CPU."""
-        parts = [part.read() for part in self.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(self.parts) if len(self.parts) > 1 else self.parts[0].contiguous()
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows [start, stop) in order, some MiB at a time, each with its first row's number."""
@@ -47,11 +45,11 @@ class RowParts:
             last = first + part.shape[0]
             for row in range(max(start, first), min(stop, last), step):
                 end = min(row + step, stop, last)
-                yield row, part.rows(row - first, end - first)
+                yield row, part[row - first : end - first].contiguous()
             first = last
 
 
-def join_rows(parts: Sequence[FileTensor], what: str) -> RowParts:
+def join_rows(parts: Sequence[Tensor], what: str) -> RowParts:
     """Return the parts as one tensor; CheckpointError unless all rows are of the same size and kind."""
     first = parts[0]
     for part in parts:
@@ -62,8 +60,7 @@ def join_rows(parts: Sequence[FileTensor], what: str) -> RowParts:
         )
         if not fits:
             raise CheckpointError(
-                f"{part.file.path}: {what} is {part.dtype} of shape {str(list(part.shape))[:80]}, in "
-                f"{first.file.path} it is {first.dtype} {str(list(first.shape))[:80]}; expected floating "
-                "rows of one size"
+                f"{what} is {part.dtype} of shape {str(list(part.shape))[:80]} in one file, {first.dtype} "
+                f"{str(list(first.shape))[:80]} in the first; expected floating rows of one size"
             )
     return RowParts(tuple(parts))

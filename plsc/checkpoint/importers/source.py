@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from plsc.checkpoint.importers.file_tensor import FileTensor
 from plsc.checkpoint.importers.row_parts import RowParts
 from plsc.errors import CheckpointError
 from plsc.heads.rules import MOMENTUM
@@ -46,10 +45,10 @@ class Source:
 
     layout: str
     network: Network
-    backbone: Mapping[str, FileTensor | Tensor]
+    backbone: Mapping[str, Tensor]
     is_whole: bool
     rows: dict[str, RowParts] = field(default_factory=dict)
-    momentum: Mapping[str, FileTensor | Tensor] = field(default_factory=dict)
+    momentum: Mapping[str, Tensor] = field(default_factory=dict)
     loss_type: str = "dist_arcface"
     options: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from plsc.checkpoint.importers.file_tensor import FileTensor
-from plsc.checkpoint.importers.safetensors_file import read_safetensors_file
-from plsc.checkpoint.importers.torch_file import read_torch_file
+from torch import Tensor
+
+from plsc.checkpoint.importers.tensor_files import read_tensors
 from plsc.errors import CheckpointError
 
 # Under which names people keep the network's state dict among other things.
@@ -19,16 +18,9 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
 _BACKBONE, _HEAD = "backbone.", "head."
 
 
-def read_tensors(path: str | os.PathLike[str], follow_links: bool = False) -> Any:
-    """Return what is in a .safetensors file, or in one of torch.save (any other name). See there."""
-    if Path(path).suffix == ".safetensors":
-        return read_safetensors_file(path, follow_links)
-    return read_torch_file(path, follow_links)
-
-
 def read_state_dict(
     path: str | os.PathLike[str], follow_links: bool = False
-) -> tuple[dict[str, FileTensor], dict[str, FileTensor]]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the backbone's tensors by name, and those of the class rows.
 
     The latter are named ``head.``, and then the former ``backbone.``, as in checkpoints of ours: where there
@@ -50,7 +42,7 @@ def read_state_dict(
     return strip({name.removeprefix(_BACKBONE): t for name, t in inside.items()}), head
 
 
-def unwrap(value: Any) -> dict[str, FileTensor]:
+def unwrap(value: Any) -> dict[str, Tensor]:
     """Return the tensors by name, wherever among the usual wrappers they are; empty if nowhere."""
     for _ in range(4):
         if not isinstance(value, Mapping):
@@ -59,10 +51,10 @@ def unwrap(value: Any) -> dict[str, FileTensor]:
         if not inner:
             break
         value = inner[0]
-    return {name: t for name, t in value.items() if isinstance(t, FileTensor) and type(name) is str}
+    return {name: t for name, t in value.items() if isinstance(t, Tensor) and type(name) is str}
 
 
-def strip(state: dict[str, FileTensor]) -> dict[str, FileTensor]:
+def strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict without a prefix that all of its names share."""
     for prefix in _PREFIXES * 2:
         if state and all(name.startswith(prefix) for name in state):

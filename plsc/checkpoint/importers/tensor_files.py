@@ -1,0 +1,204 @@
+"""Tensors in other programs' files, mapped into memory: only what is used is read.
+
+safetensors; torch.save (its pickle is read by torch's unpickler for weights alone, which imports and calls
+nothing else); and Paddle 1.x (fluid.io.save_vars, one LoDTensor a file): uint32 version 0; uint64 number of
+levels; uint32 version 0; int32 size of a protobuf TensorDesc {data_type = 1; repeated int64 dims = 2}; the
+numbers, little-endian. Format: paddle/fluid/framework/lod_tensor.cc, tensor_util.cc and framework.proto.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from plsc.errors import CheckpointError
+
+# The description of thousands of tensors takes some hundred KiB; while it is read it takes up to 100 times
+# as much memory.
+_LONGEST_PICKLE = 4 << 20
+_LONGEST_DESCRIPTION = 1024
+_ADVICE = "keep its tensors with safetensors.torch.save_file, and import that file"
+_PADDLE_TYPES = {2: "<i4", 3: "<i8", 4: "<f2", 5: "<f4", 6: "<f8", 22: "<i2"}
+_PADDLE_BFLOAT16 = 22
+
+
+def read_tensors(path: str | os.PathLike[str], follow_links: bool = False) -> Any:
+    """Return what a .safetensors file holds, or a file of torch.save (any other name).
+
+    Raises:
+        CheckpointError: no such file, no regular one (follow_links: nor a link to one), a damaged one, or one
+            that asks for anything but tensors in plain containers.
+    """
+    file = check_regular(path, follow_links)
+    if file.suffix == ".safetensors":
+        return _read_safetensors(file)
+    value = _read_torch_file(file)
+    _check_tensors(value, file)
+    return value
+
+
+def check_regular(path: str | os.PathLike[str], follow_links: bool = False) -> Path:
+    """Return the path of a regular file; CheckpointError for anything else."""
+    file = Path(path)
+    try:
+        status = file.stat() if follow_links else file.lstat()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if stat.S_ISLNK(status.st_mode):
+        raise CheckpointError(f"{path} is a link; copy the file that it leads to")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no regular file; expected one that holds weights")
+    return file
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file} is no whole safetensors file: {' '.join(str(error).split())[:200]}; fetch it again"
+        ) from error
+
+
+def _read_torch_file(file: Path) -> Any:
+    try:
+        is_zip = zipfile.is_zipfile(file)
+        if is_zip:
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+            longest = max((r.file_size for r in records if r.filename.endswith(".pkl")), default=0)
+            if longest > _LONGEST_PICKLE:
+                raise CheckpointError(
+                    f"{file} describes its tensors in {longest} bytes, expected at most {_LONGEST_PICKLE}; "
+                    f"{_ADVICE}"
+                )
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                raise CheckpointError(
+                    f"{file} is compressed or damaged, which torch.save never does"
+                )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of storages and TorchScript
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file fails in many ways
+        # torch's own message advises to run the code.
+        asked = re.search(r"GLOBAL:? ([\w.]{1,100})", str(error))
+        raise CheckpointError(
+            f"{file} asks for {asked[1]}, which a file of tensors never needs; it is malicious, or holds "
+            f"more than tensors: then {_ADVICE}"
+            if asked
+            else f"{file} is damaged or not a file of torch.save; fetch it again"
+        ) from error
+
+
+def _check_tensors(value: Any, file: Path) -> None:
+    """Refuse a tensor that repeats the bytes of the file: it takes far more memory when it is used."""
+    left, seen = [value], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            value.requires_grad_(False)  # of a parameter
+            there = value.untyped_storage().nbytes()
+            if value.nbytes > there:
+                raise CheckpointError(
+                    f"{file}: a tensor of shape {str(list(value.shape))[:80]} does not fit into its {there} "
+                    "bytes of the file; fetch it again"
+                )
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+
+
+def read_paddle_file(path: str | os.PathLike[str]) -> Tensor:
+    """Return the tensor of one file.
+
+    Raises:
+        CheckpointError: no such file, not this format, or more or fewer bytes than its dimensions say.
+    """
+    file = check_regular(path)
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(20 + _LONGEST_DESCRIPTION)
+    try:
+        kind, shape, begin = _paddle_header(head)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is no variable of Paddle 1.x: {error}; expected a file of fluid.io.save_vars"
+        ) from error
+    dtype = np.dtype(_PADDLE_TYPES[kind])
+    needed = begin + math.prod(shape) * dtype.itemsize
+    if needed != size:
+        raise CheckpointError(
+            f"{path} has {size} bytes, its dimensions {str(list(shape))[:80]} need {needed}; it is "
+            "truncated or damaged; fetch it again"
+        )
+    if 0 in shape:
+        found = torch.from_numpy(np.empty(shape, dtype))
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: not writable
+            found = torch.from_numpy(np.memmap(file, dtype, "r", begin, shape))
+    return found.view(torch.bfloat16) if kind == _PADDLE_BFLOAT16 else found
+
+
+def _paddle_header(head: bytes) -> tuple[int, tuple[int, ...], int]:
+    """Return the type, the dimensions and where the data begin."""
+    if len(head) < 20:
+        raise ValueError(f"it has {len(head)} bytes")
+    if head[:4] != bytes(4):
+        raise ValueError(f"it begins with {head[:4].hex(' ')}, not with version 0")
+    levels = int.from_bytes(head[4:12], "little")
+    if levels:
+        raise ValueError(f"it has {levels} levels of detail, a weight has none")
+    length = int.from_bytes(head[16:20], "little")
+    if head[12:16] != bytes(4) or not 0 < length <= _LONGEST_DESCRIPTION:
+        raise ValueError(f"its description takes {length} bytes")
+    return (*_paddle_description(head[20 : 20 + length]), 20 + length)
+
+
+def _paddle_description(message: bytes) -> tuple[int, tuple[int, ...]]:
+    kind, dims, position = -1, [], 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        value, position = _varint(message, position)
+        if tag == 0x08:
+            kind = value
+        elif tag == 0x10:
+            dims.append(value)
+        elif tag == 0x12:  # the same numbers in one piece; value is its length
+            end = position + value
+            while position < end:
+                value, position = _varint(message, position)
+                dims.append(value)
+        else:
+            raise ValueError(f"its description has a field {tag:#x}")
+    if kind not in _PADDLE_TYPES:
+        raise ValueError(f"its numbers are of type {kind}")
+    if len(dims) > 8 or any(size >= 1 << 48 for size in dims):
+        raise ValueError(f"its dimensions are {str(dims)[:80]}")
+    return kind, tuple(dims)
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(message):
+            raise ValueError("its description is cut short")
+        byte = message[position]
+        value, position = value | (byte & 127) << shift, position + 1
+        if byte < 128:
+            return value, position
+    raise ValueError("its description holds no number where one should be")
