@@ -69,6 +69,7 @@ _READING = (
     Argument(
         "label_map", str, None, "file of class names and ids; sorted names count from 0 without it"
     ),
+    Argument("class_depth", int, None, "depth of the folders that are classes, if they are nested"),
 )
 
 

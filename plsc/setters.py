@@ -268,7 +268,8 @@ class Setters:
 
     def set_reader_shards_itself(self, flag: bool) -> None:
         """Set ``data.reader_shards_itself``: call a generator reader as reader(rank, ranks):
-        it yields this rank's samples only. Default: False.
+        it yields this rank's samples only; one with the attribute shards_itself = True
+        always is. Default: False.
         """
         self.options.set("data.reader_shards_itself", flag)
 
@@ -356,6 +357,12 @@ class Setters:
         name<TAB>id; when not set, the ids are the ranks of the sorted names. Default: None.
         """
         self.options.set("data.label_map", path)
+
+    def set_class_depth(self, depth: int | None) -> None:
+        """Set ``data.class_depth``: depth of the folders that are classes; when not set, 1,
+        and class folders that hold folders of images are refused. Default: None.
+        """
+        self.options.set("data.class_depth", depth)
 
     def set_lr(self, lr: float) -> None:
         """Set ``optim.lr``: learning rate for a global batch of 1024; scaled in proportion.

@@ -32,11 +32,9 @@ def convert(
     location: str,
     destination: str,
     *,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    label_map: str | None = None,
     broken: str = "stop",
     progress: bool = True,
+    **reading: Any,
 ) -> Conversion:
     """Write the set at `location` (`open_source`) to `destination`, in the format of its suffix.
 
@@ -44,16 +42,14 @@ def convert(
     URLs. Images stay the bytes they are, and are not decoded. Nothing is to be seen under the destination's
     name before all of it is written, and nothing is overwritten.
 
-    broken: a sample that cannot be read stops the work, or, with ``skip``, is left out and counted. Raises
-    DataError and OptionError.
+    reading: options of `open_source`. broken: a sample that cannot be read stops the work, or, with ``skip``,
+    is left out and counted. Raises DataError and OptionError.
     """
     if broken not in BROKEN_CHOICES:
         raise OptionError(f"broken is {broken!r}; {suggest(broken, BROKEN_CHOICES)}")
     write = writer_of(destination)
     refuse_existing(destination.rstrip("/"))
-    source = open_source(
-        location, image_column=image_column, label_column=label_column, label_map=label_map
-    )
+    source = open_source(location, **reading)
     done = Conversion()
     done.written = write(destination.rstrip("/"), _samples(source, broken, done, progress))
     return done

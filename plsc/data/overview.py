@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from plsc.data.class_names import class_names_of, first_and_last_class
 from plsc.data.decode import decode_image, size_of
 from plsc.data.sources import Source
 from plsc.errors import DataError
@@ -23,6 +24,7 @@ class Overview:
 
     images_a_class: (lowest number, highest, classes with so many images), by powers of 2. unused: ids below
     the largest label that no sample has. faults: the broken samples' names and faults, the first 20.
+    first_and_last: of `first_and_last_class`, where classes have names.
     """
 
     samples: int
@@ -39,6 +41,7 @@ class Overview:
     pixels: list[tuple[str, int]] = field(default_factory=list)
     broken: int = 0
     faults: list[str] = field(default_factory=list)
+    first_and_last: str = ""
 
     def render(self) -> str:
         """Return it as lines of text."""
@@ -46,6 +49,7 @@ class Overview:
             f"samples          {self.samples}",
             f"classes          {self.classes} (labels up to {self.largest_label}, "
             f"{self.unused} of these ids have no sample)",
+            *([f"  {self.first_and_last}"] if self.first_and_last else []),
             f"images a class   {self.fewest} to {self.most}, median {self.median:g}",
         ]
         widest = max((count for _, _, count in self.images_a_class), default=1)
@@ -88,6 +92,9 @@ def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview
         most=int(counts.max()),
         images_a_class=_histogram(counts),
     )
+    names = class_names_of(source)
+    if names is not None:
+        found.first_and_last = first_and_last_class(source, names)
     _decode_some(source, drawn(len(labels), checked, seed), found)
     return found
 

@@ -22,6 +22,14 @@ Sample = tuple[torch.Tensor, int, str]  # image, label, name
 _END = object()
 
 
+def declares_shards(reader: Any) -> bool:
+    """Whether a generator reader is to be called as ``reader(rank, ranks)``, for that rank's samples alone.
+
+    It declares that by an attribute: ``reader.shards_itself = True``.
+    """
+    return getattr(reader, "shards_itself", False) is True
+
+
 class ReaderLoader:
     """Yields this rank's batches of ``reader()``, which yields (image [C, H, W], label).
 
@@ -31,9 +39,10 @@ class ReaderLoader:
     (seed, epoch), alike on all ranks, whenever the generator runs, and put back afterwards. A resumed
     epoch is positioned by replaying it.
 
-    With ``shards_itself`` the reader is called as ``reader(rank, ranks)`` and yields this rank's samples
-    only, of which a step takes the rank's share of ``global_batch``. It is seeded alike on all ranks all
-    the same: so it may shuffle a list and take every ranks-th of it.
+    With ``shards_itself``, or where the reader declares it (`declares_shards`), it is called as
+    ``reader(rank, ranks)`` and yields this rank's samples only, of which a step takes the rank's share of
+    ``global_batch``. It is seeded alike on all ranks all the same: so it may shuffle a list and take every
+    ranks-th of it.
 
     With ``ahead`` the generator runs in a forked process, a few batches ahead: a thread would share
     the global generators with the training. What it changes in the script's variables stays there.
@@ -71,7 +80,8 @@ class ReaderLoader:
         if last_batch not in LAST_BATCH_CHOICES:
             known = suggest(last_batch, LAST_BATCH_CHOICES)
             raise OptionError(f"unknown last_batch {last_batch!r}; {known}")
-        if shards_itself and global_batch < ranks:
+        self.shards_itself = shards_itself or declares_shards(reader)
+        if self.shards_itself and global_batch < ranks:
             raise OptionError(
                 f"a reader that shards itself needs a sample a rank and step, but the global batch is "
                 f"{global_batch} on {ranks} ranks"
@@ -81,7 +91,6 @@ class ReaderLoader:
         self.reader = reader
         self.rank = rank
         self.ranks = ranks
-        self.shards_itself = shards_itself
         self.ahead = ahead
         self.pin_memory = pin_memory
         self.image_shape = tuple(image_shape)

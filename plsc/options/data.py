@@ -75,7 +75,8 @@ class DataOptions:
     )  # fmt: skip
     reader_shards_itself: bool = of_run(
         False,
-        "call a generator reader as reader(rank, ranks): it yields this rank's samples only",
+        "call a generator reader as reader(rank, ranks): it yields this rank's samples only; one with the "
+        "attribute shards_itself = True always is",
         "set_reader_shards_itself(flag)",
     )
     cache: str = declare(
@@ -155,4 +156,11 @@ class DataOptions:
         "ranks of the sorted names",
         "set_label_map(path)",
         not_empty,
+    )
+    class_depth: int | None = declare(
+        None,
+        "depth of the folders that are classes; when not set, 1, and class folders that hold folders of "
+        "images are refused",
+        "set_class_depth(depth)",
+        at_least(1),
     )

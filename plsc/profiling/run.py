@@ -50,10 +50,11 @@ def run_profile(
     folder = _check(steps, output)
     # A network of the user's is trained as a copy.
     user = replace(user, model=copy.deepcopy(user.model))
-    config = resolve_run(options, open_to_resume(options.resolve(), world), world.size, user.model)
+    checkpoint = open_to_resume(options.resolve(), world)
+    config = resolve_run(options, checkpoint, world.size, user.model)
     # The folder is refused where every folder is a class.
     config = config.changed({"train.with_test": False, "checkpoint.save_dir": str(folder)})
-    run = build_run(config, world, user)
+    run = build_run(config, world, user, checkpoint)
     _clear(folder, world)
     seed_generators(world, config.train.seed)
     watch = _train(run, steps, folder)

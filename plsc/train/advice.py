@@ -30,7 +30,8 @@ class Reading:
 
     host: of ranks that share their cores; wait: of a step, for its batch; step: the whole step. read,
     read_cpu: what a worker took for a batch, and how long it computed for that. cpu: what the rank and its
-    workers computed in a step. workers: how many there are. kind: threads, processes, or reader.
+    workers computed in a step. workers: how many there are. kind: threads, processes, reader, or sharded
+    reader.
     """
 
     host: str
@@ -80,7 +81,7 @@ class WaitMeter:
             host=platform.node(),
             cores=usable_cores(),
             workers=_workers(self._loader),
-            kind=self._loader.kind if isinstance(self._loader, SourceLoader) else "reader",
+            kind=_kind(self._loader),
             wait=self._wait / steps,
             step=self._step / steps,
             read=self._read / steps,
@@ -133,7 +134,7 @@ def advise(readings: Sequence[Reading], options: DataOptions) -> str | None:
         f"{_count(worst.cores, 'core')} for {_count(len(beside), 'rank')} here, "
         f"{_count(worst.workers, 'worker')} a rank"
     )
-    remedy = _remedy_of_reader(worst, options) if worst.kind == "reader" else None
+    remedy = _remedy_of_reader(worst) if "reader" in worst.kind else None
     return as_worded(f"{problem}; {remedy or _remedy(worst, beside, options)}")
 
 
@@ -158,10 +159,10 @@ def _remedy(worst: Reading, beside: Sequence[Reading], options: DataOptions) -> 
     return f"{reason}; what would: {_other_ways(waits_for_storage, worst.kind, options)}"
 
 
-def _remedy_of_reader(worst: Reading, options: DataOptions) -> str:
+def _remedy_of_reader(worst: Reading) -> str:
     if not worst.workers:
         return "set_num_workers(1) lets the reader run ahead in a process of its own"
-    shards = "" if options.reader_shards_itself else "set_reader_shards_itself(True), or "
+    shards = "" if worst.kind == "sharded reader" else "set_reader_shards_itself(True), or "
     return (
         "a generator runs in one process, whatever num_workers is; what would help: a cheaper reader, "
         f"{shards}a map-style Dataset, which several processes read"
@@ -183,6 +184,12 @@ def _other_ways(waits_for_storage: bool, kind: str, options: DataOptions) -> str
         ways.append("a cheaper transform or Dataset of your own")
         ways.append("images stored at the size that the network takes")
     return ", ".join(ways)
+
+
+def _kind(loader: Any) -> str:
+    if isinstance(loader, SourceLoader):
+        return loader.kind
+    return "sharded reader" if loader.shards_itself else "reader"
 
 
 def _workers(loader: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from plsc.config import Config
+from plsc.data.class_names import ClassNames
 from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
@@ -33,6 +34,7 @@ from plsc.train.acceleration import check_speed, compiled, lay_out
 from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
 from plsc.train.build_head import build_heads, margin_of
 from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
+from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
 from plsc.train.notes import batch_note, frozen_note, idle_note, threads_note
@@ -94,6 +96,7 @@ class Run:
         default_factory=list
     )  # of the optimizer's groups, as they were made
     position: Position = field(default_factory=Position)
+    class_names: dict[str, ClassNames] = field(default_factory=dict)  # by head; '' where it is one
     lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
     resumed_from: Path | None = None
     run_id: str = ""  # of the checkpoints that it saves
@@ -112,8 +115,13 @@ def _count_steps(options: Config, steps_per_epoch: int | None) -> int | None:
     return min(total, options.train.steps or total)
 
 
-def build_run(options: Config, world: World, user: UserParts) -> Run:
-    """Build everything that training needs. Raises OptionError or DataError."""
+def build_run(
+    options: Config, world: World, user: UserParts, checkpoint: OpenedCheckpoint | None = None
+) -> Run:
+    """Build everything that training needs. Raises OptionError, DataError or CheckpointError.
+
+    checkpoint: the one that is to be restored; it numbers classes that have names.
+    """
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -123,7 +131,9 @@ def build_run(options: Config, world: World, user: UserParts) -> Run:
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
     make_feed = build_joint_feed if options.data.datasets else build_feed
-    feed = make_feed(options, world, user.train_reader, user.train_transform, global_batch)
+    feed = make_feed(
+        options, world, user.train_reader, user.train_transform, global_batch, checkpoint
+    )
     head, rows = build_heads(options, feed.class_num, feed.sets, world)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
     trained = compiled(network, options, world, global_batch)
@@ -173,6 +183,7 @@ def build_run(options: Config, world: World, user: UserParts) -> Run:
         samples=samples,
         settings=collect_group_numbers(optimizer),
         sets=feed.sets,
+        class_names=feed.class_names,
     )
 
 

@@ -37,7 +37,8 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     refuse_several_heads(path, manifest)
     plain = resolve_run(options, (path, manifest), world.size, user.model)
     as_predicted = plain.changed(NO_AUGMENTATION)
-    run = build_run(as_predicted, world, dataclasses.replace(user, train_transform=None))
+    plain_user = dataclasses.replace(user, train_transform=None)
+    run = build_run(as_predicted, world, plain_user, (path, manifest))
     head = run.head
     if not isinstance(head, ShardedHead) or head.centers == 1:
         raise OptionError(

@@ -40,8 +40,6 @@ def open_checkpoint(path: Path) -> Manifest:
         ) from error
 
 
-
-
 def publish(run: Run, folder: Path, name: str) -> Path:
     """Publish the run's state as `folder/name`; a collective."""
     state = take_state(run, {})

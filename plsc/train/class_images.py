@@ -18,6 +18,7 @@ from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Config, Options
+from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
@@ -64,7 +65,14 @@ def grow_from_images(
         sums = _sum_directions(
             network, opened, labels, count, config, world, file, os.fspath(images)
         )
-        return change_classes(source, destination, grow=count, directions=sums)
+        names = class_names_of(opened)
+        return change_classes(
+            source,
+            destination,
+            grow=count,
+            directions=sums,
+            names=None if names is None else names.resized(count),
+        )
 
 
 def _sum_directions(

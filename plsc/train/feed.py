@@ -13,6 +13,7 @@ import numpy as np
 from plsc.config import Config
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
+from plsc.data.class_names import ClassNames, first_and_last_class
 from plsc.data.loader import SourceLoader, choose_kind
 from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
@@ -26,6 +27,7 @@ from plsc.errors import DataError, OptionError
 from plsc.keys import hash_key
 from plsc.options.data import DataOptions
 from plsc.parallel.world import World
+from plsc.train.class_numbers import OpenedCheckpoint, number_classes
 from plsc.train.rank_files import open_rank_source
 from plsc.train.training_set import TrainingSet
 
@@ -42,6 +44,7 @@ class Feed:
 
     first_sample: where this rank's part of the dataset begins, when it reads no other. is_of_ranks: which
     samples a step takes depends on the number of ranks. sets: the data sets, where there are several.
+    class_names: of each head, '' where there is one, whose classes have names.
     """
 
     loader: Loader
@@ -51,6 +54,7 @@ class Feed:
     first_sample: int = 0
     is_of_ranks: bool = False
     sets: list[TrainingSet] = field(default_factory=list)
+    class_names: dict[str, ClassNames] = field(default_factory=dict)
 
 
 def is_generator_reader(reader: Any) -> bool:
@@ -73,20 +77,33 @@ def open_training_source(options: Config, reader: Any) -> Source:
         image_column=data.image_column,
         label_column=data.label_column,
         label_map=data.label_map,
+        class_depth=data.class_depth,
     )
 
 
 def build_feed(
-    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None = None,
 ) -> Feed:
-    """Return the loader of the training data. Raises OptionError or DataError; a collective."""
-    if reader is not None and is_generator_reader(reader):
-        return _feed_from_generator(options, world, reader, transform, global_batch)
-    if options.data.order == "rank_files":
-        return _feed_from_rank_files(options, world, reader, transform, global_batch)
+    """Return the loader of the training data; a collective.
+
+    checkpoint: the one that the run resumes. Raises OptionError, DataError or CheckpointError.
+    """
+    is_generator = reader is not None and is_generator_reader(reader)
+    if is_generator or options.data.order == "rank_files":
+        make = _feed_from_generator if is_generator else _feed_from_rank_files
+        feed = make(options, world, reader, transform, global_batch)
+        kept, note = number_classes(None, checkpoint)
+        feed.notes = join_notes(note, feed.notes)
+        feed.class_names = {} if kept is None else {"": kept.resized(feed.class_num)}
+        return feed
     source = open_training_source(options, reader)
     check_save_dir(source, options)
-    class_num, note = count_classes(source, options)
+    class_num, names, note = count_named_classes(source, options, checkpoint)
     data = options.data
     plan = BatchPlan(
         len(source),
@@ -100,7 +117,8 @@ def build_feed(
     )
     recipe = make_recipe(options, transform, class_num)
     loader = source_loader(source, plan, world.rank, recipe, options, world)
-    return Feed(loader, len(source), class_num, join_notes(note, loader.describe()))
+    notes = join_notes(note, loader.describe())
+    return Feed(loader, len(source), class_num, notes, class_names=names)
 
 
 def _feed_from_generator(
@@ -137,7 +155,7 @@ def _feed_from_generator(
         data.train_image_num,
         class_num,
         loader.describe(),
-        is_of_ranks=data.reader_shards_itself,
+        is_of_ranks=loader.shards_itself,
     )
 
 
@@ -251,8 +269,30 @@ def check_save_dir(source: Source, options: Config) -> None:
         )
 
 
-def count_classes(source: Source, options: Config, world: World | None = None) -> tuple[int, str]:
-    """Return the number of classes, and notes about labels; `world` if each rank has labels of its own."""
+def count_named_classes(
+    source: Source, options: Config, checkpoint: OpenedCheckpoint | None, head: str = ""
+) -> tuple[int, dict[str, ClassNames], str]:
+    """Return the number of classes, their names by head if they have some, and notes about labels.
+
+    The classes of a source are numbered by `number_classes` before. head: the name of one of several.
+    """
+    names, note = number_classes(source, checkpoint, head)
+    class_num, more = count_classes(source, options, least=0 if names is None else len(names))
+    if names is None:
+        return class_num, {}, join_notes(note, more)
+    line = ""
+    if getattr(source, "class_names", None) is not None:  # and not the checkpoint alone has names
+        line = f"classes: {first_and_last_class(source, names)}"
+    return class_num, {head: names.resized(class_num)}, join_notes(note, more, line)
+
+
+def count_classes(
+    source: Source, options: Config, world: World | None = None, least: int = 0
+) -> tuple[int, str]:
+    """Return the number of classes, `least` or more, and notes about labels.
+
+    world: if each rank has labels of its own.
+    """
     world = world or World.single()
     count = len(source) * world.size
     if not count:
@@ -263,7 +303,7 @@ def count_classes(source: Source, options: Config, world: World | None = None) -
             "images; leave it out, or mend the dataset"
         )
     labels = source.labels()
-    (largest,) = world.agree_max(int(labels.max()))
+    (largest,) = world.agree_max(max(int(labels.max()), least - 1))
     class_num = options.head.class_num or largest + 1
     if options.head.class_num is None and class_num > max(_MANY_CLASSES, _MUCH_EMPTIER * count):
         where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.classes.map import MAP_NAME
+from plsc.checkpoint.classes.names import read_class_names
 from plsc.config import Config, Options
-from plsc.data.sources.base import FileSource, Source
+from plsc.data.class_names import class_names_of
+from plsc.data.reader import declares_shards
+from plsc.data.sources.base import FileSource, IndexedSource, Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.embed import embed_images
@@ -23,6 +25,7 @@ from plsc.parallel.world import World
 from plsc.train.acceleration import evaluated
 from plsc.train.adopt import adopt
 from plsc.train.build import Run, UserParts, build_network, build_run
+from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.find import open_load_dir, open_start
@@ -55,7 +58,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     checkpoint, start = open_start(options.resolve(), world)
     config = resolve_run(options, checkpoint, world.size, user.model)
     differences = list(config.differences)
-    run = build_run(config, world, user)
+    run = build_run(config, world, user, checkpoint)
     run.resumed_from = checkpoint[0] if checkpoint else None
     run.run_id = start.run_id
     say = print_on_main(world)
@@ -67,10 +70,6 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         warm_start = None
         if checkpoint:
             differences += restore(run, *checkpoint)
-            if (checkpoint[0] / MAP_NAME).is_file():
-                differences.append(
-                    f"classes were renumbered: labels must follow {checkpoint[0] / MAP_NAME}"
-                )
         else:
             warm_start = start_from_pretrained(run)
             seed_generators(world, config.train.seed)
@@ -122,13 +121,21 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
 
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
-    """Return the embeddings of the dataset's images, or of the predict reader's."""
-    network, config = load_network(options, world, user)
+    """Return the embeddings of the dataset's images, or of the predict reader's.
+
+    Classes with names are numbered as in the checkpoint, those that it lacks behind its own.
+    """
+    checkpoint = open_load_dir(options.resolve(), world)
+    network, config = load_network(options, world, user, checkpoint)
     network = evaluated(network, config, world)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader):
         return _predict_stream(network, reader, config, world)
     source = open_training_source(config, reader)
+    class_names, saved = class_names_of(source), read_class_names(*checkpoint)
+    if class_names is not None and saved is not None:
+        assert isinstance(source, IndexedSource)
+        source.renumber(saved.numbered(class_names))
     # A Dataset of the user's own may not be made for several threads.
     threads = 0 if isinstance(source, TorchDatasetSource) else config.data.num_workers
     embeddings = _embed(network, _Images(source), config, world, config.data.dataset_dir, threads)
@@ -137,9 +144,17 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     return Prediction(embeddings, names, source.labels())
 
 
-def load_network(options: Options, world: World, user: UserParts) -> tuple[BaseModel, Config]:
-    """Return the checkpoint's network, and the configuration with what the checkpoint decides of it."""
-    path, manifest = open_load_dir(options.resolve(), world)
+def load_network(
+    options: Options,
+    world: World,
+    user: UserParts,
+    checkpoint: OpenedCheckpoint | None = None,
+) -> tuple[BaseModel, Config]:
+    """Return a checkpoint's network, and the configuration with what the checkpoint decides of it.
+
+    checkpoint: when not given, that of `checkpoint.load_dir`.
+    """
+    path, manifest = checkpoint or open_load_dir(options.resolve(), world)
     config = adopt(options, path, manifest, user.model, "model")
     for difference in config.differences:
         print_on_main(world)(f"differs from the checkpoint: {difference}")
@@ -190,7 +205,8 @@ def _predict_stream(network: BaseModel, reader: Any, options: Config, world: Wor
     """Every rank runs the reader; each chunk of its images is shared out over the ranks."""
     parts: list[np.ndarray] = []
     labels: list[int] = []
-    samples = _images_and_labels(reader())
+    whole = reader(0, 1) if declares_shards(reader) else reader()
+    samples = _images_and_labels(whole)
     while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
         images = [image for image, _ in chunk]
         parts.append(_embed(network, images, options, world, "the predict reader", 0))

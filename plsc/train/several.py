@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from plsc.config import Config, find_option
+from plsc.data.class_names import ClassNames
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
 from plsc.data.order import BatchPlan, count_steps
 from plsc.data.sources.base import Source
@@ -20,10 +21,11 @@ from plsc.keys import hash_key
 from plsc.options.data_set import HEAD_OPTIONS, DataSet
 from plsc.parallel.world import World
 from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, margin_of
+from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.feed import (
     Feed,
     check_save_dir,
-    count_classes,
+    count_named_classes,
     join_notes,
     make_recipe,
     open_training_source,
@@ -33,9 +35,14 @@ from plsc.train.training_set import TrainingSet
 
 
 def build_joint_feed(
-    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None = None,
 ) -> Feed:
-    """Return the loader of all data sets of `data.datasets`. Raises OptionError or DataError."""
+    """Return the loader of all data sets of `data.datasets`; see `build_feed`."""
     _check(options, reader)
     wanted = options.data_sets()
     counts = split_batch(global_batch, [one.weight for one in wanted])
@@ -46,6 +53,7 @@ def build_joint_feed(
             margin_of(own)  # all options are looked at before any data
             own_options.append(own)
     sources, sets, notes = [], [], []
+    class_names: dict[str, ClassNames] = {}
     if "data.dataset_dir" in options.explicit:
         notes.append(
             f"note: of {options.data.dataset_dir} only the pair files are used: the images to "
@@ -55,14 +63,17 @@ def build_joint_feed(
         with _naming(one.name):
             source = open_training_source(own, None)
             check_save_dir(source, own)
-            class_num, note = count_classes(source, own)
+            class_num, names, note = count_named_classes(source, own, checkpoint, one.name)
+        class_names.update(names)
         seed = hash_key(options.train.seed, zlib.crc32(one.name.encode()))
         sets.append(TrainingSet(one.name, own, class_num, len(source), per_step, seed))
         sources.append(source)
         notes.append(_describe(sets[-1], global_batch))
         if note:
             notes.append(f"{one.name}: {note}")
-    return _joint_feed(options, world, transform, sources, sets, notes)
+    feed = _joint_feed(options, world, transform, sources, sets, notes)
+    feed.class_names = class_names
+    return feed
 
 
 def _joint_feed(

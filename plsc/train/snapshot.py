@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, ShardedTensor
+from plsc.checkpoint.classes.names import class_name_tensors
 from plsc.checkpoint.roles import BACKBONE, RANK, Role
 from plsc.errors import CheckpointError
 from plsc.models.sync_batch_norm import equal_buffers
@@ -27,7 +28,7 @@ def tensors_to_save(
     They are the run's own, not copies, but for the network's buffers: where ranks have different ones (batch
     norm that is not synchronised) ``backbone.<buffer>`` is their mean, and a rank's own are under
     ``rank<r>.buffers.<type>``, end to end in the order of `_buffers`, for a resume on as many ranks.
-    ``rank<r>.random`` is the state of a rank's random generators.
+    ``rank<r>.random`` is the state of a rank's random generators; `class_name_tensors` names the classes.
     """
     whole, sharded, roles = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     mine = pack_buffers(run)
@@ -39,6 +40,9 @@ def tensors_to_save(
     for kind, packed in mine.items():
         if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
             own[_own(run, f"buffers.{kind}")] = packed
+    if run.world.is_main:
+        for head, names in run.class_names.items():
+            own |= class_name_tensors(names, head)
     whole |= {role.key: tensor for role, tensor in own.items()}
     return whole, sharded, {**roles, **{role.key: role for role in own}}
 

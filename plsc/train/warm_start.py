@@ -8,10 +8,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.checkpoint import read_manifest
 from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.classes.names import read_class_names
 from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.importers.matching import (
     Match,
@@ -32,6 +35,7 @@ from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
 from plsc.train.build import Run
 
+_NONE = np.empty(0, np.int64)
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -85,13 +89,15 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
     backbone: Mapping[str, Tensor | RowParts]
+    orders: dict[str, np.ndarray] = {}
     if path.is_dir():
+        orders = _orders(run, path)
         backbone, head = read_checkpoint_weights(path, run.world.rank, run.world.size)
     else:
         backbone, tensors = read_state_dict(path, follow_links=True)
         head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
     started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
-    _take_head(run.head, head, started)
+    _take_head(run.head, head, orders, started)
     if not started.head:
         advice = (
             "choose the network and embedding size that were saved (set_model_name, set_emb_size)"
@@ -100,24 +106,47 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
     return started
 
 
-def _take_head(head: Head | JointHead, found: dict[str, RowParts], started: WarmStart) -> None:
-    """Take the class rows if the number of classes is the same, and the margin's statistics with them."""
-    rows: dict[str, tuple[Tensor, Head]] = {}
+def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
+    """Return which class of a checkpoint each class is; by head, where both have names."""
+    manifest = read_manifest(path)
+    orders = {}
+    for head, names in run.class_names.items():
+        saved = read_class_names(path, manifest, head)
+        if saved is not None:
+            orders[head] = saved.numbered(names)
+    return orders
+
+
+def _take_head(
+    head: Head | JointHead,
+    found: dict[str, RowParts],
+    orders: dict[str, np.ndarray],
+    started: WarmStart,
+) -> None:
+    """Take the class rows if the classes are the same, and the margin's statistics with them.
+
+    orders: of `_orders`; classes without names are the same if there are as many.
+    """
+    rows: dict[str, tuple[Tensor, Head, np.ndarray]] = {}
     whole: dict[str, Tensor] = {}
     for of, one, _ in each_head(head, None):
         prefix = head_prefix(of)
-        rows.update({f"{prefix}.{name}": (p.detach(), one) for name, p in one.named_parameters()})
+        order = orders.get(of, np.arange(one.class_num))
+        for name, parameter in one.named_parameters():
+            rows[f"{prefix}.{name}"] = (parameter.detach(), one, order)
         whole.update({f"{prefix}.{name}": tensor for name, tensor in one.named_buffers()})
     for name, parts in found.items():
-        here, owner = rows.get(name, (whole.get(name), None))
+        here, owner, order = rows.get(name, (whole.get(name), None, _NONE))
         if here is None:
             started.head_left[name] = "is not in this head"
             continue
         wanted = (owner.class_num, *here.shape[1:]) if owner is not None else tuple(here.shape)
         if parts.shape != wanted:
             started.head_left[name] = f"is {str(list(parts.shape))[:80]}, here {list(wanted)}"
+        elif owner is not None and (order >= owner.class_num).any():
+            started.head_left[name] = "is of classes with other names"
         elif owner is not None:
-            _copy_rows(parts, *owner.class_range, here, started.source, name)
+            _copy_rows(parts, order[slice(*owner.class_range)], here, started.source, name)
             started.head.append(name)
         else:
             value = check_finite(parts.parts[0], f"{started.source}: {name}")
@@ -125,12 +154,17 @@ def _take_head(head: Head | JointHead, found: dict[str, RowParts], started: Warm
             started.head.append(name)
 
 
-def _copy_rows(
-    parts: RowParts, first: int, last: int, here: Tensor, source: str, name: str
-) -> None:
-    for row, piece in parts.pieces(first, last):
+def _copy_rows(parts: RowParts, order: np.ndarray, here: Tensor, source: str, name: str) -> None:
+    """Fill `here` with the rows of `parts` that have the numbers `order`, int64 [rows of `here`]."""
+    if not len(order):
+        return
+    places = np.argsort(order)
+    numbers = order[places]
+    for row, piece in parts.pieces(int(numbers[0]), int(numbers[-1]) + 1):
         check_finite(piece, f"{source}: {name}")
-        here[row - first : row - first + len(piece)].copy_(piece)
+        low, high = np.searchsorted(numbers, [row, row + len(piece)])
+        values = piece[torch.from_numpy(numbers[low:high] - row)].to(here)
+        here[torch.from_numpy(places[low:high]).to(here.device)] = values
 
 
 def _is_remote_checkpoint(location: str) -> bool:

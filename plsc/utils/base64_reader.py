@@ -1,7 +1,8 @@
 """The original's reader of base64 lines, under its old import path; thin over ``plsc.data``.
 
-In the list of files, those of rank r of R are the r-th of R equal runs. Rank and R come from the arguments,
-else from what the launcher set: RANK and WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
+In the list of files, those of rank r of R are the r-th of R equal runs. Rank and R are those that the reader
+is called with, as plsc does (``reader.shards_itself``); else come from the arguments, else from what the
+launcher set: RANK and WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
 """
 
 from __future__ import annotations
@@ -73,18 +74,11 @@ def _reader(
     rand_mirror: bool,
     normalize: bool,
 ) -> Reader:
-    begin, end = _share(source, *_who_am_i(rank, ranks))
-    labels = source.labels()[begin:end]
-    bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
-    if len(bad):
-        first = begin + int(bad[0])
-        raise DataError(
-            f"label {labels[bad[0]]} at {source.name(first)} is outside 0..{num_classes - 1}; "
-            "pass more classes or fix the line"
-        )
+    rank, ranks = _who_am_i(rank, ranks)
+    _checked_share(source, rank, ranks, num_classes)
 
-    def reader() -> Iterator[tuple[np.ndarray, int]]:
-        for index in range(begin, end):
+    def reader(rank: int = rank, ranks: int = ranks) -> Iterator[tuple[np.ndarray, int]]:
+        for index in _checked_share(source, rank, ranks, num_classes):
             data, label = source[index]
             try:
                 image = decode_image(data, image_shape)
@@ -95,11 +89,25 @@ def _reader(
             pixels = to_input(image, "cpu") if normalize else image.float()
             yield pixels.numpy(), label
 
+    reader.shards_itself = True  # type: ignore[attr-defined]
     return reader
 
 
-def _share(source: Base64Source, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the samples [begin, end) of a rank's files."""
+def _checked_share(source: Base64Source, rank: int, ranks: int, num_classes: int) -> range:
+    """Return the samples of a rank's files, whose labels are all below `num_classes`."""
+    share = _share(source, rank, ranks)
+    labels = source.labels()[share.start : share.stop]
+    bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(bad):
+        raise DataError(
+            f"label {labels[bad[0]]} at {source.name(share[bad.item(0)])} is outside 0..{num_classes - 1}; "
+            "pass more classes or fix the line"
+        )
+    return share
+
+
+def _share(source: Base64Source, rank: int, ranks: int) -> range:
+    """Return the samples of a rank's files."""
     counts = source.lines_per_file
     if len(counts) % ranks:
         raise DataError(
@@ -113,7 +121,7 @@ def _share(source: Base64Source, rank: int, ranks: int) -> tuple[int, int]:
             f"the files of the ranks hold {', '.join(map(str, of_ranks[:20]))} lines; they must hold as many "
             f"each: run tools/process_base64_files.py --nranks {ranks} first"
         )
-    return int(of_ranks[:rank].sum()), int(of_ranks[: rank + 1].sum())
+    return range(int(of_ranks[:rank].sum()), int(of_ranks[: rank + 1].sum()))
 
 
 def _who_am_i(rank: int | None, ranks: int | None) -> tuple[int, int]:

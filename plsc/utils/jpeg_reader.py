@@ -15,7 +15,7 @@ from plsc.data.pairs import read_pairs
 from plsc.data.sources import LabelFileSource, check_labels
 from plsc.errors import DataError
 
-Reader = Callable[[], Iterator[tuple[np.ndarray, int]]]
+Reader = Callable[..., Iterator[tuple[np.ndarray, int]]]
 LoadedPairs = tuple[list[np.ndarray], list[bool]]
 
 

@@ -1,4 +1,4 @@
-"""Trains on all ranks, changes the classes on rank 0, and goes on; the arguments: DATASET RELABELLED OUT."""
+"""Trains on all ranks, reorders the classes on rank 0, and resumes; the arguments: CLASS_FOLDERS OUT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train(dataset, save_dir, checkpoint, epochs):
 
 
 def main():
-    dataset, relabelled, out = map(Path, sys.argv[1:])
+    dataset, out = map(Path, sys.argv[1:])
     dist.init_process_group("gloo")
     first = train(dataset, out / "first", None, 2)
     changed = out / "changed"
@@ -31,7 +31,7 @@ def main():
         change_classes(first.checkpoint, changed, reorder=np.loadtxt(out / "order.txt", dtype=int))
     dist.barrier()
     train(dataset, out / "undisturbed", first.checkpoint, 3)
-    train(relabelled, out / "second", changed, 3)
+    train(dataset, out / "second", changed, 3)
     dist.destroy_process_group()
 
 

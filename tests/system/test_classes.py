@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +19,14 @@ from torch import nn
 from plsc import Entry
 from plsc.checkpoint import clean_leftovers, read_manifest
 from plsc.checkpoint.classes.map import read_class_map
+from plsc.checkpoint.classes.names import read_class_names
 from plsc.checkpoint.manifest import Manifest, TensorInfo
 from plsc.checkpoint.roles import role_of_key
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
 from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
+from plsc.errors import CheckpointError
 from plsc.models.base_model import BaseModel
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.images import write_dataset
@@ -57,7 +61,7 @@ def relabelled(dataset, folder, numbers=None, keep=lambda label: True):
     return folder
 
 
-def train(dataset, save_dir, epochs, checkpoint=None, class_num=None):
+def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained=None):
     """Return the losses of all steps and the last checkpoint; a step is an epoch."""
     ins = Entry()
     ins.set_seed(3)
@@ -80,6 +84,8 @@ def train(dataset, save_dir, epochs, checkpoint=None, class_num=None):
         ins.set_class_num(class_num)
     if checkpoint is not None:
         ins.set_checkpoint_dir(checkpoint)
+    if pretrained is not None:
+        ins.set_pretrained(pretrained)
     result = ins.train()
     return losses_of(save_dir), result.checkpoint
 
@@ -186,16 +192,135 @@ def test_images_that_do_not_show_the_new_classes_are_refused(trained, tmp_path, 
     assert not (tmp_path / "new").exists()
 
 
-def test_two_ranks_go_on_with_reordered_classes_as_they_would_have(tmp_path):
-    dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
-    order = [4, 2, 0, 1, 3]
-    (tmp_path / "order.txt").write_text("".join(f"{c}\n" for c in order))
-    other = relabelled(dataset, tmp_path / "other", np.argsort(order))
-    run_ranks("tests/system/classes_worker.py", 2, str(dataset), str(other), str(tmp_path))
+def test_two_ranks_resume_reordered_classes_by_their_names(tmp_path):
+    every = write_dataset(tmp_path / "set", classes=5, per_class=4)
+    dataset = class_folders(
+        every, tmp_path / "folders", {f"{number}": number for number in range(5)}
+    )
+    (tmp_path / "order.txt").write_text("4\n2\n0\n1\n3\n")
+    run_ranks("tests/system/classes_worker.py", 2, str(dataset), str(tmp_path))
     manifest = verify(tmp_path / "changed")
     assert (len(manifest.files), manifest.class_ranges) == (2, [[0, 3], [3, 5]])
     expected = losses_of(tmp_path / "undisturbed")
     assert losses_of(tmp_path / "second") == pytest.approx(expected, rel=1e-3)
+
+
+def class_folders(every, folder, classes):
+    """Write the images of some classes of `every` as a folder for each; classes: name to label there."""
+    for line in (every / "label.txt").read_text().splitlines():
+        name, label = line.split("\t")
+        for own, wanted in classes.items():
+            if int(label) == wanted:
+                (folder / own).mkdir(parents=True, exist_ok=True)
+                shutil.copy(every / name, folder / own)
+    return folder
+
+
+ABC = {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.fixture(scope="module")
+def named(trained, tmp_path_factory):
+    """A checkpoint of the classes a and c, and a set of a, b and c."""
+    every, _, _ = trained
+    root = tmp_path_factory.mktemp("named")
+    two = class_folders(every, root / "two", {"a": 0, "c": 2})
+    _, checkpoint = train(two, root / "saved", EPOCHS)
+    return checkpoint, class_folders(every, root / "three", ABC), two
+
+
+def names_in(checkpoint):
+    names = read_class_names(Path(checkpoint), read_manifest(checkpoint))
+    return [names[number] for number in range(len(names))]
+
+
+def with_label_file(folders, folder, numbers):
+    """Write label.txt for class folders, in the order in which these are read."""
+    folder.mkdir()
+    lines = []
+    for name in sorted(numbers):
+        (folder / name).symlink_to(folders / name)
+        lines += [
+            f"{name}/{path.name}\t{numbers[name]}" for path in sorted((folders / name).iterdir())
+        ]
+    (folder / "label.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tmp_path, capsys):
+    checkpoint, three, _ = named
+    assert names_in(checkpoint) == ["a", "c"]
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the 3 classes .* 'b'; .*NEW --grow 1"):
+        train(three, tmp_path / "refused", EPOCHS + 2, checkpoint)
+    grown = tmp_path / "grown"
+    change(checkpoint, grown, "--grow", 1)
+    assert names_in(grown) == ["a", "c", ""]
+    capsys.readouterr()
+    losses, last = train(three, tmp_path / "saved", EPOCHS + 2, grown)
+    said = capsys.readouterr().out
+    assert "2 have other labels than by their sorted names" in said
+    assert "1 are new, the first is 'b' (class 2)" in said
+    assert "classes: 0 is 'a' (a/" in said
+    assert "), 2 is 'b' (b/" in said
+    assert names_in(last) == ["a", "c", "b"]
+    by_number = with_label_file(three, tmp_path / "numbers", {"a": 0, "b": 2, "c": 1})
+    assert train(by_number, tmp_path / "again", EPOCHS + 2, grown)[0] == losses
+    assert names_in(tmp_path / "again" / str(EPOCHS + 1)) == ["a", "c", ""]  # labels were numbers
+    # Once named, they stay what they are.
+    train(three, tmp_path / "later", EPOCHS + 3, last)
+    assert names_in(tmp_path / "later" / str(EPOCHS + 2)) == ["a", "c", "b"]
+    assert predicted(three, last) == {"a": 0, "c": 1, "b": 2}
+
+
+def predicted(folders, checkpoint):
+    ins = Entry()
+    ins.set_model(Plain())
+    ins.set_dataset_dir(folders)
+    ins.set_checkpoint_dir(checkpoint)
+    prediction = ins.predict()
+    names = [Path(name).parent.name for name in prediction.names]
+    return dict(zip(names, prediction.labels.tolist(), strict=True))
+
+
+def test_names_follow_their_classes_through_every_change(named, trained, tmp_path):
+    checkpoint, three, two = named
+    images = class_folders(trained[0], tmp_path / "new", {"B": 1, "d": 3})
+    change(checkpoint, tmp_path / "grown", "--grow", 2, "--images", images)
+    assert names_in(tmp_path / "grown") == ["a", "c", "B", "d"]
+    for what, text, expected in [
+        ("reorder", "3\n0\n2\n1\n", ["d", "a", "B", "c"]),
+        ("drop", "0\n2\n", ["c", "d"]),
+        ("merge", "2 1\n", ["a", "c", "d"]),
+    ]:
+        (tmp_path / "list.txt").write_text(text)
+        change(tmp_path / "grown", tmp_path / what, f"--{what}", tmp_path / "list.txt")
+        assert names_in(tmp_path / what) == expected
+    assert predicted(three, tmp_path / "reorder") == {"a": 1, "c": 3, "b": 4}
+    with pytest.raises(CheckpointError, match=r"lacks 2 of the 4 classes .* 'd' .*--drop FILE"):
+        train(two, tmp_path / "refused", EPOCHS + 2, tmp_path / "reorder")
+    assert main(
+        [
+            "classes",
+            *map(str, [tmp_path / "grown", tmp_path / "x", "--grow", 2, "--images", images]),
+        ]
+    )
+
+
+def test_a_warm_start_takes_the_row_of_each_name(named, trained, tmp_path, capsys):
+    checkpoint, _, two = named
+    (tmp_path / "list.txt").write_text("1\n0\n")
+    change(checkpoint, tmp_path / "swapped", "--reorder", tmp_path / "list.txt")
+    from_swapped = losses_of_warm_start(two, tmp_path / "a", tmp_path / "swapped")
+    assert from_swapped == losses_of_warm_start(two, tmp_path / "b", checkpoint)
+    other = class_folders(trained[0], tmp_path / "other", {"a": 0, "d": 2})
+    capsys.readouterr()
+    losses_of_warm_start(other, tmp_path / "c", checkpoint)
+    assert "head.weight is of classes with other names" in capsys.readouterr().out
+
+
+def losses_of_warm_start(dataset, save_dir, checkpoint):
+    train(dataset, save_dir, 1, pretrained=checkpoint)
+    return losses_of(save_dir)
 
 
 _MEASURED = """

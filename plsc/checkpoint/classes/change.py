@@ -13,8 +13,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from plsc.checkpoint.classes.lists import ClassList, Given, read_class_list
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
+from plsc.checkpoint.classes.names import class_name_tensors, read_class_names
 from plsc.checkpoint.classes.output import check_destination, check_space
 from plsc.checkpoint.classes.plan import Plan, plan_drop, plan_grow, plan_merge, plan_reorder
 from plsc.checkpoint.classes.rows import (
@@ -27,7 +31,7 @@ from plsc.checkpoint.classes.rows import (
     rows_of,
 )
 from plsc.checkpoint.classes.source import OpenCheckpoint, StoredTensor
-from plsc.checkpoint.layout import check_checksums, check_files
+from plsc.checkpoint.layout import check_checksums, check_files, info_of
 from plsc.checkpoint.manifest import (
     HEADS_KEY,
     MANIFEST_NAME,
@@ -38,8 +42,9 @@ from plsc.checkpoint.manifest import (
 )
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.roles import CLASS_OPTIMIZER, CLASS_WEIGHTS, OPTIMIZER, Role
-from plsc.checkpoint.shard_file import Entry, shard_name, write_shard
-from plsc.errors import CheckpointError, OptionError
+from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.data.class_names import ClassNames
+from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.keys import hash_key
 from plsc.parallel.shard import class_range, class_ranges
 from plsc.storage.publish import publishing_folder
@@ -59,6 +64,7 @@ def change_classes(
     reorder: Given | None = None,
     rows: str = "mean",
     directions: Directions | None = None,
+    names: ClassNames | None = None,
 ) -> Manifest:
     """Write the checkpoint `source` with other classes to `destination`, and return its manifest.
 
@@ -70,6 +76,7 @@ def change_classes(
     of the unit rows, as long as the rows are on average) or 'target' (that of `to`); their state is that of
     `to`. In both the others are numbered densely, in their order. reorder: the old class that becomes
     class 0, 1, ..., each once.
+    Names of classes go along; new classes have none, or those of `names` [grow].
     Lists are files of a number a line (merge: two), or sequences; merge also a mapping.
 
     The position of the run is kept, training goes on from it. Where numbers changed, `classes.tsv` in
@@ -109,9 +116,12 @@ def change_classes(
     seed = _seed(old, manifest)
     check_checksums(old, manifest, sorted(manifest.files))
     with OpenCheckpoint(old, manifest) as opened, publishing_folder(new) as temporary:
+        named = _new_names(old, manifest, plan, names)
         tensors = _new_tensors(manifest, plan, moved)
+        tensors |= {role.key: info_of(tensor, role) for role, tensor in named.items()}
         changes = _changes(opened, plan, rows, directions, seed)
-        files = _entries(opened, tensors, plan, moved, changes)
+        replaced = {role.key: tensor for role, tensor in named.items()}
+        files = _entries(opened, tensors, plan, moved, changes, replaced)
         check_space(new, files)
         infos = {
             shard_name(number): write_shard(temporary / shard_name(number), entries)
@@ -212,6 +222,25 @@ def _changes(
     return changes
 
 
+def _new_names(
+    folder: Path, manifest: Manifest, plan: Plan, added: ClassNames | None
+) -> dict[Role, Tensor]:
+    """Return the tensors of the classes' names, if the checkpoint has some; added: of the new classes."""
+    names = read_class_names(folder, manifest)
+    if names is None:
+        return {}
+    names = names.take(plan.sources(0, plan.after))
+    if added is not None:
+        known = names.numbers_of(added)
+        if (known >= 0).any():
+            number = int(known.max())
+            raise DataError(
+                f"the new class '{names[number]}' is class {number} of {folder} already; leave it out"
+            )
+        names = names.with_names(added, np.arange(plan.after - plan.added, plan.after))
+    return class_name_tensors(names)
+
+
 def _new_tensors(manifest: Manifest, plan: Plan, moved: set[str]) -> dict[str, TensorInfo]:
     return {
         key: dataclasses.replace(info, shape=(plan.after, *info.shape[1:]))
@@ -227,13 +256,14 @@ def _entries(
     plan: Plan,
     moved: set[str],
     changes: dict[str, tuple[Change, ...]],
+    replaced: dict[str, Tensor],
 ) -> list[list[Entry]]:
     """Return what goes into each file: as many as there were, whole tensors where they were."""
     files: list[list[Entry]] = [[] for _ in range(opened.files)]
     for key, info in tensors.items():
         stored = opened.tensors[key]
         if not info.sharded:
-            chunks = stored.bytes
+            chunks = tensor_chunks(replaced[key]) if key in replaced else stored.bytes
             if key in moved:
                 chunks = rows_of(stored, plan, 0, plan.after, changes.get(key, ()))
             files[stored.file].append(_entry(stored, info.shape, 0, chunks))

@@ -42,9 +42,12 @@ class IndexedSource:
     """A source whose labels are known; the base of those that read something stored for a sample.
 
     A format gives `name` and `_stored_at`, or `_image_at`; and `_stored_many`, if it can read many at once.
+    class_names: the sorted names whose ranks are the labels; None if labels are numbers, or a label map gives
+    them.
     """
 
     _labels: np.ndarray  # int64 [N]
+    class_names: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -76,6 +79,10 @@ class IndexedSource:
     def labels(self) -> np.ndarray:
         """Return all labels, int64 [N]."""
         return self._labels
+
+    def renumber(self, numbers: np.ndarray) -> None:
+        """Give the samples of each label, as it is now, another one; numbers: int64 [labels]."""
+        self._labels = numbers[self._labels]
 
     def _image_at(self, index: int) -> bytes:
         """Return the encoded image; DataError, which need not name the sample, if it cannot be had."""

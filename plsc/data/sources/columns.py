@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.sources.base import IndexedSource
-from plsc.data.sources.image_folder import read_label_map
+from plsc.data.sources.image_folder import with_label_map
 from plsc.data.sources.paths import printable
 from plsc.errors import DataError, OptionError
 
@@ -152,31 +152,14 @@ def class_names_of(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
     return [text_at(text, ends, i).decode("utf-8", "surrogateescape") for i in range(len(ends))]
 
 
-def with_label_map(
-    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
-) -> np.ndarray:
-    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
-    if label_map is None:
-        return labels
-    ids = read_label_map(Path(label_map))
-    missing = [name for name in names or [] if name not in ids]
-    if missing:
-        raise DataError(
-            f"{label_map} has no id for the class '{printable(missing[0])}' "
-            f"({len(missing)} of {len(names or [])} have none); add it"
-        )
-    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
-
-
 class NamedLabelSource(IndexedSource):
-    """A source whose labels may be names: `class_names` has them sorted, or None if they are numbers."""
-
-    class_names: list[str] | None
+    """A source whose labels may be names."""
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
         """Take over what `LabelReader.arrays` gave."""
-        self.class_names = class_names_of(found)
-        self._labels = with_label_map(found["labels"], self.class_names, label_map)
+        names = class_names_of(found)
+        self.class_names = names if label_map is None else None
+        self._labels = with_label_map(found["labels"], names, label_map)
 
 
 class ColumnSource(NamedLabelSource):

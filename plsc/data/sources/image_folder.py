@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,71 +13,123 @@ from plsc.data.sources.base import FileSource
 from plsc.data.sources.paths import PathTable, printable
 from plsc.errors import DataError
 
-IMAGE_SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".bmp", ".gif"),
+    *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
 )
 
 
 class ImageFolderSource(FileSource):
-    """``<folder>/<class>/**/<image>``; class ids are the ranks of the sorted folder names.
+    """``<folder>/<class>/<image>``; class ids are the ranks of the sorted class names.
 
-    ``label_map``, a JSON object or lines of ``name<TAB>id``, gives the ids instead. Hidden folders
-    and files are passed over; ``ignored_files`` counts the others that do not end like an image. A
-    link to a file inside the folder is followed; a link that leads out, or to a folder, raises
-    DataError.
+    class_depth: None: class folders hold their images directly, and folders in them are refused; n: the
+    folders at depth n are the classes, with all images in and below them. A class is named by its path below
+    the folder: ``alphabet/character``. ``label_map``, a JSON object or lines of ``name<TAB>id``, gives the
+    ids instead. Hidden folders and files are passed over; ``ignored_files`` counts the files in class
+    folders that do not end like an image. A link to a file inside the folder is followed; a link that leads
+    out, or to a folder, raises DataError.
     """
 
-    def __init__(self, dataset_dir: str | Path, label_map: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        dataset_dir: str | Path,
+        label_map: str | Path | None = None,
+        class_depth: int | None = None,
+    ) -> None:
         root = Path(dataset_dir).resolve()
-        self.class_names = class_folders(root)
-        ids = read_label_map(Path(label_map)) if label_map is not None else None
         self.ignored_files = 0
-        paths, labels = PathTable(), array("q")
-        for position, class_name in enumerate(self.class_names):
-            class_id = position if ids is None else ids.get(class_name)
-            if class_id is None:
-                raise DataError(
-                    f"{label_map} has no id for the class folder '{printable(class_name)}'; add it"
-                )
-            for path in _walk(root, root / class_name):
-                if Path(path).suffix.lower() in IMAGE_SUFFIXES:
-                    paths.append(os.fsencode(os.path.relpath(path, root)))
-                    labels.append(class_id)
+        paths = PathTable()
+        counts: dict[str, int] = {}  # images in each folder, by its path below the root
+        for folder, names in _walk(root, ""):
+            before = len(paths)
+            for name in names if folder else ():
+                if _is_image(name):
+                    paths.append(os.fsencode(f"{folder}/{name}"))
                 else:
                     self.ignored_files += 1
+            counts[folder] = len(paths) - before
         if len(paths) == 0:
             raise DataError(
                 f"{root} holds no images; expected <class>/<image> files that end in "
                 + ", ".join(sorted(IMAGE_SUFFIXES))
             )
-        super().__init__(root, paths, np.frombuffer(labels, dtype=np.int64))
+        depth = _checked_depth(root, counts, class_depth)
+        names = _folders_at(counts, depth)
+        self.class_names = names if label_map is None else None
+        ranks = {name: rank for rank, name in enumerate(names)}
+        filled = {folder: count for folder, count in counts.items() if count}
+        labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
+        every = np.repeat(np.array(labels, np.int64), list(filled.values()))
+        super().__init__(root, paths, with_label_map(every, names, label_map))
 
 
-def class_folders(root: Path) -> list[str]:
-    """Return the sorted names of the folders in ``root``, hidden ones left out."""
-    try:
-        with os.scandir(root) as entries:
-            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-    except OSError as error:
-        raise DataError(f"{root} cannot be read: {error.strerror}") from error
+def holds_image(root: Path, folder: str) -> bool:
+    """Whether there is an image in a folder below ``root``, at any depth."""
+    return any(_is_image(name) for _, names in _walk(root, folder) for name in names)
 
 
-def _walk(root: Path, folder: Path) -> Iterator[str]:
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _depth(folder: str) -> int:
+    return folder.count("/") + 1
+
+
+def _folders_at(folders: Iterable[str], depth: int) -> list[str]:
+    return sorted(folder for folder in folders if folder and _depth(folder) == depth)
+
+
+def _checked_depth(root: Path, counts: Mapping[str, int], class_depth: int | None) -> int:
+    """Return the depth of the class folders; DataError for images above it, or unless it is clear."""
+    filled = [folder for folder, count in counts.items() if count]
+    shallowest = min(filled, key=_depth)
+    if class_depth is not None:
+        if _depth(shallowest) < class_depth:
+            raise DataError(
+                f"{root}/{printable(shallowest)} holds images above the class folders, which are at depth "
+                f"{class_depth}; move them, or set_class_depth({_depth(shallowest)})"
+            )
+        return class_depth
+    nested = {folder.partition("/")[0] for folder in filled if "/" in folder}
+    if nested:
+        choices = range(1, min(2, _depth(shallowest)) + 1)
+        classes = {n: len(_folders_at(counts, n)) for n in choices}
+        there = [
+            f"with set_class_depth({n}) there are {count} classes" for n, count in classes.items()
+        ]
+        raise DataError(
+            f"in {len(nested)} of {classes[1]} class folders of {root} images lie in further folders; "
+            f"{', '.join(there)}"
+        )
+    return 1
+
+
+def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder's path below the root, and the names of its files, both sorted; `folder` first."""
+    folders, files = _entries(root, root / folder)
+    yield folder, files
+    for name in folders:
+        yield from _walk(root, f"{folder}/{name}" if folder else name)
+
+
+def _entries(root: Path, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the sorted names of the folders and of the files in a folder, hidden ones left out."""
     _check_link(root, folder)
+    folders: list[str] = []
+    files: list[str] = []
     try:
         with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+            for entry in sorted(found, key=lambda entry: entry.name):
+                if entry.name.startswith("."):
+                    continue
+                is_folder = entry.is_dir()
+                if entry.is_symlink() and not is_folder and folder != root:
+                    _check_link(root, Path(entry.path))
+                (folders if is_folder else files).append(entry.name)
     except OSError as error:
         raise DataError(f"{printable(str(folder))} cannot be read: {error.strerror}") from error
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from _walk(root, Path(entry.path))
-        else:
-            if entry.is_symlink():
-                _check_link(root, Path(entry.path))
-            yield entry.path
+    return folders, files
 
 
 def _check_link(root: Path, path: Path) -> None:
@@ -89,6 +140,22 @@ def _check_link(root: Path, path: Path) -> None:
         raise DataError(f"{shown} is a link to a folder; put the folder itself there")
     if not path.resolve().is_relative_to(root):
         raise DataError(f"{shown} is a link that leaves the dataset folder; copy the image instead")
+
+
+def with_label_map(
+    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
+) -> np.ndarray:
+    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
+    if label_map is None:
+        return labels
+    ids = read_label_map(Path(label_map))
+    missing = [name for name in names or [] if name not in ids]
+    if missing:
+        raise DataError(
+            f"{label_map} has no id for the class '{printable(missing[0])}' "
+            f"({len(missing)} of {len(names or [])} have none); add it"
+        )
+    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
 
 
 def read_label_map(path: Path) -> dict[str, int]:

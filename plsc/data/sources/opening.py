@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from plsc.data.sources.base import Source
 from plsc.data.sources.base64_lines import Base64Source
 from plsc.data.sources.csv_rows import CsvSource
-from plsc.data.sources.image_folder import ImageFolderSource, class_folders
+from plsc.data.sources.image_folder import ImageFolderSource, holds_image
 from plsc.data.sources.json_lines import JsonLinesSource
 from plsc.data.sources.label_file import LabelFileSource
 from plsc.data.sources.lmdb import LmdbSource
@@ -49,16 +51,23 @@ def open_source(
     image_column: str | None = None,
     label_column: str | None = None,
     label_map: str | Path | None = None,
+    class_depth: int | None = None,
 ) -> Source:
     """Return the source for a file, a pattern of shards, or a folder, local or remote.
 
     A file is known by its suffix. A folder with a label.txt is one of images and labels, with a file_list.txt
     one of base64 lines; one that holds Parquet, tar or LMDB files, or one single file of another format, is
-    that set; else each folder in it is a class. Options that are None are left to the format. Raises
-    DataError, which says what is accepted, if there is nothing, or nothing that is known, and OptionError for
-    an option that the format does not take.
+    that set; else each folder in it is a class. Of two such readings the one with two classes or more counts;
+    if both have, an option that only one of them takes decides. Options that are None are left to the format.
+    Raises DataError, which says what is accepted, if there is nothing, nothing that is known, or two sets,
+    and OptionError for an option that the format does not take.
     """
-    given = {"image_column": image_column, "label_column": label_column, "label_map": label_map}
+    given: dict[str, Any] = {
+        "image_column": image_column,
+        "label_column": label_column,
+        "label_map": label_map,
+        "class_depth": class_depth,
+    }
     options = {name: value for name, value in given.items() if value is not None}
     suffix = _suffix(str(location))
     folder = Path(location)
@@ -75,14 +84,41 @@ def open_source(
         return Base64Source(str(location))
     if "data.mdb" in names:
         return _make(".lmdb", str(location), options)
-    found = _only_set(str(location), names)
-    if found is not None:
+    folders = [] if is_url(location) else [name for name in names if _is_class_folder(folder, name)]
+    found = None if folders and "class_depth" in options else _only_set(str(location), names)
+    if found is not None and not _is_overruled(found, folder, folders, options):
         return _make(_suffix(found), found, options)
     # `images/` alone is the first layout with its label.txt forgotten, not a set of one class.
-    if is_url(location) or class_folders(folder) in ([], ["images"]):
+    if folders in ([], ["images"]):
         raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
-    _refuse(options, ("label_map",))
+    _refuse(options, ("label_map", "class_depth"))
     return ImageFolderSource(folder, **options)
+
+
+def _is_class_folder(folder: Path, name: str) -> bool:
+    return not name.startswith(".") and (folder / name).is_dir()
+
+
+def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[str, Any]) -> bool:
+    """Whether the class folders beside a file are the set. Raises DataError if both could be."""
+    if not options.keys() <= {"label_map"} or len(folders) < 2:
+        return False
+    try:
+        filled = sum(holds_image(folder, name) for name in folders)
+    except DataError:  # links, say, which class folders may not hold
+        return False
+    if filled < 2:
+        return False
+    try:
+        classes = len(np.unique(_make(_suffix(found), found, options).labels()))
+    except (DataError, OptionError):
+        return True
+    if classes < 2:
+        return True
+    raise DataError(
+        f"{folder} holds {filled} folders of images and {base_name(found)}, a set of {classes} classes; give "
+        "the path of the file, or set_class_depth(1) for the folders"
+    )
 
 
 def _why_none(path: Path) -> str:

@@ -158,6 +158,7 @@ class TestReader:
         folder = write_images(tmp_path / "set", {"a": 2, "b": 2}, classes=4)
         reader = base64_reader.train(folder, "file_list.txt", 4, (3, 24, 20))
         assert [label for _, label in reader()] == [2, 3]
+        assert [label for _, label in reader(0, 1)] == [0, 1, 2, 3]
 
     def test_files_that_cannot_be_shared_out_equally_are_refused(self, tmp_path):
         folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 3})

@@ -30,12 +30,52 @@ def names(source: ImageFolderSource) -> list[str]:
 
 
 def test_class_ids_follow_the_sorted_folder_names(folder):
-    source = ImageFolderSource(folder)
+    source = ImageFolderSource(folder, class_depth=1)
     assert source.class_names == ["a", "b", "c"]
     assert names(source) == ["a/1.jpg", "b/2.PNG", "b/deep/1.jpg"]
     assert source.labels().tolist() == [0, 1, 1]
     assert source[2] == (b"b/deep/1.jpg", 1)
     assert source.ignored_files == 1
+
+
+@pytest.fixture
+def alphabets(tmp_path: Path) -> Path:
+    """Two alphabets of two and three characters."""
+    root = tmp_path / "alphabets"
+    for name in ("latin/a", "latin/b", "latin-extended/a", "latin-extended/b", "latin-extended/c"):
+        (root / name).mkdir(parents=True)
+        for number in range(2):
+            (root / name / f"{number}.png").write_bytes(name.encode())
+    return root
+
+
+def test_nested_class_folders_are_refused_with_the_classes_at_each_depth(alphabets):
+    with pytest.raises(DataError) as caught:
+        open_source(alphabets)
+    assert str(caught.value) == (
+        f"in 2 of 2 class folders of {alphabets} images lie in further folders; "
+        "with set_class_depth(1) there are 2 classes, with set_class_depth(2) there are 5 classes"
+    )
+    (alphabets / "latin" / "0.png").write_bytes(b"directly in a folder: depth 2 is none")
+    with pytest.raises(DataError, match=r"with set_class_depth\(1\) there are 2 classes$"):
+        open_source(alphabets)
+
+
+def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
+    source = open_source(alphabets, class_depth=1)
+    assert source.class_names == ["latin", "latin-extended"]
+    assert source.labels().tolist() == [0] * 4 + [1] * 6
+    source = open_source(alphabets, class_depth=2)
+    assert source.class_names == [
+        "latin-extended/a", "latin-extended/b", "latin-extended/c", "latin/a", "latin/b",
+    ]  # fmt: skip
+    for index in range(10):
+        image, label = source[index]
+        assert image.decode() == source.class_names[label]
+    with pytest.raises(
+        DataError, match=r"latin/a holds images above .* depth 3; .*class_depth\(2\)"
+    ):
+        open_source(alphabets, class_depth=3)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +84,14 @@ def test_class_ids_follow_the_sorted_folder_names(folder):
 )
 def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
     (tmp_path / file).write_text(text)
-    source = ImageFolderSource(folder, tmp_path / file)
+    source = ImageFolderSource(folder, tmp_path / file, class_depth=1)
     assert source.labels().tolist() == [10, 5, 5]
 
 
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("map.json", '{"a": 1, "b": 2}', "no id for the class folder 'c'"),
+        ("map.json", '{"a": 1, "b": 2}', "no id for the class 'c' (1 of 3 have none)"),
         ("map.json", '{"a": -1}', "'a' the id -1"),
         ("map.json", '{"a": true}', "'a' the id True"),
         ("map.json", "[1]", "must be an object"),
@@ -64,13 +104,13 @@ def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
 def test_a_bad_label_map_is_refused(folder, tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
     with pytest.raises(DataError) as caught:
-        ImageFolderSource(folder, tmp_path / file)
+        ImageFolderSource(folder, tmp_path / file, class_depth=1)
     assert message in str(caught.value)
 
 
 def test_a_link_inside_the_folder_is_followed(folder):
     (folder / "a" / "2.jpg").symlink_to(folder / "b" / "deep" / "1.jpg")
-    assert ImageFolderSource(folder)[1] == (b"b/deep/1.jpg", 0)
+    assert ImageFolderSource(folder, class_depth=1)[1] == (b"b/deep/1.jpg", 0)
 
 
 def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
@@ -86,7 +126,7 @@ def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
 
 
 def test_open_source_tells_the_layouts_apart(folder):
-    assert isinstance(open_source(folder), ImageFolderSource)
+    assert isinstance(open_source(folder, class_depth=1), ImageFolderSource)
     (folder / "label.txt").write_text("a/1.jpg 0\n")
     assert isinstance(open_source(str(folder)), LabelFileSource)
 

@@ -90,6 +90,33 @@ def test_an_option_that_the_format_does_not_take_is_refused(tmp_path):
     assert source.labels().tolist() == [5]
 
 
+def test_class_folders_beside_a_stray_file_are_the_set_unless_that_is_one_too(tmp_path):
+    folder = tmp_path / "set"
+    for name in "ab":
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.jpg").write_bytes(b"image")
+    for stray in ("path,label\na/1.jpg,0\n", "some,notes\n1,2\n"):
+        (folder / "notes.csv").write_text(stray)
+        assert open_source(folder).class_names == ["a", "b"]
+    (folder / "notes.csv").write_text("path,label\na/1.jpg,1\nb/1.jpg,0\n")
+    with pytest.raises(
+        DataError,
+        match=r"2 folders of images and notes\.csv, a set of 2 classes; give .*set_class_depth\(1\)",
+    ):
+        open_source(folder)
+    assert open_source(folder, class_depth=1).labels().tolist() == [0, 1]
+    assert open_source(folder, label_column="label").labels().tolist() == [1, 0]
+    assert open_source(folder / "notes.csv").labels().tolist() == [1, 0]
+
+
+def test_a_file_beside_the_folder_of_its_images_is_the_set(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/1.jpg").write_bytes(b"image")
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "train.csv").write_text("path,label\nimages/1.jpg,0\n")
+    assert type(open_source(tmp_path)) is CsvSource
+
+
 def test_options_reach_the_source(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\na.jpg,7\n")
     source = open_source(tmp_path / "a.csv", image_column="x", label_column="y")

@@ -79,7 +79,8 @@ def test_a_generator_is_told_what_helps_a_generator():
     assert "set_num_workers(1) lets the reader run ahead" in advice(reader)
     ahead = dataclasses.replace(reader, workers=1)
     assert "set_reader_shards_itself(True), or a map-style Dataset" in advice(ahead)
-    assert "set_reader_shards_itself" not in advice(ahead, reader_shards_itself=True)
+    sharded = dataclasses.replace(ahead, kind="sharded reader")
+    assert "set_reader_shards_itself" not in advice(sharded)
 
 
 @pytest.mark.parametrize(

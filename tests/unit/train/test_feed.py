@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import functools
+import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from plsc.config import Options
 from plsc.data.augment import Augmentation
@@ -17,6 +20,7 @@ from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
 from plsc.train.feed import NO_AUGMENTATION, build_feed, make_recipe
 from plsc.train.rank_files import open_rank_source
+from plsc.utils import base64_reader
 from tests.images import write_dataset
 
 ALONE = World.single()
@@ -144,6 +148,38 @@ def test_a_generator_reader_runs_ahead_in_a_process(dataset):
         assert torch.equal(ours.images, theirs.images)
     sharded = feed(dataset, reader=reader, head__class_num=4, data__reader_shards_itself=True)
     assert len(list(sharded.loader.epoch(0))) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("shards", [True, False])
+def test_every_sample_of_a_reader_is_trained_once_an_epoch(tmp_path, monkeypatch, ranks, shards):
+    """Whether it yields all samples on every rank or, as the original's base64 reader, a rank's own."""
+    image = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(image, "png")
+    text = base64.b64encode(image.getvalue()).decode()
+    for part in range(6):
+        lines = [f"{text}\t{4 * part + line}\n" for line in range(4)]
+        (tmp_path / f"part_{part}").write_text("".join(lines))
+    (tmp_path / "file_list.txt").write_text("".join(f"part_{part}\n" for part in range(6)))
+    labels = []
+    for rank in range(ranks):
+        monkeypatch.setenv("RANK", f"{rank}")
+        monkeypatch.setenv("WORLD_SIZE", f"{ranks}")
+        made = base64_reader.train(tmp_path, "file_list.txt", 24, (3, 16, 16))
+        everything = functools.partial(made, 0, 1)  # which declares nothing
+        options = Options()
+        for name, value in {
+            "model.image_shape": (3, 16, 16),
+            "head.class_num": 24,
+            "data.last_batch": "keep",
+            "data.num_workers": 0,
+        }.items():
+            options.set(name, value)
+        world = replace(ALONE, rank=rank, size=ranks)
+        built = build_feed(options, world, made if shards else everything, None, 6)
+        assert built.is_of_ranks == shards
+        labels += [label for batch in built.loader.epoch(0) for label in batch.labels.tolist()]
+    assert sorted(labels) == list(range(24))
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,25 @@ def test_a_run_goes_on_from_any_step_to_the_same_bits(sets, trained, tmp_path, c
         assert losses_of(resumed) == {s: x for s, x in losses.items() if s > step}
 
 
+def test_each_data_set_keeps_its_names_and_labels(sets, tmp_path):
+    """The names of the classes are its folders'; one that is new is refused for its own head."""
+    for name, classes in {"faces": "ab", "glyphs": "pq"}.items():
+        for number, label in enumerate(classes):
+            (tmp_path / name / label).mkdir(parents=True)
+            for image in range(2):
+                source = sets / f"{name}/images/{number}_{image}.png"
+                shutil.copy(source, tmp_path / name / label)
+    train(options(tmp_path, tmp_path / "run", train__epochs=1), WORLD)
+    found = {key: tensor for (_, key), tensor in tensors_of(tmp_path / "run/0").items()}
+    for name, text in {"faces": b"ab", "glyphs": b"pq"}.items():
+        assert bytes(found[f"class_names.{name}.bytes"].numpy()) == text
+        assert found[f"class_names.{name}.ends"].tolist() == [1, 2]
+    shutil.copytree(tmp_path / "glyphs/q", tmp_path / "glyphs/o")
+    more = {"train__epochs": 2, "checkpoint__load_dir": str(tmp_path / "run/0")}
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the 3 classes of .* glyphs, .* 'o'"):
+        train(options(tmp_path, tmp_path / "new", **more), WORLD)
+
+
 def test_the_log_has_the_losses_of_each_head_and_their_mean_over_the_images(trained):
     for line in (trained / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)

@@ -1,0 +1,124 @@
+"""Names of classes by number, packed: ten million of them are two arrays, as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plsc.data.sources.base import Source
+from plsc.data.sources.paths import printable
+
+_STEP = 2**16  # names at a time
+
+
+@dataclass(frozen=True)
+class ClassNames:
+    """The name of class i is ``text[ends[i - 1]:ends[i]]``; a class without a name has an empty one.
+
+    text: UTF-8, uint8 [bytes] (of file names, whatever bytes they have); ends: int64 [classes], rising.
+    """
+
+    text: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> ClassNames:
+        """Return these names of the classes 0, 1, ..."""
+        text = bytearray()
+        ends = np.empty(len(names), np.int64)
+        for number, name in enumerate(names):
+            text += name.encode("utf-8", "surrogateescape")
+            ends[number] = len(text)
+        return cls(np.frombuffer(text, np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, number: int) -> str:
+        """Return a name as one line of text; '' for a class without one."""
+        start = self.ends[number - 1] if number else 0
+        return printable(self.text[start : self.ends[number]].tobytes())
+
+    def lengths(self) -> np.ndarray:
+        """Return the bytes of each name, int64 [classes]."""
+        return np.diff(self.ends, prepend=0)
+
+    def take(self, numbers: np.ndarray) -> ClassNames:
+        """Return the names of these classes, int64 [n], in their order; -1: a class without a name."""
+        ends = np.where(numbers >= 0, self.ends[numbers], 0)
+        starts = np.where(numbers >= 0, ends - self.lengths()[numbers], 0)
+        text, own = bytearray(), self.text.data
+        for low in range(0, len(numbers), _STEP):
+            some = slice(low, low + _STEP)
+            pairs = zip(starts[some].tolist(), ends[some].tolist(), strict=True)
+            text += b"".join([own[start:end] for start, end in pairs])
+        return ClassNames(np.frombuffer(text, np.uint8), np.cumsum(ends - starts))
+
+    def resized(self, classes: int) -> ClassNames:
+        """Return the names of the first `classes` classes; those that are not here have none."""
+        numbers = np.arange(classes)
+        return self.take(np.where(numbers < len(self), numbers, -1))
+
+    def numbers_of(self, names: ClassNames) -> np.ndarray:
+        """Return the number here of each of `names`, int64 [n]; -1: there is no class of this name.
+
+        Names are compared by hashes of 64 bits that differ from process to process.
+        """
+        mine, theirs = self._hashes(), names._hashes()
+        if len(mine) == 0 or np.array_equal(mine, theirs):
+            return np.arange(len(theirs)) if len(mine) else np.full(len(theirs), -1)
+        order = np.argsort(mine, kind="stable")
+        place = np.searchsorted(mine[order], theirs)
+        found = order[np.minimum(place, len(order) - 1)]
+        return np.where(mine[found] == theirs, found, -1)
+
+    def numbered(self, names: ClassNames) -> np.ndarray:
+        """Return the number of each of `names`, int64 [n], each another: as here, where the name is here.
+
+        The others get the numbers of classes without a name in their order, then those behind the last one.
+        """
+        numbers = np.where(names.lengths() > 0, self.numbers_of(names), -1)
+        new = np.flatnonzero(numbers < 0)
+        free = np.flatnonzero(self.lengths() == 0)[: len(new)]
+        numbers[new] = np.append(free, np.arange(len(self), len(self) + len(new) - len(free)))
+        return numbers
+
+    def with_names(self, names: ClassNames, numbers: np.ndarray) -> ClassNames:
+        """Return these names with others for the classes `numbers`, int64 [names]."""
+        both = ClassNames(
+            np.concatenate([self.text, names.text]),
+            np.concatenate([self.ends, names.ends + len(self.text)]),
+        )
+        source = np.arange(len(self))
+        source[numbers] = np.arange(len(self), len(both))
+        return both.take(source)
+
+    def _hashes(self) -> np.ndarray:
+        return np.fromiter(map(hash, self._each()), np.int64, len(self))
+
+    def _each(self) -> Iterator[bytes]:
+        start = 0
+        for low in range(0, len(self), _STEP):
+            ends = self.ends[low : low + _STEP].tolist()
+            text, begin = self.text[start : ends[-1]].tobytes(), start
+            for end in ends:
+                yield text[start - begin : end - begin]
+                start = end
+
+
+def class_names_of(source: Source) -> ClassNames | None:
+    """Return the names whose ranks are the labels of a source; None if labels are numbers."""
+    names = getattr(source, "class_names", None)
+    return None if names is None else ClassNames.of(names)
+
+
+def first_and_last_class(source: Source, names: ClassNames) -> str:
+    """Return number and name of the first and the last class with samples, each with the place of one."""
+    labels = source.labels()
+    shown = (
+        f"{labels[index]} is '{names[labels.item(index)]}' ({source.name(index)})"
+        for index in (int(labels.argmin()), int(labels.argmax()))
+    )
+    return ", ".join(shown)

@@ -1,0 +1,58 @@
+"""Packed names of classes against lists of strings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from plsc.data import class_names
+from plsc.data.class_names import ClassNames
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(class_names, "_STEP", 3)
+
+
+def listed(names):
+    return [names[number] for number in range(len(names))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_names_are_taken_matched_and_put_as_a_list_would(seed):
+    rng = np.random.default_rng(seed)
+    letters = np.array(["a", "Zoë", "/", "字"])
+    pool = sorted({"".join(rng.choice(letters, rng.integers(1, 6))) for _ in range(60)})
+    plain = list(rng.permutation(pool))[:20]
+    for number in rng.choice(20, 4, replace=False):
+        plain[number] = ""
+    saved = ClassNames.of(plain)
+    assert listed(saved) == plain
+    wanted = rng.integers(-1, 20, 30)
+    assert listed(saved.take(wanted)) == [plain[n] if n >= 0 else "" for n in wanted]
+    assert listed(saved.resized(23)) == [*plain, "", "", ""]
+    assert listed(saved.resized(7)) == plain[:7]
+
+    own = sorted(rng.choice(pool, 25, replace=False))
+    free = [number for number, name in enumerate(plain) if not name]
+    expected, behind = [], 20
+    for name in own:
+        if name in plain:
+            expected.append(plain.index(name))
+        elif free:
+            expected.append(free.pop(0))
+        else:
+            expected.append(behind)
+            behind += 1
+    numbers = saved.numbered(ClassNames.of(own))
+    assert numbers.tolist() == expected
+    both = listed(saved.resized(behind).with_names(ClassNames.of(own), numbers))
+    assert [both[number] for number in numbers] == own
+    assert all(both[number] == name for number, name in enumerate(plain) if name)
+
+
+def test_a_name_may_be_any_bytes_of_a_file_name():
+    odd = b"\xff\xfe".decode("utf-8", "surrogateescape")
+    names = ClassNames.of(["", odd])
+    assert names.text.tobytes() == b"\xff\xfe"
+    assert names.numbered(ClassNames.of([odd])).tolist() == [1]
