@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from plsc.errors import DataError
-from plsc.heads import RowSGD, build_head, reference
+from plsc.heads import RowSGD, build_head
 from plsc.heads.base import join_outputs, mean_cosine
 from plsc.heads.joint import JointHead, JointRows
+from tests import reference
 
 DIMENSION, LR = 6, 0.3
 KINDS = {"faces": ("dist_arcface", 7), "glyphs": ("cosface", 5), "cars": ("dist_softmax", 4)}
