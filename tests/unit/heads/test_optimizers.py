@@ -189,7 +189,7 @@ def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "int8"])
+@pytest.mark.parametrize("name", ["sgd", "int8", "adamw", "adagrad"])
 def test_class_weights_of_extreme_norms_stay_finite(name, row_dtype, kernels):
     head = make_head(row_dtype=row_dtype, execution=Execution(kernels=kernels))
     with torch.no_grad():
