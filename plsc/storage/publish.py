@@ -351,19 +351,21 @@ def withdraw(store: Store, name: str) -> None:
 def clean(store: Store) -> list[str]:
     """Remove what a killed process left; return the names of the folders that were put back.
 
-    For one process, while no other writes there. Unfinished folders are deleted; an old version that was
-    hidden, and whose successor was never published, gets its name back.
+    For one process, while no other writes there. Unfinished files and folders are deleted; an old version
+    that was hidden, and whose successor was never published, gets its name back.
     """
     restored = []
-    names = store.names(only_folders=True)
+    names, folders = store.names(), store.names(only_folders=True)
     for name in names:
         match = HIDDEN.fullmatch(name)
         if match is None or store.is_link(name):
             continue
-        if match[1] == REPLACED and match[2] not in names and MANIFEST_NAME in store.names(name):
+        if match[1] == SAVING:
+            store.delete(name)
+        elif match[1] == REPLACED and match[2] not in names and MANIFEST_NAME in store.names(name):
             store.rename(name, match[2])
             restored.append(match[2])
-        else:
+        elif name in folders:
             delete(store, name)
     return restored
 

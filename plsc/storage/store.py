@@ -16,7 +16,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
-from plsc.storage.publish import sync
+from plsc.storage.publish import hidden_name, sync
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 from plsc.storage.watch import Pulse, watched
@@ -116,7 +116,8 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file; where the store can rename, readers see the old one or the new."""
-        temporary = f"{name}.writing" if self.can_rename else name
+        folder, base = os.path.split(name)
+        temporary = os.path.join(folder, hidden_name(base)) if self.can_rename else name  # noqa: PTH118
 
         def call() -> None:
             with self._filesystem.open(self._at(temporary), "wb") as file:
@@ -127,7 +128,7 @@ class Store:
                     with contextlib.suppress(FileNotFoundError):
                         self._filesystem.rm_file(self._at(name))
                 self._filesystem.mv(self._at(temporary), self._at(name))
-                self._sync(os.path.dirname(name))  # noqa: PTH120 - a name, no path
+                self._sync(folder)
 
         self._watched(call, f"{name} cannot be written")
         self._check_size(name, len(data))

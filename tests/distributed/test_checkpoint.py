@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from plsc.checkpoint import clean_leftovers, read_manifest
+from plsc.checkpoint import read_manifest
+from plsc.checkpoint.remote import clean
 from plsc.parallel.world import World
+from plsc.storage.store import Store
 from tests.distributed.checkpoint_worker import load
 from tests.distributed.launch import run_ranks
 
@@ -46,7 +48,7 @@ def test_a_tensor_that_one_rank_misses_is_an_error_on_all(cases):
 def test_a_rank_killed_in_a_save_leaves_the_former_checkpoint_and_nobody_waiting(tmp_path):
     done = run_ranks(WORKER, 3, "rank_dies", str(tmp_path), check=False, timeout=120)
     assert "SIGKILL" in done.stderr
-    clean_leftovers(tmp_path)
+    clean(Store(tmp_path))
     assert (tmp_path / "1").is_dir()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     load(World.single(), tmp_path, "1", 5)
