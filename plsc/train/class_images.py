@@ -22,7 +22,7 @@ from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.models import BaseModel
-from plsc.optim.custom import name_of
+from plsc.named import name_of
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.job import load_network

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the ground up: a room may import from rooms above it in this list, and from itself.
 ROOMS = [
     {"version", "errors", "keys", "marks"},
-    {"option", "patterns", "verbs"},
+    {"named", "option", "patterns", "verbs"},
     {"options"},
     {"config"},
     {"flags", "config_file"},
