@@ -18,7 +18,7 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError, UnknownNameError, did_you_mean, report, suggest
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
-from plsc.optim.custom import name_of
+from plsc.named import name_of
 from plsc.optim.factory import Factory
 from plsc.options.initialization import Initialization
 from plsc.options.parameter_groups import ParameterGroup

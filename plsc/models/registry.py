@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from plsc.errors import OptionError, PlscError, did_you_mean, kind_and_line, suggest
+from plsc.errors import OptionError, PlscError, kind_and_line, suggest
 from plsc.models.base_model import BaseModel
 from plsc.models.iresnet import BLOCKS, IResNet
 from plsc.models.resnet import DEPTHS, ResNet
@@ -17,6 +16,7 @@ from plsc.models.timm_models import PREFIX as TIMM
 from plsc.models.timm_models import build_timm
 from plsc.models.torchvision_models import PREFIX as TORCHVISION
 from plsc.models.torchvision_models import build_torchvision
+from plsc.named import load_function
 
 MODELS: dict[str, Callable[..., BaseModel]] = {
     **{f"ResNet{depth}": functools.partial(ResNet, depth) for depth in DEPTHS},
@@ -64,28 +64,10 @@ def load_custom(reference: str, **options: object) -> BaseModel:
     Raises:
         OptionError: no such module or class, no `BaseModel`, or it cannot be made.
     """
-    module_name, _, class_name = reference.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except PlscError:
-        raise
-    except Exception as error:  # anything may happen while a user's module runs
-        raise OptionError(
-            f"cannot import {module_name!r} of model {reference!r}: {kind_and_line(error)}; "
-            "name it 'package.module:Class' and start where Python finds the package"
-        ) from error
-    chosen = getattr(module, class_name, None)
+    chosen = load_function(reference, "model.name", "set_model")
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
-        if module_name == "__main__":
-            raise OptionError(
-                f"the network {class_name} was defined in the script that trained it; call set_model, or "
-                "put it into a module of its own and name it 'module:Class'"
-            )
-        known = [name for name, one in vars(module).items() if inspect.isclass(one)]
-        near = did_you_mean(class_name, known)
-        found = f"not in that module{near}" if chosen is None else repr(chosen)
         raise OptionError(
-            f"model {reference!r} is {found}; expected a class derived from "
+            f"model {reference!r} is {chosen!r}; expected a class derived from "
             "plsc.models.base_model.BaseModel"
         )
     accepted = inspect.signature(chosen).parameters

@@ -13,8 +13,8 @@ from plsc.config import Config
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.named import load_function
 from plsc.optim import schedule as shapes
-from plsc.optim.custom import load_function
 from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
 from plsc.optim.groups import LR_FACTOR, Assignment
 from plsc.optim.schedule import Schedule, Shape, scale_rate

@@ -24,7 +24,7 @@ from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.heads.norms import normalised
 from plsc.models import BaseModel
-from plsc.optim.custom import name_of
+from plsc.named import name_of
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.job import load_network

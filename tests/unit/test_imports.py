@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [
     {"version", "redaction", "keys", "marks"},
     {"errors"},
-    {"option", "patterns", "verbs"},
+    {"named", "option", "patterns", "verbs"},
     {"options"},
     {"config"},
     {"flags", "config_file"},

@@ -148,11 +148,11 @@ def test_a_users_class_gets_the_options_that_its_constructor_names():
     [
         ("users_absent:Net", "cannot import 'users_absent'.*ModuleNotFoundError"),
         ("users_broken:Net", "cannot import.*ZeroDivisionError"),
-        ("users_nets:Nett", "is not in that module"),
-        ("users_nets:NUMBER", "is 3; expected a class"),
+        ("users_nets:Nett", "has no 'Nett'; did you mean 'Net'"),
+        ("users_nets:NUMBER", "is a int; expected a function or class"),
         ("users_nets:Other", "expected a class derived from"),
         ("users_nets:Needy", "cannot make.*'secret'"),
-        ("users_nets:", "is not in that module"),
+        ("users_nets:", "has no ''"),
         (":Net", "cannot import ''"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A function of the user's, named ``package.module:function``."""
+"""Code of the user's by its name, ``package.module:function``: a function, or a class."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
             raise OptionError(f"{option} is {reference!r}, but {module_name} has no {part!r}{near}")
     if not callable(found):
         raise OptionError(
-            f"{option} is {reference!r}, which is a {type(found).__name__}; expected a function"
+            f"{option} is {reference!r}, which is a {type(found).__name__}; expected a function or class"
         )
     return found
