@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SUFFIX = ".safetensors"  # of the files that hold tensors
 HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
+_CONTROL = re.compile(rb"\\u00[0189]|\xc2[\x80-\x9f]")  # in JSON; a terminal would obey them
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
 
@@ -128,6 +130,8 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         raise CheckpointError(
             f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
         )
+    if _CONTROL.search(data):
+        raise CheckpointError(f"{source} holds control characters; choose another checkpoint")
     try:
         content = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -193,7 +193,7 @@ def test_two_ranks_go_on_with_reordered_classes_as_they_would_have(tmp_path):
     other = relabelled(dataset, tmp_path / "other", np.argsort(order))
     run_ranks("tests/system/classes_worker.py", 2, str(dataset), str(other), str(tmp_path))
     manifest = verify(tmp_path / "changed")
-    assert (len(manifest.files), manifest.class_ranges) == (2, [[0, 3], [3, 5]])
+    assert (len(manifest.shards), manifest.class_ranges) == (2, [[0, 3], [3, 5]])
     expected = losses_of(tmp_path / "undisturbed")
     assert losses_of(tmp_path / "second") == pytest.approx(expected, rel=1e-3)
 
