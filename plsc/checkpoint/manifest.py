@@ -225,7 +225,7 @@ def _role(check: Checker, key: str, value: object) -> Role:
 
 def _file(check: Checker, name: str, value: object) -> FileInfo:
     # The name is joined to the folder's path, so it must be one plain component of it.
-    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise check.wrong(f"data file {name!r} is not a plain file name")
     entry = check.mapping(value, f"data file {name!r}")
     return FileInfo(
