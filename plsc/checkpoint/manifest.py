@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the files that hold tensors
 HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
+_CONTROL = re.compile(rb"\\u00[0189]|\xc2[\x80-\x9f]")  # in JSON; a terminal would obey them
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
 
@@ -129,6 +131,8 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         raise CheckpointError(
             f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
         )
+    if _CONTROL.search(data):
+        raise CheckpointError(f"{source} holds control characters; choose another checkpoint")
     try:
         content = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -222,7 +226,7 @@ def _role(check: Checker, key: str, value: object) -> Role:
 
 def _file(check: Checker, name: str, value: object) -> FileInfo:
     # The name is joined to the folder's path, so it must be one plain component of it.
-    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise check.wrong(f"data file {name!r} is not a plain file name")
     entry = check.mapping(value, f"data file {name!r}")
     return FileInfo(

@@ -12,13 +12,16 @@ class TrainOptions:
     """The loop."""
 
     batch_size: int = of_run(
-        128, "training images per rank and step", "set_train_batch_size(batch_size)", at_least(1)
+        128,
+        "training images per rank and step",
+        "set_train_batch_size(batch_size)",
+        between(1, 2**24),
     )
     global_batch_size: int | None = of_run(
         None,
         "training images per step over all ranks, instead of batch_size",
         "set_global_batch_size(batch_size)",
-        at_least(1),
+        between(1, 2**24),
     )
     micro_batches: int = of_run(
         1, "parts of a rank's batch that are computed one after another (gradient accumulation)",

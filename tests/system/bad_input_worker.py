@@ -132,7 +132,7 @@ def cases(files: Files):
     yield "a folder of checkpoints", "give one of them", resume(files.run)
     yield "other class count", "classes 5", resume(files.checkpoint, set_class_num=9)
     yield "other embedding size", "embedding size 8", resume(files.checkpoint, set_emb_size=12)
-    yield "batch size 0", "at least 1", train(set_train_batch_size=0)
+    yield "batch size 0", "between 1 and", train(set_train_batch_size=0)
     yield "loss not finite", "the loss is", train(set_lr=1e30, set_train_epochs=50)
     yield "save folder in use", "holds checkpoints", lambda: entry(files).train()
     yield "nothing to test on", "no checkpoint to load", lambda: entry(files).test()

@@ -123,6 +123,12 @@ CASES = {
     "sub-centres are more than memory": (
         "train", {"head": {"sub_centers": 64}}, "head.sub_centers 64, but class weights"
     ),
+    "a batch is larger than memory": (
+        "train", {"train": {"batch_size": 10**12}}, "train.batch_size is 1000000000000; expected"
+    ),
+    "a message moves the cursor": (
+        "train", {"plsc_version": "\x1b[2J"}, "manifest.json holds control characters"
+    ),
     "a data file is elsewhere": (
         "predict", {"files": {"../faces/label.txt": {"bytes": 1, "crc32": 1}}}, "plain file name"
     ),

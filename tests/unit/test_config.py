@@ -50,8 +50,8 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
 @pytest.mark.parametrize(
     ("setter", "value", "expected"),
     [
-        ("set_train_batch_size", 0, "train.batch_size is 0; expected at least 1"),
-        ("set_train_batch_size", -3, "at least 1"),
+        ("set_train_batch_size", 0, "train.batch_size is 0; expected between 1 and"),
+        ("set_train_batch_size", -3, "between 1 and 16777216"),
         ("set_train_batch_size", "64", "expected an integer"),
         ("set_train_batch_size", True, "expected an integer"),
         ("set_train_batch_size", 1.5, "expected an integer"),

@@ -47,7 +47,7 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ("train: {batch_size: abc}", ":1: train.batch_size is 'abc'; expected an integer"),
         (
             "\n\ntrain:\n  epochs: 1\n  batch_size: 0",
-            ":5: train.batch_size is 0; expected at least 1",
+            ":5: train.batch_size is 0; expected between 1",
         ),
         ("optim.lr: fast", ":1: optim.lr is 'fast'; expected a number"),
         (
