@@ -41,9 +41,7 @@ _FAMILIES = {
         checkpoint_cli.main,
     ),
 }
-_PLAN = (
-    "print the memory, arithmetic, network and time of a step that a head and a backbone would need"
-)
+_PLAN = "print the memory, arithmetic and network of a step that a head and a backbone would need"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -101,39 +101,4 @@ _BACKBONE = (
         "ranks over which parameters, gradients and states of the backbone are divided (FSDP)",
     ),
 )
-_RATES = (
-    Argument(
-        "node",
-        str,
-        None,
-        "estimate the time with the rates of a vendor's data sheet: a100 or h100 (nodes of 8)",
-    ),
-    Argument(
-        "reached", float, 0.5, "share of the data sheet's rates that is reached, an assumption"
-    ),
-    Argument(
-        "product_rate", float, None, "TFLOP/s of the head's products, for an estimate of the time"
-    ),
-    Argument(
-        "backbone_rate",
-        float,
-        None,
-        "TFLOP/s of the backbone's products; as product_rate if not set",
-    ),
-    Argument(
-        "copy_rate",
-        float,
-        None,
-        "GB/s, for an estimate of the time: of the memory that holds the rows; with offload, between "
-        "the CPU's memory and the device",
-    ),
-    Argument(
-        "memory_rate",
-        float,
-        None,
-        "GB/s of the device's memory; as copy_rate if not set and the rows are there",
-    ),
-    Argument("network_rate", float, None, "GB/s that a rank sends to others"),
-    Argument("latency", float, 10.0, "microseconds that a message takes, however short"),
-)
-ARGUMENTS = (*_HEAD, *_BACKBONE, *_RATES)
+ARGUMENTS = (*_HEAD, *_BACKBONE)

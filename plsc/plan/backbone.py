@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from plsc.config import Options
 from plsc.errors import OptionError
@@ -28,8 +26,8 @@ class BackbonePlan:
 
     images: of a rank's step, computed in `parts` one after another; numbers: how many the parameters are.
     stored: what stays between the steps, gradients included. step: what else is there, at most. kept: of it,
-    what the forward pass leaves for the backward pass. forward, backward: the work of one part, (operations,
-    bytes read and written): how many operators. update_bytes: what the optimizer reads and writes.
+    what the forward pass leaves for the backward pass. operations: of the products of a step, forward and
+    backward. moved: what its operators read and write, each for itself.
     """
 
     name: str
@@ -40,9 +38,8 @@ class BackbonePlan:
     stored: dict[str, int]
     step: dict[str, int]
     kept: int
-    forward: Mapping[tuple[int, int], int]
-    backward: Mapping[tuple[int, int], int]
-    update_bytes: int
+    operations: int
+    moved: int
     gradient_bytes: int
     shards: int
 
@@ -51,34 +48,9 @@ class BackbonePlan:
         """What the device must hold for the backbone."""
         return sum(self.stored.values()) + sum(self.step.values())
 
-    @cached_property
-    def operations(self) -> int:
-        """Operations of the products of a step, forward and backward."""
-        works = (*self.forward.items(), *self.backward.items())
-        return self.parts * sum(flops * times for (flops, _), times in works)
-
-    @cached_property
-    def moved(self) -> int:
-        """Bytes that the operators of a step read and write, each for itself."""
-        works = (*self.forward.items(), *self.backward.items())
-        return self.parts * sum(size * times for (_, size), times in works)
-
     def transfers(self, ranks: int) -> tuple[Transfer, ...]:
         """Return the collectives that sum its gradients."""
         return backbone_transfers(ranks, self.gradient_bytes, min(self.shards, ranks))
-
-    def seconds(self, rate: float, memory: float) -> tuple[float, float]:
-        """Return the times of a part, forward and backward, by the roofline.
-
-        Of each operator the longer counts: its operations at `rate` FLOP/s, or its bytes at `memory` bytes/s.
-        """
-
-        def time(work: Mapping[tuple[int, int], int]) -> float:
-            return sum(
-                times * max(flops / rate, size / memory) for (flops, size), times in work.items()
-            )
-
-        return time(self.forward), time(self.backward)
 
 
 def plan_backbone(
@@ -155,9 +127,8 @@ def plan_backbone(
         },
         step=step,
         kept=found.kept,
-        forward=found.forward,
-        backward=found.backward,
-        update_bytes=(3 * found.trained + 2 * found.state) // shards,
+        operations=parts * found.operations,
+        moved=parts * found.moved,
         gradient_bytes=found.trained,
         shards=shards,
     )

@@ -58,13 +58,6 @@ def one_of(name: str, value: str, known: Iterable[str]) -> str:
     return value
 
 
-def above_zero(name: str, value: float | None) -> float | None:
-    """Return a rate, or None; OptionError if it is not a finite number above 0."""
-    if value is not None and not (is_finite_number(value) and value > 0):
-        raise OptionError(f"{name} is {shown_value(value)}; expected a number above 0")
-    return value
-
-
 def batch_sizes(batch: int | Sequence[int], ranks: int) -> list[int]:
     """Return each rank's samples, from one number for all or from one for each."""
     if not isinstance(batch, Sequence):

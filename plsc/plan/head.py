@@ -39,7 +39,7 @@ class HeadPlan:
     step, upper bounds for the plain kernels. is_offloaded: `stored` is in CPU memory, and copies of what
     takes part are in `step`. host_copies: those copies, once more, in CPU memory. operations: of the
     matrix products of a step. rows_moved: bytes of rows, states and kept terms that a step reads and
-    writes; with offload, that travel. samples_moved: bytes of B x D matrices read and written.
+    writes; with offload, that travel.
     """
 
     classes: int
@@ -55,7 +55,6 @@ class HeadPlan:
     keeps_terms: bool
     operations: int
     rows_moved: int
-    samples_moved: int
     transfers: tuple[Transfer, ...]
     notes: tuple[str, ...]
 
@@ -162,7 +161,6 @@ class _Head:
             keeps_terms=self.keeps,
             operations=(6 if self.keeps else 8) * self.b * self.n * self.d,
             rows_moved=2 * travelling if self.offload else self.rows_moved(),
-            samples_moved=2 * sum(step[name] for name in _OF_SAMPLES),
             transfers=head_transfers(self.sizes, self.d, self.embedding_bytes),
             notes=self.notes(),
         )
@@ -276,15 +274,6 @@ class _Head:
                 "sampled classes"
             )
         return tuple(notes)
-
-
-_OF_SAMPLES = (
-    "embeddings of all ranks",
-    "embeddings at length 1",
-    "rows of the labels",
-    "mixed rows",
-    "gradient of the embeddings",
-)
 
 
 def tile_rows(batch: int) -> int:

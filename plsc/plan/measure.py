@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +23,6 @@ from plsc.errors import OptionError, PlscError, first_line
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
 from plsc.models.modes import use_torchs_layers
 
-Work = tuple[int, int]
-"""An operator's floating-point operations, and the bytes that it reads and writes."""
-
 
 @dataclass
 class Measured:
@@ -34,8 +31,8 @@ class Measured:
     parameters, trained, buffers: bytes of the tensors, of those with gradients; numbers: how many numbers
     the parameters are. kept: what the forward pass leaves for the backward pass. peak: the most that is
     there at once, images and outputs included, parameters and their gradients not. state: the optimizer's.
-    forward, backward: the operators of a pass, each kind of `Work` with its count. largest_block,
-    outside_blocks: parameters of the largest block, and of what is in none.
+    operations: of the products of both passes; moved: what their operators read and write, each for itself.
+    largest_block, outside_blocks: parameters of the largest block, and of what is in none.
     """
 
     numbers: int
@@ -47,8 +44,8 @@ class Measured:
     kept: int = 0
     peak: int = 0
     state: int = 0
-    forward: Counter[Work] = field(default_factory=Counter)
-    backward: Counter[Work] = field(default_factory=Counter)
+    operations: int = 0
+    moved: int = 0
 
 
 def measure(
@@ -88,9 +85,9 @@ def measure(
                 images = torch.empty(batch, *image_shape)
                 with torch.autocast("cpu", dtype, enabled=dtype is not None):
                     embeddings = network(images)
-                found.kept, found.forward = count.live, count.take_work()
+                found.kept = count.live
                 embeddings.float().backward(torch.ones_like(embeddings, dtype=torch.float32))
-                found.peak, found.backward = count.peak, count.take_work()
+            found.peak, found.operations, found.moved = count.peak, count.operations, count.moved
     except PlscError:
         raise
     except Exception as error:  # whatever a network may do with its input
@@ -167,7 +164,7 @@ class MemoryCount(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self.work: Counter[Work] = Counter()
+        self.operations = self.moved = 0
         self._sizes: dict[int, int] = {}  # by storage; 0 for what is left out
         self._watch = [
             p.register_post_accumulate_grad_hook(self._leave_gradient)
@@ -182,11 +179,6 @@ class MemoryCount(TorchDispatchMode):
         for handle in self._watch:
             handle.remove()
 
-    def take_work(self) -> Counter[Work]:
-        """Return the work done since the last call."""
-        done, self.work = self.work, Counter()
-        return done
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -198,9 +190,9 @@ class MemoryCount(TorchDispatchMode):
         if new or func._schema.is_mutable:  # else it gave views
             inputs = [one for one in tree_leaves((args, named)) if isinstance(one, Tensor)]
             formula = flop_registry.get(func.overloadpacket)
-            flops = 0 if formula is None else int(formula(*args, **named, out_val=output))
-            moved = sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
-            self.work[flops, moved] += 1
+            if formula is not None:
+                self.operations += int(formula(*args, **named, out_val=output))
+            self.moved += sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
         return output
 
     def _add(self, tensor: Tensor) -> bool:

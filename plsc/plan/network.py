@@ -1,9 +1,7 @@
-"""What the ranks send in a step, and how long it takes."""
+"""What the ranks send in a step."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 _FLOAT, _INDEX = 4, 8  # bytes of a float32, in which sums travel, and of an int64
@@ -23,17 +21,6 @@ class Transfer:
     content: str
     payload: int
     sent: int
-
-    def seconds(self, ranks: int, network: float, latency: float) -> float:
-        """Return an estimate: alpha times the rounds, and the bytes of a ring over the rate.
-
-        network: bytes/s that a rank sends. latency: alpha, seconds of a message. A gather, and a reduction
-        with scattering, takes log2 R rounds at best, an all-reduce twice as many (Thakur et al. 2005).
-        """
-        rounds = math.ceil(math.log2(ranks)) if ranks > 1 else 0
-        if self.collective == "all-reduce":
-            rounds *= 2
-        return latency * rounds + self.sent / network
 
 
 def all_gather(content: str, ranks: int, block: int) -> Transfer:
@@ -88,10 +75,3 @@ def backbone_transfers(ranks: int, gradients: int, shards: int = 1) -> tuple[Tra
     while sum(buckets) < gradients:
         buckets.append(min(_BUCKET, gradients - sum(buckets)))
     return tuple(all_reduce("backbone's gradients", ranks, size) for size in buckets)
-
-
-def total_seconds(
-    transfers: Iterable[Transfer], ranks: int, network: float, latency: float
-) -> float:
-    """Return the time of collectives one after another."""
-    return sum(transfer.seconds(ranks, network, latency) for transfer in transfers)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from plsc.plan.backbone import BackbonePlan
 from plsc.plan.head import HeadPlan
 from plsc.plan.network import Transfer
-from plsc.plan.rates import Rates
-from plsc.plan.step_time import StepTime
-from plsc.plan.text import count, duration, human, line, table
+from plsc.plan.text import count, human, line, table
 
 
-def render(
-    head: HeadPlan | None,
-    backbone: BackbonePlan | None,
-    rates: Rates,
-    times: Sequence[StepTime],
-) -> str:
+def render(head: HeadPlan | None, backbone: BackbonePlan | None) -> str:
     """Return what is planned as lines of text."""
     lines: list[str] = []
     if head is not None:
-        lines += [*_head(head), "", *_network(head.transfers), *_head_time(head, rates), ""]
+        lines += [*_head(head), "", *_network(head.transfers), ""]
     if backbone is not None:
         lines += [*_backbone(backbone), ""]
     if head is not None and backbone is not None:
         both = head.device_bytes + backbone.device_bytes
         lines += ["Head and backbone, bytes a rank", line("device", both), ""]
-    if backbone is not None and times:
-        lines += [*_times(times, rates), ""]
     lines += [f"note: {note}" for note in (head.notes if head is not None else ())]
     return "\n".join(lines).rstrip("\n")
 
@@ -77,23 +68,6 @@ def _network(transfers: Iterable[Transfer]) -> list[str]:
     ]
 
 
-def _head_time(plan: HeadPlan, rates: Rates) -> list[str]:
-    known = {}
-    if rates.product is not None:
-        known["products"] = plan.operations / rates.product
-    if rates.copy is not None:
-        known["rows"] = plan.rows_moved / rates.copy
-    if not known:
-        return []
-    lines = ["", f"ESTIMATE of the head's time a step, {rates.origin}; no network, no backbone"]
-    lines += [f"  {name:<44}{duration(seconds):>14}" for name, seconds in known.items()]
-    if len(known) == 2:
-        low, high = max(known.values()), sum(known.values())
-        span = f"{duration(low)} if they overlap, {duration(high)} if not"
-        lines.append(f"  {'together':<44}{span}")
-    return lines
-
-
 def _backbone(plan: BackbonePlan) -> list[str]:
     split = "" if plan.parts == 1 else f" in {count(plan.parts, 'micro-batch', 'es')}"
     shards = "" if plan.shards == 1 else f"; a rank keeps 1 of {plan.shards} shards"
@@ -113,19 +87,3 @@ def _backbone(plan: BackbonePlan) -> list[str]:
         _operations("products, forward and backward", plan.operations),
         line("read and written by the operators", plan.moved),
     ]
-
-
-def _times(times: Sequence[StepTime], rates: Rates) -> list[str]:
-    heading = f"{'ranks':>8}{'step':>14}{'images/s':>14}{'efficiency':>12}  longest parts"
-    lines = [
-        f"ESTIMATE of a step's time, {rates.origin}; data are there in time",
-        heading,
-    ]
-    for time in times:
-        longest = sorted(time.parts, key=time.parts.__getitem__, reverse=True)[:3]
-        named = ", ".join(f"{name} {time.parts[name] / time.total:.0%}" for name in longest)
-        lines.append(
-            f"{time.ranks:>8,}{duration(time.total):>14}{time.images_a_second:>14,.0f}"
-            f"{time.efficiency:>12.1%}  {named}"
-        )
-    return lines

@@ -25,11 +25,6 @@ def human(size: float) -> str:
     return f"{size:,.2f} GiB"
 
 
-def duration(seconds: float) -> str:
-    """Return seconds, or milliseconds where they are less than one."""
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:,.2f} ms"
-
-
 def count(number: int, noun: str, ending: str = "s") -> str:
     """Return ``1 rank``, ``2 ranks``."""
     return f"{number:,} {noun}{'' if number == 1 else ending}"
