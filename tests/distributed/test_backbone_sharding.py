@@ -73,7 +73,7 @@ def test_the_network_is_read_whole_where_it_is_used(checkpoint, tmp_path):
     manifest = read_manifest(checkpoint)
     assert manifest.tensors["backbone.fc.weight"].sharded
     options = options_of(tmp_path, tmp_path / "none", checkpoint__load_dir=str(checkpoint))
-    network = load_network(options, World.single(), UserParts(model=Uneven()))
+    network, _ = load_network(options, World.single(), UserParts(model=Uneven()))
     expected = joined(checkpoint)
     for name, tensor in network.state_dict().items():
         assert tensor.equal(expected[f"backbone.{name}"]), name

@@ -64,7 +64,7 @@ def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_b
         JOB, 2,
         str(dataset), str(whole), "set_train_epochs=4", "set_async_save=False", "--",
         str(dataset), store_url, here, *keep, "--",
-        str(dataset), store_url, there, load, "set_train_epochs=4",
+        str(dataset), store_url, there, load, *keep, "set_train_epochs=4",
     )  # fmt: skip
     assert "training waited" in done.stdout
     assert re.search(r"sending .*to s3://bucket/run \(rank 0 of 2\): .*B/s", done.stdout)
