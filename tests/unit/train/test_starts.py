@@ -10,7 +10,6 @@ import pytest
 
 from plsc.checkpoint import list_checkpoints
 from plsc.cli import main
-from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 from tests.images import write_dataset
 from tests.resuming import options_of, train
@@ -122,11 +121,3 @@ def test_a_run_deletes_its_own_checkpoints_alone_and_not_the_one_it_resumed(star
     # The command counts each run's checkpoints by themselves.
     assert main(["checkpoint", "prune", str(run), "--keep_last", "1"]) == 0
     assert saved(run) == {"1": "", "5": own, "other": "another"}
-
-
-def test_what_is_no_checkpoint_in_the_place_of_one_is_refused_before_training(start, tmp_path):
-    (tmp_path / "run/1").mkdir(parents=True)
-    (tmp_path / "run/1/photo.jpg").touch()
-    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
-        start()
-    assert saved(tmp_path / "run") == {}
