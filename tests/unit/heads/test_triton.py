@@ -18,10 +18,12 @@ import torch
 from plsc.errors import OptionError
 from plsc.heads.engines import choose_passes
 from plsc.heads.kernels import triton_rows
+from tests.devices import GPU
 from tests.distributed.launch import clean_environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 
 
 def run(*command: str, **environment: str) -> None:
@@ -50,10 +52,9 @@ def test_interpreted_kernels_compute_what_the_formulas_say() -> None:
     cases(TRITON_INTERPRET="1")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
-def test_compiled_kernels_compute_what_the_formulas_say() -> None:
-    reason = triton_rows.unavailable(torch.device("cuda", torch.cuda.current_device()))
+@pytest.mark.parametrize("device", [GPU])
+def test_compiled_kernels_compute_what_the_formulas_say(device: str) -> None:
+    reason = triton_rows.unavailable(torch.device(device, torch.cuda.current_device()))
     if reason is not None:
         pytest.skip(reason)
     cases(TRITON_INTERPRET="0")

@@ -14,6 +14,7 @@ from plsc.optim.factory import build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS as BY_NAME
 from plsc.train.state import collect_numbers, collect_tensors, make_state
+from tests.devices import GPU
 
 
 class CountingInNumbers(torch.optim.SGD):
@@ -62,15 +63,6 @@ def info_of(tensors):
         key: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch."), False)
         for key, t in tensors.items()
     }
-
-
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-    ],
-)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
