@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms
 
 from plsc.data.augment import Augmentation
 from plsc.data.batch import Batch
@@ -100,6 +99,8 @@ class PillowDataset(Dataset[Any]):
     """What most scripts do: a file, Pillow, a flip, a tensor of floats, normalised."""
 
     def __init__(self, folder: Path, count: int) -> None:
+        from torchvision import transforms
+
         self.paths = [str(folder / f"images/{index}.jpg") for index in range(count)]
         self.transform = transforms.Compose(
             [
