@@ -10,7 +10,7 @@ import pytest
 from plsc import Entry
 from plsc.errors import TrainingError
 from plsc.parallel.world import World
-from tests.devices import NEEDS_GPU
+from tests.devices import NEEDS_GPU, VISIBLE
 from tests.distributed import job
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
@@ -76,7 +76,7 @@ def test_an_option_makes_the_steps_of_the_plain_path(name):
 def test_a_loss_that_is_read_late_stops_the_run_when_it_is_bad(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
     with pytest.raises(TrainingError, match=r"the loss is (nan|inf) at step"):
-        train(dataset, tmp_path / "run", "cuda", set_lr=1e30)
+        train(dataset, tmp_path / "run", "cuda", set_lr=1e30, set_log_period=1000)
 
 
 def test_a_deterministic_run_resumes_to_the_same_bits(tmp_path):
@@ -87,7 +87,7 @@ def test_a_deterministic_run_resumes_to_the_same_bits(tmp_path):
         run_ranks(
             Path(job.__file__), 0, str(dataset), str(tmp_path / name), "set_device='cuda'",
             "set_deterministic=True", "set_save_every_n_steps=4", *settings,
-            env={"CUDA_VISIBLE_DEVICES": "0"},
+            env=VISIBLE,
         )  # fmt: skip
 
     run("whole", "set_max_last_checkpoint_num=-1")

@@ -7,7 +7,6 @@ the compiled code is; that needs the tests marked gpu, which have not run where 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.distributed.launch import clean_environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 
 
 def run(*command: str, **environment: str) -> None:
