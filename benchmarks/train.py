@@ -4,7 +4,6 @@
     python benchmarks/train.py --networks ResNet18 --classes 1e5 --compile
     python benchmarks/train.py --files                  # images are read from JPEG files
     python benchmarks/train.py --memory                 # peak memory, a process each
-    python benchmarks/train.py --device cuda --networks ResNet50 --classes 1e5,1e6 --batch 128,512 --compile
     torchrun --nproc-per-node 2 benchmarks/train.py     # over ranks: the textbook with DDP
     python benchmarks/train.py --quick                  # a smoke test
 

@@ -28,9 +28,7 @@ def run(*command: str, **environment: str) -> None:
     """Run Python in a process of its own: what Triton is to be is settled when it is imported."""
     done = subprocess.run(
         [sys.executable, *command],
-        env=clean_environment(
-            CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"), **environment
-        ),
+        env=clean_environment(**VISIBLE, **environment),
         cwd=ROOT,
         capture_output=True,
         text=True,
