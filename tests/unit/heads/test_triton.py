@@ -17,7 +17,7 @@ import torch
 from plsc.errors import OptionError
 from plsc.heads.engines import choose_passes
 from plsc.heads.kernels import triton_rows
-from tests.devices import GPU
+from tests.devices import GPU, VISIBLE
 from tests.distributed.launch import clean_environment
 
 HERE = Path(__file__).parent
