@@ -6,11 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).parents[2]
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import gpu  # noqa: E402
+from train_ways import ways  # noqa: E402
+from ways import BY_NAME  # noqa: E402
 
 
 def run(out: Path, *arguments: str, python: str | Path = sys.executable):
@@ -63,3 +69,43 @@ def test_a_slice_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):
     assert begun == [f"benchmarks/gpu.py {number} {tmp_path / 'out'}" for number in range(1, 6)]
     assert done.returncode == 1
     assert "failed slices: 2\n" in done.stderr
+
+
+def test_at_full_size_a_slice_asks_for_ways_that_exist_and_for_fewer_classes_where_many_do_not_fit(
+    tmp_path, monkeypatch
+):
+    asked: list[tuple[str, int]] = []
+
+    def measure_apart(options, way, classes, batch, report, timeout):
+        asked.append((way.name, classes))
+        kind, figures = (
+            "memory",
+            {"seconds": [1.0], "median": 1.0, "peak": 1, "over": 1, "note": ""},
+        )
+        if classes > 6e7:
+            kind, figures = "failed", {"outcome": "out of memory"}
+        report.keep(kind=kind, way=way.name, C=classes, B=batch, **figures)
+        return "out of memory" if kind == "failed" else figures
+
+    def run_child(arguments, timeout):
+        name, classes = arguments[2], int(arguments[4])
+        asked.append((name, classes))
+        figures = {"seconds": [1.0], "of_peak": 0.5, "busy": 90, "peak": 1}
+        sizes = map(int, arguments[5].split(","))
+        return [{"kind": "step", "way": name, "C": classes, "B": b, **figures} for b in sizes], None
+
+    monkeypatch.setattr(gpu, "measure_apart", measure_apart)
+    monkeypatch.setattr(gpu, "run_child", run_child)
+    monkeypatch.setattr(gpu, "beside_the_plan", lambda *_: None)
+    monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
+    monkeypatch.setattr(gpu, "free_memory", lambda: 10**11)
+    known = BY_NAME.keys() | {way.name for way in ways("cuda")}
+    for number in (2, 3, 4):
+        report = gpu.Report(tmp_path, f"slice-{number}")
+        here = gpu.Slice(report, "cuda", time.monotonic() + 500, toy=False)
+        assert gpu.SLICES[number](here) == []
+        assert {name for name, _ in asked} <= known
+        goals = {sample["name"] for sample in report.samples if sample["kind"] == "goal"}
+        assert goals == {2: {"cut"}, 3: {"half", "head"}, 4: {"classes"}}[number]
+    light = [classes for name, classes in asked if name == gpu.LIGHT[0]]
+    assert light == [71_000_000, 63_900_000, 57_510_000]
