@@ -12,7 +12,7 @@ round. Memory: a process for each way, killed after --rival-timeout; its own tim
 memory. Runs on a CUDA device if there is one. Rivals that are not installed are rows that say so:
 pip install pytorch-metric-learning liger-kernel cut-cross-entropy.
 
-Writes into the output folder: samples.jsonl (every measurement), results.md (what is printed), head-B*.png.
+Adds to head.jsonl (every measurement) and head.md (what is printed) in the output folder; draws head-B*.png.
 """
 
 from __future__ import annotations
@@ -42,26 +42,32 @@ Sample = dict[str, Any]
 
 
 class Report:
-    """Everything that was measured, and the text about it; both are written as they come."""
+    """Measurements as lines of JSON, and the text about them, added to two files of a name as they come.
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+    is_main: False on the ranks that write nothing.
+    """
+
+    def __init__(self, folder: Path, name: str, is_main: bool = True) -> None:
+        self._is_main = is_main
         self.samples: list[Sample] = []
-        self._raw = (folder / "samples.jsonl").open("w")
-        self._text = (folder / "results.md").open("w")
+        if is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._raw = (folder / f"{name}.jsonl").open("a")
+            self._text = (folder / f"{name}.md").open("a")
 
-    def keep(self, sample: Sample) -> None:
+    def keep(self, **sample: Any) -> None:
         """Add a measurement."""
         self.samples.append(sample)
-        self._raw.write(json.dumps(sample) + "\n")
-        self._raw.flush()
+        if self._is_main:
+            self._raw.write(json.dumps(sample) + "\n")
+            self._raw.flush()
 
     def print(self, line: str = "") -> None:
         """Print a line, and write it down."""
-        print(line, flush=True)
-        self._text.write(line + "\n")
-        self._text.flush()
+        if self._is_main:
+            print(line, flush=True)
+            self._text.write(line + "\n")
+            self._text.flush()
 
 
 def machine(threads: int, device: str) -> Sample:
@@ -115,14 +121,20 @@ def run_child(arguments: list[str], timeout: float | None) -> tuple[list[Sample]
 
 
 def measure_apart(
-    options: argparse.Namespace, way: Way, classes: int, batch: int, report: Report
+    options: argparse.Namespace,
+    way: Way,
+    classes: int,
+    batch: int,
+    report: Report,
+    timeout: float | None = None,
 ) -> Sample | str:
-    """Return the memory sample of a way in a process of its own, or why there is none."""
+    """Return the memory sample of a way in a process of its own, or why there is none.
+
+    timeout: in seconds; None: --rival-timeout for rivals.
+    """
     reason = way.missing(options.device)
     if reason is not None:
-        report.keep(
-            {"kind": "failed", "way": way.name, "C": classes, "B": batch, "outcome": reason}
-        )
+        report.keep(kind="failed", way=way.name, C=classes, B=batch, outcome=reason)
         return reason
     samples, trouble = run_child(
         [
@@ -133,15 +145,15 @@ def measure_apart(
             str(batch),
             *passed_on(options),
         ],
-        None if way.is_ours else options.rival_timeout,
+        timeout or (None if way.is_ours else options.rival_timeout),
     )
     for sample in samples:
         if sample["kind"] == "memory":
-            report.keep(sample)
+            report.keep(**sample)
             return sample
         trouble = sample["outcome"]
     trouble = trouble or "failed: said nothing"
-    report.keep({"kind": "failed", "way": way.name, "C": classes, "B": batch, "outcome": trouble})
+    report.keep(kind="failed", way=way.name, C=classes, B=batch, outcome=trouble)
     return trouble
 
 
@@ -174,7 +186,7 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
             None,
         )
     for sample in samples:
-        report.keep(sample)
+        report.keep(**sample)
     report.print(f"\n### C = {classes:,}, B = {batch}, D = {options.dimension}\n")
     report.print(
         "| way | loss | ms a step: median (least to most) | ratio to the textbook | peak GiB | over, GiB | "
@@ -219,43 +231,42 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
         report.print(f"\nNo rates of this machine: {trouble}")
         return
     rates = samples[0]
-    report.keep(rates)
+    report.keep(**rates)
     report.print(
-        f"\n`plsc plan` at the rates of torch here ({rates['float32'] / 1e12:.2f} TFLOP/s in float32, "
-        f"{rates['bfloat16'] / 1e12:.2f} in bfloat16, copies {rates['copy'] / 1e9:.1f} GB/s):\n"
+        "\n`plsc plan` at the rates of torch here ("
+        + ", ".join(
+            f"{name} {rate / 1e12:.2f} TFLOP/s"
+            for name, rate in rates.items()
+            if name not in ("kind", "copy")
+        )
+        + f", copies {rates['copy'] / 1e9:.1f} GB/s):\n"
     )
     report.print(
         "| way | rows and states: planned | measured | in a step, bytes: planned, at most | measured | ms of "
-        "products + rows: planned | measured |"
+        "products + rows: planned | measured | times the planned |"
     )
-    report.print("|---|---|---|---|---|---|---|")
-    for sample in report.samples:
+    report.print("|---|---|---|---|---|---|---|---|")
+    for sample in list(report.samples):
         is_this = (sample.get("C"), sample.get("B"), sample["kind"]) == (classes, batch, "memory")
-        planned = BY_NAME[sample["way"]].planned if is_this else None
-        if planned is None:
+        way = BY_NAME[sample["way"]] if is_this else None
+        if way is None or way.planned is None:
             continue
-        products = "bfloat16" if "bf16" in sample["way"] else "float32"
-        made = plan_head(
-            classes,
-            batch=batch,
-            embedding=options.dimension,
-            **planned,
-        )
+        products = "bfloat16" if "bf16" in way.name else "tf32" if way.tf32 else "float32"
+        made = plan_head(classes, batch=batch, embedding=options.dimension, **way.planned)
         seconds = [
             one["seconds"]
             for one in report.samples
             if one["kind"] == "time"
-            and (one["C"], one["B"], one["way"]) == (classes, batch, sample["way"])
+            and (one["C"], one["B"], one["way"]) == (classes, batch, way.name)
         ]
-        parts = [
-            1000 * made.operations / rates[products],
-            1000 * made.rows_moved / rates["copy"],
-        ]
+        taken = statistics.median(seconds or sample["seconds"])
+        parts = [made.operations / rates[products], made.rows_moved / rates["copy"]]
+        report.keep(kind="limit", way=way.name, C=classes, B=batch, seconds=taken, parts=parts)
         report.print(
-            f"| {sample['way']} | {made.stored_bytes:,} | {sample['needed']:,} | "
+            f"| {way.name} | {made.stored_bytes:,} | {sample['needed']:,} | "
             f"{sum(made.step.values()):,} | {max(0, sample['over']):,} | "
-            f"{parts[0]:.3g} + {parts[1]:.3g} | "
-            f"{1000 * statistics.median(seconds or sample['seconds']):.3g} |"
+            f"{1000 * parts[0]:.3g} + {1000 * parts[1]:.3g} | {1000 * taken:.3g} | "
+            f"{taken / sum(parts):.2f} |"
         )
 
 
@@ -314,7 +325,7 @@ def traffic(options: argparse.Namespace, classes: int, batch: int, report: Repor
             if not found:
                 report.print(f"| {ranks} | {c:,} | {trouble} | | |")
                 continue
-            report.keep(found[0])
+            report.keep(**found[0])
             given, formula = found[0]["given"], found[0]["expected"]
             for name in sorted(given.keys() | formula.keys()):
                 report.print(
@@ -410,9 +421,9 @@ def main() -> None:
         work(options)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child is left behind
-    report = Report(options.output)
+    report = Report(options.output, "head")
     facts = machine(options.threads, options.device)
-    report.keep(facts)
+    report.keep(**facts)
     where = (
         facts["gpu"] or f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} threads"
     )

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms
 
 from plsc.data.augment import Augmentation
 from plsc.data.batch import Batch
@@ -45,16 +44,20 @@ RIVAL = "Pillow, DataLoader, 2 processes"
 RAW = "decoding alone, 2 threads"
 
 
-def make_pictures(count: int) -> list[bytes]:
+def make_pictures(count: int, shape: tuple[int, int, int] = SHAPE) -> list[bytes]:
     """Return JPEGs that compress as photographs of faces do: smooth, with some noise."""
     generator = np.random.default_rng(0)
+    channels, height, width = shape
     pictures = []
     for _ in range(count):
-        coarse = Image.fromarray(generator.integers(0, 256, (14, 14, 3), dtype=np.uint8))
-        smooth = np.asarray(coarse.resize((SIZE, SIZE), Image.Resampling.BICUBIC))
-        noisy = np.clip(smooth + generator.normal(0, 6, smooth.shape), 0, 255).astype(np.uint8)
+        coarse = generator.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+        smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        noise = generator.normal(0, 6, (height, width, 3))
+        noisy = np.clip(np.asarray(smooth) + noise, 0, 255).astype(np.uint8)
         file = io.BytesIO()
-        Image.fromarray(noisy).save(file, "JPEG", quality=88)
+        Image.fromarray(noisy).convert("RGB" if channels == 3 else "L").save(
+            file, "JPEG", quality=88
+        )
         pictures.append(file.getvalue())
     return pictures
 
@@ -96,6 +99,8 @@ class PillowDataset(Dataset[Any]):
     """What most scripts do: a file, Pillow, a flip, a tensor of floats, normalised."""
 
     def __init__(self, folder: Path, count: int) -> None:
+        from torchvision import transforms
+
         self.paths = [str(folder / f"images/{index}.jpg") for index in range(count)]
         self.transform = transforms.Compose(
             [

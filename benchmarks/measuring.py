@@ -5,12 +5,14 @@ Lines of JSON go to stdout as they come, so that a process that dies has said wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
 import os
 import resource
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from ways import BY_NAME, Built, Store
+from ways import BY_NAME, Built, Store, use_tf32
 
 _BATCHES = 8  # different ones, so that none is learned by heart within a run
 
@@ -35,7 +37,7 @@ def limit_memory(gibibytes: float | None) -> None:
     gibibytes: of CPU memory beyond what is mapped now; None: nine tenths of what is free.
     """
     wanted = 0.9 * free_memory() if gibibytes is None else gibibytes * 2**30
-    mapped = _status("VmData")
+    mapped = status("VmData")
     limit = int(wanted + mapped)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     Path("/proc/self/oom_score_adj").write_text("1000")
@@ -63,10 +65,11 @@ def measure(
     imported: bytes after `import torch`; ready: after a step of the same way over 64 classes, which imports
     what is imported late; needed: rows and their states; over: the peak less ready and needed.
     """
+    use_tf32(BY_NAME[name].tf32)
     on_gpu = device.type == "cuda"
-    imported = 0 if on_gpu else _status("VmRSS")
+    imported = 0 if on_gpu else status("VmRSS")
     _start_small(name, batch, dimension, device)
-    ready = _status("VmRSS")
+    ready = status("VmRSS")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         ready = torch.cuda.memory_allocated()
@@ -79,7 +82,7 @@ def measure(
         if index:  # the first warms up
             seconds.append(taken)
     needed = sum(tensor.nbytes for tensor in built.tensors)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM")
+    peak = torch.cuda.max_memory_allocated() if on_gpu else status("VmHWM")
     say(
         "memory",
         way=name,
@@ -107,6 +110,7 @@ def take_turns(
     running: dict[str, Built] = {}
     for name in names:
         try:
+            use_tf32(BY_NAME[name].tf32)
             built = _build(name, store)
             for _ in range(2):
                 _timed(built, *next(batches))
@@ -119,6 +123,7 @@ def take_turns(
         order = list(running)
         first = turn % max(1, len(order))
         for name in order[first:] + order[:first]:
+            use_tf32(BY_NAME[name].tf32)
             try:
                 seconds, _ = _timed(running[name], x, labels)
             except Exception as error:  # whatever a rival does, the others go on
@@ -131,28 +136,68 @@ def take_turns(
 def measure_rates(batch: int, dimension: int, device: torch.device) -> None:
     """Say what torch reaches here: FLOP/s of plain products of the head's shape, bytes/s of a copy."""
     rates = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    on_gpu = device.type == "cuda"
+    for name in ("float32", "tf32", "bfloat16") if on_gpu else ("float32", "bfloat16"):
+        use_tf32(name == "tf32")
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         x = torch.randn(batch, dimension, device=device, dtype=dtype)
-        w = torch.randn(16384, dimension, device=device, dtype=dtype)
-        seconds = _seconds(functools.partial(torch.matmul, x, w.T), device)
-        rates[str(dtype).removeprefix("torch.")] = 2 * batch * len(w) * dimension / seconds
+        w = torch.randn(65536 if on_gpu else 16384, dimension, device=device, dtype=dtype)
+        seconds = seconds_of(functools.partial(torch.matmul, x, w.T), device)
+        rates[name] = 2 * batch * len(w) * dimension / seconds
     source = torch.ones(2**27, device=device)  # 512 MiB
     target = torch.empty_like(source)
     copied = 2 * source.nbytes  # read and written
-    rates["copy"] = copied / _seconds(lambda: target.copy_(source), device)
+    rates["copy"] = copied / seconds_of(lambda: target.copy_(source), device)
     say("rates", **rates)
 
 
-def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call, of 15 after three to warm up."""
+def seconds_of(act: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a call, of 15 after three to warm up; on a GPU, of ten calls in a row."""
     taken = []
     for _ in range(18):
-        began = time.perf_counter()
-        act()
         if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
+            with cuda_seconds() as seconds:
+                for _ in range(10):
+                    act()
+            taken.append(seconds[0] / 10)
+        else:
+            began = time.perf_counter()
+            act()
+            taken.append(time.perf_counter() - began)
     return statistics.median(taken[3:])
+
+
+@contextlib.contextmanager
+def cuda_seconds() -> Iterator[list[float]]:
+    """Put into the list how long the device computes what is given to it inside."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    found: list[float] = []
+    torch.cuda.synchronize()
+    start.record()
+    yield found
+    end.record()
+    torch.cuda.synchronize()
+    found.append(start.elapsed_time(end) / 1000)
+
+
+@contextlib.contextmanager
+def utilisation(device: torch.device) -> Iterator[list[int]]:
+    """Put into the list how busy the GPU is, in percent, ten times a second; needs pynvml."""
+    found: list[int] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        with contextlib.suppress(Exception):  # no pynvml, or a driver without it
+            while not ended.wait(0.1):
+                found.append(torch.cuda.utilization(device))
+
+    watch = threading.Thread(target=look, daemon=True)
+    if device.type == "cuda":
+        watch.start()
+    try:
+        yield found
+    finally:
+        ended.set()
 
 
 def outcome_of(error: BaseException) -> str:
@@ -193,13 +238,9 @@ def _timed(built: Built, x: Tensor, labels: Tensor) -> tuple[float, float]:
     x.grad = None
     gc.collect()
     if x.is_cuda:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        loss = built.step(x, labels)
-        end.record()
-        torch.cuda.synchronize()
-        seconds = start.elapsed_time(end) / 1000
+        with cuda_seconds() as found:
+            loss = built.step(x, labels)
+        seconds = found[0]
     else:
         began = time.perf_counter()
         loss = built.step(x, labels)
@@ -209,7 +250,8 @@ def _timed(built: Built, x: Tensor, labels: Tensor) -> tuple[float, float]:
     return seconds, float(loss)
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
+    """Return bytes from a line of this process's status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

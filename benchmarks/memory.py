@@ -66,6 +66,7 @@ def base(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace, name: str) -> None:
     """Make three steps of a way and print the peak of this process's memory."""
+    from measuring import status
     from training_run import TrainingRun
 
     from plsc.parallel.world import World
@@ -79,12 +80,6 @@ def measure(arguments: argparse.Namespace, name: str) -> None:
         run = TrainingRun(world, folder, settings)
         losses = [run.step() for _ in range(2)]  # the second has the optimizer's states
         print(json.dumps({"ready": ready, "peak": status("VmHWM"), "losses": losses}))
-
-
-def status(field: str) -> int:
-    """Return bytes of a field of this process's status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def planned_bytes(arguments: argparse.Namespace, name: str) -> int:

@@ -1,6 +1,6 @@
 """Draws time and memory against the number of classes, ours and the others, on log axes.
 
-python benchmarks/plot.py 128 head.png build/benchmarks/*/samples.jsonl     # several runs in one picture
+python benchmarks/plot.py 128 head.png build/benchmarks/*/head.jsonl     # several runs in one picture
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
     python benchmarks/train.py --networks ResNet18 --classes 1e5 --compile
     python benchmarks/train.py --files                  # images are read from JPEG files
     python benchmarks/train.py --memory                 # peak memory, a process each
-    python benchmarks/train.py --device cuda --networks ResNet50 --classes 1e5,1e6 --batch 128,512 --compile
     torchrun --nproc-per-node 2 benchmarks/train.py     # over ranks: the textbook with DDP
     python benchmarks/train.py --quick                  # a smoke test
 
@@ -21,7 +20,7 @@ Writes into the output folder: train.jsonl (every measurement), train.md (what i
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import os
 import shutil
 import statistics
@@ -31,12 +30,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from head import machine, numbers, run_child
-from PIL import Image
+from head import Report, machine, numbers, run_child
+from loader import make_pictures
+from measuring import outcome_of, say, status, utilisation
 from torch import nn
 from train_ways import TEXTBOOK, Built, Case, TrainWay, build, ways
+from ways import use_tf32
 
 from plsc.models import build_model
 from plsc.parallel.world import World
@@ -48,30 +48,6 @@ NETWORKS = {"SmallResNet": ((1, 32, 32), 128, 128), "ResNet18": ((3, 112, 112), 
 LARGE = ((3, 112, 112), 512, 128)
 Sample = dict[str, Any]
 Clock = Callable[[], float]
-
-
-class Report:
-    """Measurements as lines of JSON and the text about them, written by rank 0 as they come."""
-
-    def __init__(self, folder: Path, is_main: bool) -> None:
-        self._is_main = is_main
-        if is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._raw = (folder / "train.jsonl").open("a")
-            self._text = (folder / "train.md").open("a")
-
-    def keep(self, kind: str, **facts: Any) -> None:
-        """Write a measurement down."""
-        if self._is_main:
-            self._raw.write(json.dumps({"kind": kind, **facts}) + "\n")
-            self._raw.flush()
-
-    def print(self, line: str = "") -> None:
-        """Print a line, and write it down."""
-        if self._is_main:
-            print(line, flush=True)
-            self._text.write(line + "\n")
-            self._text.flush()
 
 
 def model_flops(case: Case) -> float:
@@ -123,15 +99,9 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def use_tf32(way: TrainWay) -> None:
-    """Allow or forbid tf32 products, for the way that is next."""
-    torch.backends.cuda.matmul.allow_tf32 = way.tf32
-    torch.backends.cudnn.allow_tf32 = way.tf32
-
-
 def timed(way: TrainWay, built: Built, steps: int, world: World, clock: Clock) -> float:
     """Return the seconds of a step, the mean of some; all ranks begin together."""
-    use_tf32(way)
+    use_tf32(way.tf32)
     synchronise(world.device)
     world.barrier()
     start = clock()
@@ -139,6 +109,16 @@ def timed(way: TrainWay, built: Built, steps: int, world: World, clock: Clock) -
         built.step()
     synchronise(world.device)
     return (clock() - start) / steps
+
+
+def steps_at_once(case: Case, options: argparse.Namespace) -> int:
+    """Return how many steps are timed together."""
+    return options.steps or (1 if case.shape[1] > 64 else 4)
+
+
+def dtype_of(way: TrainWay) -> torch.dtype:
+    """Return the type of a way's products."""
+    return torch.bfloat16 if "bf16" in way.name or "fp16" in way.name else torch.float32
 
 
 def compare(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
@@ -151,19 +131,21 @@ def compare(case: Case, options: argparse.Namespace, world: World, report: Repor
     )
     built: dict[str, Built] = {}
     for way in chosen:
-        use_tf32(way)
+        use_tf32(way.tf32)
         built[way.name] = build(way, case, world)
         for _ in range(options.warm_up):
             built[way.name].step()
     clock = clock_of(options)
     times: dict[str, list[float]] = {way.name: [] for way in chosen}
-    steps = options.steps or (1 if case.shape[1] > 64 else 4)
+    steps = steps_at_once(case, options)
     for turn in range(options.rounds):
         first = turn % len(chosen)
         for way in chosen[first:] + chosen[:first]:
             seconds = timed(way, built[way.name], steps, world, clock)
             times[way.name].append(seconds)
-            report.keep("time", way=way.name, round=turn, seconds=seconds, **facts(case, world))
+            report.keep(
+                kind="time", way=way.name, round=turn, seconds=seconds, **facts(case, world)
+            )
     for one in built.values():
         one.close()
     print_table(case, chosen, times, options, world, report)
@@ -196,7 +178,7 @@ def print_table(
         dtype: options.peak * 1e12 if options.peak else measured_peak(dtype, world.device, clock)
         for dtype in (torch.float32, torch.bfloat16)
     }
-    report.keep("peak", float32=peaks[torch.float32], bfloat16=peaks[torch.bfloat16])
+    report.keep(kind="peak", float32=peaks[torch.float32], bfloat16=peaks[torch.bfloat16])
     report.print(
         f"{flops / 1e9:,.1f} GFLOP a step; peak {peaks[torch.float32] / 1e12:.2f} TFLOP/s in fp32, "
         f"{peaks[torch.bfloat16] / 1e12:.2f} in bf16.\n"
@@ -212,8 +194,7 @@ def print_table(
         ratio = statistics.median(
             other / own for other, own in zip(times[TEXTBOOK], mine, strict=True)
         )
-        is_half = "bf16" in way.name or "fp16" in way.name
-        peak = peaks[torch.bfloat16 if is_half else torch.float32]
+        peak = peaks[dtype_of(way)]
         done = flops if way.has_head else flops - of_head
         report.print(
             f"| {way.name} | {case.batch * world.size / middle:,.1f} | {1000 * middle:,.4g} "
@@ -244,52 +225,69 @@ def memory(case: Case, options: argparse.Namespace, world: World, report: Report
             str(case.batch),
             "--threads",
             str(options.threads),
-            "--device",
-            world.device.type,
+            *("--device", world.device.type, "--warm-up", "1", "--rounds", "1", "--steps", "1"),
         ]
         found, trouble = run_child(arguments, None)
-        if not found:
-            report.print(f"| {way.name} | {trouble} | |")
+        if not found or found[0]["kind"] == "failed":
+            report.print(f"| {way.name} | {found[0]['outcome'] if found else trouble} | |")
             continue
-        report.keep("memory", **found[0])
+        report.keep(**found[0])
         report.print(
             f"| {way.name} | {found[0]['peak'] / GIB:.2f} | {found[0]['over'] / GIB:.2f} |"
         )
 
 
-def measure(name: str, case: Case, world: World) -> None:
-    """Make two steps of one way and print the peak memory as a line of JSON."""
+def measure(name: str, cases: list[Case], options: argparse.Namespace, world: World) -> None:
+    """Make steps of one way in each case, and print times and peak memory as a line of JSON each."""
     way = next(one for one in ways(world.device.type) if one.name == name)
+    use_tf32(way.tf32)
+    for case in cases:
+        try:
+            say("step", way=name, **facts(case, world), **measured_steps(way, case, options, world))
+        except Exception as error:
+            say("failed", way=name, **facts(case, world), outcome=outcome_of(error))
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measured_steps(
+    way: TrainWay, case: Case, options: argparse.Namespace, world: World
+) -> dict[str, Any]:
+    """Return the seconds of each round, the peak memory, and how well the device was used."""
+    device, clock = world.device, clock_of(options)
+    on_gpu = device.type == "cuda"
     before = status("VmRSS")
-    use_tf32(way)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
     built = build(way, case, world)
-    for _ in range(2):
+    for _ in range(options.warm_up):
         built.step()
-    peak = status("VmHWM")
-    if world.device.type == "cuda":
-        before, peak = 0, torch.cuda.max_memory_allocated()
+    with utilisation(device) as busy:
+        steps = steps_at_once(case, options)
+        seconds = [timed(way, built, steps, world, clock) for _ in range(options.rounds)]
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else status("VmHWM")
     built.close()
-    print(json.dumps({"way": name, "peak": peak, "over": peak - before, **facts(case, world)}))
+    flops = model_flops(case) - (0 if way.has_head else head_flops(case))
+    reached = flops / statistics.median(seconds)
+    return {
+        "seconds": seconds,
+        "peak": peak,
+        "over": peak - before,
+        "of_peak": reached
+        / (1e12 * (options.peak or 0) or measured_peak(dtype_of(way), device, clock)),
+        "busy": statistics.median(busy) if busy else None,
+    }
 
 
-def status(field: str) -> int:
-    """Return bytes from a line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def write_images(folder: Path, shape: tuple[int, int, int], count: int) -> None:
-    """Write JPEG files in folders, one a class, as many of each as there are."""
-    random = np.random.default_rng(0)
-    channels, height, width = shape
-    for index in range(count):
+def write_images(folder: Path, shape: tuple[int, int, int], count: int, copies: int = 1) -> None:
+    """Write JPEG files in folders, one a class, as many of each as there are; each under so many names."""
+    for index, data in enumerate(make_pictures(count, shape)):
         place = folder / f"{index % 100:03d}"
         place.mkdir(exist_ok=True)
-        coarse = random.integers(0, 256, (8, 8, channels), dtype=np.uint8)
-        image = Image.fromarray(coarse if channels == 3 else coarse[..., 0])
-        image.resize((width, height), Image.Resampling.BICUBIC).save(place / f"{index}.jpg")
+        (place / f"{index}.jpg").write_bytes(data)
+        for copy in range(1, copies):
+            os.link(place / f"{index}.jpg", place / f"{index}-{copy}.jpg")
 
 
 def parse() -> argparse.Namespace:
@@ -321,7 +319,7 @@ def parse() -> argparse.Namespace:
         help="count the time on processors, of all threads, instead of the clock's: with --threads 1 it is "
         "what the step takes on an idle core, also where others use the machine",
     )
-    add("--measure", nargs=4, metavar=("WAY", "NETWORK", "CLASSES", "BATCH"))
+    add("--measure", nargs=4, metavar=("WAY", "NETWORK", "CLASSES", "BATCHES"))
     return parser.parse_args()
 
 
@@ -334,13 +332,14 @@ def case_of(network: str, classes: int, batch: int | None, options: argparse.Nam
 def work(options: argparse.Namespace, world: World) -> None:
     """Do what is asked for."""
     if options.measure:
-        way, network, classes, batch = options.measure
-        measure(way, case_of(network, int(classes), int(batch), options), world)
+        way, network, classes, batches = options.measure
+        sizes = [(int(classes), batch) for batch in numbers(batches)]
+        measure(way, [case_of(network, *size, options) for size in sizes], options, world)
         return
     if options.quick:
         options.networks, options.classes, options.batch = ["SmallResNet"], [1000], [16]
         options.rounds, options.steps, options.images = 2, 1, 64
-    report = Report(options.output, world.is_main)
+    report = Report(options.output, "train", world.is_main)
     report.keep(**machine(options.threads, world.device.type))
     for network in options.networks:
         for classes in options.classes:

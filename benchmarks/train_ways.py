@@ -17,6 +17,7 @@ from ways import LR, MOMENTUM, WEIGHT_DECAY, arcface
 
 from plsc.config import Options
 from plsc.data.batch import Batch
+from plsc.data.device_copies import copied_aside
 from plsc.heads.initial import initial_rows
 from plsc.models import build_model
 from plsc.models.modes import use_torchs_layers
@@ -173,6 +174,8 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     run.network.train()
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
+    if options.speed.overlap_copies:  # as the loop does
+        batches = copied_aside(batches, world.device)
     if not way.has_head:
         return Built(lambda: _backbone_step(run, next(batches)), batches.close)
 

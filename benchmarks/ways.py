@@ -68,7 +68,7 @@ class Way:
     """name; loss: 'arcface' or 'softmax' (plain, no normalisation); package: what it needs besides torch.
 
     for_millions: whether it is worth trying where the rows alone fill the machine. planned: the arguments of
-    plsc.plan.plan that describe it, None if it is not ours.
+    plsc.plan.plan that describe it, None if it is not ours. tf32: whether float32 products may be in tf32.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Way:
     needs_gpu: bool = False
     for_millions: bool = False
     planned: dict[str, Any] | None = None
+    tf32: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -101,6 +102,7 @@ def _ours(
     hard: float = 0.0,
     light: bool = False,
     kernels: str = "auto",
+    tile: int | None = None,
 ) -> Built:
     """Build ours; `light`: rows in bf16 and row-wise Adagrad, 1,028 bytes a row instead of 4,096."""
     from plsc.heads import Execution, RowAdagrad, RowSGD, Sampling, ShardedHead, build_margin
@@ -122,7 +124,8 @@ def _ours(
 
     head, rows = store.get("light", make_light) if light else store.get("full", make_full)
     sampling = Sampling(ratio=ratio, hard=hard)
-    execution = Execution(products=products, keep_bytes=EVERYTHING if keep else 0, kernels=kernels)
+    keep_bytes = EVERYTHING if keep else 0
+    execution = Execution(products, keep_bytes=keep_bytes, kernels=kernels, tile=tile)
     said = [""]
 
     def step(x: Tensor, labels: Tensor) -> Tensor:
@@ -135,6 +138,12 @@ def _ours(
         return output.mean_loss
 
     return Built(step, [head.weight.data, *rows.state[head.weight].values()], lambda: said[0])
+
+
+def use_tf32(allowed: bool) -> None:
+    """Allow or forbid tf32 products, for the way that is next."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _sgd(parameter: nn.Parameter, momentum: Tensor) -> torch.optim.SGD:
@@ -269,14 +278,24 @@ def _liger_autocast(store: Store) -> Built:
     return _plain(store, lambda x, w, y: loss(w, x, y), autocast=True)
 
 
-def _cut(store: Store) -> Built:
+def _cut(store: Store, **how: Any) -> Built:
+    """Build cut cross-entropy; by default it leaves out gradients that bfloat16 would round away."""
     from cut_cross_entropy import linear_cross_entropy
 
-    # Its backward pass wants half precision.
-    return _plain(store, lambda x, w, y: linear_cross_entropy(x.bfloat16(), w.bfloat16(), y))
+    def loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+        # Its backward pass wants half precision.
+        return linear_cross_entropy(x.bfloat16(), w.bfloat16(), labels, **how)
+
+    return _plain(store, loss)
 
 
-def _our_way(name: str, products: str, **how: Any) -> Way:
+def _cut_whole(store: Store) -> Built:
+    return _cut(store, filter_eps=None)
+
+
+def _our_way(
+    name: str, products: str, needs_gpu: bool = False, tf32: bool = False, **how: Any
+) -> Way:
     planned: dict[str, Any] = {"ratio": how.get("ratio", 1.0)}
     if how.get("keep"):
         planned["keep_bytes"] = EVERYTHING
@@ -286,13 +305,16 @@ def _our_way(name: str, products: str, **how: Any) -> Way:
         name,
         "arcface",
         lambda store: _ours(store, products, **how),
-        for_millions=how.get("light", False),
+        needs_gpu=needs_gpu,
+        for_millions=how.get("light", False) and "ratio" in how,
         planned=planned,
+        tf32=tf32,
     )
 
 
 WAYS = (
     Way(TEXTBOOK, "arcface", _textbook),
+    Way("textbook, tf32", "arcface", _textbook, needs_gpu=True, tf32=True),
     Way("textbook, bf16 autocast", "arcface", _textbook_autocast),
     Way("textbook PartialFC 0.1", "arcface", _textbook_sampled, for_millions=True),
     Way("pytorch-metric-learning", "arcface", _metric_learning, "pytorch_metric_learning"),
@@ -301,13 +323,23 @@ WAYS = (
     Way("liger-kernel", "softmax", _liger, "liger_kernel", needs_gpu=True),
     Way("liger-kernel, bf16", "softmax", _liger_autocast, "liger_kernel", needs_gpu=True),
     Way("cut-cross-entropy, bf16", "softmax", _cut, "cut_cross_entropy", needs_gpu=True),
+    Way(
+        "cut-cross-entropy, bf16, all gradients",
+        "softmax",
+        _cut_whole,
+        "cut_cross_entropy",
+        needs_gpu=True,
+    ),
     _our_way("plsc, fp32", "float32"),
+    _our_way("plsc, tf32", "float32", needs_gpu=True, tf32=True),
     _our_way("plsc, fp32, kept", "float32", keep=True),
     _our_way("plsc, bf16", "bfloat16"),
     _our_way("plsc, bf16, kept", "bfloat16", keep=True),
+    _our_way("plsc, bf16, long tiles", "bfloat16", needs_gpu=True, tile=65_536),
     _our_way("plsc, bf16, no kernels", "bfloat16", kernels="torch"),
     _our_way("plsc, bf16, 0.1", "bfloat16", ratio=0.1),
     _our_way("plsc, bf16, 0.1, half hard", "bfloat16", ratio=0.1, hard=0.5),
+    _our_way("plsc, bf16 rows, Adagrad", "bfloat16", light=True),
     _our_way("plsc, bf16 rows, Adagrad, 0.1", "bfloat16", ratio=0.1, light=True),
     _our_way("plsc, bf16 rows, Adagrad, 0.01", "bfloat16", ratio=0.01, light=True),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ def build_run(
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
+        # Else torch refuses each product on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     network, assignment, samples = _build_trained_network(options, world, user.model)
     memory = options.memory
     checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)

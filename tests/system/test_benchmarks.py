@@ -40,7 +40,7 @@ def run(*arguments: object) -> list[dict]:
 
 
 def read(folder: Path, kind: str) -> list[dict]:
-    lines = (folder / "samples.jsonl").read_text().splitlines()
+    lines = (folder / "head.jsonl").read_text().splitlines()
     return [sample for sample in map(json.loads, lines) if sample["kind"] == kind]
 
 
@@ -56,7 +56,7 @@ def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_the_textbook_does
     missing = next(way.name for way in WAYS if way.needs_gpu)
     ours = ("plsc, fp32", "plsc, fp32, kept", "plsc, bf16")
     run("--quick", "--ways", "|".join([TEXTBOOK, missing, *ours]), tmp_path)
-    table = (tmp_path / "results.md").read_text()
+    table = (tmp_path / "head.md").read_text()
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if " | " in line]
     ways = [name for name in BY_NAME if name in (TEXTBOOK, missing, *ours)]
     assert rows == ["way", *ways, "way", *ours]  # the second table: beside the plan

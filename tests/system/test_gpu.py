@@ -1,19 +1,23 @@
-"""The same script on a GPU: it trains, saves, resumes and agrees with the CPU."""
+"""Runs on a GPU: they train, save, resume and agree with the CPU, with any option."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-import torch
 
 from plsc import Entry
+from plsc.errors import TrainingError
+from plsc.parallel.world import World
+from tests.devices import NEEDS_GPU, VISIBLE
+from tests.distributed import job
+from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
+from tests.option_pairs import CHANGES, CHANGES_OF_GPUS, check_pair
+from tests.resuming import different, saved_at
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-]
+pytestmark = NEEDS_GPU
 
 
 def train(dataset, save_dir, device, **settings):
@@ -58,14 +62,34 @@ def test_copies_beside_the_step_and_the_layout_change_nothing_but_rounding(tmp_p
     train(dataset, tmp_path / "plain", "cuda", **plain)
     train(dataset, tmp_path / "copies", "cuda", set_channels_last="off")
     train(dataset, tmp_path / "last", "cuda", set_channels_last="on")
-    assert losses(tmp_path / "copies") == losses(tmp_path / "plain")
-    assert losses(tmp_path / "last")[:3] == pytest.approx(losses(tmp_path / "plain")[:3], rel=1e-3)
+    for name in ("copies", "last"):
+        assert losses(tmp_path / name)[:3] == pytest.approx(
+            losses(tmp_path / "plain")[:3], rel=1e-3
+        )
 
 
-def test_a_compiled_backbone_trains_as_the_plain_one(tmp_path):
+@pytest.mark.parametrize("name", [*CHANGES, *CHANGES_OF_GPUS])
+def test_an_option_makes_the_steps_of_the_plain_path(name):
+    check_pair(name, name, World.single("cuda"))
+
+
+def test_a_loss_that_is_read_late_stops_the_run_when_it_is_bad(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
-    train(dataset, tmp_path / "plain", "cuda")
-    train(dataset, tmp_path / "compiled", "cuda", set_compile=True, set_train_steps=3)
-    assert losses(tmp_path / "compiled")[:3] == pytest.approx(
-        losses(tmp_path / "plain")[:3], rel=1e-3
-    )
+    with pytest.raises(TrainingError, match=r"the loss is (nan|inf) at step"):
+        train(dataset, tmp_path / "run", "cuda", set_lr=1e30, set_log_period=1000)
+
+
+def test_a_deterministic_run_resumes_to_the_same_bits(tmp_path):
+    # In processes of their own: cuBLAS is asked once in each whether it is deterministic.
+    dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
+
+    def run(name, *settings):
+        run_ranks(
+            Path(job.__file__), 0, str(dataset), str(tmp_path / name), "set_device='cuda'",
+            "set_deterministic=True", "set_save_every_n_steps=4", *settings,
+            env=VISIBLE,
+        )  # fmt: skip
+
+    run("whole", "set_max_last_checkpoint_num=-1")
+    run("resumed", f"set_checkpoint_dir={str(saved_at(tmp_path / 'whole', 4))!r}")
+    assert not different(saved_at(tmp_path / "whole", 20), saved_at(tmp_path / "resumed", 20))

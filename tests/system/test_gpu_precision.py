@@ -9,14 +9,12 @@ from plsc.parallel.world import World
 from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run
 from plsc.train.step import Step
+from tests.devices import NEEDS_GPU
 from tests.images import write_dataset
 from tests.overflowing import logged
 from tests.resuming import different, options_of, saved_at, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.fixture(scope="module")

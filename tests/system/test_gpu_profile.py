@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from plsc.marks import Part
+from tests.devices import NEEDS_GPU
 from tests.distributed.job import small_entry
 from tests.images import write_dataset
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-]
+pytestmark = NEEDS_GPU
 
 
 def test_the_parts_are_of_the_device_and_the_host_s_stand_beside_them(tmp_path, capsys):

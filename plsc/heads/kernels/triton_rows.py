@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from plsc.errors import first_line
 from plsc.heads.passes import Queries, RowGradient, Rows, Sums, TorchPasses
 from plsc.heads.rules import MOMENTUM, Rule, States
 
@@ -40,6 +41,11 @@ def unavailable(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return "this GPU is of compute capability {}.{}; 8.0 is needed".format(*capability)
+    try:  # Triton wants a C compiler and Python's headers, which many images of GPU machines lack
+        with _on(device):
+            TritonPasses()._directions(Rows(torch.zeros(1, 1, device=device)), slice(0, 1))
+    except Exception as error:
+        return f"triton cannot run a kernel here: {type(error).__name__}: {first_line(error)}"
     return None
 
 

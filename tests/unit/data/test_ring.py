@@ -8,6 +8,7 @@ import torch
 
 from plsc.data.batch import Batch
 from plsc.data.ring import BufferRing
+from tests.devices import GPU
 
 SHAPE = (3, 4, 5)
 
@@ -67,9 +68,8 @@ def test_what_waits_to_be_used_again_is_bounded():
     assert not ring._lent
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
-def test_page_locked_memory_is_not_used_again_while_it_is_copied():
+@pytest.mark.parametrize("device", [GPU])
+def test_page_locked_memory_is_not_used_again_while_it_is_copied(device):
     shape = (3, 1024, 1024)
     ring = BufferRing(8, shape, pin=True)
     arrived = []
@@ -77,7 +77,7 @@ def test_page_locked_memory_is_not_used_again_while_it_is_copied():
         pixels, images = ring.take(8)
         assert images.is_pinned()
         pixels[...] = value
-        arrived.append(images.to("cuda", non_blocking=True))
+        arrived.append(images.to(device, non_blocking=True))
         del pixels, images
     for value, images in enumerate(arrived):
         assert (images == value).all()

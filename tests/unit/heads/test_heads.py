@@ -22,6 +22,7 @@ from plsc.heads import (
 )
 from plsc.heads.initial import initial_rows
 from tests import reference
+from tests.devices import GPU, group_of_one
 
 COSINE_MARGINS = [name for name in MARGINS if name != "softmax"]
 
@@ -150,6 +151,20 @@ def test_a_dense_twin_equals_its_sharded_head(name):
     assert ours.mean_loss.item() == pytest.approx(theirs.mean_loss.item(), rel=1e-9)
     assert ours.accuracy.item() == pytest.approx(theirs.accuracy.item())
     assert ours.mean_cosine.item() == pytest.approx(theirs.mean_cosine.item())
+
+
+@pytest.mark.parametrize("name", ["arcface", "curricularface", "softmax"])
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_head_in_a_group_of_one_rank_learns_what_it_learns_without_a_group(name, device):
+    embeddings, labels = batch(7, 6, 11)
+    with group_of_one(device) as group:
+        heads = [filled(build_head(f"dist_{name}", 11, 6, group=one)) for one in (group, None)]
+        for head in heads:
+            rows = RowSGD(head.to(device))
+            x = embeddings.detach().float().to(device).requires_grad_()
+            head(x, labels.to(device), with_accuracy=True).loss.backward()
+            rows.step()
+    torch.testing.assert_close(heads[0].weight, heads[1].weight)
 
 
 @pytest.mark.parametrize("name", MARGINS)

@@ -18,6 +18,7 @@ from plsc.heads import (
     build_margin,
 )
 from tests import reference
+from tests.devices import GPU
 
 CLASSES, DIMENSION, BATCH = 40, 6, 7
 
@@ -224,14 +225,15 @@ def test_low_precision_rows_follow_the_exact_ones_on_average(state_dtype):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("margin", ["arcface", "softmax"])
 @pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
-def test_offloaded_rows_become_the_same(name, margin, sampling):
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_offloaded_rows_become_the_same(name, margin, sampling, device):
     ours, _ = OPTIMIZERS[name]
     head = make_head(margin, sampling=sampling)
-    away = make_head(margin, sampling=sampling, offload=True)
+    away = make_head(margin, sampling=sampling, offload=True).to(device)
     rows, away_rows = ours(head), ours(away)
     for x, y in batches(3):
-        for h, r in ((head, rows), (away, away_rows)):
-            h(x.detach().requires_grad_(), y).loss.backward()
+        for h, r, place in ((head, rows, "cpu"), (away, away_rows, device)):
+            h(x.detach().to(place).requires_grad_(), y.to(place)).loss.backward()
             r.step()
     assert_same_parameters(away, head, 1e-12)
 

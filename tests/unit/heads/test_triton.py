@@ -6,7 +6,7 @@ the compiled code is; that needs the tests marked gpu, which have not run where 
 
 from __future__ import annotations
 
-import os
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +17,8 @@ import torch
 from plsc.errors import OptionError
 from plsc.heads.engines import choose_passes
 from plsc.heads.kernels import triton_rows
+from tests.devices import GPU, VISIBLE
+from tests.distributed.launch import clean_environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -26,7 +28,7 @@ def run(*command: str, **environment: str) -> None:
     """Run Python in a process of its own: what Triton is to be is settled when it is imported."""
     done = subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env=clean_environment(**VISIBLE, **environment),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -46,10 +48,9 @@ def test_interpreted_kernels_compute_what_the_formulas_say() -> None:
     cases(TRITON_INTERPRET="1")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
-def test_compiled_kernels_compute_what_the_formulas_say() -> None:
-    reason = triton_rows.unavailable(torch.device("cuda", torch.cuda.current_device()))
+@pytest.mark.parametrize("device", [GPU])
+def test_compiled_kernels_compute_what_the_formulas_say(device: str) -> None:
+    reason = triton_rows.unavailable(torch.device(device, torch.cuda.current_device()))
     if reason is not None:
         pytest.skip(reason)
     cases(TRITON_INTERPRET="0")
@@ -74,6 +75,22 @@ def test_on_a_cpu_the_kernels_say_why_they_cannot_be_used() -> None:
     assert "cpu" in str(triton_rows.unavailable(cpu))
     with pytest.raises(OptionError, match=r"triton kernels .* rows are on cpu"):
         choose_passes("triton", cpu, torch.float32, torch.float32, None, 32)
+
+
+def test_a_gpu_on_which_no_kernel_can_be_built_has_a_reason(monkeypatch) -> None:
+    class Kernels:
+        """Triton without a C compiler: it fails at the first launch."""
+
+        def __getattr__(self, name: str):
+            raise RuntimeError("Failed to find C compiler.\nSet CC")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_rows, "_kernels", Kernels)
+    monkeypatch.setattr(triton_rows, "_on", lambda device: contextlib.nullcontext())
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    reason = triton_rows.unavailable(torch.device("cuda", 9))
+    assert reason == "triton cannot run a kernel here: RuntimeError: Failed to find C compiler."
 
 
 def test_without_triton_the_head_can_be_imported_and_the_reason_names_it() -> None:

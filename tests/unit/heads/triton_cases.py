@@ -241,6 +241,41 @@ def test_a_matrix_of_terms_has_rows_that_begin_aligned() -> None:
     assert matrix.stride() == (64, 1)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str) -> None:
+    # 4.3 GB of bfloat16, of which a CPU's memory holds but the pages that are touched.
+    shape = Shape(classes=20, dimension=512, row_dtype=BF16)
+    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    first = 2**31 // 512 + 40
+    far = replace(rows, weight=torch.empty(first + 20, 512, dtype=BF16, device=DEVICE))
+    far.weight[first:] = rows.weight
+    some = replace(far, selected=torch.arange(first, first + 20, device=DEVICE))
+    rows.first_row += first
+
+    near = passes.gradients(rows, queries, gradient, slice(0, 20))[0]
+    last = slice(first, first + 20)
+    far_queries = replace(queries, target=queries.target + first)
+    far_gradient = replace(gradient, target_row=gradient.target_row + first)
+    behind = passes.gradients(far, far_queries, far_gradient, last)[0]
+    assert torch.equal(behind, near)
+
+    rule, states, far_states = Rule(kind, lr=0.1, momentum=0.9), {}, {}
+    if kind == "sgd":
+        states["momentum_buffer"] = torch.ones_like(rows.weight)
+        far_states["momentum_buffer"] = torch.empty_like(far.weight)
+        far_states["momentum_buffer"][first:] = 1
+    else:
+        states["sum_of_squares"] = torch.zeros(20, device=DEVICE)
+        far_states["sum_of_squares"] = torch.zeros(first + 20, device=DEVICE)
+    assert torch.equal(forward(passes, some, queries).total, forward(passes, rows, queries).total)
+    passes.fused_update(rows, queries, gradient, rule, states)
+    passes.fused_update(some, queries, gradient, rule, far_states)
+    assert torch.equal(far.weight[first:], rows.weight)
+    for name, state in states.items():
+        assert torch.equal(far_states[name][first:], state)
+
+
 @pytest.mark.skipif(IS_INTERPRETED, reason="the head takes these kernels on a CUDA device only")
 @pytest.mark.parametrize("margin", ["arcface", "softmax", "curricularface"])
 @pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
@@ -250,7 +285,7 @@ def test_a_head_trains_as_with_the_plain_passes(margin: str, row_dtype: torch.dt
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(48, 512, generator=generator).to(DEVICE)
         labels = torch.randint(0, 3000, (48,), generator=generator).to(DEVICE)
-        execution = Execution(kernels=kernels, tile=700)
+        execution = Execution(products=row_dtype, kernels=kernels, tile=700)
         head = ShardedHead(
             3000, 512, build_margin(margin), execution=execution, row_dtype=row_dtype
         ).to(DEVICE)

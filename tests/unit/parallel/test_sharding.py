@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 
@@ -20,6 +21,7 @@ from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.parallel.sharding import local_part, shard_network
 from plsc.parallel.world import World
 from plsc.train.build import _build_trained_network
+from tests.devices import GPU, group_of_one
 from tests.option_pairs import options_with
 
 BLOCKS, WIDTH = 6, 32
@@ -59,6 +61,21 @@ def test_a_unit_is_split_before_the_next_one_comes_to_the_device(group, monkeypa
     here = sum(local_part(p).numel() for p in network.parameters())
     assert here * 4 == sum(sizes.values())
     assert not any(p.numel() for p in originals)  # whoever holds them, holds no memory
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_network_in_a_single_shard_has_the_gradients_of_the_whole_one(device):
+    whole = nn.Sequential(nn.Linear(4, WIDTH), nn.PReLU(), nn.Linear(WIDTH, 3)).to(device)
+    network = copy.deepcopy(whole).cpu()
+    x = torch.randn(5, 4).to(device)
+    with group_of_one(device) as group:
+        world = World(0, 1, 0, x.device, backbone_group=group)
+        shard_network(network, ["0", "2"], world, 1, datetime.timedelta(seconds=60))
+        for one in (network, whole):
+            one(x).square().sum().backward()
+        for mine, right in zip(network.parameters(), whole.parameters(), strict=True):
+            assert local_part(mine).device == right.device
+            torch.testing.assert_close(local_part(mine.grad), right.grad)
 
 
 def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -47,6 +48,16 @@ def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(
     run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
     run.world = SimpleNamespace(device=torch.device(device))
     assert Step(run).losses.is_late == is_late
+
+
+def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_path, monkeypatch):
+    # Without it torch refuses the first product there.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be restored")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    options = options_for(dataset, tmp_path, train__deterministic=True)
+    build_run(options, World.single(), UserParts())
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 class _Endless(torch.autograd.Function):

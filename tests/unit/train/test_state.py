@@ -15,6 +15,7 @@ from plsc.optim.factory import build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS as BY_NAME
 from plsc.train.state import collect_numbers, collect_tensors, make_state
+from tests.devices import GPU
 
 
 class CountingInNumbers(torch.optim.SGD):
@@ -65,15 +66,6 @@ def info_of(tensors):
         )
         for key, t in tensors.items()
     }
-
-
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-    ],
-)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

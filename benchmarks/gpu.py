@@ -1,0 +1,391 @@
+"""Measures what only a GPU can show, a slice of at most nine minutes at a time; benchmarks/gpu.sh runs it.
+
+    python benchmarks/gpu.py 2 build/gpu                  # slice 2
+    python benchmarks/gpu.py 2 build/gpu --device cpu     # the same code at toy size, without a GPU
+
+1  the tests marked gpu
+2  a step of the head beside its rivals, and beside the limit of products and memory bandwidth
+3  a training step of ResNet50 in each precision, compiled or not
+4  as many classes as the card holds
+5  a training step that reads JPEG files, beside one on data in memory
+
+Each way of slices 2 to 4 runs in a process of its own: one that fails or needs too much memory is a row of
+the table. What there is no time left for is a row, too. Adds to slice-N.jsonl (every measurement) and
+slice-N.md (what is printed) in the output folder. Exit code 1: something of ours failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # this checkout's plsc
+
+import torch  # noqa: E402
+from head import (  # noqa: E402
+    GIB,
+    Report,
+    Sample,
+    beside_the_plan,
+    machine,
+    measure_apart,
+    parse,
+    run_child,
+)
+from measuring import free_memory  # noqa: E402
+from ways import BY_NAME, TEXTBOOK  # noqa: E402
+
+RIVALS = (
+    "liger-kernel, bf16",
+    "cut-cross-entropy, bf16",
+    "cut-cross-entropy, bf16, all gradients",
+)
+OURS = ("plsc, bf16", "plsc, bf16, kept", "plsc, bf16, long tiles")
+LIGHT = tuple(f"plsc, bf16 rows, Adagrad{ratio}" for ratio in ("", ", 0.1", ", 0.01"))
+LEAST_SECONDS = 20.0  # that a process needs to measure anything
+LONG = 150.0  # seconds for a way of the head; 6e7 rows are a minute's work to make and to copy
+FILL = 0.92  # of the card's memory that the plan of slice 4 may take
+GOALS = {
+    "limit": 1.5,  # a step of the head, times its products and rows
+    "classes": 6e7,  # on a card of 80 GB
+    "cut": 1.0,  # the same, times that of cut cross-entropy
+    "half": 2.2,  # the speed in 16 bits, times that in float32
+    "head": 1.35,  # a step at a million classes, times that of the backbone alone
+    "wait": 0.03,  # of a step that reads files
+}
+
+
+@dataclass
+class Slice:
+    """What a slice is given: where to write, on which device, until when; toy: at a size for a CPU."""
+
+    report: Report
+    device: str
+    deadline: float
+    toy: bool
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return self.deadline - time.monotonic()
+
+    def child(self, *arguments: object) -> tuple[list[Sample], str | None]:
+        """Run a script of this folder in a process of its own, if there is time left."""
+        if self.left() < LEAST_SECONDS:
+            return [], "no time left"
+        name, *rest = map(str, arguments)
+        device = ["--device", self.device]
+        found, trouble = run_child([str(HERE / name), *rest, *device], self.left())
+        for sample in found:
+            self.report.keep(**sample)
+        return found, trouble
+
+    def goal(self, name: str, what: str, value: float, *, at_least: bool = False) -> None:
+        """Print how a measurement compares with what we aim at."""
+        goal = GOALS[name]
+        is_met = value >= goal if at_least else value <= goal
+        self.report.keep(kind="goal", name=name, what=what, value=value, goal=goal, met=is_met)
+        aim = f"at {'least' if at_least else 'most'} {goal:g}"
+        self.report.print(f"- {what}: {value:.3g} (goal: {aim}) {'met' if is_met else 'NOT met'}")
+
+
+def run_tests(here: Slice) -> list[str]:
+    """Run all tests marked gpu; return what failed."""
+    import pytest
+
+    outcomes: dict[str, str] = {}
+
+    class Recorder:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when != "call" and report.outcome == "passed":
+                return  # fixtures
+            why = report.longrepr[-1] if report.skipped else str(report.longrepr or "")[-4000:]
+            outcomes[report.nodeid] = report.outcome
+            here.report.keep(
+                kind="test",
+                test=report.nodeid,
+                outcome=report.outcome,
+                seconds=report.duration,
+                why=why,
+            )
+
+        def pytest_collectreport(self, report: Any) -> None:
+            if report.failed:
+                outcomes[report.nodeid] = "failed"
+                here.report.keep(
+                    kind="test", test=report.nodeid, outcome="failed", why=str(report.longrepr)
+                )
+
+    files = [
+        path
+        for path in sorted((HERE.parent / "tests").rglob("test_*.py"), reverse=True)  # unit first
+        if re.search(r"mark\.gpu|tests\.devices", path.read_text())
+    ]
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    options += ["-o", "timeout=200"]  # one that hangs leaves time for the others
+    os.chdir(HERE.parent)
+    code = pytest.main([*options, *map(str, files)], plugins=[Recorder()])
+    here.report.print("\n| test | outcome |\n|---|---|")
+    for name, outcome in sorted(outcomes.items(), key=lambda one: one[1]):
+        here.report.print(f"| {name} | {outcome} |")
+    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
+    return failed or ([] if code == 0 else [f"pytest ended with {code}"])
+
+
+def measure_head(here: Slice) -> list[str]:
+    """Compare the head with its rivals at two sizes."""
+    precise = ("plsc, fp32", "plsc, tf32")
+    plain = (TEXTBOOK, "textbook, tf32", "textbook, bf16 autocast", "textbook PartialFC 0.1")
+    names: tuple[str, ...] = (*OURS, *precise, "plsc, bf16, 0.1", *plain, "liger-kernel", *RIVALS)
+    others: tuple[str, ...] = (*OURS, *RIVALS)
+    sizes = [(1024, 10**6, 512), (16_384, 248_320, 2048)]
+    if here.toy:
+        names, others = (OURS[1], "plsc, tf32", TEXTBOOK, *RIVALS), RIVALS
+        sizes = [(16, 500, 32), (32, 300, 64)]
+    (batch, classes, dimension), large = sizes
+    failed = measure_ways(here, names, batch, classes, dimension)
+    for name in (*OURS, *precise):
+        for one in of_kind(here, "limit", name, batch, classes):
+            ratio = one["seconds"] / sum(one["parts"])
+            here.goal("limit", f"{name}, times its products and rows", ratio)
+    batch, classes, dimension = large
+    failed += measure_ways(here, others, batch, classes, dimension)
+    for rival in RIVALS[1:]:
+        theirs = of_kind(here, "memory", rival, batch, classes)
+        ours = [one for name in OURS for one in of_kind(here, "memory", name, batch, classes)]
+        if theirs and ours:
+            best = min(ours, key=lambda one: one["median"])
+            what = f"{best['way']}, times {rival}"
+            here.goal("cut", what, best["median"] / theirs[0]["median"])
+    return failed
+
+
+def measure_classes(here: Slice) -> list[str]:
+    """Fill the card with classes, rows in bfloat16 with one number of state each."""
+    batch, dimension = 1024, 512
+    if here.toy:
+        return measure_ways(here, LIGHT[1:2], 32, 2000, 64)
+    classes = most_classes(batch, dimension)
+    failed = measure_ways(here, LIGHT, batch, classes, dimension)
+    while is_too_much(here, LIGHT[0], batch, classes) and here.left() > LONG:
+        classes = classes * 9 // 10
+        failed = measure_ways(here, LIGHT, batch, classes, dimension)
+    if of_kind(here, "memory", LIGHT[0], batch, classes):
+        here.goal("classes", "classes on the card", classes, at_least=True)
+    return failed
+
+
+def is_too_much(here: Slice, way: str, batch: int, classes: int) -> bool:
+    """Whether a way ran out of memory."""
+    found = of_kind(here, "failed", way, batch, classes)
+    return any(one["outcome"] == "out of memory" for one in found)
+
+
+def most_classes(batch: int, dimension: int) -> int:
+    """Return how many classes the card holds by the plan; their rows are made in CPU memory."""
+    from plsc.plan import plan_head
+
+    plan = plan_head(10**6, batch=batch, embedding=dimension, rows="bfloat16", optimizer="adagrad")
+    _, total = torch.cuda.mem_get_info()
+    room = FILL * total - sum(plan.step.values())
+    at_start = 0.85 * free_memory() / plan.stored["weight"] * plan.classes
+    most = min(room / plan.bytes_a_class, at_start)
+    return int(most / 1e6) * 10**6
+
+
+def measure_ways(
+    here: Slice, names: Sequence[str], batch: int, classes: int, dimension: int
+) -> list[str]:
+    """Measure ways of the head at one size, print a row for each and the plan; return what failed."""
+    print_row = here.report.print
+    print_row(f"\n### The head: C = {classes:,}, B = {batch:,}, D = {dimension:,}\n")
+    print_row("| way | loss | ms a step: median (least to most) | peak GiB | over, GiB | |")
+    print_row("|---|---|---|---|---|---|")
+    failed = []
+    arguments = ["--dimension", str(dimension), "--device", here.device]
+    arguments += ["--steps", "2" if here.toy else "4" if classes > 10**7 else "20"]
+    for name in names:
+        way, seconds = BY_NAME[name], min(here.left(), LONG)
+        found: Sample | str = "no time left"
+        if seconds > LEAST_SECONDS:
+            found = measure_apart(parse(arguments), way, classes, batch, here.report, seconds)
+        if isinstance(found, str):
+            print_row(f"| {name} | {way.loss} | {found} | | | |")
+            if way.is_ours and found not in ("no time left", "needs a GPU", "out of memory"):
+                failed.append(f"{name} at C = {classes:,}: {found}")
+            if name == LIGHT[0] and is_too_much(here, name, batch, classes):
+                break  # the others hold as many
+            continue
+        ms = [1000 * one for one in found["seconds"]]
+        print_row(
+            f"| {name} | {way.loss} | {1000 * found['median']:.4g} ({min(ms):.4g} to {max(ms):.4g}) | "
+            f"{found['peak'] / GIB:.2f} | {found['over'] / GIB:.2f} | {found['note']} |"
+        )
+    if any(of_kind(here, "memory", name, batch, classes) for name in names):
+        beside_the_plan(parse(arguments), classes, batch, here.report)
+    return failed
+
+
+def measure_steps(here: Slice) -> list[str]:
+    """Time a training step in each precision, and at a million classes beside the backbone alone."""
+    network, few, many = "ResNet50", 10**5, 10**6
+    sizes, large = [128, 256, 512], 512
+    timing = ["--rounds", 5, "--steps", 10, "--warm-up", 5]
+    alone, with_head = "plsc's backbone alone, bf16", ["plsc, bf16", "plsc, bf16, kept"]
+    precisions = ["plsc, fp32", "plsc, bf16", "plsc, fp16", "plsc, tf32"]
+    textbook = [TEXTBOOK, "textbook, tf32", "textbook, bf16 autocast"]
+    compiled = ["plsc, bf16, kept, compiled", "plsc, fp16, compiled", "plsc, fp32, compiled"]
+    if here.toy:
+        network, few, many, sizes, large = "SmallResNet", 200, 200, [8, 16], 16
+        timing = ["--rounds", 2, "--steps", 1, "--warm-up", 1, "--threads", 1]
+        precisions, with_head, textbook, compiled = precisions[:2], [], [], []
+    plan = [(name, few, sizes) for name in precisions]
+    plan += [(name, many, [large]) for name in (*with_head, alone)]
+    plan += [(name, few, [large]) for name in compiled[:1]]
+    plan += [(name, few, sizes) for name in textbook]
+    plan += [(name, few, [large]) for name in compiled[1:]]
+    here.report.print(f"\n### A training step of {network}\n")
+    here.report.print(
+        "| way | C | B | images a second | ms a step | times plsc, fp32 | of the peak | GPU busy | peak GiB |"
+    )
+    here.report.print("|---|---|---|---|---|---|---|---|---|")
+    failed: list[str] = []
+    times: dict[tuple[str, int, int], float] = {}
+    for name, classes, batches in plan:
+        sizes_text = ",".join(map(str, batches))
+        found, trouble = here.child(
+            "train.py", "--measure", name, network, classes, sizes_text, *timing
+        )
+        for one in found:
+            outcome = one.get("outcome")
+            if outcome is None:
+                seconds = statistics.median(one["seconds"])
+                times[name, classes, one["B"]] = seconds
+                base = times.get(("plsc, fp32", classes, one["B"]))
+                ratio = "" if base is None else f"{base / seconds:.2f}"
+                busy = "" if one["busy"] is None else f"{one['busy']:.0f} %"
+                outcome = (
+                    f"{one['B'] / seconds:,.0f} | {1000 * seconds:.4g} | {ratio} | {one['of_peak']:.0%} | "
+                    f"{busy} | {one['peak'] / GIB:.2f}"
+                )
+            elif outcome != "out of memory" and name.startswith("plsc"):
+                failed.append(f"{name}, B = {one['B']}: {outcome}")
+            here.report.print(f"| {name} | {classes:,} | {one['B']} | {outcome} |")
+        if trouble is not None:
+            here.report.print(f"| {name} | {classes:,} | {sizes_text} | {trouble} |")
+            if name.startswith("plsc") and trouble != "no time left":
+                failed.append(f"{name}: {trouble}")
+    here.report.print()
+    for name, classes, batch in times:
+        base = times.get(("plsc, fp32", classes, batch))
+        if base and name.startswith(("plsc, bf16", "plsc, fp16")):
+            speed = base / times[name, classes, batch]
+            here.goal("half", f"{name}, B = {batch}: times the speed of fp32", speed, at_least=True)
+        base = times.get((alone, classes, batch))
+        if base and name in ("plsc, bf16", "plsc, bf16, kept"):
+            what = f"{name}, C = {classes:,}: times the backbone alone"
+            here.goal("head", what, times[name, classes, batch] / base)
+    return failed
+
+
+def measure_loader(here: Slice) -> list[str]:
+    """Time steps of ResNet50 on JPEG files and on data in memory, in turn."""
+    from loader import SHAPE, read_with_plsc
+    from train import timed, write_images
+    from train_ways import Case, build, ways
+
+    from plsc.data.sources import open_source
+    from plsc.parallel.cores import usable_cores
+    from plsc.parallel.world import World
+
+    network, batches = "ResNet50", [128, 512]
+    images, copies, rounds, steps = 4096, 32, 7, 40
+    cores = usable_cores()
+    if here.toy:
+        network, batches, cores = "SmallResNet", [8], 1
+        images, copies, rounds, steps = 40, 2, 2, 2
+    way = next(way for way in ways(here.device) if way.name == "plsc, bf16")
+    world = World.from_environment(here.device)
+    with tempfile.TemporaryDirectory(prefix="plsc-gpu-") as name:
+        folder = Path(name)
+        write_images(folder, SHAPE, images, copies)
+        here.report.print(f"\n### {network} on {images * copies:,} JPEG files, {cores} threads\n")
+        read = read_with_plsc(open_source(folder), cores)
+        read()
+        began = time.perf_counter()
+        rate = read() / (time.perf_counter() - began)
+        here.report.keep(kind="loader", images_a_second=rate, threads=cores)
+        here.report.print(f"The loader alone: {rate:,.0f} images a second.\n")
+        here.report.print(
+            "| B | in memory: images a second | from files | data wait |\n|---|---|---|---|"
+        )
+        for batch in batches:
+            case = Case(network, SHAPE, 512, 10_000, batch, workers=cores)
+            read_case = Case(**{**vars(case), "folder": folder})
+            built = [build(way, one, world) for one in (case, read_case)]
+            clock = time.perf_counter
+            for one in built:
+                timed(way, one, steps, world, clock)  # warms up
+            taken = [[timed(way, one, steps, world, clock) for one in built] for _ in range(rounds)]
+            for one in built:
+                one.close()
+            wait = statistics.median(1 - memory / files for memory, files in taken)
+            here.report.keep(kind="files", B=batch, seconds=taken, wait=wait)
+            speeds = [batch / statistics.median(column) for column in zip(*taken, strict=True)]
+            here.report.print(f"| {batch} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {wait:.1%} |")
+            here.goal("wait", f"B = {batch}: share of a step that waits for data", wait)
+    return []
+
+
+def of_kind(here: Slice, kind: str, way: str, batch: int, classes: int) -> list[Sample]:
+    """Return what was measured of a way at a size."""
+    wanted = {"kind": kind, "way": way, "B": batch, "C": classes}
+    return [one for one in here.report.samples if wanted.items() <= one.items()]
+
+
+SLICES: dict[int, Callable[[Slice], list[str]]] = {
+    1: run_tests,
+    2: measure_head,
+    3: measure_steps,
+    4: measure_classes,
+    5: measure_loader,
+}
+
+
+def main() -> None:
+    """Run a slice."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("slice", type=int, choices=SLICES)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=500, help="after which nothing is begun")
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA device; --device cpu runs a slice at toy size")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child is left behind
+    report = Report(given.output, f"slice-{given.slice}")
+    facts = machine(torch.get_num_threads(), given.device)
+    report.keep(**facts)
+    where = facts["gpu"] or f"{facts['processor']}, toy sizes"
+    report.print(f"\n## Slice {given.slice} on {where}, torch {facts['torch']}, {facts['date']}")
+    deadline = time.monotonic() + given.seconds
+    failed = SLICES[given.slice](Slice(report, given.device, deadline, given.device == "cpu"))
+    report.keep(kind="end", failed=failed)
+    if failed:
+        sys.exit(f"slice {given.slice}: {len(failed)} failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

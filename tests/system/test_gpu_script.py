@@ -1,0 +1,111 @@
+"""benchmarks/gpu.sh without a GPU: every slice at toy size, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import gpu  # noqa: E402
+from train_ways import ways  # noqa: E402
+from ways import BY_NAME  # noqa: E402
+
+
+def run(out: Path, *arguments: str, python: str | Path = sys.executable):
+    return subprocess.run(
+        ["bash", "benchmarks/gpu.sh", *arguments],
+        cwd=REPO,
+        env={**os.environ, "PYTHON": str(python), "OUT": str(out), "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+    )
+
+
+def samples_of(out: Path, number: int) -> list[dict]:
+    return [json.loads(line) for line in (out / f"slice-{number}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "kinds"),
+    [
+        (1, {"test"}),
+        (2, {"memory", "failed", "rates", "limit", "goal"}),
+        (3, {"step", "goal"}),
+        (4, {"memory", "rates", "limit"}),
+        (5, {"loader", "files", "goal"}),
+    ],
+)
+def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path):
+    done = run(tmp_path, str(number), "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = samples_of(tmp_path, number)
+    assert {sample["kind"] for sample in samples} == {"machine", "end"} | kinds
+    assert samples[0]["torch"] in (tmp_path / f"slice-{number}.md").read_text()
+    # Only what is not installed here, or is for a GPU, is a row without figures.
+    outcomes = {sample["outcome"] for sample in samples if sample["kind"] == "failed"}
+    assert outcomes <= {"not installed", "needs a GPU"}
+
+
+def test_what_there_is_no_time_left_for_is_a_row(tmp_path):
+    assert run(tmp_path, "2", "--device", "cpu", "--seconds", "0").returncode == 0
+    assert "| textbook, fp32 | arcface | no time left |" in (tmp_path / "slice-2.md").read_text()
+
+
+def test_a_slice_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n[ "$2" != 2 ]\n')
+    python.chmod(0o755)
+    done = run(tmp_path / "out", python=python)
+    begun = [line for line in done.stdout.splitlines() if line.startswith("benchmarks/gpu.py")]
+    assert begun == [f"benchmarks/gpu.py {number} {tmp_path / 'out'}" for number in range(1, 6)]
+    assert done.returncode == 1
+    assert "failed slices: 2\n" in done.stderr
+
+
+def test_at_full_size_a_slice_asks_for_ways_that_exist_and_for_fewer_classes_where_many_do_not_fit(
+    tmp_path, monkeypatch
+):
+    asked: list[tuple[str, int]] = []
+
+    def measure_apart(options, way, classes, batch, report, timeout):
+        asked.append((way.name, classes))
+        kind, figures = (
+            "memory",
+            {"seconds": [1.0], "median": 1.0, "peak": 1, "over": 1, "note": ""},
+        )
+        if classes > 6e7:
+            kind, figures = "failed", {"outcome": "out of memory"}
+        report.keep(kind=kind, way=way.name, C=classes, B=batch, **figures)
+        return "out of memory" if kind == "failed" else figures
+
+    def run_child(arguments, timeout):
+        name, classes = arguments[2], int(arguments[4])
+        asked.append((name, classes))
+        figures = {"seconds": [1.0], "of_peak": 0.5, "busy": 90, "peak": 1}
+        sizes = map(int, arguments[5].split(","))
+        return [{"kind": "step", "way": name, "C": classes, "B": b, **figures} for b in sizes], None
+
+    monkeypatch.setattr(gpu, "measure_apart", measure_apart)
+    monkeypatch.setattr(gpu, "run_child", run_child)
+    monkeypatch.setattr(gpu, "beside_the_plan", lambda *_: None)
+    monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
+    monkeypatch.setattr(gpu, "free_memory", lambda: 10**11)
+    known = BY_NAME.keys() | {way.name for way in ways("cuda")}
+    for number in (2, 3, 4):
+        report = gpu.Report(tmp_path, f"slice-{number}")
+        here = gpu.Slice(report, "cuda", time.monotonic() + 500, toy=False)
+        assert gpu.SLICES[number](here) == []
+        assert {name for name, _ in asked} <= known
+        goals = {sample["name"] for sample in report.samples if sample["kind"] == "goal"}
+        assert goals == {2: {"cut"}, 3: {"half", "head"}, 4: {"classes"}}[number]
+    light = [classes for name, classes in asked if name == gpu.LIGHT[0]]
+    assert light == [71_000_000, 63_900_000, 57_510_000]
