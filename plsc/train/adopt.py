@@ -47,7 +47,8 @@ def adopt(
     check_files(path, manifest)
     _check_head(config, path, manifest)
     # A network that the script chooses is compared when it is loaded.
-    if model is None and not any(line.startswith("model.") for line in config.differences):
+    is_chosen = any(line.startswith("model.") for line in config.differences)
+    if model is None and not is_chosen and any(one.startswith("model.") for one in config.adopted):
         _check_network(config, path, manifest)
     if use == "model":
         check_batch(config, path, config.train.test_batch_size)
