@@ -28,7 +28,8 @@ _RUN = Argument(
 def run_list(folder: str) -> None:
     """Print a line for each checkpoint, oldest first."""
     from plsc.checkpoint.manifest import HEADS_KEY
-    from plsc.checkpoint.retention import METRICS_KEY, checkpoints_in
+    from plsc.checkpoint.retention import checkpoints_in, metrics_of
+    from plsc.data.sources.paths import printable
     from plsc.errors import CheckpointError
     from plsc.storage.store import Store
     from plsc.storage.transfer import in_words
@@ -39,13 +40,13 @@ def run_list(folder: str) -> None:
         raise CheckpointError(f"there is no checkpoint in {shown(folder)}")
     for name, manifest in found:
         size = in_words(sum(file.bytes for file in manifest.files.values()))
-        metrics = manifest.scalars.get(METRICS_KEY) or {}
-        shown_metrics = "".join(f", {key} {value:.4g}" for key, value in metrics.items())
+        metrics = metrics_of(manifest).items()
+        shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
         heads = manifest.scalars.get(HEADS_KEY)
         of = f" of {len(heads)} heads" if isinstance(heads, dict) else ""
         print(
-            f"{name}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes{of}, "
-            f"saved by {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, {size}{shown_metrics}"
+            f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes"
+            f"{of}, saved by {_count(manifest.world_size, 'rank')}, {size}{shown_metrics}"
         )
 
 
@@ -97,10 +98,13 @@ def run_prune(
     """Delete old checkpoints."""
     from plsc.checkpoint.retention import Retention, mode_of
     from plsc.checkpoint.tools import prune_at
+    from plsc.data.sources.paths import printable
 
     retention = Retention(keep_last, save_top_k, monitor, mode_of(monitor_mode, monitor))
     deleted = prune_at(folder, retention)
-    print(f"deleted {_count(len(deleted), 'checkpoint')}{': ' * bool(deleted)}{', '.join(deleted)}")
+    print(
+        f"deleted {_count(len(deleted), 'checkpoint')}{': ' * bool(deleted)}{printable(', '.join(deleted))}"
+    )
 
 
 def run_push(source: str, url: str) -> None:

@@ -24,7 +24,8 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the files that hold tensors
 HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
-_CONTROL = re.compile(rb"\\u00[0189]|\xc2[\x80-\x9f]")  # in JSON; a terminal would obey them
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+_DEEPEST = 50  # levels of the JSON; Python's own functions end at some hundred
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
 
@@ -131,15 +132,32 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         raise CheckpointError(
             f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
         )
-    if _CONTROL.search(data):
-        raise CheckpointError(f"{source} holds control characters; choose another checkpoint")
     try:
-        content = json.loads(data, parse_constant=_refuse_constant)
+        content = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{source} is not JSON: {error}; choose another checkpoint"
         ) from error
+    _check_plain(source, content)
     return _build(Checker(source), content)
+
+
+def _check_plain(source: str, content: object) -> None:
+    """Raise CheckpointError for control characters in a string, and for deep nesting."""
+    level = [content]
+    for _ in range(_DEEPEST):
+        if any(isinstance(one, str) and _CONTROL.search(one) for one in level):
+            raise CheckpointError(f"{source} holds control characters; choose another checkpoint")
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in ([*one, *one.values()] if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise CheckpointError(
+            f"{source} is nested over {_DEEPEST} levels deep; choose another checkpoint"
+        )
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, Manifest, parse_manifest
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.option import is_finite_number
 from plsc.storage.publish import MANIFEST_NAME, withdraw
 from plsc.storage.store import Store
 from plsc.storage.urls import shown
@@ -67,9 +68,14 @@ def mode_of(mode: str, metric: str) -> str:
 
 def value_of(manifest: Manifest, metric: str | None) -> float | None:
     """Return a checkpoint's value of a metric, None if it was saved without."""
-    metrics = manifest.scalars.get(METRICS_KEY)
-    value = metrics.get(metric) if isinstance(metrics, dict) else None
-    return float(value) if isinstance(value, (int, float)) else None
+    return None if metric is None else metrics_of(manifest).get(metric)
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """Return the metrics of a checkpoint by name: those that are finite numbers."""
+    found = manifest.scalars.get(METRICS_KEY)
+    metrics = found if isinstance(found, dict) else {}
+    return {name: float(value) for name, value in metrics.items() if is_finite_number(value)}
 
 
 def list_checkpoints(save_dir: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:

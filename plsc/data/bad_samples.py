@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plsc.data.augment import Operation
+from plsc.data.sources.paths import printable
 from plsc.errors import DataError
 from plsc.keys import hash_key
 
@@ -48,7 +49,7 @@ class BadSampleList:
         self._seen: set[int] = set()
         for line in self._lines_before():
             self._seen.add(hash(line))
-            self.counts[line.split("\t", 1)[0]] += 1
+            self.counts[printable(line.split("\t", 1)[0])[:40]] += 1
 
     def add(self, problems: list[BadSample]) -> None:
         """Append those that are new. Raises DataError if the file cannot be written."""

@@ -145,7 +145,7 @@ class HeadOptions:
         "MiB a rank in which the first pass over the rows may leave its terms for the second, in 16 bits; "
         "where they do not fit, they are computed again",
         "set_head_keep_mb(mebibytes)",
-        at_least(0),
+        between(0, 2**40),
     )
     kernels: str = of_run(
         "auto", "what computes the head: auto, torch, native (C, on CPUs) or triton (on GPUs)",

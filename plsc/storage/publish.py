@@ -34,7 +34,7 @@ MANIFEST_NAME = (
     "manifest.json"  # of a folder in a store: written last, it says that the folder is whole
 )
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
-HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)(.+)-[0-9a-f]{8}")
+HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)([^.].*)-[0-9a-f]{8}")  # not ".."
 WORKSPACE_SUFFIX = ".plsc-partial"
 _LOCK_NAME = ".lock"
 _PATIENCE = 3.0  # seconds; a process that was just killed may be on its way out
@@ -112,9 +112,21 @@ class FolderLock:
 def lock_note(folder: Path) -> dict[str, Any]:
     """Return what the last holder of the folder's lock noted: host, pid and more; nothing if unknown."""
     try:
-        note = json.loads((folder / _LOCK_NAME).read_bytes()[: 2**24])
-        return {**note, "pid": int(note["pid"]), "host": str(note["host"])[:100]}
-    except (ValueError, KeyError, TypeError, OSError):
+        if not (folder / _LOCK_NAME).is_file():
+            return {}
+        with (folder / _LOCK_NAME).open("rb") as file:
+            note = json.loads(file.read(2**24))
+        launches = [str(one) for one in note.get("launches", [])]
+        return {"pid": int(note["pid"]), "host": ascii(note["host"])[1:100], "launches": launches}
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OSError,
+        ArithmeticError,
+        RecursionError,
+    ):
         return {}
 
 

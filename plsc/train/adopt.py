@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -11,13 +12,14 @@ import torch
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.importers.matching import shorten
 from plsc.checkpoint.layout import check_files
-from plsc.checkpoint.roles import BACKBONE, CLASS_WEIGHTS, Role
+from plsc.checkpoint.roles import BACKBONE, CLASS_WEIGHTS
 from plsc.config import Config, Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import harmless_arguments
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
+_LARGEST_BATCH = 2**30  # numbers in the images of a rank's batch
 
 
 def adopt(
@@ -45,26 +47,45 @@ def adopt(
     check_files(path, manifest)
     _check_head(config, path, manifest)
     # A network that the script chooses is compared when it is loaded.
-    if model is None and not any(line.startswith("model.") for line in config.differences):
+    is_chosen = any(line.startswith("model.") for line in config.differences)
+    if model is None and not is_chosen and any(one.startswith("model.") for one in config.adopted):
         _check_network(config, path, manifest)
+    if use == "model":
+        check_batch(config, path, config.train.test_batch_size)
     return config
 
 
+def check_batch(config: Config, path: Path, images: int) -> None:
+    """Raise CheckpointError if a checkpoint decides on batches per rank that take gigabytes."""
+    sizes = {"train.batch_size", "train.global_batch_size", "model.image_shape"}
+    shape = list(config.model.image_shape)
+    if images * math.prod(shape) > _LARGEST_BATCH and config.adopted & sizes:
+        raise CheckpointError(
+            f"{path} has images of {shape}, {images} per rank and step, more than {_LARGEST_BATCH} numbers; "
+            f"if that is what you want, set {' and '.join(sorted(config.adopted & sizes))}"
+        )
+
+
 def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
-    info = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight").key)
-    if info is None or len(info.shape) not in (2, 3):
-        return
-    rows, *centers, size = info.shape
+    """Compare the sizes with the class weights, of several heads with those of any."""
+    infos = [
+        info
+        for info in manifest.tensors.values()
+        if (info.role.kind, info.role.name) == (CLASS_WEIGHTS, "weight")
+    ]
+    shapes = [info.shape for info in infos if len(info.shape) in (2, 3)]
     sizes = {
-        "head.class_num": rows,
-        "head.sub_centers": centers[0] if centers else 1,
-        "model.emb_size": size,
+        "head.class_num": [rows for rows, *_ in shapes],
+        "head.sub_centers": [(*centers, 1)[0] for _, *centers, _ in shapes],
+        "model.emb_size": [size for *_, size in shapes],
     }
     for option in sorted(config.adopted & sizes.keys()):
-        if config.get(option) not in (None, sizes[option]):
+        # Without a head the network alone has an embedding size.
+        is_known = bool(shapes) or option != "model.emb_size"
+        if is_known and config.get(option) not in (None, *sizes[option]):
             raise CheckpointError(
-                f"{path} has {option} {config.get(option)}, but class weights {list(info.shape)}; choose "
-                "another checkpoint"
+                f"{path} has {option} {config.get(option)}, but class weights "
+                f"{', '.join(str(list(shape)) for shape in shapes[:3]) or 'none'}; choose another checkpoint"
             )
 
 
@@ -87,8 +108,8 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     except OptionError:  # a constructor may want real numbers
         if not is_custom:
             raise
-    wrong = [key for key, one in state.items() if key in saved and saved[key].shape != one.shape]
-    if saved and (wrong or is_wrong):
+    wrong = [key for key, one in state.items() if key not in saved or saved[key].shape != one.shape]
+    if wrong or is_wrong:
         raise CheckpointError(
             f"{path} has embeddings of {options.emb_size} and images of {list(options.image_shape)}, but "
             f"other sizes of {options.name}{': ' * bool(wrong)}{shorten(wrong)}; choose another checkpoint"

@@ -140,7 +140,7 @@ def _drop_later_lines(path: Path, step: int) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
             kept.append(line + "\n")

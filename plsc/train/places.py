@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,17 @@ from plsc.checkpoint.agree import neighbours, on_every_rank
 from plsc.checkpoint.remote import check_replaceable, clean
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.config import Config
-from plsc.errors import OptionError
+from plsc.data.bad_samples import LIST_NAME
+from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.storage.cache_folder import folder_for
 from plsc.storage.names import base_name, join, parent_of
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
+from plsc.train.logs import METRICS_NAME, PLOT_NAME
 
+SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # that a run writes next to its checkpoints
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
 _START_SECONDS = 20.0  # for a store to answer before training begins
@@ -48,7 +52,9 @@ class Home:
         return names[0] if names else None
 
     def holds_other_run(self, run_id: str) -> bool:
-        """Whether some checkpoint in here carries the id of another run."""
+        """Whether some checkpoint in here carries the id of another run, or this is a link to elsewhere."""
+        if self.version and self.local.is_link(""):
+            return True
         found = [manifest for store in self.stores for _, manifest in checkpoints_in(store)]
         return any(manifest.run_id not in ("", run_id) for manifest in found)
 
@@ -185,6 +191,10 @@ def open_places(
         for name in clean(folder):
             say(f"{local / name} was being replaced when a run was killed; it is back")
         for name in folder.names():
+            if name in SMALL_FILES and not stat.S_ISREG((local / name).lstat().st_mode):
+                raise CheckpointError(
+                    f"{local / name} is no regular file; remove it, or save elsewhere"
+                )
             # Where an epoch is to be saved, which a run ended by its steps may have billions of.
             if _EPOCH.fullmatch(name) and int(name) < options.train.epochs:
                 check_replaceable(folder, name)  # now, and not after an epoch of training

@@ -85,6 +85,8 @@ def unpack_generators(packed: Tensor, device: torch.device) -> None:
         version, words, gauss = state["python"]
         python = (version, tuple(words), gauss)
         name, keys, *rest = state["numpy"]
+        if not 0 <= rest[0] <= len(keys):  # numpy would read there without a check
+            raise ValueError(f"position {rest[0]} of {len(keys)}")
         numpy_state = (name, np.array(keys, dtype=np.uint32), *rest)
         torch_state = _bytes(state["torch"])
         random.Random().setstate(python)  # tried elsewhere first: all change, or none
@@ -95,7 +97,7 @@ def unpack_generators(packed: Tensor, device: torch.device) -> None:
         torch.set_rng_state(torch_state)
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"the state of the random generators in the checkpoint is damaged: {error}"
         ) from error

@@ -17,7 +17,7 @@ from plsc.heads.joint import each_head
 from plsc.models import BaseModel
 from plsc.optim.factory import FULL_RATE, describe_implementation
 from plsc.option import is_finite_number
-from plsc.train.adopt import adopt
+from plsc.train.adopt import adopt, check_batch
 from plsc.train.build import Run, global_batch_size
 from plsc.train.build_head import with_margin
 from plsc.train.precision import restore_scaler
@@ -76,6 +76,7 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
         raise OptionError(
             f"{path} was trained with {saved} images a step, too few for {ranks} ranks; start fewer"
         )
+    check_batch(options, path, saved // ranks)
     train = options.train
     if "train.global_batch_size" in options.explicit and train.global_batch_size != saved:
         raise OptionError(
@@ -156,7 +157,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
 
 
 def _restore_groups(run: Run, path: Path, saved: Any) -> None:
-    """Give the optimizer's groups the numbers that training had changed in them."""
+    """Give the groups of a custom optimizer the numbers that training had changed; torch's change none."""
     groups = run.optimizer.param_groups
     if not isinstance(saved, list) or len(saved) not in (0, len(groups)):
         count = len(saved) if isinstance(saved, list) else "no"
@@ -164,6 +165,8 @@ def _restore_groups(run: Run, path: Path, saved: Any) -> None:
             f"{path} has numbers of the optimizer for {count} groups of parameters, this run has "
             f"{len(groups)}; group them as they were"
         )
+    if ":" not in run.options.optim.optimizer:
+        return
     for group, changed in zip(groups, saved, strict=False):
         for name, value in _optimizer_numbers(path, changed).items():
             if name in group and name not in ("lr", FULL_RATE, "params"):

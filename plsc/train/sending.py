@@ -22,10 +22,8 @@ from plsc.parallel.background import Background
 from plsc.storage.store import Store
 from plsc.storage.transfer import Transfer
 from plsc.train.build import Run
-from plsc.train.logs import METRICS_NAME, PLOT_NAME, RunLog
-from plsc.train.places import Places
-
-_SMALL_FILES = (METRICS_NAME, PLOT_NAME, "bad_samples.txt")
+from plsc.train.logs import RunLog
+from plsc.train.places import SMALL_FILES, Places
 
 
 @dataclass
@@ -156,7 +154,7 @@ class Sender:
                 best_in(self._store, self._retention, self._run_id),
             ),
         ]
-        for path in (self._places.local / name for name in _SMALL_FILES):
+        for path in (self._places.local / name for name in SMALL_FILES):
             if path.is_file():
                 actions.append(partial(self._send_file, path))
         for action in actions:

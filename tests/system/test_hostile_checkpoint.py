@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from plsc.checkpoint import read_manifest
+from plsc.checkpoint.layout import OFFSETS_KEY, PLACES_KEY
+from plsc.checkpoint.shard_file import Entry, tensor_chunks, write_shard
 from plsc.checkpoint.tools import verify
 from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.errors import CheckpointError
+from plsc.storage.publish import clean, lock_note
+from plsc.storage.store import Store
+from plsc.train.randomness import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 
 SAVED = Path(__file__).parents[1] / "saved" / "format_1"
@@ -129,6 +136,13 @@ CASES = {
     "a message moves the cursor": (
         "train", {"plsc_version": "\x1b[2J"}, "manifest.json holds control characters"
     ),
+    "a batch is 16 million images": (
+        "train", {"train": {"batch_size": 2**24}, "scalars": {"global_batch": 2**24}},
+        "16777216 per rank and step",
+    ),
+    "a buffer is larger than numbers": (
+        "train", {"head": {"keep_mb": 1e308}}, "head.keep_mb is 1e+308"
+    ),
     "a data file is elsewhere": (
         "predict", {"files": {"../faces/label.txt": {"bytes": 1, "crc32": 1}}}, "plain file name"
     ),
@@ -164,6 +178,145 @@ def test_what_the_manifest_does_not_name_is_not_in_a_checkpoint(kind, work, caps
         verify(work / "foreign")
     assert run("predict") == 1
     assert "is not in the manifest" in capsys.readouterr().err
+
+
+def without(folder, parts):
+    """Take tensors whose keys hold one of ``parts`` out of a checkpoint, which stays sound otherwise."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        with safe_open(folder / name, "pt") as file:
+            kept = {
+                key: file.get_tensor(key)
+                for key in file.keys()  # noqa: SIM118
+                if not any(part in key for part in parts)
+            }
+            notes = json.loads(file.metadata()[PLACES_KEY])
+        starts = {key: tuple(notes[key][OFFSETS_KEY]) for key in kept}
+        (folder / name).unlink()
+        info = write_shard(
+            folder / name,
+            [
+                Entry(key, one.dtype, tuple(one.shape), starts[key], tensor_chunks(one))
+                for key, one in kept.items()
+            ],
+        )
+        manifest["files"][name] = dataclasses.asdict(info)
+    held = manifest["tensors"].items()
+    manifest["tensors"] = {key: one for key, one in held if not any(part in key for part in parts)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+ABSENT = {
+    "a huge embedding": ("predict", {"model": {"emb_size": 10**9}}, "other sizes of SmallResNet"),
+    "huge images": ("predict", {"model": {"image_shape": [3, 9008, 9008]}}, "other sizes of SmallResNet"),
+    "many classes": ("train", {"head": {"class_num": 10**11}}, "but class weights none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ABSENT)
+def test_sizes_that_no_tensor_confirms_are_refused(case, work, capsys):
+    verb, changes, said = ABSENT[case]
+    without(work / "foreign", ["neck.fc", "head.weight", "rows."])
+    change(work / "foreign", **changes)
+    assert run(verb) == 1
+    assert said in capsys.readouterr().err
+
+
+LISTED = {
+    "a list": [1],
+    "strings": {"loss": "x"},
+    "an integer beyond the floats": {"loss": 10**400},
+    "half a character": {"\ud800": 1},
+}
+
+
+@pytest.mark.parametrize("kind", LISTED)
+def test_metrics_are_finite_numbers_or_are_left_out(kind, work, capsys):
+    change(work / "foreign", scalars={"metrics": LISTED[kind]})
+    assert main(["checkpoint", "list", "."]) == 0
+    assert capsys.readouterr().out.startswith("foreign: step 2")
+    assert main(["checkpoint", "prune", ".", "--keep_last", "1", "--save_top_k", "1"]) == 0
+
+
+def test_a_manifest_in_another_encoding_or_nested_deeply_is_refused(work, capsys):
+    file = work / "foreign" / "manifest.json"
+    text = file.read_text()
+    file.write_text(text, encoding="utf-16")
+    assert main(["checkpoint", "show", "foreign"]) == 1
+    file.write_text(text.replace('"lineage": []', f'"lineage": [{{"a": {"[" * 300}{"]" * 300}}}]'))
+    assert main(["checkpoint", "show", "foreign"]) == 1
+    assert main(["checkpoint", "classes", "foreign", "new", "--grow", "1"]) == 1
+    assert "levels deep" in capsys.readouterr().err
+
+
+def test_a_state_of_numpy_that_points_outside_of_it_is_refused():
+    state = json.loads(bytes(pack_generators(torch.device("cpu")).tolist()))
+    state["numpy"][2] = 2**31 - 1
+    packed = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="position 2147483647 of 624"):
+        unpack_generators(packed, torch.device("cpu"))
+
+
+def test_a_hidden_folder_is_not_restored_outside(work):
+    shutil.copytree(work / "foreign", work / "run" / ".replaced-..-0123abcd")
+    before = content(work)
+    assert clean(Store(work / "run")) == []
+    assert content(work) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10**5, '{"pid": 1e999, "host": 1}', '{"pid": 1, "host": "a", "launches": 5}']
+)
+def test_a_damaged_note_of_a_lock_is_none(text, tmp_path):
+    (tmp_path / ".lock").write_text(text)
+    assert lock_note(tmp_path) == {}
+
+
+def test_a_lock_that_is_a_pipe_or_device_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    assert lock_note(tmp_path) == {}
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").symlink_to("/dev/zero")
+    assert lock_note(tmp_path) == {}
+
+
+def in_save_dir(work):
+    shutil.copytree(work / "foreign", work / "run" / "0")
+    return [
+        "--checkpoint.load_dir",
+        "last",
+        "--checkpoint.save_dir",
+        "run",
+        "--train.with_test",
+        "false",
+    ]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "bad_samples.txt"])
+def test_a_run_does_not_write_through_a_link_in_its_folder(name, work, capsys):
+    options = in_save_dir(work)
+    (work / "run" / name).symlink_to(work / "faces" / "label.txt")
+    before = content(work / "faces")
+    assert run("train", *options) == 1
+    assert "is no regular file" in capsys.readouterr().err
+    assert content(work / "faces") == before
+
+
+def test_a_linked_version_is_resumed_elsewhere(work):
+    options = in_save_dir(work)
+    shutil.copytree(work / "foreign", work / "private" / "1")
+    (work / "run" / "version_9").symlink_to(work / "private")
+    before = content(work / "private")
+    assert run("train", *options, "--checkpoint.keep_last", "1") == 0
+    assert content(work / "private") == before
+    assert (work / "run" / "version_10").is_dir()
+
+
+def test_flags_of_torchs_optimizers_are_not_resumed(work):
+    scalars = json.loads((work / "foreign" / "manifest.json").read_text())["scalars"]
+    groups = [{"maximize": 1, "dampening": 10**300, "weight_decay": -1e300}]
+    change(work / "foreign", scalars={**scalars, "optimizer_groups": groups})
+    assert run("train", "--checkpoint.save_dir", "mine", "--train.with_test", "false") == 0
 
 
 def hostile(spec):

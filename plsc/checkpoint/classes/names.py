@@ -12,7 +12,7 @@ from plsc.checkpoint.check import Checker
 from plsc.checkpoint.classes.source import OpenCheckpoint
 from plsc.checkpoint.layout import check_files
 from plsc.checkpoint.manifest import Manifest
-from plsc.checkpoint.roles import CLASS_NAMES, Role
+from plsc.checkpoint.roles import CLASS_NAMES, CLASS_WEIGHTS, Role
 from plsc.data.class_names import ClassNames
 
 
@@ -31,14 +31,17 @@ def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassN
     if not manifest.tensors.keys() >= set(keys):
         return None
     check_files(folder, manifest)
-    with OpenCheckpoint(folder, manifest) as opened:
-        text, ends = (bytearray().join(opened.tensors[key].bytes()) for key in keys)
-    types = [manifest.tensors[key].dtype for key in keys]
-    names = ClassNames(np.frombuffer(text, np.uint8), np.frombuffer(ends, np.int64))
-    is_sound = names.ends[-1:].tolist() == [len(text)] and bool((names.lengths() >= 0).all())
-    if types != ["uint8", "int64"] or not is_sound:
-        raise Checker(str(folder)).wrong("the names of its classes are damaged")
-    return names
+    weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight", head).key)
+    infos = [manifest.tensors[key] for key in keys]
+    is_sound = [info.dtype for info in infos] == ["uint8", "int64"]
+    if is_sound and weight is not None and infos[1].shape == weight.shape[:1]:
+        with OpenCheckpoint(folder, manifest) as opened:
+            text, ends = (bytearray().join(opened.tensors[key].bytes()) for key in keys)
+        names = ClassNames(np.frombuffer(text, np.uint8), np.frombuffer(ends, np.int64))
+        is_rising = names.ends.min() >= 0 and names.lengths().min() >= 0
+        if is_rising and names.ends[-1] == len(text):
+            return names
+    raise Checker(str(folder)).wrong("the names of its classes are damaged")
 
 
 def _roles(head: str) -> tuple[Role, Role]:

@@ -189,7 +189,7 @@ def test_options_that_would_change_the_global_batch_are_refused(trained):
         kept(trained, 4, train__global_batch_size=24)
     with pytest.raises(OptionError, match="too few for 33 ranks"):
         kept(trained, 33)
-    damaged = manifest_of(trained, scalars={"global_batch": "many"})
+    damaged = manifest_of(trained, scalars={"global_batch": "many"}, options={})
     with pytest.raises(CheckpointError, match="global batch"):
         resolve_run(Options(), (trained / "1", damaged), 2)
 
