@@ -341,16 +341,15 @@ NEVER = {
     "runtime.cpu_threads", "model.pretrained", "model.initialization", "parallel.shard_units",
     "data.dataset_dir", "data.datasets", "data.val_targets", "data.num_workers", "data.loader",
     "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir", "data.image_column",
-    "data.label_column", "data.label_map", "data.class_depth",
-    "speed.fold_batch_norm", "speed.overlap_copies",
-    "train.test_batch_size", "train.stop_deadline",
+    "data.label_column", "data.label_map", "data.class_depth", "speed.fold_batch_norm",
+    "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "data.flip", "runtime.dtype"
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", all_options(), ids=lambda spec: spec.path)
+@pytest.mark.parametrize("spec", list(all_options()), ids=lambda spec: spec.path)
 def test_a_checkpoint_decides_numbers_and_known_names_alone(spec):
     saved = {spec.group: {spec.name: hostile(spec)}}
     is_never = spec.path in NEVER or spec.group in NEVER

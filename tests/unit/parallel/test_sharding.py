@@ -114,9 +114,9 @@ def sharded_groups(group) -> list[dict]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_updates_a_sharded_backbone_or_is_refused_before(group, name):
-    options, made = OptimOptions(optimizer=name), []
+    made = []
     for implementation in ("auto", "for_loop", "foreach", "fused"):
-        options.implementation = implementation
+        options = OptimOptions(optimizer=name, implementation=implementation)
         groups = sharded_groups(group)
         before = [p.detach().clone() for one in groups for p in one["params"]]
         try:
