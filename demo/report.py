@@ -56,8 +56,7 @@ def main() -> None:
 
     pixels = np.stack([decode_image(image, shape).numpy().ravel() for image in pairs.images])
     embeddings = {"pixels": center(pixels), "untrained": embed()}
-    weights = load_weights(checkpoint, "backbone.")
-    network.load_state_dict({k.removeprefix("backbone."): w for k, w in weights.items()})
+    network.load_state_dict(load_weights(checkpoint))
     embeddings["trained"] = embed()
 
     figures = {name: judge(e, pairs.is_same, is_hard) for name, e in embeddings.items()}

@@ -15,7 +15,6 @@ import sys
 
 from setuptools import build_meta
 from setuptools.build_meta import (  # noqa: F401  (hooks that pip looks for here)
-    build_editable,
     build_sdist,
     build_wheel,
     get_requires_for_build_sdist,
@@ -58,6 +57,16 @@ def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[st
 def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
     """Return what an editable build needs besides setuptools."""
     return build_meta.get_requires_for_build_editable(config_settings) + _compiler_requirement()
+
+
+def build_editable(
+    wheel_directory: str,
+    config_settings: dict | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Install the checkout by its path: an import hook is not found beside a folder named plsc."""
+    settings = {"editable_mode": "compat", **(config_settings or {})}
+    return build_meta.build_editable(wheel_directory, settings, metadata_directory)
 
 
 def _compiler_requirement() -> list[str]:

@@ -285,7 +285,8 @@ def predicted(folders, checkpoint):
 def test_names_follow_their_classes_through_every_change(named, trained, tmp_path):
     checkpoint, three, two = named
     images = class_folders(trained[0], tmp_path / "new", {"B": 1, "d": 3})
-    change(checkpoint, tmp_path / "grown", "--grow", 2, "--images", images)
+    network = ("--model", f"{__name__}:Plain")
+    change(checkpoint, tmp_path / "grown", "--grow", 2, "--images", images, *network)
     assert names_in(tmp_path / "grown") == ["a", "c", "B", "d"]
     for what, text, expected in [
         ("reorder", "3\n0\n2\n1\n", ["d", "a", "B", "c"]),

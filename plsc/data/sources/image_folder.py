@@ -93,7 +93,7 @@ def _checked_depth(root: Path, counts: Mapping[str, int], class_depth: int | Non
         return class_depth
     nested = {folder.partition("/")[0] for folder in filled if "/" in folder}
     if nested:
-        choices = range(1, min(2, _depth(shallowest)) + 1)
+        choices = range(1, min(5, _depth(shallowest)) + 1)
         classes = {n: len(_folders_at(counts, n)) for n in choices}
         there = [
             f"with set_class_depth({n}) there are {count} classes" for n, count in classes.items()
