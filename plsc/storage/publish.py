@@ -117,7 +117,11 @@ def lock_note(folder: Path) -> dict[str, Any]:
         with (folder / _LOCK_NAME).open("rb") as file:
             note = json.loads(file.read(2**24))
         launches = [str(one) for one in note.get("launches", [])]
-        return {"pid": int(note["pid"]), "host": ascii(str(note["host"]))[1:-1][:100], "launches": launches}
+        return {
+            "pid": int(note["pid"]),
+            "host": ascii(str(note["host"]))[1:-1][:100],
+            "launches": launches,
+        }
     except (
         ValueError,
         LookupError,
