@@ -145,8 +145,9 @@ def restored(world: World, dataset: Path, folder: Path, source: Path, way: dict)
     options = options_for(dataset, folder, {"checkpoint.load_dir": str(source)}, way)
     del options.values["train.batch_size"]
     manifest = open_checkpoint(source)
-    config = resolve_run(options, (source, manifest), world.size)
-    run = build_run(config, world, UserParts(model=Uneven()))
+    user = UserParts(model=Uneven())
+    config = resolve_run(options, (source, manifest), world.size, user.model)
+    run = build_run(config, world, user)
     restore(run, source, manifest)
     return run
 
