@@ -16,6 +16,8 @@ from plsc.heads.norms import normalised
 from plsc.heads.types import ROW_DTYPES, check_kind, read_count, read_dtype
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
+_EQUAL = 1e-6  # variance of unit vectors below which they count as equal
+
 
 @dataclass
 class HeadOutput:
@@ -28,8 +30,8 @@ class HeadOutput:
         batch: number of samples in the global batch.
         accuracy: share of the global batch whose label has the highest logit without margin; None if it
             was not asked for.
-        mean_cosine: mean cosine between the embeddings of different samples of the global batch, which
-            tends to 1 when the network collapses; None if it was not asked for.
+        effective_rank: number of directions that the embeddings of the global batch spread over; near 1
+            when the network collapses, see `effective_rank`; None if it was not asked for.
         finite: bool scalar: whether all embeddings of the global batch are.
         parts: of several heads (plsc.heads.joint), what each says of its own samples, by name.
     """
@@ -38,7 +40,7 @@ class HeadOutput:
     mean_loss: Tensor
     batch: int
     accuracy: Tensor | None
-    mean_cosine: Tensor | None
+    effective_rank: Tensor | None
     finite: Tensor
     parts: dict[str, HeadOutput] = field(default_factory=dict)
 
@@ -122,7 +124,7 @@ def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
         loss,
         sum(sizes),
         weighted_mean(accuracies, sizes) if accuracies else None,
-        parts[-1].mean_cosine,
+        parts[-1].effective_rank,
         torch.stack([part.finite for part in parts]).all(),
         {
             name: join_outputs([part.parts[name] for part in parts if name in part.parts])
@@ -203,12 +205,14 @@ def gather_batch(
     return GlobalBatch(gather_rows(embeddings, sizes, group), all_labels, sizes, mine)
 
 
-def mean_cosine(embeddings: Tensor) -> Tensor:
-    """Return the mean of e_i . e_j / (|e_i| |e_j|) over i != j, for embeddings [B, D], B >= 2.
+def effective_rank(embeddings: Tensor) -> Tensor:
+    """Return how many directions the unit vectors of embeddings [B, D] spread over around their mean.
 
-    (|sum_i e_i|^2 - B) / (B (B - 1)) on unit vectors: B D operations, no B x B matrix.
+    (sum of l)^2 / (sum of l^2) over the eigenvalues l of their covariance (the participation ratio): 1 to
+    min(B - 1, D), and 0 where all vectors are equal to about three digits.
     """
     unit, _ = normalised(embeddings.detach().float())
-    batch = len(unit)
-    total = unit.sum(dim=0).square().sum() - unit.square().sum()
-    return total / max(1, batch * (batch - 1))
+    centred = unit - unit.mean(dim=0)
+    gram = centred.T @ centred if len(unit) > unit.shape[1] else centred @ centred.T
+    total = gram.trace()
+    return torch.where(total > _EQUAL * len(unit), total.square() / gram.square().sum(), 0.0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from plsc.heads.base import Head, HeadOutput, check_batch, gather_batch, mean_cosine
+from plsc.heads.base import Head, HeadOutput, check_batch, effective_rank, gather_batch
 from plsc.heads.margins import Margin
 from plsc.heads.norms import Normalise, norms
 from plsc.parallel.collectives import gather_rows, sum_over_ranks
@@ -77,7 +77,7 @@ class DenseHead(Head):
             mean_loss=measured[0],
             batch=total,
             accuracy=measured[1] / total if with_accuracy else None,
-            mean_cosine=mean_cosine(batch.embeddings) if with_gauge else None,
+            effective_rank=effective_rank(batch.embeddings) if with_gauge else None,
             finite=lengths.isfinite().all(),
         )
 

@@ -45,8 +45,8 @@ class JointHead(nn.Module):
         """Return the mean loss of the global batch, and what each head says in `parts`; a collective.
 
         embeddings [b, D]; labels [b], int64, in the joint numbering of the classes. A head of which no rank
-        has an image is left out. The mean cosine is over pairs of samples of the same head. sizes: as a
-        `Head` takes it; the heads' own are counted all the same.
+        has an image is left out. The accuracy and the effective rank are means of the heads' own, by
+        images. sizes: as a `Head` takes it; the heads' own are counted all the same.
 
         Raises DataError, on every rank alike, for a label out of range and where no rank has an image.
         """
@@ -90,13 +90,12 @@ def _joined(parts: dict[str, HeadOutput]) -> HeadOutput:
     batch = sum(part.batch for part in outputs)
     loss = torch.stack([part.loss * (part.batch / batch) for part in outputs]).sum()
     sizes = [part.batch for part in outputs]
-    pairs = [size * (size - 1) for size in sizes]
     return HeadOutput(
         loss=loss,
         mean_loss=weighted_mean([part.mean_loss for part in outputs], sizes),
         batch=batch,
         accuracy=_mean_of_known([part.accuracy for part in outputs], sizes),
-        mean_cosine=_mean_of_known([part.mean_cosine for part in outputs], pairs),
+        effective_rank=_mean_of_known([part.effective_rank for part in outputs], sizes),
         finite=torch.stack([part.finite for part in outputs]).all(),
         parts=parts,
     )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, gather_batch, mean_cosine
+from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, effective_rank, gather_batch
 from plsc.heads.engines import Passes, choose_passes
 from plsc.heads.margins import Margin
 from plsc.heads.norms import normalised, norms
@@ -171,7 +171,7 @@ class ShardedHead(Head):
             batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
             mean_loss, finite, visit, gradient = self._visit(batch, products, wants_gradient)
             accuracy = self._accuracy(visit, batch, products) if with_accuracy else None
-            gauge = mean_cosine(batch.embeddings) if with_gauge else None
+            gauge = effective_rank(batch.embeddings) if with_gauge else None
         loss = mean_loss
         if torch.is_grad_enabled():
             # The parameters are inputs so that backward() reaches them too, when they want gradients.

@@ -22,7 +22,7 @@ from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
 from plsc.train.guards import (
-    collapse_warning,
+    LearningCheck,
     epoch_warning,
     interrupted,
     nothing_left,
@@ -71,6 +71,8 @@ class Trainer:
         self._last_loss = math.nan
         self._evaluated_at = -1
         self._is_length_told = False
+        sizes = (run.options.model.emb_size, run.head.class_num)
+        self._learning = LearningCheck(sizes, run.rate.warmup_steps)
         self._options = run.options.train
         self._position = run.position
         self._first_step = run.position.step + 1
@@ -164,6 +166,7 @@ class Trainer:
             self._last_loss = loss
             self._window.add_loss(loss)
             if math.isfinite(loss):
+                self._learning.add_loss(self._position, loss)
                 self._since_save.add(loss, images)
 
     def _check_epoch(self) -> None:
@@ -171,13 +174,14 @@ class Trainer:
         warning = epoch_warning(
             self._position.epoch, self._position.step_in_epoch, self._run.loader.steps_per_epoch
         )
-        if warning and not self._is_length_told:
-            self._is_length_told = True
-            self._log.say(warning)
+        if not self._is_length_told:
+            self._warn(warning)
+            self._is_length_told = warning is not None
 
     def _end_epoch(self) -> None:
         """Evaluate, save and plot."""
         self._evaluate()
+        self._warn(self._learning.rising())
         every = self._run.options.checkpoint.every_n_epochs
         if self._is_over() or (every and self._position.epoch % every == 0):
             self._save()
@@ -192,7 +196,7 @@ class Trainer:
             "loss": _finite(loss),
             "lr": made.rate,
             "accuracy": _finite(output.accuracy),
-            "mean_cosine": _finite(output.mean_cosine),
+            "effective_rank": _finite(output.effective_rank),
             **self._metrics_of_heads(output),
             **self._metrics_of_scaling(),
             **report,
@@ -201,7 +205,12 @@ class Trainer:
         }
         self._result.metrics = metrics
         self._log.step(metrics, self._run.total_steps)
-        warning = collapse_warning(self._position.step, metrics["mean_cosine"])
+        batch = output.batch // self._options.micro_batches
+        rank = metrics["effective_rank"]
+        self._warn(self._learning.spread(self._position.step, rank, batch))
+        self._warn(self._learning.rising())
+
+    def _warn(self, warning: str | None) -> None:
         if warning:
             self._log.say(warning)
 
@@ -218,7 +227,7 @@ class Trainer:
         for name, part in output.parts.items():
             found[f"loss/{name}"] = _finite(part.mean_loss)
             found[f"accuracy/{name}"] = _finite(part.accuracy)
-            found[f"mean_cosine/{name}"] = _finite(part.mean_cosine)
+            found[f"effective_rank/{name}"] = _finite(part.effective_rank)
         return found
 
     def _evaluate(self) -> None:

@@ -20,6 +20,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
+from plsc.heads.base import effective_rank
 from plsc.heads.initial import initial_rows
 from tests import reference
 from tests.devices import GPU, group_of_one
@@ -119,9 +120,9 @@ def test_class_weights_and_embeddings_of_extreme_norms_equal_the_textbook(loss_t
         length = x.detach().norm(dim=1, keepdim=True)
         torch.testing.assert_close(mine * length, right * length, rtol=1e-4, atol=1e-5)
     units = exact[0].detach() / exact[0].detach().norm(dim=1, keepdim=True)
-    cosines = units @ units.T
-    expected = (cosines.sum() - 31) / (31 * 30)
-    assert output.mean_cosine.item() == pytest.approx(expected.item(), abs=1e-5)
+    spectrum = torch.linalg.svdvals(units - units.mean(dim=0)).square()
+    expected = spectrum.sum().square() / spectrum.square().sum()
+    assert output.effective_rank.item() == pytest.approx(expected.item(), rel=1e-4)
 
     head.eval()  # keeps its statistics
     # Too short to have a direction: as a row of zeros, which has no gradient.
@@ -150,7 +151,7 @@ def test_a_dense_twin_equals_its_sharded_head(name):
         torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
     assert ours.mean_loss.item() == pytest.approx(theirs.mean_loss.item(), rel=1e-9)
     assert ours.accuracy.item() == pytest.approx(theirs.accuracy.item())
-    assert ours.mean_cosine.item() == pytest.approx(theirs.mean_cosine.item())
+    assert ours.effective_rank.item() == pytest.approx(theirs.effective_rank.item())
 
 
 @pytest.mark.parametrize("name", ["arcface", "curricularface", "softmax"])
@@ -257,14 +258,16 @@ def test_accuracy_is_counted_without_the_margin_and_ties_go_to_the_lowest_class(
     assert collapsed.accuracy == pytest.approx(1 / 3)
 
 
-def test_mean_cosine_equals_the_mean_over_all_pairs_of_different_samples():
-    head = build_head("softmax", 4, 6)
-    embeddings = torch.randn(7, 6)
-    gauge = head(embeddings, torch.zeros(7, dtype=torch.int64), with_gauge=True).mean_cosine
-    unit = torch.nn.functional.normalize(embeddings)
-    every = unit @ unit.T
-    naive = (every.sum() - every.trace()) / (7 * 6)
-    assert gauge.item() == pytest.approx(naive.item(), abs=1e-6)
+@pytest.mark.parametrize("batch", [3, 40])
+def test_effective_rank_counts_the_directions_of_unit_vectors_around_their_mean(batch):
+    line = (
+        torch.tensor([1.0, 0, 0, 0, 0, 0])
+        + torch.linspace(-0.1, 0.1, batch)[:, None] * (torch.eye(6)[1])
+    )
+    assert effective_rank(line).item() == pytest.approx(1, abs=1e-2)
+    assert effective_rank(torch.eye(6).repeat(7, 1)).item() == pytest.approx(5)
+    assert effective_rank(5 * torch.ones(batch, 6)) == 0
+    assert effective_rank(torch.zeros(batch, 6)) == 0
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
-from plsc.train.guards import collapse_warning, interrupted, slow_start, stop_at_bad_loss
+from plsc.train.guards import LearningCheck, interrupted, slow_start, stop_at_bad_loss
 from plsc.train.job import run_training
 from plsc.train.logs import RunLog
 from plsc.train.notes import batch_note, idle_note, threads_note
@@ -93,10 +94,65 @@ def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
     assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
 
 
-def test_collapse_is_warned_of_once_training_has_begun():
-    assert collapse_warning(100, 0.4) is None
-    assert collapse_warning(5, 0.99) is None  # an untrained network may start out there
-    assert "collapsing" in collapse_warning(100, 0.998)
+class Constant(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.ones(8))
+
+    def build_network(self, input, label, is_train=True):
+        return self.embedding.expand(len(input), -1)
+
+
+class Linear(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Constant, {"optim__lr": 0.01}, "gives the same embedding"),
+        (Linear, {"optim__lr": 100.0, "head__loss_type": "dist_softmax"}, "the loss rises"),
+    ],
+)
+def test_a_run_that_does_not_learn_says_so_once_in_its_first_epoch(
+    model, options, message, tmp_path, capsys
+):
+    data = write_dataset(tmp_path / "data", 10, 16)
+    given = {"train__batch_size": 8, "train__epochs": 2, "train__with_test": False, **options}
+    run_training(options_for(data, tmp_path, **given), World.single(), UserParts(model=model()))
+    lines = capsys.readouterr().out.splitlines()
+    found = [line for line in lines if message in line]
+    assert len(found) == 1
+    assert lines.index(found[0]) < next(i for i, one in enumerate(lines) if "epoch 1 " in one)
+
+
+def test_a_collapse_is_reported_once_after_the_warm_up_and_three_logged_steps():
+    check = LearningCheck((64, 100), warmup_steps=50)
+    assert all(check.spread(step, 1.5, 48) is None for step in (10, 20, 30, 60, 70))
+    assert check.spread(80, 9.0, 48) is None  # recovered
+    assert [check.spread(step, 1.5, 48) is None for step in (90, 100, 110, 120)] == [
+        True, True, False, True,
+    ]  # fmt: skip
+
+
+def test_equal_embeddings_are_reported_at_the_first_logged_step():
+    check = LearningCheck((2, 3), warmup_steps=50)
+    assert "the same embedding" in check.spread(1, 0.0, 48)
+    assert check.spread(2, 0.0, 48) is None
+
+
+@pytest.mark.parametrize(("slope", "is_told"), [(0.1, True), (0.0, False), (-0.1, False)])
+def test_a_loss_that_rises_in_the_first_epoch_is_reported_once(slope, is_told):
+    check, noise = LearningCheck((64, 100), 0), random.Random(3)
+    for step in range(40):
+        check.add_loss(Position(step=step), 40 + slope * step + noise.gauss(0, 0.5))
+    assert (check.rising() is not None) == is_told
+    assert check.rising() is None
 
 
 def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():

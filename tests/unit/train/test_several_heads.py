@@ -5,7 +5,7 @@ import torch
 
 from plsc.errors import DataError
 from plsc.heads import RowSGD, build_head
-from plsc.heads.base import join_outputs, mean_cosine
+from plsc.heads.base import effective_rank, join_outputs
 from plsc.heads.joint import JointHead, JointRows
 from tests import reference
 
@@ -73,8 +73,8 @@ def test_the_loss_and_all_gradients_are_the_textbooks_over_each_heads_images():
     hits = sum(float(part.accuracy) * part.batch for part in output.parts.values())
     assert float(output.accuracy) == pytest.approx(hits / 9)
     faces = labels < 7
-    assert float(output.parts["faces"].mean_cosine) == pytest.approx(
-        float(mean_cosine(x[faces])), abs=1e-6
+    assert float(output.parts["faces"].effective_rank) == pytest.approx(
+        float(effective_rank(x[faces])), abs=1e-6
     )
 
 

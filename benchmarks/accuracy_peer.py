@@ -1,0 +1,332 @@
+"""Accuracy of plsc and of pytorch-metric-learning in a plain loop: same network, images, order and epochs.
+
+    pip install pytorch-metric-learning
+    python benchmarks/accuracy_peer.py build/glyphs --glyphs demo/output/glyphs
+    python benchmarks/accuracy_peer.py build/omniglot --omniglot ../shared/data/omniglot_small2.zip
+    python benchmarks/accuracy_peer.py build/study --omniglot ... --rates 0.02 --seeds 1 --no-peer \\
+        --variant "no clipping: optim.clip_norm=0" --variant "no warm-up: optim.warmup_steps=0"
+
+The peer: the network as its package makes it, with a BatchNorm1d at its end; ArcFaceLoss with its defaults
+(margin 28.6 degrees, scale 64); SGD with momentum 0.9 and weight decay 5e-4 over both; a constant rate.
+Ours: `Entry` on its defaults but for the sizes. Each runs at every rate of the same grid, and once on its
+defaults (the peer has none for the rate: 0.02). A variant is Entry with some options changed, at the same
+rates. No augmentation. Judged on pairs of classes that were not trained: 200 of the glyphs' classes; of
+Omniglot three alphabets, where two are trained. Every run is a process with one thread and a result of its
+own in the folder; one that is there is not repeated. Writes results.md, results.json and learning.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import io
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor, nn
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+PEER_DEFAULT = 0.02
+TRAINED = ("Japanese_(katakana)", "Sanskrit")  # of Omniglot's alphabets
+UNSEEN_GLYPHS = 200  # classes
+PAIRS = 6000
+COLUMNS = ("accuracy", "TAR at FAR 1e-2")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row of the table: who trains, at which rate (None: the default), with which options changed."""
+
+    name: str
+    rate: float | None
+    options: tuple[str, ...] = ()
+
+    def path(self, folder: Path, seed: int) -> Path:
+        """Return where the result of a seed is kept."""
+        name = re.sub(r"[^\w.]+", "-", self.name)
+        return folder / f"{name}-{'default' if self.rate is None else self.rate}-{seed}.json"
+
+    @property
+    def label(self) -> str:
+        """Name and rate."""
+        return f"{self.name}, {'default rate' if self.rate is None else f'rate {self.rate:g}'}"
+
+
+class Images:
+    """Images float32 [N, 3, H, W] in -1..1 and labels [N] to train on, and pairs of unseen classes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        read = _read_glyphs if options.glyphs else _read_omniglot
+        sets: dict[bool, dict[str, list[Tensor]]] = {True: {}, False: {}}
+        for is_trained, name, data in read(options):
+            sets[is_trained].setdefault(name, []).append(_to_tensor(data, options.size))
+        self.train, labels = _stack(sets[True])
+        self.labels = torch.from_numpy(labels)
+        self.test, classes = _stack(sets[False])
+        generator = np.random.default_rng(1)
+        by_class = [np.flatnonzero(classes == one) for one in np.unique(classes)]
+        pairs = []
+        for pair in range(PAIRS):
+            one, other = generator.choice(len(by_class), 2, replace=False)
+            if pair % 2:
+                pairs.append(generator.choice(by_class[one], 2, replace=False))
+            else:
+                pairs.append(np.array([generator.choice(by_class[c]) for c in (one, other)]))
+        self.pairs = np.array(pairs).flatten()
+        self.is_same = np.arange(PAIRS) % 2 == 1
+
+    def order(self, seed: int, epoch: int) -> list[int]:
+        """Return the order in which all ways see the images."""
+        generator = torch.Generator().manual_seed(1000 * seed + epoch)
+        return torch.randperm(len(self.train), generator=generator).tolist()
+
+    def judge(self, embeddings: np.ndarray) -> dict[str, float]:
+        """Return the verification of embeddings [N, D] of the unseen images."""
+        from plsc.evaluate.verification import verify
+
+        found = verify(embeddings[self.pairs], self.is_same)
+        return dict(zip(COLUMNS, (found.accuracy, found.tar_at_far[0.01]), strict=True))
+
+
+def _read_omniglot(options: argparse.Namespace) -> Any:
+    with zipfile.ZipFile(options.omniglot) as archive:
+        for name in sorted(archive.namelist()):
+            if name.endswith(".png"):
+                character = name.rpartition("/")[0]
+                yield character.split("/")[1] in TRAINED, character, archive.read(name)
+
+
+def _read_glyphs(options: argparse.Namespace) -> Any:
+    lines = [line.split() for line in (options.glyphs / "label.txt").read_text().splitlines()]
+    highest = max(int(label) for _, label in lines)
+    for path, label in lines:
+        is_trained = int(label) < options.classes
+        if is_trained or int(label) > highest - UNSEEN_GLYPHS:
+            yield is_trained, label, (options.glyphs / path).read_bytes()
+
+
+def _to_tensor(data: bytes, size: int) -> Tensor:
+    image = (
+        Image.open(io.BytesIO(data)).convert("L").resize((size, size), Image.Resampling.BILINEAR)
+    )
+    return (torch.from_numpy(np.array(image)).float() - 127.5) / 128
+
+
+def _stack(classes: dict[str, list[Tensor]]) -> tuple[Tensor, np.ndarray]:
+    images = torch.stack([one for name in sorted(classes) for one in classes[name]])
+    labels = [index for index, name in enumerate(sorted(classes)) for _ in classes[name]]
+    return images[:, None].repeat(1, 3, 1, 1), np.array(labels)
+
+
+def train_peer(images: Images, options: argparse.Namespace, way: Way) -> dict[str, Any]:
+    """Train as most people would without plsc."""
+    from pytorch_metric_learning.losses import ArcFaceLoss
+
+    torch.manual_seed(options.seed)
+    network = nn.Sequential(_plain_network(options), nn.BatchNorm1d(options.emb_size))
+    loss_of = ArcFaceLoss(int(images.labels.max()) + 1, options.emb_size)
+    parameters = [*network.parameters(), *loss_of.parameters()]
+    sgd = torch.optim.SGD(parameters, way.rate or PEER_DEFAULT, momentum=0.9, weight_decay=5e-4)
+    for epoch in range(options.epochs):
+        network.train()
+        for chosen in torch.tensor(images.order(options.seed, epoch)).split(options.batch):
+            if len(chosen) == options.batch:
+                sgd.zero_grad()
+                loss_of(network(images.train[chosen]), images.labels[chosen]).backward()
+                sgd.step()
+    network.eval()
+    with torch.no_grad():
+        embeddings = torch.cat([network(part) for part in images.test.split(200)])
+    return images.judge(embeddings.numpy())
+
+
+def _plain_network(options: argparse.Namespace) -> nn.Module:
+    package, _, name = options.network.partition("/")
+    if package == "torchvision":
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None, num_classes=options.emb_size)
+    if package == "timm":
+        import timm
+
+        return timm.create_model(name, num_classes=options.emb_size)
+    from plsc.models import build_model
+
+    # With its own neck, whose last batch norm the one behind it repeats.
+    return build_model(options.network, options.emb_size, (3, options.size, options.size), 0.0)
+
+
+def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[str, Any]:
+    """Train with Entry on its defaults, but for the rate and the options of the way."""
+    from plsc import Entry
+
+    ins = Entry()
+    ins.set_model_name(options.network)
+    ins.set_emb_size(options.emb_size)
+    ins.set_image_shape((3, options.size, options.size))
+    ins.set_train_batch_size(options.batch)
+    ins.set_train_epochs(options.epochs)
+    ins.set_seed(options.seed)
+    ins.set_with_test(False)
+    ins.set_calc_acc(True)
+    ins.set_log_period(10)
+    folder = way.path(options.folder, options.seed).with_suffix("")
+    ins.set_model_save_dir(str(folder))
+    ins.set_class_num(int(images.labels.max()) + 1)
+    ins.set_train_image_num(len(images.train))
+    if way.rate is not None:
+        ins.set_lr(way.rate)
+    for one in way.options:
+        path, _, value = one.partition("=")
+        ins.options.set(path, yaml.safe_load(value))
+    epochs = iter(range(options.epochs))
+
+    def reader() -> Any:
+        for index in images.order(options.seed, next(epochs)):
+            yield images.train[index].numpy(), int(images.labels[index])
+
+    ins.train_reader = reader
+    result = ins.train()
+    ins.set_checkpoint_dir(str(result.checkpoint))
+    ins.predict_reader = lambda: ((image.numpy(), 0) for image in images.test)
+    found: dict[str, Any] = images.judge(ins.predict().embeddings)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    found["steps"] = [
+        [one["step"], one["mean_loss"], one["effective_rank"], one["accuracy"]]
+        for one in lines
+        if "mean_loss" in one
+    ]
+    return found
+
+
+def run_one(way: Way, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of one training, made now in a process of its own unless it is there."""
+    path = way.path(options.folder, seed)
+    if not path.exists():
+        one = ["--run", way.name, "--seed", str(seed)]
+        one += [] if way.rate is None else ["--rate", str(way.rate)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with path.with_suffix(".log").open("w") as log:
+            subprocess.run(
+                [sys.executable, __file__, *sys.argv[1:], *one],
+                check=True, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+    return json.loads(path.read_text())
+
+
+def write_results(
+    results: dict[Way, list[dict[str, Any]]], raw: dict[str, float], folder: Path
+) -> None:
+    """Write mean and deviation over the seeds of each way as a table, and the course of ours as a picture."""
+    lines = [f"| way | rate | {' | '.join(COLUMNS)} | worst accuracy | seconds |", "|---" * 6 + "|"]
+    lines.append(f"| raw pixels | | {' | '.join(f'{raw[c]:.3f}' for c in COLUMNS)} | | |")
+    for way, found in results.items():
+        cells = []
+        for column in COLUMNS:
+            values = [one[column] for one in found]
+            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{spread}")
+        cells.append(f"{min(one[COLUMNS[0]] for one in found):.3f}")
+        cells.append(f"{statistics.median(one['seconds'] for one in found):.0f}")
+        rate = "default" if way.rate is None else f"{way.rate:g}"
+        lines.append(f"| {way.name} | {rate} | {' | '.join(cells)} |")
+    text = "\n".join(lines) + "\n"
+    (folder / "results.md").write_text(text)
+    everything = {way.label: found for way, found in results.items()}
+    (folder / "results.json").write_text(json.dumps(everything))
+    print(text)
+    _plot({way: found for way, found in results.items() if "steps" in found[0]}, folder)
+
+
+def _plot(results: dict[Way, list[dict[str, Any]]], folder: Path) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
+    names = ("loss", "effective rank of a batch's embeddings", "training accuracy")
+    for axis, name in zip(axes, names, strict=True):
+        axis.set(xlabel="step", title=name)
+    for way, found in results.items():
+        curves = np.array([one["steps"] for one in found]).mean(0)
+        for axis, curve in zip(axes, curves.T[1:], strict=True):
+            axis.plot(curves[:, 0], curve, label=way.label)
+    if results:
+        axes[0].legend(fontsize="small")
+        figure.savefig(folder / "learning.png", dpi=100)
+    plt.close(figure)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="folder of the results")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--omniglot", type=Path, help="omniglot_small2.zip")
+    data.add_argument("--glyphs", type=Path, help="folder that demo/make_glyphs.py made")
+    parser.add_argument("--classes", type=int, default=200, help="of the glyphs, to train on")
+    parser.add_argument("--network", default="torchvision/resnet18")
+    parser.add_argument("--size", type=int, default=32, help="side of the images")
+    parser.add_argument("--emb-size", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rates", type=float, nargs="*", default=[0.005, 0.02, 0.08])
+    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME: OPTION=VALUE ...",
+        help="Entry with other options, at the same rates; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what is missing, two at a time, and report."""
+    options = read_arguments()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    images = Images(options)
+    changed: dict[str, tuple[str, ...]] = {} if options.no_peer else {"peer": ()}
+    changed["plsc"] = ()
+    for variant in options.variant:
+        name, _, values = variant.partition(":")
+        changed[name] = tuple(values.split())
+    if options.run:
+        way = Way(options.run, options.rate, changed[options.run])
+        began = time.monotonic()
+        found = (train_peer if way.name == "peer" else train_ours)(images, options, way)
+        found["seconds"] = time.monotonic() - began
+        way.path(options.folder, options.seed).write_text(json.dumps(found))
+        return
+    ways = [
+        Way(name, rate, values)
+        for name, values in changed.items()
+        for rate in (*options.rates, *([None] if name in ("peer", "plsc") else []))
+    ]
+    seeds = range(1, options.seeds + 1)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = {
+            (way, seed): pool.submit(run_one, way, seed, options) for seed in seeds for way in ways
+        }
+    results = {way: [jobs[way, seed].result() for seed in seeds] for way in ways}
+    write_results(results, images.judge(images.test[:, 0].flatten(1).numpy()), options.folder)
+
+
+if __name__ == "__main__":
+    main()
