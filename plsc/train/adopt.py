@@ -46,10 +46,10 @@ def adopt(
                 "instance of it"
             )
         config = replace(config, arguments=harmless_arguments(arguments))
+    if model is None and name.startswith((TORCHVISION, TIMM)):
+        _check_neck(name, path, manifest)
     check_files(path, manifest)
     _check_head(config, path, manifest)
-    if model is None and name.startswith((TORCHVISION, TIMM)):
-        _check_neck(config, path, manifest)
     # A network that the script chooses is compared when it is loaded.
     is_chosen = any(line.startswith("model.") for line in config.differences)
     if model is None and not is_chosen and any(one.startswith("model.") for one in config.adopted):
@@ -93,12 +93,12 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
             )
 
 
-def _check_neck(config: Config, path: Path, manifest: Manifest) -> None:
-    roles = [info.role for info in manifest.tensors.values()]
-    if not any(role.kind == BACKBONE and role.name.startswith("neck.") for role in roles):
+def _check_neck(network: str, path: Path, manifest: Manifest) -> None:
+    names = [info.role.name for info in manifest.tensors.values() if info.role.kind == BACKBONE]
+    if names and not any(name.startswith("neck.") for name in names):
         raise CheckpointError(
             f"{path} was written before networks of torchvision and timm had a neck, so it lacks that of "
-            f"{config.model.name}; train again from its weights, set_pretrained({str(path)!r})"
+            f"{network}; train again from its weights, set_pretrained({str(path)!r})"
         )
 
 

@@ -92,15 +92,11 @@ def test_a_network_of_torchvision_keeps_its_neck_and_older_ones_without_are_refu
     }  # fmt: skip
 
     manifest = run.checkpoint / "manifest.json"
-    old = manifest.read_text().replace("neck.", "network.")  # as before there was a neck
-    manifest.write_text(old)
-    for start in (
-        later.predict,
-        entry(dataset, tmp_path / "b", **settings, set_checkpoint_dir=run.checkpoint).train,
-    ):
-        with pytest.raises(
-            CheckpointError, match="before networks of torchvision and timm had a neck"
-        ):
+    # As before there was a neck.
+    manifest.write_text(manifest.read_text().replace("neck.", "network."))
+    again = entry(dataset, tmp_path / "b", **settings, set_checkpoint_dir=run.checkpoint)
+    for start in (later.predict, again.train):
+        with pytest.raises(CheckpointError, match="before networks of torchvision and timm had a"):
             start()
 
 
