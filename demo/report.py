@@ -49,7 +49,7 @@ def main() -> None:
     shape = (channels, height, width)
 
     torch.manual_seed(manifest.options["train"]["seed"])  # the weights that training began with
-    network = build_model(model["name"], model["emb_size"], shape, model["dropout"])
+    network = build_model(model["name"], model["emb_size"], shape, model["dropout"], model["neck"])
 
     def embed() -> np.ndarray:
         return embed_images(network, pairs.images, shape, batch_size=500, device="cpu", flip=False)

@@ -38,6 +38,12 @@ class Setters:
         """Set ``model.dropout``: dropout before the embedding layer. Default: 0.4."""
         self.options.set("model.dropout", ratio)
 
+    def set_neck(self, parts: str) -> None:
+        """Set ``model.neck``: layers between features and embedding, joined by '-': norm
+        (batch norm), dropout, linear. Default: 'norm-dropout-linear-norm'.
+        """
+        self.options.set("model.neck", parts)
+
     def set_sync_batch_norm(self, sync: bool) -> None:
         """Set ``model.sync_batch_norm``: batch-norm statistics over the global batch. Default:
         False.

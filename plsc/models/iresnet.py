@@ -15,6 +15,7 @@ from plsc.errors import OptionError
 from plsc.models.base_model import BaseModel
 from plsc.models.neck import count_cells
 from plsc.models.resnet import convolution
+from plsc.options.model import DEFAULT_NECK
 
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512)
@@ -61,7 +62,8 @@ class IResNet(BaseModel):
     the last batch norm stays 1, as theirs.
 
     Raises:
-        OptionError: unknown depth, image shape that does not fit, emb_size below 1, dropout outside [0, 1).
+        OptionError: unknown depth, image shape that does not fit, emb_size below 1, dropout outside [0, 1),
+            another neck.
     """
 
     def __init__(
@@ -70,11 +72,17 @@ class IResNet(BaseModel):
         emb_size: int = 512,
         image_shape: Sequence[int] = (3, 112, 112),
         dropout: float = 0.0,
+        neck: str = DEFAULT_NECK,
     ) -> None:
         super().__init__()
         cells = count_cells(image_shape, emb_size, dropout)
         if depth not in BLOCKS:
             raise OptionError(f"depth is {depth}; expected one of {', '.join(map(str, BLOCKS))}")
+        if neck != DEFAULT_NECK:
+            raise OptionError(
+                f"neck is {neck!r}; IResNet{depth} ends as insightface's, in {DEFAULT_NECK!r}: leave "
+                "model.neck unset, or choose another network"
+            )
         self.conv1 = convolution(image_shape[0], WIDTHS[0], 3)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0], eps=EPS)
         self.prelu = nn.PReLU(WIDTHS[0])

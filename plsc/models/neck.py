@@ -1,4 +1,4 @@
-"""What the residual networks share: initial weights, the embedding neck, the check of the image."""
+"""The embedding neck of all networks, and what the residual ones share: initial weights, checks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from plsc.errors import OptionError
 from plsc.models.activation import PReLU
+from plsc.options.model import DEFAULT_NECK, check_neck
 
 BATCH_NORM_EPS = 2e-5
 BATCH_NORM_MOMENTUM = (
@@ -28,18 +29,37 @@ def prelu() -> PReLU:
 
 
 class EmbeddingNeck(nn.Sequential):
-    """Feature maps [b, C, h, w] to embeddings [b, emb_size]: BN, dropout, fully connected, BN.
+    """Features [b, C], or maps [b, C, h, w] of h * w ``cells``, to embeddings [b, emb_size].
 
-    The neck of ArcFace (Deng et al. 2019, section 3.1, "option E").
+    parts: see `model.neck`; those of the default are the neck of ArcFace (Deng et al. 2019, section 3.1,
+    "option E"). Raises OptionError for others.
     """
 
-    def __init__(self, channels: int, cells: int, emb_size: int, dropout: float) -> None:
+    def __init__(
+        self,
+        channels: int,
+        emb_size: int,
+        dropout: float,
+        parts: str = DEFAULT_NECK,
+        cells: int | None = None,
+    ) -> None:
         super().__init__()
-        self.norm = batch_norm(channels)
-        self.dropout = nn.Dropout(dropout)
+        expected = check_neck(parts)
+        if expected is not None:
+            raise OptionError(f"neck is {parts!r}; expected {expected}")
+        before, _, after = parts.partition("linear")
+        if "norm" in before:
+            self.norm = _vector_norm(channels) if cells is None else batch_norm(channels)
+        if "dropout" in before:
+            self.dropout = nn.Dropout(dropout)
         self.flatten = nn.Flatten()
-        self.fc = nn.Linear(channels * cells, emb_size)
-        self.norm_out = nn.BatchNorm1d(emb_size, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM)
+        self.fc = nn.Linear(channels * (cells or 1), emb_size)
+        if after:
+            self.norm_out = _vector_norm(emb_size)
+
+
+def _vector_norm(size: int) -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(size, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM)
 
 
 def initialise(model: nn.Module) -> None:

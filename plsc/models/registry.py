@@ -17,6 +17,7 @@ from plsc.models.timm_models import build_timm
 from plsc.models.torchvision_models import PREFIX as TORCHVISION
 from plsc.models.torchvision_models import build_torchvision
 from plsc.named import load_function
+from plsc.options.model import DEFAULT_NECK
 
 MODELS: dict[str, Callable[..., BaseModel]] = {
     **{f"ResNet{depth}": functools.partial(ResNet, depth) for depth in DEPTHS},
@@ -30,6 +31,7 @@ def build_model(
     emb_size: int = 512,
     image_shape: Sequence[int] = (3, 112, 112),
     dropout: float = 0.4,
+    neck: str = DEFAULT_NECK,
     arguments: Mapping[str, Any] | None = None,
 ) -> BaseModel:
     """Return the network of that name, with fresh weights.
@@ -41,11 +43,16 @@ def build_model(
         OptionError: an unknown name, or options that the network cannot take.
     """
     if name.startswith(TORCHVISION):
-        return build_torchvision(name, emb_size, tuple(image_shape), dropout)
+        return build_torchvision(name, emb_size, tuple(image_shape), dropout, neck)
     if name.startswith(TIMM):
-        return build_timm(name, emb_size, tuple(image_shape), dropout)
+        return build_timm(name, emb_size, tuple(image_shape), dropout, neck)
+    options = {
+        "emb_size": emb_size,
+        "image_shape": tuple(image_shape),
+        "dropout": dropout,
+        "neck": neck,
+    }
     if ":" in name:
-        options = {"emb_size": emb_size, "image_shape": tuple(image_shape), "dropout": dropout}
         return load_custom(name, **{**options, **(arguments or {})})
     if name not in MODELS:
         raise OptionError(
@@ -53,7 +60,7 @@ def build_model(
             f"others are named '{TORCHVISION}resnet18', '{TIMM}vit_tiny_patch16_224', your own "
             "'package.module:Class'"
         )
-    return MODELS[name](emb_size=emb_size, image_shape=tuple(image_shape), dropout=dropout)
+    return MODELS[name](**options)
 
 
 def load_custom(reference: str, **options: object) -> BaseModel:

@@ -21,6 +21,7 @@ from plsc.models.neck import (
     initialise,
     prelu,
 )
+from plsc.options.model import DEFAULT_NECK
 
 STEM_WIDTH = 64
 BASIC_WIDTHS = (64, 128, 256, 512)
@@ -90,10 +91,12 @@ def bottleneck_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
 class ResNet(BaseModel):
     """A residual network of ``depth`` 18, 34, 50, 101 or 152 that gives embeddings [b, emb_size].
 
-    image_shape: (C, H, W), 1 or 3 channels, sides that are multiples of 16. dropout: in the neck.
+    image_shape: (C, H, W), 1 or 3 channels, sides that are multiples of 16. dropout, neck: see
+    `EmbeddingNeck`.
 
     Raises:
-        OptionError: unknown depth, image shape that does not fit, emb_size below 1, dropout outside [0, 1).
+        OptionError: unknown depth, image shape that does not fit, emb_size below 1, dropout outside [0, 1),
+            other parts than a neck has.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class ResNet(BaseModel):
         emb_size: int = 512,
         image_shape: Sequence[int] = (3, 112, 112),
         dropout: float = 0.4,
+        neck: str = DEFAULT_NECK,
     ) -> None:
         super().__init__()
         cells = count_cells(image_shape, emb_size, dropout)
@@ -121,7 +125,7 @@ class ResNet(BaseModel):
                 stage.append(make_block(inputs, width, 2 if index == 0 else 1))
                 inputs = width
             self.stages.append(stage)
-        self.neck = EmbeddingNeck(inputs, cells, emb_size, dropout)
+        self.neck = EmbeddingNeck(inputs, emb_size, dropout, neck, cells)
         initialise(self)
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:

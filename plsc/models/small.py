@@ -15,6 +15,7 @@ from plsc.models.neck import (
     prelu,
 )
 from plsc.models.resnet import ResidualBlock, convolution
+from plsc.options.model import DEFAULT_NECK
 
 WIDTHS = (16, 64, 128, 256)
 
@@ -49,6 +50,7 @@ class SmallResNet(BaseModel):
         emb_size: int = 128,
         image_shape: Sequence[int] = (1, 32, 32),
         dropout: float = 0.1,
+        neck: str = DEFAULT_NECK,
     ) -> None:
         super().__init__()
         cells = count_cells(image_shape, emb_size, dropout)
@@ -62,7 +64,7 @@ class SmallResNet(BaseModel):
                 nn.Sequential(small_block(inputs, width, 1 if index == 0 else 2), prelu())
             )
             inputs = width
-        self.neck = EmbeddingNeck(inputs, cells, emb_size, dropout)
+        self.neck = EmbeddingNeck(inputs, emb_size, dropout, neck, cells)
         initialise(self)
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:

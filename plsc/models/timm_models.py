@@ -12,12 +12,13 @@ from plsc.models.neck import check_sizes
 PREFIX = "timm/"
 
 
-def build_timm(name: str, emb_size: int, image_shape: Sequence[int], dropout: float) -> Adapter:
-    """Return the network of ``timm/<name>`` with fresh weights, its last layer ``emb_size`` wide.
+def build_timm(
+    name: str, emb_size: int, image_shape: Sequence[int], dropout: float, neck: str
+) -> Adapter:
+    """Return the network of ``timm/<name>`` with fresh weights, and a neck in place of its last layer.
 
     Weights are never fetched, whatever tag the name has; plsc.entry's set_pretrained takes a file of them.
-    The image size is passed to networks that depend on it. dropout: before the last layer, where the
-    network has one there.
+    The image size is passed to networks that depend on it. dropout, neck: see `EmbeddingNeck`.
 
     Raises:
         OptionError: timm is not installed, an unknown name, or an image that the network cannot take.
@@ -35,9 +36,9 @@ def build_timm(name: str, emb_size: int, image_shape: Sequence[int], dropout: fl
         raise OptionError(f"timm has no network {short!r}{did_you_mean(short, timm.list_models())}")
     settings: dict[str, Any] = {
         "pretrained": False,
-        "num_classes": emb_size,
+        "num_classes": 0,
         "in_chans": image_shape[0],
-        "drop_rate": dropout,
+        "drop_rate": 0.0,
     }
     with making(name, image_shape):
         try:
@@ -46,4 +47,4 @@ def build_timm(name: str, emb_size: int, image_shape: Sequence[int], dropout: fl
             if "img_size" not in str(error):
                 raise
             network = timm.create_model(short, **settings)  # a network for images of any size
-    return Adapter(network, image_shape[0])
+        return Adapter(network, image_shape[0], image_shape, emb_size, dropout, neck)

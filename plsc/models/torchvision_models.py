@@ -8,19 +8,21 @@ from typing import Any
 from torch import nn
 
 from plsc.errors import OptionError, did_you_mean
-from plsc.models.adapter import Adapter, EmbeddingLayer, making
+from plsc.models.adapter import Adapter, making
 from plsc.models.neck import check_sizes
 
 PREFIX = "torchvision/"
 _CHANNELS = 3
+_CLASSES = 1  # as wide as no other layer
 
 
 def build_torchvision(
-    name: str, emb_size: int, image_shape: Sequence[int], dropout: float
+    name: str, emb_size: int, image_shape: Sequence[int], dropout: float, neck: str
 ) -> Adapter:
-    """Return the network of ``torchvision/<name>`` with fresh weights, its last layer ``emb_size`` wide.
+    """Return the network of ``torchvision/<name>`` with fresh weights, and a neck in place of its last layer.
 
-    Weights are never fetched; plsc.entry's set_pretrained takes a file of them. dropout: before that layer.
+    Weights are never fetched; plsc.entry's set_pretrained takes a file of them. dropout, neck: see
+    `EmbeddingNeck`.
 
     Raises:
         OptionError: unknown name, an image that the network cannot take, or no fully connected layer at its
@@ -35,10 +37,10 @@ def build_torchvision(
         raise OptionError(f"torchvision has no network {short!r}{did_you_mean(short, known)}")
     with making(name, image_shape):
         network = models.get_model(
-            short, weights=None, num_classes=emb_size, **_settings(short, image_shape)
+            short, weights=None, num_classes=_CLASSES, **_settings(short, image_shape)
         )
-    _replace_last(network, name, emb_size, dropout)
-    return Adapter(network, _CHANNELS)
+        _remove_last(network, name)
+        return Adapter(network, _CHANNELS, image_shape, emb_size, dropout, neck)
 
 
 def _settings(short: str, image_shape: Sequence[int]) -> dict[str, Any]:
@@ -55,25 +57,16 @@ def _settings(short: str, image_shape: Sequence[int]) -> dict[str, Any]:
     return {}
 
 
-def _replace_last(network: nn.Module, name: str, emb_size: int, dropout: float) -> None:
-    """Give the embedding layer its dropout: in a Dropout that is there already, or within the layer."""
-    layers = [
-        (path, layer) for path, layer in network.named_modules() if not list(layer.children())
-    ]
-    path, last = layers[-1]
-    if not isinstance(last, nn.Linear) or last.out_features != emb_size:
-        linear = [item for item in layers if isinstance(item[1], nn.Linear)]
-        if not linear or linear[-1][1].out_features != emb_size:
-            raise OptionError(
-                f"{name} does not end in a fully connected layer, so it gives no embeddings; choose another"
-            )
-        path, last = linear[-1]
-    assert isinstance(last, nn.Linear)
-    parent = network.get_submodule(path.rpartition(".")[0])
-    before = layers[[item[0] for item in layers].index(path) - 1][1]
-    if isinstance(before, nn.Dropout) and before in list(parent.children()):
-        before.p = dropout
-    else:
-        setattr(
-            parent, path.rpartition(".")[2], EmbeddingLayer(last.in_features, emb_size, dropout)
+def _remove_last(network: nn.Module, name: str) -> None:
+    """Have the network return the input of its last layer, without the dropout before it."""
+    layers = [(path, m) for path, m in network.named_modules() if not list(m.children())]
+    linear = [at for at, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)]
+    path, last = layers[linear[-1]] if linear else ("", None)
+    if last is None or last.out_features != _CLASSES:
+        raise OptionError(
+            f"{name} does not end in a fully connected layer, so it gives no embeddings; choose another"
         )
+    _, before = layers[linear[-1] - 1]
+    if isinstance(before, nn.Dropout):
+        before.p = 0.0
+    network.set_submodule(path, nn.Identity())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,20 @@ from plsc.options.initialization import read_initializations
 def _image_shape(shape: tuple[int, ...]) -> str | None:
     good = len(shape) == 3 and shape[0] in (1, 3) and min(shape) >= 1
     return None if good else "(channels, height, width) with 1 or 3 channels, such as (3, 112, 112)"
+
+
+DEFAULT_NECK = "norm-dropout-linear-norm"
+_NECK = re.compile(r"(norm-)?(dropout-)?linear(-norm)?")
+
+
+def check_neck(parts: str) -> str | None:
+    """Return None for the parts of a neck, else what was expected."""
+    if _NECK.fullmatch(parts):
+        return None
+    return (
+        "'linear', with 'norm-', 'dropout-' or 'norm-dropout-' before it and '-norm' after it where wanted, "
+        "such as 'dropout-linear'"
+    )
 
 
 def _initializations(values: tuple[dict[str, Any], ...]) -> None:
@@ -39,6 +54,12 @@ class ModelOptions:
     )
     dropout: float = of_model(
         0.4, "dropout before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
+    )
+    neck: str = of_model(
+        DEFAULT_NECK,
+        "layers between features and embedding, joined by '-': norm (batch norm), dropout, linear",
+        "set_neck(parts)",
+        check_neck,
     )
     sync_batch_norm: bool = of_run(
         False, "batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"

@@ -96,7 +96,7 @@ def plan_backbone(
     options.set("model.image_shape", shape)
     options.set("optim.optimizer", backbone_optimizer)
     found = measure(
-        lambda: build_model(model, embedding, shape, options.model.dropout),
+        lambda: build_model(model, embedding, shape, options.model.dropout, options.model.neck),
         shape,
         -(-images // parts),
         dtype=None if mode == "float32" else getattr(torch, mode),

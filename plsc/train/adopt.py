@@ -17,6 +17,8 @@ from plsc.config import Config, Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import harmless_arguments
+from plsc.models.timm_models import PREFIX as TIMM
+from plsc.models.torchvision_models import PREFIX as TORCHVISION
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
 _LARGEST_BATCH = 2**30  # numbers in the images of a rank's batch
@@ -44,6 +46,8 @@ def adopt(
                 "instance of it"
             )
         config = replace(config, arguments=harmless_arguments(arguments))
+    if model is None and name.startswith((TORCHVISION, TIMM)):
+        _check_neck(name, path, manifest)
     check_files(path, manifest)
     _check_head(config, path, manifest)
     # A network that the script chooses is compared when it is loaded.
@@ -89,6 +93,15 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
             )
 
 
+def _check_neck(network: str, path: Path, manifest: Manifest) -> None:
+    names = [info.role.name for info in manifest.tensors.values() if info.role.kind == BACKBONE]
+    if names and not any(name.startswith("neck.") for name in names):
+        raise CheckpointError(
+            f"{path} was written before networks of torchvision and timm had a neck, so it lacks that of "
+            f"{network}; train again from its weights, set_pretrained({str(path)!r})"
+        )
+
+
 def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     saved = {one.role.name: one for one in manifest.tensors.values() if one.role.kind == BACKBONE}
     options = config.model
@@ -101,6 +114,7 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
                 options.emb_size,
                 options.image_shape,
                 options.dropout,
+                options.neck,
                 config.arguments,
             ).state_dict()
     except (RuntimeError, TypeError):  # sizes beyond torch's

@@ -17,6 +17,7 @@ from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows
 from plsc.models import BaseModel, build_model, check_model
+from plsc.models.base_model import constructor_arguments
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.freezing import freeze, thaw
@@ -139,6 +140,7 @@ def build_run(
     )
     head, rows = build_heads(options, feed.class_num, feed.sets, world)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
+    is_custom = user.model is not None or ":" in options.model.name
     trained = compiled(network, options, world, global_batch)
     forward, note = spread_backbone(network, trained, options, world)
     optimizer, base_rate = build_updates(
@@ -179,7 +181,7 @@ def build_run(
             frozen_note(network),
             batch_note(global_batch, feed.num_samples),
             threads_note(options),
-            idle_note(options),
+            idle_note(options, constructor_arguments(network) or {} if is_custom else None),
         ),
         first_sample=feed.first_sample,
         is_data_of_ranks=feed.is_of_ranks,
@@ -287,6 +289,7 @@ def build_network(
             options.model.emb_size,
             options.model.image_shape,
             dropout=options.model.dropout,
+            neck=options.model.neck,
             arguments=options.arguments,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)

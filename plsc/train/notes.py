@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -22,14 +23,16 @@ _SCALING = (
 )
 
 
-def idle_note(options: Config) -> str:
+def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
     """Return a line that names the options without effect and why, or nothing if there are none.
+
+    made_with: the arguments of the constructor of a custom network.
 
     One that is set to its default, as `set_mixed_precision` sets many, does not count.
     """
     found = [
         f"{path} ({reason})"
-        for paths, reason in _unused(options)
+        for paths, reason in _unused(options, made_with)
         for path in paths
         if path in options.explicit and options.get(path) != find_option(path).default
     ]
@@ -64,9 +67,18 @@ def threads_note(options: Config) -> str:
     )
 
 
-def _unused(options: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+def _unused(
+    options: Config, made_with: Mapping[str, Any] | None
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield options that this run does not look at, and the reason."""
     optim, precision, head = options.optim, options.precision, options.head
+    if made_with is not None:
+        paths = tuple(
+            path
+            for path in ("model.dropout", "model.neck")
+            if made_with.get(path.removeprefix("model.")) != options.get(path)
+        )
+        yield paths, "the custom network was not made with it"
     has_own_rows = head.loss_type.startswith("dist_")
     schedule = f"optim.schedule is {optim.schedule}"
     if optim.schedule not in _STEPS:

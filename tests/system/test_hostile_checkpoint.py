@@ -327,7 +327,7 @@ def hostile(spec):
                   [{"pattern": "fc", "rule": "constant", "val": 1}], [{"name": "a", "path": URL}],
                   "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
-                  "disk", "drop", "skip", "all", "foreach", "native", "int8"):  # fmt: skip
+                  "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value
@@ -345,7 +345,8 @@ NEVER = {
     "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
 }  # fmt: skip
 MODEL = {
-    "model.name", "model.emb_size", "model.image_shape", "model.dropout", "data.flip", "runtime.dtype"
+    "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",
+    "runtime.dtype",
 }  # fmt: skip
 
 

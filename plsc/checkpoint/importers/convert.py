@@ -130,7 +130,9 @@ def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options,
     model = options.model
     with torch.random.fork_rng(devices=[]):  # what the files lack begins as in a run of this seed
         torch.manual_seed(options.train.seed)
-        built = build_model(model.name, model.emb_size, model.image_shape, model.dropout)
+        built = build_model(
+            model.name, model.emb_size, model.image_shape, model.dropout, model.neck
+        )
     state = built.state_dict()
     with torch.no_grad():
         match = match_into(state, found.backbone, source)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.models import MODELS, BaseModel, build_model, check_model, load_custom
 from plsc.models.resnet import ResNet
@@ -110,6 +111,57 @@ def test_a_wrong_name_or_number_is_refused(options, said):
         build_model(**options)
 
 
+VECTORS, MAPS = ("BatchNorm1d", "BatchNorm1d"), ("BatchNorm2d", "BatchNorm1d")
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ("norm-dropout-linear-norm", ["norm", "dropout", "flatten", "fc", "norm_out"]),
+        ("dropout-linear", ["dropout", "flatten", "fc"]),
+        ("norm-linear", ["norm", "flatten", "fc"]),
+        ("linear-norm", ["flatten", "fc", "norm_out"]),
+        ("linear", ["flatten", "fc"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("ResNet18", MAPS),
+        ("SmallResNet", MAPS),
+        ("torchvision/resnet18", VECTORS),
+        ("timm/resnet18", VECTORS),
+    ],
+)
+def test_every_network_ends_in_a_neck_of_the_parts_that_are_named(name, norms, parts, expected):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+    model = build_model(name, 24, (3, 32, 32), 0.3, parts)
+    assert [child for child, _ in model.neck.named_children()] == expected
+    for at, norm in zip(("norm", "norm_out"), norms, strict=True):
+        assert at not in expected or type(getattr(model.neck, at)).__name__ == norm
+    embeddings = model(torch.randn(4, 3, 32, 32))
+    assert embeddings.shape == (4, 24)
+    (embeddings * torch.randn(4, 24)).sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize(
+    "parts", ["", "norm", "norm-norm", "linear-dropout", "dropout-norm-linear", "linear-", "Linear"]
+)
+def test_parts_that_make_no_neck_are_refused_with_those_that_do(parts):
+    said = "'linear', with 'norm-', 'dropout-' .*such as 'dropout-linear'"
+    with pytest.raises(OptionError, match=f"model.neck is {parts!r}; expected {said}"):
+        Options().set("model.neck", parts)
+    with pytest.raises(OptionError, match=f"neck is {parts!r}; expected {said}"):
+        build_model("SmallResNet", 8, (1, 16, 16), 0.1, parts)
+
+
+def test_an_iresnet_has_the_neck_of_insightface_alone():
+    with pytest.raises(OptionError, match="neck is 'linear'; IResNet18 ends as insightface's"):
+        build_model("IResNet18", 8, (3, 16, 16), 0.1, "linear")
+
+
 def test_every_registered_name_can_be_built():
     with torch.device("meta"):
         models = [build_model(name, 32, (1, 32, 32), 0.2) for name in MODELS]
@@ -127,6 +179,10 @@ def users_module(tmp_path, monkeypatch):
         "        self.fc = nn.Linear(3, emb_size)\n"
         "    def build_network(self, input, label, is_train=True):\n"
         "        return self.fc(input.mean((2, 3)))\n"
+        "class Necked(Net):\n"
+        "    def __init__(self, neck, emb_size):\n"
+        "        super().__init__(emb_size=emb_size)\n"
+        "        self.parts = neck\n"
         "class Needy(Net):\n"
         "    def __init__(self, secret):\n"
         "        super().__init__()\n"
@@ -140,6 +196,7 @@ def users_module(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("users_module")
 def test_a_users_class_gets_the_options_that_its_constructor_names():
     check_model(build_model("users_nets:Net", 7, (3, 20, 20), 0.4), (3, 20, 20), 7)
+    assert build_model("users_nets:Necked", 7, neck="linear").parts == "linear"
 
 
 @pytest.mark.usefixtures("users_module")

@@ -16,7 +16,16 @@ def test_without_timm_the_error_is_the_install_line(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(3, 112, 112), (1, 32, 48)])
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18.a1_in1k"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "resnet18.a1_in1k",
+        "mobilenetv3_small_100",  # a layer of 1024 after its 576 features
+        "deit_tiny_distilled_patch16_224",  # two classifiers
+        "convnext_atto",
+    ],
+)
 def test_a_network_of_timm_gives_embeddings_at_the_image_size_of_the_run(name, shape):
     pytest.importorskip("timm", reason="needs the extra plsc[timm]")
     check_model(build_model(f"timm/{name}", 24, shape, 0.4), shape, 24)
@@ -24,9 +33,10 @@ def test_a_network_of_timm_gives_embeddings_at_the_image_size_of_the_run(name, s
 
 def test_it_computes_what_timm_computes_with_the_same_weights():
     timm = pytest.importorskip("timm", reason="needs the extra plsc[timm]")
-    ours = build_model("timm/vit_tiny_patch16_224", 16, (3, 32, 32), 0.3).eval()
+    ours = build_model("timm/vit_tiny_patch16_224", 16, (3, 32, 32), 0.3, "dropout-linear").eval()
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=16, img_size=32).eval()
-    theirs.load_state_dict(ours.network.state_dict())
+    theirs.load_state_dict(ours.network.state_dict(), strict=False)
+    theirs.head.load_state_dict(ours.neck.fc.state_dict())
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images))

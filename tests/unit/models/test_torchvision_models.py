@@ -14,9 +14,10 @@ def test_a_network_of_torchvision_gives_embeddings_of_colour_and_gray_images(sha
 
 
 def test_it_computes_what_torchvision_computes_with_the_same_weights():
-    ours = build_model("torchvision/resnet18", 16, (3, 32, 32), 0.0).eval()
+    ours = build_model("torchvision/resnet18", 16, (3, 32, 32), neck="dropout-linear").eval()
     theirs = models.resnet18(num_classes=16).eval()
-    theirs.load_state_dict(ours.network.state_dict())
+    theirs.load_state_dict(ours.network.state_dict(), strict=False)
+    theirs.fc.load_state_dict(ours.neck.fc.state_dict())
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images))
@@ -34,7 +35,28 @@ def test_dropout_comes_before_the_embedding_once_and_only_in_training(name):
         norm.eval()
     assert not torch.equal(model(images), model(images))
     dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    assert dropouts in ([], [0.9])
+    assert [p for p in dropouts if p] == [0.9]
+
+
+# googlenet and inception have classifiers in the middle, too; densenet calls its pooling as a function.
+@pytest.mark.parametrize(
+    ("name", "side", "features"),
+    [
+        ("mobilenet_v3_small", 32, 1024),
+        ("vit_b_16", 32, 768),
+        ("densenet121", 32, 1024),
+        ("googlenet", 32, 1024),
+        ("inception_v3", 96, 2048),
+        ("vgg11", 32, 4096),
+    ],
+)
+def test_the_neck_takes_the_input_of_the_last_layer(name, side, features):
+    with torch.device("meta"):
+        model = build_model(f"torchvision/{name}", 16, (3, side, side))
+        embeddings = model(torch.randn(2, 3, side, side))
+    assert model.neck.fc.in_features == features
+    embeddings.sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
 def test_an_image_size_reaches_the_networks_that_depend_on_it():
@@ -50,6 +72,7 @@ def test_an_image_size_reaches_the_networks_that_depend_on_it():
         ("torchvision/fasterrcnn_resnet50_fpn", "torchvision has no network"),
         ("torchvision/squeezenet1_1", "does not end in a fully connected layer"),
         ("torchvision/vit_b_32", r"cannot make .* for images \[3, 33, 33\]"),
+        ("torchvision/inception_v3", r"cannot make .* for images \[3, 33, 33\]"),
     ],
 )
 def test_what_cannot_be_a_backbone_is_refused_in_one_line(name, said):

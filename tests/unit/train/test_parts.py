@@ -262,6 +262,39 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     )
 
 
+class Necked(BaseModel):
+    """A custom network whose constructor names the neck."""
+
+    def __init__(self, neck="linear"):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "noted"),
+    [
+        (Overflowing(), "ResNet50", ["model.dropout", "model.neck"]),
+        (Necked(), "ResNet50", ["model.dropout", "model.neck"]),  # made with its own default
+        (Necked("linear-norm"), "ResNet50", ["model.dropout"]),
+        (None, f"{__name__}:Overflowing", ["model.dropout", "model.neck"]),
+        (None, f"{__name__}:Necked", ["model.dropout"]),
+        (None, "SmallResNet", []),
+    ],
+)
+def test_options_that_a_custom_network_is_not_made_with_are_noted(
+    model, name, noted, dataset, tmp_path
+):
+    options = options_for(
+        dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2
+    )
+    notes = build_run(options, World.single(), UserParts(model=model)).notes
+    assert notes.count("(the custom network was not made with it)") == len(noted)
+    assert all(f"{path} (the custom network" in notes for path in noted)
+
+
 class Stages(BaseModel):
     """What every option of a network can be about; notes the types of its maps."""
 
