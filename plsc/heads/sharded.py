@@ -98,8 +98,8 @@ class ShardedHead(Head):
     class_num: C; emb_size: D; margin: from plsc.heads.margins; centers: rows a class (sub-centres, Deng
     et al. 2020), the nearest counts. `weight` is [C_local, D], or [C_local, K, D] with sub-centres.
     row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. initial_norm: expected norm of
-    a class's initial weights, None: 0.01 sqrt(D). offload: the rows stay in CPU memory and those of a step travel.
-    on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
+    a class's initial weights, None: 0.01 sqrt(D). offload: the rows stay in CPU memory and those of a
+    step travel. on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
 
     Margin warm-up: set `head.margin.share` before each step, from 0 (no margin) to 1 (the full margin).
 

@@ -79,6 +79,7 @@ def kinds_of_data(dataset):
             {
                 "optim__optimizer": "adam", "head__optimizer": "adamw", "optim__lr": 0.005,
                 "optim__schedule": "polynomial", "optim__warmup_epochs": 1,
+                "optim__warmup_steps": None,
             },
             None,
         ),
