@@ -62,7 +62,7 @@ def train(way: str, seed: int, data: Path, run: Path) -> None:
         getattr(ins, setter)(value)
     ins.set_global_batch_size(GLOBAL_BATCH)
     ins.set_train_epochs(EPOCHS)
-    ins.set_lr(RATE * 1024 / GLOBAL_BATCH)
+    ins.set_lr(RATE)
     ins.set_warmup_epochs(1)
     ins.set_step_boundaries((steps // 2, steps * 3 // 4, steps * 9 // 10))
     ins.set_lr_decay_factor(0.3)

@@ -144,6 +144,7 @@ def options_of(way: TrainWay, case: Case, device: str) -> Options:
         "optim.momentum": MOMENTUM,
         "optim.weight_decay": WEIGHT_DECAY,
         "optim.lr": LR,
+        "optim.warmup_steps": 0,
         **(way.options or {}),
     }
     if case.folder is not None:

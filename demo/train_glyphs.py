@@ -50,7 +50,7 @@ def main() -> None:
 
     ins.set_global_batch_size(GLOBAL_BATCH)
     ins.set_train_epochs(options.epochs)
-    ins.set_lr(RATE * 1024 / GLOBAL_BATCH)  # the option is for a global batch of 1024
+    ins.set_lr(RATE)
     ins.set_warmup_epochs(1)  # at the full rate from the start, it learns much more slowly
     ins.set_step_boundaries((steps // 2, steps * 3 // 4, steps * 9 // 10))
     ins.set_lr_decay_factor(0.3)

@@ -188,7 +188,7 @@ class Entry(Setters):
         class_num: int | None = None,
         loss_type: str | None = None,
         margin: float | None = None,
-        scale: float | None = None,
+        scale: float | str | None = None,
         sample_ratio: float | None = None,
     ) -> None:
         """Train on several data sets, each with its own classes and head: add one to ``data.datasets``.

@@ -148,14 +148,20 @@ def _is_harmless(value: Any, key: str = "") -> bool:
 
 def describe_kind(kind: Any) -> str:
     """Return a type in words, such as 'an integer or None'."""
-    if _is_optional(kind):
-        return f"{describe_kind(_without_none(kind))} or None"
+    if _is_union(kind):
+        return " or ".join(describe_kind(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         return f"a sequence of {_ITEMS[typing.get_origin(item) or item]}"
     if typing.get_origin(kind) is dict:
         return "a mapping"
-    return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
+    return {
+        int: "an integer",
+        float: "a number",
+        bool: "True or False",
+        str: "a text",
+        types.NoneType: "None",
+    }[kind]
 
 
 _ITEMS = {int: "integers", float: "numbers", str: "texts", dict: "mappings"}
@@ -168,8 +174,11 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 def _convert(value: Any, kind: Any) -> Any:
     """Return the value as `kind` when nothing is lost by it, else _WRONG."""
-    if _is_optional(kind):
-        return None if value is None else _convert(value, _without_none(kind))
+    if _is_union(kind):
+        parts = (_convert(value, part) for part in typing.get_args(kind))
+        return next((part for part in parts if part is not _WRONG), _WRONG)
+    if kind is types.NoneType:
+        return None if value is None else _WRONG
     if typing.get_origin(kind) is tuple:
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
             return _WRONG
@@ -218,12 +227,8 @@ def _convert_text(value: Any) -> Any:
     return os.path.expanduser(text) if is_sound else _WRONG  # noqa: PTH111 - no path yet
 
 
-def _is_optional(kind: Any) -> bool:
+def _is_union(kind: Any) -> bool:
     return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-
-
-def _without_none(kind: Any) -> Any:
-    return next(part for part in typing.get_args(kind) if part is not type(None))
 
 
 def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:

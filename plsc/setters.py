@@ -85,8 +85,16 @@ class Setters:
         """
         self.options.set("head.margin", margin)
 
-    def set_scale(self, scale: float) -> None:
-        """Set ``head.scale``: scale of the cosines. Default: 64.0."""
+    def set_margin_warmup_steps(self, num: int) -> None:
+        """Set ``head.margin_warmup_steps``: steps over which the margin rises linearly to its
+        full value; 0: the full margin from the start. Default: 0.
+        """
+        self.options.set("head.margin_warmup_steps", num)
+
+    def set_scale(self, scale: float | str) -> None:
+        """Set ``head.scale``: scale of the cosines; auto: sqrt(2) ln(C - 1) for C classes, at
+        least 1 (AdaCos). Default: 64.0.
+        """
         self.options.set("head.scale", scale)
 
     def set_combined_margins(self, margins: Sequence[float]) -> None:
@@ -134,6 +142,12 @@ class Setters:
     def set_magface_lambda(self, weight: float) -> None:
         """Set ``head.magface_lambda``: of magface: weight of its regulariser. Default: 35.0."""
         self.options.set("head.magface_lambda", weight)
+
+    def set_initial_norm(self, norm: float | None) -> None:
+        """Set ``head.initial_norm``: expected norm of the class weights of a class at the
+        start; when not set, each element has the standard deviation 0.01. Default: None.
+        """
+        self.options.set("head.initial_norm", norm)
 
     def set_sub_centers(self, num: int) -> None:
         """Set ``head.sub_centers``: rows a class (sub-centre ArcFace), the nearest counts.
@@ -370,9 +384,9 @@ class Setters:
         """
         self.options.set("data.class_depth", depth)
 
-    def set_lr(self, lr: float) -> None:
-        """Set ``optim.lr``: learning rate for a global batch of 1024; scaled in proportion.
-        Default: 0.1.
+    def set_lr(self, lr: float | None) -> None:
+        """Set ``optim.lr``: learning rate, used as it is for any batch; when not set, 0.1 x
+        global batch / 1024. Default: None.
         """
         self.options.set("optim.lr", lr)
 
@@ -473,8 +487,11 @@ class Setters:
         """
         self.options.set("optim.warmup_epochs", num)
 
-    def set_warmup_steps(self, num: int) -> None:
-        """Set ``optim.warmup_steps``: the same in steps, instead of warmup_epochs. Default: 0."""
+    def set_warmup_steps(self, num: int | None) -> None:
+        """Set ``optim.warmup_steps``: the same in steps, instead of warmup_epochs; when
+        neither is set, 20% of the run's steps, at most 1000; 100 where the length is
+        unknown; 0 with a schedule 'package.module:function'. Default: None.
+        """
         self.options.set("optim.warmup_steps", num)
 
     def set_step_boundaries(self, boundaries: Sequence[int]) -> None:

@@ -24,7 +24,10 @@ CHANGES: dict[str, tuple[dict[str, Any], float]] = {
     "bfloat16": ({"precision.mode": "bfloat16"}, 2e-2),
     "micro_batches": ({"train.micro_batches": 2}, 0.0),
     "clip": ({"optim.clip_norm": 20.0, "optim.clip_scope": "all"}, 0.0),
-    "adamw": ({"optim.optimizer": "adamw", "head.optimizer": "adamw", "optim.lr": 0.01}, 0.0),
+    "adamw": (
+        {"optim.optimizer": "adamw", "head.optimizer": "adamw", "optim.lr": 0.01 * BATCH / 1024},
+        0.0,
+    ),
     "fused": ({"optim.implementation": "fused"}, 1e-6),
     "foreach": ({"optim.implementation": "foreach"}, 1e-6),
     "loss scaling": (
@@ -87,7 +90,8 @@ def options_with(values: dict[str, Any]) -> Options:
         "train.global_batch_size": BATCH,
         "train.with_test": False,
         "data.num_workers": 0,
-        "optim.lr": 0.1,
+        "optim.lr": 0.1 * BATCH / 1024,
+        "optim.warmup_steps": 0,
         "speed.channels_last": "off",
     }
     for path, value in {**common, **values}.items():

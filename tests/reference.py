@@ -55,7 +55,22 @@ def mean_loss(
 def logits(
     margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> Tensor:
-    """Return the logits [B, C] by the formula of this margin, whose numbers and state are read off it."""
+    """Return the logits [B, C] by the formula of this margin, whose numbers and state are read off it.
+
+    Those of the labels are s (c + share (psi - c)).
+    """
+    full = _full_logits(margin, embeddings, weight, bias, labels)
+    if margin.share == 1:
+        return full
+    plain = normface_logits(embeddings, weight, margin.scale)
+    at_label = torch.nn.functional.one_hot(labels, full.shape[1]).bool()
+    return torch.where(at_label, plain + margin.share * (full - plain), full)
+
+
+def _full_logits(
+    margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> Tensor:
+    """Return the logits [B, C] at a share of 1."""
     x, w, y, m = embeddings, weight, labels, margin
     if isinstance(m, Softmax):
         assert bias is not None

@@ -18,9 +18,11 @@ from typing import Any, NoReturn
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.roles import KINDS, Role, role_of_key
 from plsc.errors import CheckpointError
+from plsc.optim.schedule import REFERENCE_BATCH
+from plsc.option import is_finite_number
 from plsc.storage import publish
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # before 3 a learning rate was for a global batch of 1024
 MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the files that hold tensors
 HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
@@ -87,7 +89,9 @@ class Manifest:
             CheckpointError: options or scalars hold what JSON cannot, such as an object or a NaN.
         """
         try:
-            return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False)
+            # What was read from an older format has been converted.
+            content = dataclasses.asdict(self) | {"format_version": FORMAT_VERSION}
+            return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the options or scalars of a checkpoint must be plain finite JSON: {error}"
@@ -178,13 +182,15 @@ def _build(check: Checker, content: object) -> Manifest:
     ranges = check.listing(check.item(top, "class_ranges"), "class_ranges")
     tensors = check.mapping(check.item(top, "tensors"), "tensors")
     files = check.mapping(check.item(top, "files"), "files")
+    scalars = check.mapping(check.item(top, "scalars"), "scalars")
+    options = check.mapping(check.item(top, "options"), "options")
     return Manifest(
         format_version=version,
         plsc_version=check.text(check.item(top, "plsc_version"), "plsc_version"),
         **counts,
         class_ranges=[_range(check, value, counts["class_num"]) for value in ranges],
-        options=check.mapping(check.item(top, "options"), "options"),
-        scalars=_scalars(check.mapping(check.item(top, "scalars"), "scalars"), version),
+        options=_options(options, scalars.get("global_batch"), version),
+        scalars=_scalars(scalars, version),
         tensors={key: _tensor(check, key, value, version) for key, value in tensors.items()},
         files={name: _file(check, name, value) for name, value in files.items()},
         lineage=[
@@ -193,6 +199,17 @@ def _build(check: Checker, content: object) -> Manifest:
         ],
         run_id=check.text(check.item(top, "run_id") if version > 1 else "", "run_id"),
     )
+
+
+def _options(options: dict[str, Any], global_batch: Any, version: int) -> dict[str, Any]:
+    """Return the options; the learning rate as the optimizer had it, where an old format has it for 1024."""
+    optim = options.get("optim")
+    if version > 2 or not isinstance(optim, dict):
+        return options
+    lr = optim.get("lr")
+    if not (is_finite_number(lr) and is_finite_number(global_batch)):
+        return options
+    return {**options, "optim": {**optim, "lr": lr * global_batch / REFERENCE_BATCH}}
 
 
 def _scalars(scalars: dict[str, Any], version: int) -> dict[str, Any]:

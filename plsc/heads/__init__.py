@@ -48,6 +48,7 @@ def build_head(
     sampling: Sampling | None = None,
     execution: Execution | None = None,
     row_dtype: str | torch.dtype = torch.float32,
+    initial_norm: float | None = None,
     offload: bool = False,
     on_nonfinite: str = "raise",
     seed: int = 0,
@@ -56,8 +57,8 @@ def build_head(
     """Return the head of a loss type: ``dist_<margin>`` is sharded over the ranks of `group`.
 
     class_num: number of all classes; emb_size: D; margin: with settings of its own, of the kind that the
-    loss type names; the rest: see `ShardedHead`. ``<margin>`` alone has all rows on every rank and none
-    of the rest.
+    loss type names; the rest: see `ShardedHead`. ``<margin>`` alone has all rows on every rank and, of the
+    rest, initial_norm alone.
 
     Raises OptionError for an unknown loss type, and for options that it does not have.
     """
@@ -79,6 +80,7 @@ def build_head(
             sampling=sampling,
             execution=execution,
             row_dtype=row_dtype,
+            initial_norm=initial_norm,
             offload=offload,
             on_nonfinite=on_nonfinite,
             seed=seed,
@@ -89,5 +91,13 @@ def build_head(
             f"{loss_type} has all rows on every rank and neither samples nor offloads nor rounds them; use "
             f"dist_{loss_type}"
         )
-    head = DenseHead(class_num, emb_size, margin, centers=centers, seed=seed, group=group)
+    head = DenseHead(
+        class_num,
+        emb_size,
+        margin,
+        centers=centers,
+        initial_norm=initial_norm,
+        seed=seed,
+        group=group,
+    )
     return head.to(row_dtype)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.initial import initial_rows
+from plsc.heads.margin_options import read_number
 from plsc.heads.margins import Margin
 from plsc.heads.norms import normalised
 from plsc.heads.types import ROW_DTYPES, check_kind, read_count, read_dtype
+from plsc.option import more_than
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 _EQUAL = 1e-6  # variance of unit vectors below which they count as equal
@@ -51,7 +53,8 @@ class Head(nn.Module):
     class_num: number of all classes C; class_range: ``(start, stop)``, the classes of this rank's rows;
     margin: how logits are made (plsc.heads.margins); seed: of the initial rows, which do not depend
     on the number of ranks; group: the ranks that share the batch, None for one process; centers: rows a
-    class, K: with more than one `weight` is [C_local, K, D]; row_dtype: of `weight`.
+    class, K: with more than one `weight` is [C_local, K, D]; row_dtype: of `weight`; initial_norm: expected
+    norm of a class's initial weights, None: 0.01 sqrt(D).
     """
 
     is_sharded: bool
@@ -66,6 +69,7 @@ class Head(nn.Module):
         group: dist.ProcessGroup | None,
         centers: int = 1,
         row_dtype: str | torch.dtype = torch.float32,
+        initial_norm: float | None = None,
     ) -> None:
         super().__init__()
         class_num, emb_size = read_count("class_num", class_num), read_count("emb_size", emb_size)
@@ -80,12 +84,17 @@ class Head(nn.Module):
         self.emb_size = emb_size
         self.class_range = class_range
         # Its running statistics are as exact as the rows.
+        margin.set_class_num(class_num)
         self.margin = margin.double() if row_dtype is torch.float64 else margin
         self.seed = seed
         self.group = group
         self.centers = centers
         start, stop = class_range
-        rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype)
+        if initial_norm is not None:
+            initial_norm = read_number("the head", "initial_norm", initial_norm, more_than(0))
+        rows = initial_rows(
+            seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm
+        )
         shape = (stop - start, emb_size) if centers == 1 else (stop - start, centers, emb_size)
         self.weight = nn.Parameter(rows.view(shape))
         bias_dtype = torch.float64 if row_dtype is torch.float64 else torch.float32

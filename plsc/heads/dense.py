@@ -28,10 +28,20 @@ class DenseHead(Head):
         margin: Margin,
         *,
         centers: int = 1,
+        initial_norm: float | None = None,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(class_num, (0, class_num), emb_size, margin, seed, group, centers)
+        super().__init__(
+            class_num,
+            (0, class_num),
+            emb_size,
+            margin,
+            seed,
+            group,
+            centers,
+            initial_norm=initial_norm,
+        )
 
     def forward(
         self,
@@ -64,7 +74,7 @@ class DenseHead(Head):
                 other = plain / self.margin.scale
                 raised = plain * (hard[1] + other)
                 logits = torch.where(other > hard[0][:, None], raised, plain)
-        target = self.margin.target(c, norm) * self.margin.scale
+        target = self.margin.shared_target(c, norm) * self.margin.scale
         logits = logits.scatter(1, labels[:, None], target[:, None])
         loss = F.cross_entropy(logits, labels, reduction="sum") / total
         addition = self.margin.regulariser(norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,20 +16,28 @@ _STANDARD_DEVIATION = 0.01  # of every element, as in the margin-softmax code ba
 
 
 def initial_rows(
-    seed: int, start: int, stop: int, emb_size: int, dtype: torch.dtype = torch.float32
+    seed: int,
+    start: int,
+    stop: int,
+    emb_size: int,
+    dtype: torch.dtype = torch.float32,
+    norm: float | None = None,
 ) -> Tensor:
     """Return normal rows [stop - start, emb_size] on the CPU, drawn in float32.
+
+    norm: that is expected of a row; None: each element has the standard deviation 0.01.
 
     Rows are drawn in blocks of 4096 classes, each from a generator of its own, so that a class gets
     the same row on any number of ranks, and a rank draws little more than its own rows. The cores draw a
     block each: 6e7 rows of 512 numbers are five minutes' work for one.
     """
     rows = torch.empty(stop - start, emb_size, dtype=dtype)
+    deviation = _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
 
     def draw(block: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash_key(seed, block))
         drawn = torch.empty(_BLOCK, emb_size, dtype=torch.float32)
-        return drawn.normal_(0, _STANDARD_DEVIATION, generator=generator)
+        return drawn.normal_(0, deviation, generator=generator)
 
     blocks, cores = range(start // _BLOCK, -(-stop // _BLOCK)), usable_cores()
     with ThreadPoolExecutor(cores) as threads:

@@ -31,17 +31,29 @@ class Margin(nn.Module):
         needs_all_cosines: every rank needs the target cosine of every sample before the class rows
             are visited, for `observe` and `hard`.
         uses_norm: `target` or `regulariser` has a gradient with respect to the embedding's norm.
-        scale: s, the logit of a cosine of 1.
+        scale: s, the logit of a cosine of 1. "auto" becomes sqrt(2) ln(C - 1) of the head's C classes, at
+            least 1 (Zhang et al. 2019, "AdaCos", eq. 12); NaN before the margin has a head.
+        share: of the margin, in [0, 1], set before a step (margin warm-up): the label's logit is
+            scale * (c + share * (psi - c)). Other logits and the regulariser do not depend on it.
     """
 
     name: str
     is_cosine = True
     needs_all_cosines = False
     uses_norm = False
+    share = 1.0
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float | str) -> None:
         super().__init__()
-        self.scale = read_number(self.name, "scale", scale, more_than(0))
+        self.is_auto_scale = scale == "auto"
+        self.scale = (
+            math.nan if self.is_auto_scale else read_number(self.name, "scale", scale, more_than(0))
+        )
+
+    def set_class_num(self, class_num: int) -> None:
+        """Take the number of classes, before anything is computed; the head's constructor calls it."""
+        if self.is_auto_scale:
+            self.scale = max(1.0, math.sqrt(2) * math.log(max(1, class_num - 1)))
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit is scale * psi.
@@ -49,6 +61,10 @@ class Margin(nn.Module):
         cosine [T]: of any T samples with the row of their class; norm [T]: of their embeddings.
         """
         raise NotImplementedError
+
+    def shared_target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return c + share * (psi - c) [T]; exactly psi at a share of 1."""
+        return torch.lerp(cosine, self.target(cosine, norm), self.share)
 
     @torch.no_grad()
     def observe(self, cosine: Tensor | None, norm: Tensor) -> None:
@@ -96,7 +112,7 @@ class NormFace(Margin):
 
     name = "normface"
 
-    def __init__(self, scale: float = 64.0) -> None:
+    def __init__(self, scale: float | str = 64.0) -> None:
         super().__init__(scale)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
@@ -116,7 +132,7 @@ class ArcFace(Margin):
 
     def __init__(
         self,
-        scale: float = 64.0,
+        scale: float | str = 64.0,
         margin: float = 0.5,
         easy_margin: bool = False,
         straight_through: bool = False,
@@ -137,7 +153,7 @@ class CosFace(Margin):
 
     name = "cosface"
 
-    def __init__(self, scale: float = 64.0, margin: float = 0.35) -> None:
+    def __init__(self, scale: float | str = 64.0, margin: float = 0.35) -> None:
         super().__init__(scale)
         self.margin = read_number(self.name, "margin", margin, below_two)
 
@@ -156,7 +172,7 @@ class SphereFace(Margin):
 
     name = "sphereface"
 
-    def __init__(self, scale: float = 64.0, margin: float = 1.7) -> None:
+    def __init__(self, scale: float | str = 64.0, margin: float = 1.7) -> None:
         super().__init__(scale)
         self.margin = read_number(self.name, "margin", margin, at_least(1))
 
@@ -176,7 +192,9 @@ class CombinedMargin(Margin):
 
     name = "combined"
 
-    def __init__(self, scale: float = 64.0, margins: Sequence[float] = (1.0, 0.3, 0.2)) -> None:
+    def __init__(
+        self, scale: float | str = 64.0, margins: Sequence[float] = (1.0, 0.3, 0.2)
+    ) -> None:
         super().__init__(scale)
         checks = (more_than(0), between(0, math.pi / 2), below_two)
         self.margins = read_numbers(self.name, "margins", margins, checks)
@@ -203,7 +221,11 @@ class AdaFace(Margin):
     std: Tensor
 
     def __init__(
-        self, scale: float = 64.0, margin: float = 0.4, h: float = 0.333, momentum: float = 0.99
+        self,
+        scale: float | str = 64.0,
+        margin: float = 0.4,
+        h: float = 0.333,
+        momentum: float = 0.99,
     ) -> None:
         super().__init__(scale)
         self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
@@ -245,7 +267,7 @@ class MagFace(Margin):
 
     def __init__(
         self,
-        scale: float = 64.0,
+        scale: float | str = 64.0,
         norm_range: Sequence[float] = (10.0, 110.0),
         margin_range: Sequence[float] = (0.45, 0.8),
         regularisation: float = 35.0,
@@ -288,7 +310,9 @@ class CurricularFace(Margin):
     needs_all_cosines = True
     t: Tensor
 
-    def __init__(self, scale: float = 64.0, margin: float = 0.5, momentum: float = 0.99) -> None:
+    def __init__(
+        self, scale: float | str = 64.0, margin: float = 0.5, momentum: float = 0.99
+    ) -> None:
         super().__init__(scale)
         self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
         self.momentum = read_number(self.name, "momentum", momentum, between(0, 1))

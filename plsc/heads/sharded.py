@@ -97,8 +97,11 @@ class ShardedHead(Head):
 
     class_num: C; emb_size: D; margin: from plsc.heads.margins; centers: rows a class (sub-centres, Deng
     et al. 2020), the nearest counts. `weight` is [C_local, D], or [C_local, K, D] with sub-centres.
-    row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. offload: the rows stay in CPU
-    memory and those of a step travel. on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
+    row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. initial_norm: expected norm of
+    a class's initial weights, None: 0.01 sqrt(D). offload: the rows stay in CPU memory and those of a
+    step travel. on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
+
+    Margin warm-up: set `head.margin.share` before each step, from 0 (no margin) to 1 (the full margin).
 
     Without a row optimizer (plsc.heads.RowSGD and others) backward() leaves whole gradients in
     `weight.grad` for any torch optimizer; with one, it leaves none, and `optimizer.step()` updates the
@@ -117,6 +120,7 @@ class ShardedHead(Head):
         sampling: Sampling | None = None,
         execution: Execution | None = None,
         row_dtype: str | torch.dtype = torch.float32,
+        initial_norm: float | None = None,
         offload: bool = False,
         on_nonfinite: str = "raise",
         seed: int = 0,
@@ -136,7 +140,9 @@ class ShardedHead(Head):
             )
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         mine = class_range(class_num, rank, ranks)
-        super().__init__(class_num, mine, emb_size, margin, seed, group, centers, row_dtype)
+        super().__init__(
+            class_num, mine, emb_size, margin, seed, group, centers, row_dtype, initial_norm
+        )
         self.sampling = sampling
         self.execution = execution
         self.offload = offload

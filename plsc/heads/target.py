@@ -132,7 +132,7 @@ def _value_and_slopes(
     with torch.enable_grad():
         c = cosine.clone().requires_grad_()
         norm = length.clone().requires_grad_(margin.uses_norm)
-        psi = margin.target(c, norm)
+        psi = margin.shared_target(c, norm)
         inputs = [c, norm] if margin.uses_norm else [c]
         slopes = torch.autograd.grad(psi.sum(), inputs)
     return psi.detach(), slopes[0], slopes[1] if margin.uses_norm else None

@@ -1,9 +1,8 @@
 """The learning rate as a function of the step.
 
 A schedule is ``rate(step)``, where step counts the updates already made (0 for the first), so a run that goes
-on from a checkpoint has the rates of one that was not interrupted. It is a base rate times a factor. Of an
-optimizer by name the base is ``lr * global_batch / 1024`` (Goyal et al. 2017). Over the first `warmup_steps`
-it rises linearly: base / warmup_steps at the first step, base at the last.
+on from a checkpoint has the rates of one that was not interrupted. It is a base rate times a factor. Over the
+first `warmup_steps` it rises linearly: base / warmup_steps at the first step, base at the last.
 """
 
 from __future__ import annotations
@@ -15,8 +14,13 @@ from dataclasses import dataclass
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.option import is_finite_number, shown_value
 
-REFERENCE_BATCH = 1024
-"""The global batch for which a learning rate is given; others scale it in proportion."""
+DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024
+"""The default learning rate, for this global batch; others scale it in proportion (Goyal et al. 2017)."""
+
+WARMUP_STEPS, WARMUP_SHARE = 1000, 0.2
+"""The default warm-up: this share of the run's steps, at most so many steps."""
+
+WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100
 
 Shape = Callable[[int], float]
 """What multiplies the base rate, by the count of updates made; 1 is its full height."""
@@ -41,9 +45,16 @@ class Schedule:
         return self.base * self.factor(step)
 
 
-def scale_rate(lr: float, global_batch: int) -> float:
-    """Return the base rate of a global batch, for an `lr` that is meant for one of 1024."""
-    return lr * global_batch / REFERENCE_BATCH
+def default_rate(global_batch: int) -> float:
+    """Return the learning rate where none is set."""
+    return DEFAULT_RATE * global_batch / REFERENCE_BATCH
+
+
+def default_warmup(total_steps: int | None) -> int:
+    """Return the warm-up steps where none are set; total_steps: None if the length of the run is unknown."""
+    if total_steps is None:
+        return WARMUP_STEPS_OF_UNKNOWN_LENGTH
+    return min(WARMUP_STEPS, int(WARMUP_SHARE * total_steps))
 
 
 def constant(step: int) -> float:

@@ -31,7 +31,7 @@ class DataSet:
     class_num: int | None = None
     loss_type: str | None = None
     margin: float | None = None
-    scale: float | None = None
+    scale: float | str | None = None
     sample_ratio: float | None = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -21,6 +21,11 @@ _MARGINS = (
 LOSS_TYPES = tuple(f"dist_{name}" for name in _MARGINS) + _MARGINS
 
 
+def _scale(value: float | str) -> str | None:
+    is_number = not isinstance(value, str) and value > 0
+    return None if is_number or value == "auto" else "a number more than 0, or 'auto'"
+
+
 def _three_numbers(values: tuple[float, ...]) -> str | None:
     return None if len(values) == 3 else "three numbers: m1, m2, m3"
 
@@ -58,7 +63,18 @@ class HeadOptions:
         "set_margin(margin)",
         at_least(0),
     )
-    scale: float = of_run(64.0, "scale of the cosines", "set_scale(scale)", more_than(0))
+    margin_warmup_steps: int = of_run(
+        0,
+        "steps over which the margin rises linearly to its full value; 0: the full margin from the start",
+        "set_margin_warmup_steps(num)",
+        at_least(0),
+    )
+    scale: float | str = of_run(
+        64.0,
+        "scale of the cosines; auto: sqrt(2) ln(C - 1) for C classes, at least 1 (AdaCos)",
+        "set_scale(scale)",
+        _scale,
+    )
     combined_margins: tuple[float, ...] = of_run(
         (1.0, 0.3, 0.2),
         "of the loss combined: m1, m2, m3 in cos(m1 angle + m2) - m3",
@@ -94,6 +110,13 @@ class HeadOptions:
     )
     magface_lambda: float = of_run(
         35.0, "of magface: weight of its regulariser", "set_magface_lambda(weight)", at_least(0)
+    )
+    initial_norm: float | None = of_run(
+        None,
+        "expected norm of the class weights of a class at the start; when not set, each element has the "
+        "standard deviation 0.01",
+        "set_initial_norm(norm)",
+        more_than(0),
     )
     sub_centers: int = of_run(
         1, "rows a class (sub-centre ArcFace), the nearest counts", "set_sub_centers(num)",

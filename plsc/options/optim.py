@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import suggest
+from plsc.optim.schedule import (
+    DEFAULT_RATE,
+    REFERENCE_BATCH,
+    WARMUP_SHARE,
+    WARMUP_STEPS,
+    WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+)
 from plsc.option import at_least, between, more_than, of_run, one_of
 from plsc.options.optimizer_table import check_arguments, check_optimizer
 from plsc.options.parameter_groups import read_parameter_groups
@@ -44,10 +51,13 @@ def _patterns(values: tuple[str, ...]) -> str | None:
 class OptimOptions:
     """Optimizer and learning rate."""
 
-    lr: float = of_run(
-        0.1, "learning rate for a global batch of 1024; scaled in proportion", "set_lr(lr)",
+    lr: float | None = of_run(
+        None,
+        "learning rate, used as it is for any batch; when not set, "
+        f"{DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",
+        "set_lr(lr)",
         more_than(0),
-    )  # fmt: skip
+    )
     optimizer: str = of_run(
         "sgd",
         "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, adamax, nadam, radam, asgd, "
@@ -124,8 +134,13 @@ class OptimOptions:
         0, "epochs over which the learning rate rises linearly from 0", "set_warmup_epochs(num)",
         at_least(0),
     )  # fmt: skip
-    warmup_steps: int = of_run(
-        0, "the same in steps, instead of warmup_epochs", "set_warmup_steps(num)", at_least(0)
+    warmup_steps: int | None = of_run(
+        None,
+        f"the same in steps, instead of warmup_epochs; when neither is set, {WARMUP_SHARE:.0%} of the run's "
+        f"steps, at most {WARMUP_STEPS}; {WARMUP_STEPS_OF_UNKNOWN_LENGTH} where the length is unknown; "
+        "0 with a schedule 'package.module:function'",
+        "set_warmup_steps(num)",
+        at_least(0),
     )
     step_boundaries: tuple[int, ...] = of_run(
         (100000, 160000, 220000),

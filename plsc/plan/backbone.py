@@ -76,6 +76,7 @@ def plan_backbone(
 
     from plsc.models import build_model
     from plsc.optim.factory import build_optimizer
+    from plsc.optim.schedule import DEFAULT_RATE
     from plsc.plan.measure import measure
 
     mode = PRECISIONS[one_of("precision", precision, PRECISIONS)]
@@ -103,7 +104,7 @@ def plan_backbone(
         checkpoint=checkpoint,
         every=whole("checkpoint_every", checkpoint_every, 1),
         optimizer=lambda parameters: build_optimizer(
-            options.optim, [{"params": parameters}], options.optim.lr, torch.device("cpu")
+            options.optim, [{"params": parameters}], DEFAULT_RATE, torch.device("cpu")
         ),
     )
     step = {"activations at their peak": found.peak}

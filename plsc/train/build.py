@@ -35,7 +35,13 @@ from plsc.parallel.world import World
 from plsc.train.acceleration import check_speed, compiled, lay_out
 from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
 from plsc.train.build_head import build_heads, margin_of
-from plsc.train.build_optim import ScheduleFunction, build_schedule, build_updates, check_optim
+from plsc.train.build_optim import (
+    ScheduleFunction,
+    build_schedule,
+    build_updates,
+    check_optim,
+    with_rate,
+)
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
@@ -138,6 +144,9 @@ def build_run(
     feed = make_feed(
         options, world, user.train_reader, user.train_transform, global_batch, checkpoint
     )
+    steps_per_epoch = feed.loader.steps_per_epoch
+    total_steps = _count_steps(options, steps_per_epoch)
+    options = with_rate(options, global_batch, total_steps)
     head, rows = build_heads(options, feed.class_num, feed.sets, world)
     _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
     is_custom = user.model is not None or ":" in options.model.name
@@ -149,11 +158,9 @@ def build_run(
         assignment,
         head,
         rows,
-        global_batch,
         world.device,
         user.optimizer,
     )
-    steps_per_epoch = feed.loader.steps_per_epoch
     return Run(
         options=options,
         world=world,
@@ -166,7 +173,7 @@ def build_run(
         rate=build_schedule(
             options,
             base_rate,
-            _count_steps(options, steps_per_epoch),
+            total_steps,
             steps_per_epoch,
             user.schedule,
         ),

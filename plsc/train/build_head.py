@@ -127,6 +127,7 @@ def build_head_of(options: Config, class_num: int, world: World, seed: int | Non
             head_products(options), int(head.keep_mb * 2**20), head.tile, head.kernels
         ),
         row_dtype=dtype,
+        initial_norm=head.initial_norm,
         offload=head.offload,
         on_nonfinite="pass",  # the loop sees it in the loss, and names the images
         seed=options.train.seed if seed is None else seed,
@@ -136,12 +137,12 @@ def build_head_of(options: Config, class_num: int, world: World, seed: int | Non
 
 
 def build_row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:
-    """Return the optimizer of the sharded rows."""
+    """Return the optimizer of the sharded rows; `build_updates` gives it its learning rate."""
     optim = options.optim
     decay = options.head.weight_decay
     settings: dict[str, Any] = {"weight_decay": optim.weight_decay if decay is None else decay}
     if options.head.optimizer == "sgd":
         settings |= {"momentum": optim.momentum, "nesterov": optim.nesterov}
     return ROW_OPTIMIZERS[options.head.optimizer](
-        head, lr=optim.lr, state_dtype=options.head.state_dtype, **settings
+        head, state_dtype=options.head.state_dtype, **settings
     )

@@ -17,7 +17,7 @@ from plsc.named import load_function
 from plsc.optim import schedule as shapes
 from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
 from plsc.optim.groups import LR_FACTOR, Assignment
-from plsc.optim.schedule import Schedule, Shape, scale_rate
+from plsc.optim.schedule import Schedule, Shape, default_rate, default_warmup
 from plsc.optim.trial import try_settings
 from plsc.options.optimizer_table import OPTIMIZERS
 
@@ -27,7 +27,8 @@ ScheduleFunction = Callable[..., float]
 def check_optim(options: Config) -> None:
     """Raise OptionError for options of the optimizer and schedule that contradict each other."""
     optim = options.optim
-    if optim.warmup_epochs and optim.warmup_steps:
+    both = {"optim.warmup_epochs", "optim.warmup_steps"} <= options.explicit
+    if both and optim.warmup_epochs and optim.warmup_steps is not None:
         raise OptionError(
             f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}; "
             "set one of the two"
@@ -59,13 +60,29 @@ def check_optim(options: Config) -> None:
         )
 
 
+def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Config:
+    """Return the configuration with the learning rate and the warm-up as numbers, which a checkpoint keeps.
+
+    A warm-up in epochs remains one; the other way to set it is cleared. total_steps: None if unknown.
+    """
+    optim, warmup = options.optim, options.optim.warmup_steps
+    if optim.warmup_epochs and (warmup is None or "optim.warmup_steps" not in options.explicit):
+        values: dict[str, Any] = {"optim.warmup_steps": None}
+    else:
+        if warmup is None:
+            ends = [end for end in (total_steps, optim.decay_steps) if end is not None]
+            is_custom = ":" in optim.schedule  # such a function gives the whole rate
+            warmup = 0 if is_custom else default_warmup(min(ends, default=None))
+        values = {"optim.warmup_epochs": 0, "optim.warmup_steps": warmup}
+    return options.changed({**values, "optim.lr": optim.lr or default_rate(global_batch)})
+
+
 def build_updates(
     options: Config,
     named: Mapping[str, nn.Parameter],
     assignment: Assignment,
     head: Head | JointHead,
     rows: RowOptimizer | JointRows | None,
-    global_batch: int,
     device: torch.device,
     factory: Factory | None,
 ) -> tuple[torch.optim.Optimizer, float]:
@@ -74,7 +91,8 @@ def build_updates(
     The groups of the sharded rows get their rate at full height, too. named: the network's parameters, as
     they are to be updated, under the names of the assignment. factory: instead of `optim.optimizer`.
     """
-    optim = options.optim
+    optim, base = options.optim, options.optim.lr
+    assert base is not None  # see with_rate
     groups: list[dict[str, Any]] = [
         {"params": [named[name] for name in names], **own}
         for names, own in assignment.groups
@@ -85,7 +103,6 @@ def build_updates(
         groups.append({"params": dense, **_settings_of_dense_heads(options)})
     if not groups:  # the network is frozen, and the rows have an optimizer of their own
         groups.append({"params": []})
-    base = scale_rate(optim.lr, global_batch)
     for group in [] if rows is None else rows.param_groups:
         group[FULL_RATE] = base * options.head.lr_factor
     if ":" not in optim.optimizer:

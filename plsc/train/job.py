@@ -19,12 +19,14 @@ from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
+from plsc.heads.joint import each_head
 from plsc.models import BaseModel
+from plsc.optim.schedule import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 from plsc.train.acceleration import evaluated
 from plsc.train.adopt import adopt
-from plsc.train.build import Run, UserParts, build_network, build_run
+from plsc.train.build import Run, UserParts, build_network, build_run, global_batch_size
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
@@ -238,4 +240,29 @@ def _summary(run: Run) -> str:
         f"{heads} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
     )
-    return f"{text}\n{run.notes}" if run.notes else text
+    return "\n".join(filter(None, (text, _rates(run), run.notes)))
+
+
+def _rates(run: Run) -> str:
+    """Return a line with the learning rate, where it comes from, the warm-ups and automatic scales."""
+    options = run.options
+    if ":" in options.optim.optimizer:
+        source = "of the optimizer's factory"
+    elif "optim.lr" in options.explicit:
+        source = "optim.lr"
+    elif "optim.lr" in options.adopted:
+        source = "from the checkpoint"
+    else:
+        batch = global_batch_size(options, run.world.size)
+        source = f"default: {DEFAULT_RATE:g} x global batch {batch} / {REFERENCE_BATCH}"
+    parts = [
+        f"learning rate {run.rate.base:.4g} ({source})",
+        f"warm-up {run.rate.warmup_steps} steps",
+    ]
+    if options.head.margin_warmup_steps:
+        parts.append(f"margin warm-up {options.head.margin_warmup_steps} steps")
+    for name, head, _ in each_head(run.head, run.rows):
+        if head.margin.is_auto_scale:
+            of = f" of {name}" if name else ""
+            parts.append(f"scale{of} {head.margin.scale:.4g} (auto, {head.class_num:,} classes)")
+    return ", ".join(parts)

@@ -10,6 +10,7 @@ import torch
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
+from plsc.heads.joint import each_head
 from plsc.marks import Part, mark, mark_backward
 from plsc.optim.autocast import autocast
 from plsc.optim.factory import cannot_update_sharded, set_rates
@@ -62,6 +63,7 @@ class Step:
         run = self._run
         rate = run.rate(run.position.updates)
         self._set_rates(run.rate.factor(run.position.updates))
+        self._set_margins(run.position.updates)
         run.optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
             self._before.take()
@@ -88,6 +90,12 @@ class Step:
         groups = self._run.optimizer.param_groups
         rows = self._run.rows
         set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
+
+    def _set_margins(self, updates: int) -> None:
+        """Set the share of the margin of every head for the step after so many updates."""
+        steps = self._run.options.head.margin_warmup_steps
+        for _, head, _ in each_head(self._run.head, self._run.rows):
+            head.margin.share = min(1.0, (updates + 1) / max(1, steps))
 
     def _forward_backward(
         self, batch: Batch, sizes: list[int] | None, is_logged: bool

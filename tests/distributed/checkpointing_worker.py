@@ -37,7 +37,8 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
             "model.dropout": 0.4,
             "train.batch_size": 8,
             "train.with_test": False,
-            "optim.lr": 4.0,
+            "optim.lr": 4.0 * 8 / 1024,
+            "optim.warmup_steps": 0,
             "memory.checkpoint_stages": names,
             **CASES[case],
         }

@@ -30,7 +30,8 @@ def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
     ins.set_train_batch_size(8)
     ins.set_train_epochs(2)
     ins.set_log_period(1)
-    ins.set_lr(1.0)
+    ins.set_lr(0.01)
+    ins.set_warmup_steps(0)
     ins.set_num_workers(0)
     return ins
 

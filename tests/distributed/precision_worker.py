@@ -22,10 +22,10 @@ SCRIPT = [
     ("g", 8, 6, 7), ("e", 4, 7, 7), ("e", 4, 8, 7), ("g", 2, 9, 7), ("g", 2, 10, 7), ("g", 1, 11, 7),
     ("p", 1, 12, 7), ("g", 1, 13, 7),  # never below 1
 ]  # fmt: skip
-BOUNDARIES, FACTOR = (3, 5), 0.5
+BOUNDARIES, FACTOR, RATE = (3, 5), 0.5, 8.0 * 6 / 1024
 SETTINGS = {
     "train__global_batch_size": 6, "train__epochs": 1, "head__loss_type": "dist_adaface",
-    "optim__step_boundaries": BOUNDARIES, "optim__lr_decay_factor": FACTOR, "optim__lr": 8.0,
+    "optim__step_boundaries": BOUNDARIES, "optim__lr_decay_factor": FACTOR, "optim__lr": RATE,
     "precision__loss_scaling": "always", "precision__init_loss_scaling": 8.0,
     "precision__incr_every_n_steps": 3, "precision__decr_every_n_nan_or_inf": 2,
 }  # fmt: skip
@@ -43,7 +43,7 @@ def check_table(world: World | None, dataset: Path, folder: Path) -> None:
     if world is None:
         return
     kinds, scales, skipped, updates = map(list, zip(*SCRIPT, strict=True))
-    rates = [8.0 * 6 / 1024 * FACTOR ** sum(n >= b for b in BOUNDARIES) for n in updates]
+    rates = [RATE * FACTOR ** sum(n >= b for b in BOUNDARIES) for n in updates]
     for name, more in (("dynamic", {}), ("fixed", FIXED))[: 2 if world.size == 3 else 1]:
         save_dir = folder / f"{name}{world.size}"
         train_scripted(options_of(dataset, save_dir, **SETTINGS, **more), world, "".join(kinds))

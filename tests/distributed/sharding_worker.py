@@ -75,10 +75,10 @@ CASES = {
     }),
     "scaled-bf16": (0.02, ("sharded",), {
         "runtime.dtype": "float32", "precision.mode": "bfloat16", "precision.loss_scaling": "always",
-        "precision.init_loss_scaling": 256.0, "optim.optimizer": "rmsprop", "optim.lr": 0.03,
+        "precision.init_loss_scaling": 256.0, "optim.optimizer": "rmsprop", "optim.lr": 5e-4,
     }),
     "adamw-micro-fp64": (1e-9, ("sharded", "groups"), {
-        "optim.optimizer": "adamw", "optim.lr": 0.1, "train.micro_batches": 2, "optim.clip_norm": 0.5,
+        "optim.optimizer": "adamw", "optim.lr": 0.002, "train.micro_batches": 2, "optim.clip_norm": 0.5,
         "optim.clip_scope": "all",
     }),
     "dense-fp64": (1e-9, ("groups",), {

@@ -31,7 +31,7 @@ def world():
 def options(dataset, save_dir, **changes):
     return options_of(
         dataset, save_dir, train__batch_size=16, train__epochs=2, model__name="SmallResNet",
-        model__emb_size=32, optim__lr=0.1, **changes,
+        model__emb_size=32, optim__lr=0.1 * 16 / 1024, **changes,
     )  # fmt: skip
 
 

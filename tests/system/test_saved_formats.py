@@ -6,12 +6,14 @@ e2bb7f3, whose format was 1; the expected numbers are those that it gave.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from plsc import Entry
 from plsc.checkpoint import read_manifest
+from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.tools import verify
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import losses_of
@@ -39,8 +41,18 @@ def test_a_checkpoint_of_format_1_is_sound():
 
 def test_a_run_of_format_1_resumes_on_another_number_of_ranks(ins, tmp_path):
     ins.train()
+    # Its lr was 8.0 for a global batch of 1024, its global batch 8, and it had no warm-up.
+    rates = [json.loads(x)["lr"] for x in (tmp_path / "saved/metrics.jsonl").open() if '"lr"' in x]
+    assert rates == [8.0 * 8 / 1024] * 4
     expected = {3: 11.091095, 4: 16.987720, 5: 10.142573, 6: 11.759775}
     assert losses_of(tmp_path / "saved") == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_rate_of_format_1_is_converted_once_where_its_classes_change(tmp_path):
+    change_classes(SAVED, tmp_path / "grown", grow=2)
+    manifest = read_manifest(tmp_path / "grown")
+    assert manifest.options["optim"]["lr"] == 8.0 * 8 / 1024
+    verify(tmp_path / "grown")
 
 
 def test_a_network_of_format_1_tests_and_predicts(ins):

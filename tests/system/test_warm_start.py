@@ -33,7 +33,7 @@ def dataset(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(dataset, tmp_path_factory):
     """A checkpoint of one rank."""
-    result = entry(dataset, tmp_path_factory.mktemp("run") / "a", set_lr=0.5).train()
+    result = entry(dataset, tmp_path_factory.mktemp("run") / "a", set_lr=0.5 * BATCH / 1024).train()
     return result.checkpoint
 
 
@@ -47,7 +47,7 @@ def entry(dataset, save_dir, **settings):
     ins.set_image_shape((3, 16, 16))
     ins.set_train_batch_size(BATCH)
     ins.set_train_epochs(1)
-    ins.set_lr(1e-9)
+    ins.set_lr(1e-11)
     ins.set_num_workers(0)
     for name, value in settings.items():
         getattr(ins, name)(value)
@@ -236,7 +236,7 @@ def images_of(dataset, names):
 
 
 def test_two_ranks_take_their_own_rows_of_a_checkpoint_of_one(dataset, trained, tmp_path):
-    settings = [f"set_pretrained={str(trained)!r}", "set_lr=1e-9", "set_train_batch_size=4"]
+    settings = [f"set_pretrained={str(trained)!r}", "set_lr=1e-11", "set_train_batch_size=4"]
     done = run_ranks(job.__file__, 2, str(dataset), str(tmp_path / "b"), *settings)
     assert done.stdout.count("starting from the weights of") == 1
     for epoch in ("0", "1"):

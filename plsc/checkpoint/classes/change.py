@@ -43,6 +43,7 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.roles import CLASS_OPTIMIZER, CLASS_WEIGHTS, OPTIMIZER, Role
 from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.keys import hash_key
@@ -119,7 +120,7 @@ def change_classes(
         named = _new_names(old, manifest, plan, names)
         tensors = _new_tensors(manifest, plan, moved)
         tensors |= {role.key: info_of(tensor, role) for role, tensor in named.items()}
-        changes = _changes(opened, plan, rows, directions, seed)
+        changes = _changes(opened, plan, rows, directions, seed, _initial_norm(manifest))
         replaced = {role.key: tensor for role, tensor in named.items()}
         files = _entries(opened, tensors, plan, moved, changes, replaced)
         check_space(new, files)
@@ -204,14 +205,26 @@ def _seed(folder: Path, manifest: Manifest) -> int:
     return hash_key(seed, changes) if changes else seed
 
 
+def _initial_norm(manifest: Manifest) -> float | None:
+    """Return the expected norm of new rows, as the head of the run has it."""
+    head = manifest.options.get("head")
+    norm = head.get("initial_norm") if isinstance(head, dict) else None
+    return find_option("head.initial_norm").saved(norm)
+
+
 def _changes(
-    opened: OpenCheckpoint, plan: Plan, rows: str, directions: Directions | None, seed: int
+    opened: OpenCheckpoint,
+    plan: Plan,
+    rows: str,
+    directions: Directions | None,
+    seed: int,
+    norm: float | None,
 ) -> dict[str, tuple[Change, ...]]:
     """Return what is done to tensors beyond moving their rows, by key."""
     weight = opened.tensors[_WEIGHT]
     changes: dict[str, tuple[Change, ...]] = {}
     if plan.added:
-        changes[_WEIGHT] = (draw_new(weight, plan, seed),)
+        changes[_WEIGHT] = (draw_new(weight, plan, seed, norm),)
         if directions is not None:
             changes[_WEIGHT] += (point_new(weight, plan, directions),)
     if plan.what == "merge" and rows == "mean":

@@ -47,15 +47,15 @@ def rows_of(
     return pieces
 
 
-def draw_new(weight: StoredTensor, plan: Plan, seed: int) -> Change:
-    """Return what fills in new rows as the head's own initialiser draws them for (seed, class)."""
+def draw_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) -> Change:
+    """Return what fills in new rows as the head's own initialiser draws them for (seed, class) and a norm."""
     kept = plan.after - plan.added
     centers = weight.shape[1] if len(weight.shape) == 3 else 1
 
     @functools.lru_cache(maxsize=1)  # neighbouring pieces share a block
     def block(number: int) -> Tensor:
         return initial_rows(
-            seed, number * _BLOCK, (number + 1) * _BLOCK, weight.shape[-1], weight.dtype
+            seed, number * _BLOCK, (number + 1) * _BLOCK, weight.shape[-1], weight.dtype, norm
         )
 
     def draw(first: int, rows: np.ndarray) -> None:

@@ -94,6 +94,40 @@ def test_every_margin_equals_the_textbook_in_fp64(
     assert_equals_textbook(filled(head, seed), *batch(size, dimension, classes, seed))
 
 
+@pytest.mark.parametrize("share", [0.25, 0.7])
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("name", ["arcface", "sphereface", "magface", "curricularface"])
+def test_a_share_of_the_margin_equals_the_textbook_in_fp64(name, is_sharded, share):
+    loss_type = f"dist_{name}" if is_sharded else name
+    head = filled(build_head(loss_type, 7, 6, centers=2, row_dtype="float64"))
+    assert_equals_textbook(head, *batch(9, 6, 7))
+    full = head(*batch(9, 6, 7)).mean_loss
+    head.margin.share = share
+    assert_equals_textbook(head, *batch(9, 6, 7))
+    assert head(*batch(9, 6, 7)).mean_loss < full
+
+
+@pytest.mark.parametrize("loss_type", ["dist_cosface", "cosface"])
+@pytest.mark.parametrize(
+    ("classes", "expected"), [(1, 1.0), (2, 1.0), (89, math.sqrt(2) * math.log(88))]
+)
+def test_an_automatic_scale_follows_the_number_of_classes(loss_type, classes, expected):
+    margin = build_margin("cosface", scale="auto")
+    head = filled(build_head(loss_type, classes, 6, margin=margin, centers=3, row_dtype="float64"))
+    assert margin.scale == pytest.approx(expected)
+    assert_equals_textbook(head, *batch(9, 6, classes))
+
+
+@pytest.mark.parametrize("loss_type", ["dist_arcface", "arcface"])
+def test_class_weights_begin_with_the_norm_that_is_asked_for(loss_type):
+    plain = build_head(loss_type, 500, 64, centers=2, seed=4).weight
+    head = build_head(loss_type, 500, 64, centers=2, seed=4, initial_norm=2.0)
+    torch.testing.assert_close(head.weight, plain * (2.0 / 8 / 0.01))
+    assert head.weight.norm(dim=2).mean().item() == pytest.approx(2.0, rel=0.02)
+    with pytest.raises(OptionError, match="initial_norm of the head is 0; expected more than 0"):
+        build_head(loss_type, 5, 4, initial_norm=0)
+
+
 @pytest.mark.parametrize(
     ("loss_type", "kernels"),
     [

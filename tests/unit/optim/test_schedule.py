@@ -9,23 +9,65 @@ import torch
 from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.optim.schedule import scale_rate
-from plsc.train.build_optim import build_schedule, check_optim
+from plsc.optim.schedule import default_rate
+from plsc.train.build_optim import build_schedule, check_optim, with_rate
 
 
 def schedule(function=None, total=None, epoch=None, **changes):
     options = Options()
     for name, value in changes.items():
         options.set(f"optim.{name}", value)
-    return build_schedule(options, scale_rate(options.optim.lr, 1024), total, epoch, function)
+    base = options.optim.lr or default_rate(1024)
+    return build_schedule(options, base, total, epoch, function)
 
 
 def halving(step, total_steps):
     return 0.5 if step >= total_steps / 2 else 1.0
 
 
-def test_the_base_rate_is_scaled_by_the_global_batch():
-    assert scale_rate(0.1, 512) == 0.05
+def resolved(changes, saved=None, total=370):
+    options = Options()
+    for name, value in changes.items():
+        options.set(f"optim.{name}", value)
+    return with_rate(options.resolve(saved and {"optim": saved}), 512, total).optim
+
+
+def test_a_rate_that_is_set_is_used_as_it_is_and_the_default_follows_the_global_batch():
+    assert resolved({"lr": 0.02}).lr == 0.02
+    assert resolved({}).lr == 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "total", "epochs_and_steps"),
+    [
+        ({}, 370, (0, 74)),
+        ({}, 10**6, (0, 1000)),
+        ({}, None, (0, 100)),
+        ({"decay_steps": 50}, 370, (0, 10)),
+        ({"schedule": "my_package.rates:falling"}, 370, (0, 0)),
+        ({"warmup_steps": 0}, 370, (0, 0)),
+        ({"warmup_epochs": 2}, 370, (2, None)),
+    ],
+)
+def test_a_warm_up_that_is_not_set_is_a_share_of_the_run(changes, total, epochs_and_steps):
+    optim = resolved(changes, total=total)
+    assert (optim.warmup_epochs, optim.warmup_steps) == epochs_and_steps
+
+
+@pytest.mark.parametrize(
+    ("saved", "changes", "epochs_and_steps"),
+    [
+        ({"warmup_epochs": 0, "warmup_steps": 12}, {}, (0, 12)),
+        ({"warmup_epochs": 0, "warmup_steps": 12}, {"warmup_epochs": 1}, (1, None)),
+        ({"warmup_epochs": 2, "warmup_steps": None}, {"warmup_steps": 5}, (0, 5)),
+        ({"warmup_epochs": 2, "warmup_steps": 0}, {}, (2, None)),  # of format 2
+    ],
+)
+def test_the_warm_up_that_the_script_sets_replaces_the_checkpoints(
+    saved, changes, epochs_and_steps
+):
+    optim = resolved(changes, saved)
+    assert (optim.warmup_epochs, optim.warmup_steps) == epochs_and_steps
 
 
 @pytest.mark.parametrize("name", ["step", "multi_step"])

@@ -44,7 +44,7 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
     common = {
         "speed__channels_last": "on", "precision__mode": "bfloat16", "train__batch_size": 12,
         "checkpoint__every_n_steps": 2, "checkpoint__keep_last": -1, "train__with_test": False,
-        "optim__lr": 0.1,
+        "optim__lr": 0.1 * 12 / 1024,
     }  # fmt: skip
     for name, is_compiled in (("plain", False), ("whole", True), ("resumed", True)):
         options = options_of(dataset, tmp_path / name, speed__compile=is_compiled, **common)

@@ -453,5 +453,5 @@ def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
         OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"
     ):
         retention_of(run)
-    run.options.set("checkpoint.monitor", "loss")
+    run.options = run.options.changed({"checkpoint.monitor": "loss"})
     assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")

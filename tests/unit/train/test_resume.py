@@ -77,8 +77,9 @@ def kinds_of_data(dataset):
         ),
         "adam, polynomial": (
             {
-                "optim__optimizer": "adam", "head__optimizer": "adamw", "optim__lr": 0.5,
+                "optim__optimizer": "adam", "head__optimizer": "adamw", "optim__lr": 0.005,
                 "optim__schedule": "polynomial", "optim__warmup_epochs": 1,
+                "optim__warmup_steps": None,
             },
             None,
         ),

@@ -1,6 +1,7 @@
 """Runs over several data sets in one process: resuming, leaving one out, and what is refused."""
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -60,7 +61,7 @@ CASES = {
     "plain": {"head__loss_type": "dist_adaface", "train__calc_acc": True},
     "all at once": {
         "head__sample_ratio": 0.5, "head__optimizer": "adamw", "head__lr_factor": 0.01,
-        "head__sub_centers": 2,
+        "head__sub_centers": 2, "head__margin_warmup_steps": 9,
         "optim__clip_norm": 0.5, "optim__clip_scope": "all", "data__order": "block", "data__num_workers": 1,
         "data__block_samples": 2, "data__pool_samples": 4, "data__cache": "memory",
     },
@@ -241,7 +242,7 @@ def test_damaged_words_about_heads_are_one_line(sets, trained, tmp_path, damage)
 
 def test_a_data_set_has_the_runs_head_but_for_what_it_says_itself(sets, tmp_path):
     made = options(
-        sets, tmp_path, "faces", "glyphs", "cars", head__margin=0.4, head__scale=20.0,
+        sets, tmp_path, "faces", "glyphs", "cars", head__margin=0.4, head__scale="auto",
         head__sample_ratio=0.5, head__row_dtype="bfloat16",
     )  # fmt: skip
     made.set("data.datasets", [*made.data.datasets[:2], {
@@ -251,7 +252,8 @@ def test_a_data_set_has_the_runs_head_but_for_what_it_says_itself(sets, tmp_path
     heads = build_run(made, WORLD, UserParts(Drawing())).head.heads
     faces, glyphs, cars = (heads[name] for name in ("faces", "glyphs", "cars"))
     assert isinstance(faces, ShardedHead)
-    assert (faces.margin.margin, faces.margin.scale, faces.sampling.ratio) == (0.4, 20.0, 0.5)
+    assert (faces.margin.margin, faces.sampling.ratio) == (0.4, 0.5)
+    assert faces.margin.scale == pytest.approx(math.sqrt(2) * math.log(6 - 1))
     assert (faces.weight.dtype, faces.class_num) == (torch.bfloat16, 6)
     assert isinstance(glyphs, DenseHead)
     assert (glyphs.margin.margin, glyphs.margin.scale) == (0.35, 30.0)
@@ -261,6 +263,26 @@ def test_a_data_set_has_the_runs_head_but_for_what_it_says_itself(sets, tmp_path
     other = options_of(made, made.data_sets()[1])
     assert other.head.loss_type == "cosface"
     assert made.head.loss_type == "dist_arcface"  # the run's own are left alone
+
+
+def test_the_margins_of_all_heads_rise_over_the_warm_up(sets, tmp_path):
+    """A quarter of cosface's margin is in effect at the first of 4 steps."""
+
+    def first_losses(name, margin, warmup):
+        made = options(
+            sets, tmp_path / name, "faces", head__loss_type="dist_cosface", head__margin=margin,
+            head__margin_warmup_steps=warmup, train__steps=1,
+        )  # fmt: skip
+        made.add_data_set(
+            **GLYPHS | {"margin": margin, "name": "glyphs", "path": str(sets / "glyphs")}
+        )
+        train(made, WORLD)
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        return [line["loss/faces"], line["loss/glyphs"]]
+
+    warm, low, full = (first_losses(*one) for one in [("a", 0.4, 4), ("b", 0.1, 0), ("c", 0.4, 0)])
+    assert warm == pytest.approx(low, rel=1e-6)
+    assert all(mine < theirs - 1 for mine, theirs in zip(warm, full, strict=True))
 
 
 def changed(sets, tmp_path, **values):
