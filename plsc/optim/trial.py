@@ -46,9 +46,8 @@ def _try(options: OptimOptions, group: ParameterGroup) -> None:
     if group.weight_decay is not None:
         own["weight_decay"] = group.weight_decay
     l1_decay = options.l1_decay if group.l1_decay is None else group.l1_decay
-    build_optimizer(
-        options, [{"params": [_number()], **own}], options.lr or DEFAULT_RATE, _CPU
-    )  # names alone
+    rate = options.lr or DEFAULT_RATE
+    build_optimizer(options, [{"params": [_number()], **own}], rate, _CPU)  # names alone
     more = {**(options.optimizer_arguments or {}), **own}
     _check_kinds(getattr(torch.optim, kind.class_name), more)
     as_options = {
@@ -61,7 +60,7 @@ def _try(options: OptimOptions, group: ParameterGroup) -> None:
     defaults = replace(options, optimizer_arguments=more, **as_options)
     number = _number()
     groups = [{"params": [number], L1_DECAY: l1_decay}]
-    optimizer = build_optimizer(defaults, groups, options.lr or DEFAULT_RATE, _CPU)
+    optimizer = build_optimizer(defaults, groups, rate, _CPU)
     what = f"optim.optimizer {options.optimizer} cannot make a step with these settings"
     try:
         optimizer.step()

@@ -185,7 +185,13 @@ def test_every_kind_of_source_trains(dataset, tmp_path):
     with pytest.raises(OptionError, match="set_class_num"):
         train("no classes", reader=read_arrays(dataset))
     with pytest.raises(OptionError, match="set_train_image_num"):
-        train("warm", reader=read_arrays(dataset), set_class_num=6, set_warmup_epochs=1)
+        train(
+            "warm",
+            reader=read_arrays(dataset),
+            set_class_num=6,
+            set_warmup_epochs=1,
+            set_warmup_steps=None,
+        )
     original = jpeg_reader.arc_train(str(dataset), 6, image_shape=(3, 16, 16))
     train("jpeg_reader", reader=original, set_class_num=6)
 

@@ -183,15 +183,18 @@ def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         "train:\n  batch_size: 32\n  epochs: 3\nmodel:\n  image_shape: [1, 32, 32]\n"
-        "optim:\n  step_boundaries: [10, 20]\n"
+        "optim:\n  step_boundaries: [10, 20]\nhead:\n  scale: auto\n"
     )
     options = options_from("--config", str(config), "--train.batch_size", "64")
     assert options.train.batch_size == 64
     assert options.train.epochs == 3
     assert options.model.image_shape == (1, 32, 32)
     assert options.optim.step_boundaries == (10, 20)
+    assert options.head.scale == "auto"
+    assert options_from("--head.scale", "auto").head.scale == "auto"
+    assert options_from("--head.scale", "32").head.scale == 32
     assert options.explicit == {
-        "train.batch_size", "train.epochs", "model.image_shape", "optim.step_boundaries"
+        "train.batch_size", "train.epochs", "model.image_shape", "optim.step_boundaries", "head.scale"
     }  # fmt: skip
 
 
