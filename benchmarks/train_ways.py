@@ -145,6 +145,7 @@ def options_of(way: TrainWay, case: Case, device: str) -> Options:
         "optim.weight_decay": WEIGHT_DECAY,
         "optim.lr": LR,
         "optim.warmup_steps": 0,
+        "optim.clip_norm": 0.0,
         **(way.options or {}),
     }
     if case.folder is not None:

@@ -508,7 +508,7 @@ class Setters:
 
     def set_clip_norm(self, norm: float) -> None:
         """Set ``optim.clip_norm``: clip gradients whose norm is larger; 0: no clipping.
-        Default: 0.0.
+        Default: 10.0.
         """
         self.options.set("optim.clip_norm", norm)
 

@@ -92,6 +92,7 @@ def options_with(values: dict[str, Any]) -> Options:
         "data.num_workers": 0,
         "optim.lr": 0.1 * BATCH / 1024,
         "optim.warmup_steps": 0,
+        "optim.clip_norm": 0.0,
         "speed.channels_last": "off",
     }
     for path, value in {**common, **values}.items():

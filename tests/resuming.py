@@ -61,6 +61,7 @@ def options_of(dataset: Path, save_dir: Path, **changes) -> Options:
         "data.dataset_dir": str(dataset), "checkpoint.save_dir": str(save_dir),
         "model.image_shape": (3, 16, 16), "model.emb_size": 8, "train.epochs": 2,
         "train.log_period": 1, "data.num_workers": 0, "optim.lr": 0.02,
+        "optim.clip_norm": 0.0,
         **({} if "checkpoint__load_dir" in changes else {"optim.warmup_steps": 0}),
     } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
     for path, value in settings.items():

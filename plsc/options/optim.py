@@ -153,7 +153,7 @@ class OptimOptions:
         between(0, 1),
     )  # fmt: skip
     clip_norm: float = of_run(
-        0.0,
+        10.0,
         "clip gradients whose norm is larger; 0: no clipping",
         "set_clip_norm(norm)",
         at_least(0),

@@ -25,8 +25,10 @@ def clip_gradients(run: Run) -> float | Tensor:
     norm = gradient_norm(gradients)
     if scope == "all" and run.rows is not None:
         norm = torch.hypot(norm, run.rows.gradient_norm().to(norm))
-    for gradient in gradients:
-        local_part(gradient).mul_(torch.clamp(limit / (norm + 1e-6), max=1.0).to(gradient.device))
+    if gradients:
+        torch._foreach_mul_(
+            [local_part(g) for g in gradients], torch.clamp(limit / (norm + 1e-6), max=1.0)
+        )
     if scope == "backbone" or run.rows is None:
         return 1.0
     if norm.is_cuda:

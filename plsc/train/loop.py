@@ -166,7 +166,10 @@ class Trainer:
             self._last_loss = loss
             self._window.add_loss(loss)
             if math.isfinite(loss):
-                self._learning.add_loss(self._position, loss)
+                if (
+                    not self._run.options.head.margin_warmup_steps
+                ):  # the loss may rise with the margin
+                    self._learning.add_loss(self._position, loss)
                 self._since_save.add(loss, images)
 
     def _check_epoch(self) -> None:

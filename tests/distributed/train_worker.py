@@ -111,6 +111,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         "model.sync_batch_norm": network is NormalisedNetwork,
         "optim.lr": 4.0 * GLOBAL_BATCH / 1024,
         "optim.warmup_steps": 0,
+        "optim.clip_norm": 0.0,
         "train.global_batch_size": GLOBAL_BATCH,
         "train.epochs": 1000,
         "train.steps": STEPS,
