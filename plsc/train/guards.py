@@ -25,10 +25,11 @@ SLOW_STEP = 10.0  # seconds
 COLLAPSED = 3.0
 """Effective rank of a batch's embeddings below which a network counts as collapsed.
 
-ResNet18 trained from scratch with ArcFace: 9 to 16 in runs that tell unseen classes apart, 1.2 to 2.7 in runs
+ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that tell unseen classes apart, 1.1 to 2.7 in runs
 that end near chance, while the loss falls in both (docs/not_learning.md).
 """
-_COLLAPSED_LINES = 3  # logged steps in a row, after the warm-up
+_COLLAPSED_STEPS, _COLLAPSED_WARMUPS = 100, 2
+"""So many steps, and warm-ups, without recovery: the rank of good runs dips below 3 just after the warm-up."""
 _SMALLEST_BATCH = 16  # images, classes and embedding sizes of fewer have no such rank to lose
 _RISEN = 3.0  # standard deviations of the ranks of two halves of the losses
 _FEWEST_LOSSES = 16
@@ -91,7 +92,7 @@ class LearningCheck:
         self._sizes = sizes
         self._warmup_steps = warmup_steps
         self._losses: list[float] = []
-        self._collapsed_lines = 0
+        self._low_since: int | None = None
         self._said: set[str] = set()
 
     def add_loss(self, position: Position, loss: float) -> None:
@@ -126,16 +127,20 @@ class LearningCheck:
                 f"{_PAGE}"
             )
         is_low = effective_rank < COLLAPSED and step > self._warmup_steps
-        self._collapsed_lines = self._collapsed_lines + 1 if is_low else 0
+        if not is_low:
+            self._low_since = None
+            return None
+        self._low_since = self._low_since or step
         is_small = min(batch, *self._sizes) < _SMALLEST_BATCH
-        if is_small or self._collapsed_lines < _COLLAPSED_LINES or "collapsed" in self._said:
+        patience = max(_COLLAPSED_STEPS, _COLLAPSED_WARMUPS * self._warmup_steps)
+        if is_small or step - self._low_since < patience or "collapsed" in self._said:
             return None
         self._said.add("collapsed")
         return (
-            f"warning: at step {step} the embeddings spread over {effective_rank:.1f} directions (effective "
-            "rank; 8 or more when a network learns well): they are collapsing, and unseen classes will not "
-            "be told apart though the loss falls; lower the learning rate, clip gradients "
-            f"(set_clip_norm(5)), warm up longer; {_PAGE}"
+            f"warning: since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} directions "
+            f"({effective_rank:.1f} now; 8 or more in a good run): they have collapsed, and unseen classes will "
+            "not be told apart though the loss falls; start again with a third of the learning rate, "
+            f"set_clip_norm(5) or a longer warm-up; {_PAGE}"
         )
 
 
