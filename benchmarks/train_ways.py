@@ -146,6 +146,7 @@ def options_of(way: TrainWay, case: Case, device: str) -> Options:
         "optim.lr": LR,
         "optim.warmup_steps": 0,
         "optim.clip_norm": 0.0,
+        "optim.schedule": "constant",
         **(way.options or {}),
     }
     if case.folder is not None:

@@ -453,9 +453,10 @@ class Setters:
         self.options.set("optim.freeze", patterns)
 
     def set_lr_schedule(self, schedule: str) -> None:
-        """Set ``optim.schedule``: how the learning rate falls: step or multi_step
-        (step_boundaries), polynomial, cosine, exponential, constant, or
-        'package.module:function'. Default: 'step'.
+        """Set ``optim.schedule``: how the learning rate falls: cosine, polynomial,
+        exponential, step or multi_step (step_boundaries), constant, or
+        'package.module:function'; when not set: step if step_boundaries or lr_decay_factor
+        are set, constant if a generator reader does not tell its length. Default: 'cosine'.
         """
         self.options.set("optim.schedule", schedule)
 
@@ -508,7 +509,7 @@ class Setters:
 
     def set_clip_norm(self, norm: float) -> None:
         """Set ``optim.clip_norm``: clip gradients whose norm is larger; 0: no clipping.
-        Default: 10.0.
+        Default: 20.0.
         """
         self.options.set("optim.clip_norm", norm)
 

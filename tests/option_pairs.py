@@ -93,6 +93,7 @@ def options_with(values: dict[str, Any]) -> Options:
         "optim.lr": 0.1 * BATCH / 1024,
         "optim.warmup_steps": 0,
         "optim.clip_norm": 0.0,
+        "optim.schedule": "constant",
         "speed.channels_last": "off",
     }
     for path, value in {**common, **values}.items():

@@ -62,6 +62,7 @@ def options_of(dataset: Path, save_dir: Path, **changes) -> Options:
         "model.image_shape": (3, 16, 16), "model.emb_size": 8, "train.epochs": 2,
         "train.log_period": 1, "data.num_workers": 0, "optim.lr": 0.02,
         "optim.clip_norm": 0.0,
+        "optim.schedule": "constant",
         **({} if "checkpoint__load_dir" in changes else {"optim.warmup_steps": 0}),
     } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
     for path, value in settings.items():

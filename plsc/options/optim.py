@@ -105,9 +105,10 @@ class OptimOptions:
         "set_freeze(patterns)", _patterns,
     )  # fmt: skip
     schedule: str = of_run(
-        "step",
-        "how the learning rate falls: step or multi_step (step_boundaries), polynomial, cosine, exponential, "
-        "constant, or 'package.module:function'",
+        "cosine",
+        "how the learning rate falls: cosine, polynomial, exponential, step or multi_step (step_boundaries), "
+        "constant, or 'package.module:function'; when not set: step if step_boundaries or lr_decay_factor "
+        "are set, constant if a generator reader does not tell its length",
         "set_lr_schedule(schedule)",
         _schedule,
     )
@@ -153,7 +154,7 @@ class OptimOptions:
         between(0, 1),
     )  # fmt: skip
     clip_norm: float = of_run(
-        10.0,
+        20.0,
         "clip gradients whose norm is larger; 0: no clipping",
         "set_clip_norm(norm)",
         at_least(0),

@@ -61,10 +61,11 @@ def check_optim(options: Config) -> None:
 
 
 def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Config:
-    """Return the configuration with the learning rate and the warm-up as numbers, which a checkpoint keeps.
+    """Return the configuration with the schedule, the learning rate and the warm-up that a checkpoint keeps.
 
     A warm-up in epochs remains one; the other way to set it is cleared. total_steps: None if unknown.
     """
+    options = options.changed({"optim.schedule": _schedule(options, total_steps)})
     optim, warmup = options.optim, options.optim.warmup_steps
     if optim.warmup_epochs and (warmup is None or "optim.warmup_steps" not in options.explicit):
         values: dict[str, Any] = {"optim.warmup_steps": None}
@@ -75,6 +76,16 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
             warmup = 0 if is_custom else default_warmup(min(ends, default=None))
         values = {"optim.warmup_epochs": 0, "optim.warmup_steps": warmup}
     return options.changed({**values, "optim.lr": optim.lr or default_rate(global_batch)})
+
+
+def _schedule(options: Config, total_steps: int | None) -> str:
+    """Return the name of the schedule: the default gives way to steps that are set, and needs a length."""
+    optim, explicit = options.optim, options.explicit
+    if "optim.schedule" in explicit | options.adopted:
+        return optim.schedule
+    if explicit & {"optim.step_boundaries", "optim.lr_decay_factor"}:
+        return "step"
+    return "constant" if total_steps is optim.decay_steps is None else optim.schedule
 
 
 def build_updates(

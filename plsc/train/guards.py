@@ -29,7 +29,7 @@ ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that tell unseen cla
 that end near chance, while the loss falls in both (docs/not_learning.md).
 """
 _COLLAPSED_STEPS, _COLLAPSED_WARMUPS = 100, 2
-"""So many steps, and warm-ups, without recovery: the rank of good runs dips below 3 just after the warm-up."""
+"""How long a collapse lasts before it is reported: the rank of good runs dips just after the warm-up."""
 _SMALLEST_BATCH = 16  # images, classes and embedding sizes of fewer have no such rank to lose
 _RISEN = 3.0  # standard deviations of the ranks of two halves of the losses
 _FEWEST_LOSSES = 16
@@ -137,10 +137,10 @@ class LearningCheck:
             return None
         self._said.add("collapsed")
         return (
-            f"warning: since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} directions "
-            f"({effective_rank:.1f} now; 8 or more in a good run): they have collapsed, and unseen classes will "
-            "not be told apart though the loss falls; start again with a third of the learning rate, "
-            f"set_clip_norm(5) or a longer warm-up; {_PAGE}"
+            f"warning: since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} "
+            f"directions ({effective_rank:.1f} now; 8 or more in a good run): they have collapsed, and "
+            "unseen classes will not be told apart though the loss falls; start again with a third of the "
+            f"learning rate, set_clip_norm(5) or a longer warm-up; {_PAGE}"
         )
 
 

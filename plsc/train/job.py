@@ -257,6 +257,7 @@ def _rates(run: Run) -> str:
         source = f"default: {DEFAULT_RATE:g} x global batch {batch} / {REFERENCE_BATCH}"
     parts = [
         f"learning rate {run.rate.base:.4g} ({source})",
+        f"schedule {options.optim.schedule}",
         f"warm-up {run.rate.warmup_steps} step{'s' * (run.rate.warmup_steps != 1)}",
     ]
     if options.head.margin_warmup_steps:

@@ -40,6 +40,7 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
             "optim.lr": 4.0 * 8 / 1024,
             "optim.warmup_steps": 0,
             "optim.clip_norm": 0.0,
+            "optim.schedule": "constant",
             "memory.checkpoint_stages": names,
             **CASES[case],
         }

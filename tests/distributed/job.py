@@ -33,6 +33,7 @@ def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
     ins.set_lr(0.01)
     ins.set_warmup_steps(0)
     ins.set_clip_norm(0)
+    ins.set_lr_schedule("constant")
     ins.set_num_workers(0)
     return ins
 

@@ -79,7 +79,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         settings = {
             "data.dataset_dir": dataset, "data.num_workers": 0, "model.image_shape": (3, 16, 16),
             "model.emb_size": 12, "model.sync_batch_norm": True, "optim.lr": 2.0 * 12 / 1024,
-            "optim.warmup_steps": 0, "optim.clip_norm": 0.0, "head.scale": 16.0,
+            "optim.warmup_steps": 0, "optim.clip_norm": 0.0, "optim.schedule": "constant", "head.scale": 16.0,
             "train.global_batch_size": 12, "train.steps": STEPS,
             "train.log_period": 1, "runtime.dtype": "float64",
             "checkpoint.save_dir": world.broadcast_object(folder), **CASES[case],

@@ -112,6 +112,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         "optim.lr": 4.0 * GLOBAL_BATCH / 1024,
         "optim.warmup_steps": 0,
         "optim.clip_norm": 0.0,
+        "optim.schedule": "constant",
         "train.global_batch_size": GLOBAL_BATCH,
         "train.epochs": 1000,
         "train.steps": STEPS,

@@ -16,6 +16,7 @@ def entry(dataset, save_dir, **settings):
     ins.set_log_period(1)
     ins.set_warmup_steps(0)
     ins.set_clip_norm(0)
+    ins.set_lr_schedule("constant")
     ins.set_with_test(False)
     for name, value in settings.items():
         getattr(ins, name)(value)

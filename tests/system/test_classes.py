@@ -77,6 +77,7 @@ def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained
     ins.set_lr(0.5 * 64 / 1024)
     ins.set_warmup_steps(0)
     ins.set_clip_norm(0)
+    ins.set_lr_schedule("constant")
     ins.set_scale(16)
     ins.set_margin(0.1)
     ins.set_flip(False)

@@ -59,6 +59,7 @@ def entry(dataset, save_dir, network=True, **settings):
     ins.set_lr(0.5 * 12 / 1024)
     ins.set_warmup_steps(0)
     ins.set_clip_norm(0)
+    ins.set_lr_schedule("constant")
     ins.set_num_workers(0)
     for name, value in settings.items():
         getattr(ins, name)(value)
