@@ -10,9 +10,10 @@ The peer: the network as its package makes it, with a BatchNorm1d at its end; Ar
 (margin 28.6 degrees, scale 64); SGD with momentum 0.9 and weight decay 5e-4 over both; a constant rate.
 Ours: `Entry` on its defaults but for the sizes. Each runs at every rate of the same grid, ours on its
 default rate, too (the peer has none; most examples have 0.02 or less). A variant is Entry with some options
-changed, at the same rates unless it sets optim.lr. No augmentation. Judged on pairs of classes that were not trained: 200 of the glyphs' classes; of
-Omniglot three alphabets, where two are trained. Every run is a process with one thread and a result of its
-own in the folder; one that is there is not repeated. Writes results.md, results.json and learning.png.
+changed, at the same rates unless it sets optim.lr. No augmentation. Judged on pairs of classes that were not
+trained: 200 of the glyphs' classes; of Omniglot three alphabets, where two are trained. Every run is a
+process with one thread and a result of its own in the folder; one that is there is not repeated. Writes
+results.md, results.json and learning.png.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def train_peer(images: Images, options: argparse.Namespace, way: Way) -> dict[st
     network = nn.Sequential(_plain_network(options), nn.BatchNorm1d(options.emb_size))
     loss_of = ArcFaceLoss(int(images.labels.max()) + 1, options.emb_size)
     parameters = [*network.parameters(), *loss_of.parameters()]
+    assert way.rate is not None
     sgd = torch.optim.SGD(parameters, way.rate, momentum=0.9, weight_decay=5e-4)
     for epoch in range(options.epochs):
         network.train()

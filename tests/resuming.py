@@ -54,6 +54,9 @@ class Steady(BaseModel):
         return self.fc(self.dropout(self.channels(self.norm(self.conv(input)))).flatten(1))
 
 
+PLAIN = {"optim.warmup_steps": 0, "optim.clip_norm": 0.0, "optim.schedule": "constant"}
+
+
 def options_of(dataset: Path, save_dir: Path, **changes) -> Options:
     """Return options of a small run; `changes` are named as data__order."""
     options = Options()
@@ -61,9 +64,7 @@ def options_of(dataset: Path, save_dir: Path, **changes) -> Options:
         "data.dataset_dir": str(dataset), "checkpoint.save_dir": str(save_dir),
         "model.image_shape": (3, 16, 16), "model.emb_size": 8, "train.epochs": 2,
         "train.log_period": 1, "data.num_workers": 0, "optim.lr": 0.02,
-        "optim.clip_norm": 0.0,
-        "optim.schedule": "constant",
-        **({} if "checkpoint__load_dir" in changes else {"optim.warmup_steps": 0}),
+        **({} if "checkpoint__load_dir" in changes else PLAIN),
     } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
     for path, value in settings.items():
         options.set(path, value)

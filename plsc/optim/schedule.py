@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.option import is_finite_number, shown_value
-
-DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024
-"""The default learning rate, for this global batch; others scale it in proportion (Goyal et al. 2017)."""
-
-WARMUP_STEPS, WARMUP_SHARE = 1000, 0.2
-"""The default warm-up: this share of the run's steps, at most so many steps."""
-
-WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100
+from plsc.options.optim import (
+    DEFAULT_RATE,
+    REFERENCE_BATCH,
+    WARMUP_SHARE,
+    WARMUP_STEPS,
+    WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+)
 
 Shape = Callable[[int], float]
 """What multiplies the base rate, by the count of updates made; 1 is its full height."""

@@ -14,9 +14,8 @@ from torch import nn
 from plsc.errors import OptionError
 from plsc.optim.factory import build_optimizer
 from plsc.optim.groups import L1_DECAY
-from plsc.optim.schedule import DEFAULT_RATE
 from plsc.option import shown_value, specs_of
-from plsc.options.optim import OptimOptions
+from plsc.options.optim import DEFAULT_RATE, OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.options.parameter_groups import ParameterGroup, read_parameter_groups
 

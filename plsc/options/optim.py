@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import suggest
-from plsc.optim.schedule import (
-    DEFAULT_RATE,
-    REFERENCE_BATCH,
-    WARMUP_SHARE,
-    WARMUP_STEPS,
-    WARMUP_STEPS_OF_UNKNOWN_LENGTH,
-)
 from plsc.option import at_least, between, more_than, of_run, one_of
 from plsc.options.optimizer_table import check_arguments, check_optimizer
 from plsc.options.parameter_groups import read_parameter_groups
 from plsc.patterns import check_pattern
+
+DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024
+"""The default learning rate, for this global batch; others scale it in proportion (Goyal et al. 2017)."""
+
+WARMUP_STEPS, WARMUP_SHARE = 1000, 0.2
+"""The default warm-up: this share of the run's steps, at most so many steps."""
+
+WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100
 
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
 

@@ -76,7 +76,7 @@ def plan_backbone(
 
     from plsc.models import build_model
     from plsc.optim.factory import build_optimizer
-    from plsc.optim.schedule import DEFAULT_RATE
+    from plsc.options.optim import DEFAULT_RATE
     from plsc.plan.measure import measure
 
     mode = PRECISIONS[one_of("precision", precision, PRECISIONS)]

@@ -21,7 +21,7 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
-from plsc.optim.schedule import DEFAULT_RATE, REFERENCE_BATCH
+from plsc.options.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 from plsc.train.acceleration import evaluated

@@ -32,6 +32,24 @@ def resolved(changes, saved=None, total=370):
     return with_rate(options.resolve(saved and {"optim": saved}), 512, total).optim
 
 
+@pytest.mark.parametrize(
+    ("changes", "saved", "total", "name"),
+    [
+        ({}, None, 370, "cosine"),
+        ({}, None, None, "constant"),
+        ({"decay_steps": 50}, None, None, "cosine"),
+        ({"schedule": "polynomial"}, None, None, "polynomial"),
+        ({"step_boundaries": (10,)}, None, 370, "step"),
+        ({"step_boundaries": (10,)}, {"schedule": "cosine"}, 370, "cosine"),
+        ({}, {"schedule": "step", "step_boundaries": [10]}, 370, "step"),
+    ],
+)
+def test_the_default_schedule_is_a_cosine_unless_steps_are_set_or_the_length_is_unknown(
+    changes, saved, total, name
+):
+    assert resolved(changes, saved, total).schedule == name
+
+
 def test_a_rate_that_is_set_is_used_as_it_is_and_the_default_follows_the_global_batch():
     assert resolved({"lr": 0.02}).lr == 0.02
     assert resolved({}).lr == 0.05
@@ -79,7 +97,7 @@ def test_the_rate_decays_at_each_boundary(name):
 
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_epochs": 2, "epoch": 2}])
 def test_warm_up_by_steps_or_epochs_rises_linearly_to_the_scaled_rate(warmup):
-    rate = schedule(**warmup)
+    rate = schedule(schedule="constant", **warmup)
     assert [rate(step) for step in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
 
 
@@ -156,7 +174,7 @@ def test_a_function_that_fails_later_is_told_with_the_step(factor, said):
     [
         ({"warmup_epochs": 1, "warmup_steps": 5}, "set one of the two"),
         ({"schedule": "exponential"}, "never comes to 0"),
-        ({"cosine_cycles": 2}, "optim.schedule is 'step'"),
+        ({"cosine_cycles": 2, "schedule": "step"}, "optim.schedule is 'step'"),
     ],
 )
 def test_schedules_that_contradict_themselves_are_refused(changes, said):

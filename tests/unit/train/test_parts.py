@@ -246,7 +246,7 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
         "optim.schedule": "cosine", "optim.decay_power": 2.0, "optim.end_lr_factor": 0.1,
         "optim.clip_scope": "all", "parallel.shard_size": 2, "precision.black_list": ["softmax"],
         "precision.decr_ratio": 0.25, "precision.incr_ratio": 2.0, "optim.optimizer": "adam",
-        "optim.nesterov": True, "memory.checkpoint_every": 2,
+        "optim.nesterov": True, "memory.checkpoint_every": 2, "optim.clip_norm": 0.0,
     }.items():  # fmt: skip
         options.set(path, value)
     assert idle_note(options) == (

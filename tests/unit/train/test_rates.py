@@ -34,13 +34,13 @@ def rates_of(save_dir):
 
 def test_a_longer_resumed_run_keeps_the_default_rate_and_warm_up(dataset, tmp_path, capsys):
     train(options(dataset, tmp_path / "a", train__epochs=4), WORLD)
-    said = "learning rate 0.0005859 (default: 0.1 x global batch 6 / 1024), warm-up 3 steps\n"
-    assert said in capsys.readouterr().out
+    said = "learning rate 0.0005859 (default: 0.1 x global batch 6 / 1024), schedule constant, "
+    assert said + "warm-up 3 steps\n" in capsys.readouterr().out
     base = 0.1 * 6 / 1024
     assert rates_of(tmp_path / "a") == pytest.approx([base / 3, base * 2 / 3] + [base] * 14)
     load_dir = str(saved_at(tmp_path / "a", 4))
     train(options(dataset, tmp_path / "b", train__epochs=40, checkpoint__load_dir=load_dir), WORLD)
-    said = "learning rate 0.0005859 (from the checkpoint), warm-up 3 steps\n"
+    said = "learning rate 0.0005859 (from the checkpoint), schedule constant, warm-up 3 steps\n"
     assert said in capsys.readouterr().out
     saved = read_manifest(tmp_path / "b/39").options["optim"]
     assert (saved["lr"], saved["warmup_epochs"], saved["warmup_steps"]) == (base, 0, 3)
@@ -50,7 +50,10 @@ def test_the_rate_that_is_set_is_that_of_backbone_and_class_weights(dataset, tmp
     one = options(dataset, tmp_path / "a", optim__lr=0.02, optim__warmup_steps=0)
     one.set("checkpoint.every_n_steps", 1)
     train(one, WORLD)
-    assert "learning rate 0.02 (optim.lr), warm-up 0 steps\n" in capsys.readouterr().out
+    assert (
+        "learning rate 0.02 (optim.lr), schedule constant, warm-up 0 steps\n"
+        in capsys.readouterr().out
+    )
     assert set(rates_of(tmp_path / "a")) == {0.02}
 
 
