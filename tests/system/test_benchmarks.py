@@ -117,3 +117,26 @@ def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_
     assert sorted(timed) == sorted(
         (way, turn, files) for way in ways for turn in (0, 1) for files in (False, True)
     )
+
+
+def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(tmp_path):
+    data = REPO.parent / "shared/data/omniglot_small2.zip"
+    if not data.exists():
+        pytest.skip(f"{data} is not there")
+    command = [
+        sys.executable, "benchmarks/accuracy_peer.py", tmp_path, "--omniglot", data, "--no-peer",
+        "--network", "SmallResNet", "--size", "16", "--emb-size", "16", "--epochs", "1",
+        "--batch", "256", "--seeds", "1", "--rates", "0.02", "--variant", "no clip: optim.clip_norm=0",
+    ]  # fmt: skip
+    for is_repeated in (False, True):
+        subprocess.run(command, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True)
+        rows = (tmp_path / "results.md").read_text().splitlines()
+        names = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in rows[2:]]
+        assert names == [
+            ("raw pixels", ""), ("plsc", "0.02"), ("plsc", "default"), ("no clip", "0.02"),
+        ]  # fmt: skip
+        logs = sorted(tmp_path.glob("*.log"))
+        assert len(logs) == (0 if is_repeated else 3)
+        for log in logs:
+            log.unlink()  # a second time nothing is trained, and nothing logged
+        assert (tmp_path / "learning.png").stat().st_size > 10_000
