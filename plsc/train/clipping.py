@@ -25,12 +25,11 @@ def clip_gradients(run: Run) -> float | Tensor:
     norm = gradient_norm(gradients)
     if scope == "all" and run.rows is not None:
         norm = torch.hypot(norm, run.rows.gradient_norm().to(norm))
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    if not factor.is_cuda and factor == 1:
+        return 1.0
     if gradients:
-        torch._foreach_mul_(
-            [local_part(g) for g in gradients], torch.clamp(limit / (norm + 1e-6), max=1.0)
-        )
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
     if scope == "backbone" or run.rows is None:
         return 1.0
-    if norm.is_cuda:
-        return (limit / (norm + 1e-6)).clamp(max=1.0)
-    return min(1.0, limit / (float(norm) + 1e-6))
+    return factor if factor.is_cuda else float(factor)
