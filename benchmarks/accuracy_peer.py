@@ -187,6 +187,8 @@ def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[st
     ins.set_with_test(False)
     ins.set_calc_acc(True)
     ins.set_log_period(10)
+    ins.set_num_workers(0)  # the reader below counts its epochs, so it stays in this process
+    ins.set_last_batch("drop")
     folder = way.path(options.folder, options.seed).with_suffix("")
     ins.set_model_save_dir(str(folder))
     ins.set_class_num(int(images.labels.max()) + 1)
@@ -262,7 +264,7 @@ def _plot(results: dict[Way, list[dict[str, Any]]], folder: Path) -> None:
     for axis, name in zip(axes, names, strict=True):
         axis.set(xlabel="step", title=name)
     for way, found in results.items():
-        curves = np.array([one["steps"] for one in found]).mean(0)
+        curves = np.array([one["steps"] for one in found], float).mean(0)
         for axis, curve in zip(axes, curves.T[1:], strict=True):
             axis.plot(curves[:, 0], curve, label=way.label)
     if results:

@@ -145,9 +145,12 @@ class LearningCheck:
 
 
 def _rank_difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return by how many standard deviations second ranks above first (Mann and Whitney's U)."""
-    order = sorted([(loss, 0) for loss in first] + [(loss, 1) for loss in second])
-    ranks = sum(rank for rank, (_, half) in enumerate(order, 1) if half)
+    """Return by how many standard deviations second ranks above first (Mann and Whitney's U).
+
+    Equal losses count against it.
+    """
+    order = sorted([(loss, 0) for loss in second] + [(loss, 1) for loss in first])
+    ranks = sum(rank for rank, (_, half) in enumerate(order, 1) if half == 0)
     m, n = len(first), len(second)
     above = ranks - n * (n + 1) / 2 - m * n / 2
     return above / math.sqrt(m * n * (m + n + 1) / 12)
