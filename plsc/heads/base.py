@@ -33,7 +33,8 @@ class HeadOutput:
         accuracy: share of the global batch whose label has the highest logit without margin; None if it
             was not asked for.
         effective_rank: number of directions that the embeddings of the global batch spread over; near 1
-            when the network collapses, see `effective_rank`; None if it was not asked for.
+            when the network collapses, 0 where all are equal, see `effective_rank`; None if it was not
+            asked for.
         finite: bool scalar: whether all embeddings of the global batch are.
         parts: of several heads (plsc.heads.joint), what each says of its own samples, by name.
     """
@@ -224,4 +225,4 @@ def effective_rank(embeddings: Tensor) -> Tensor:
     centred = unit - unit.mean(dim=0)
     gram = centred.T @ centred if len(unit) > unit.shape[1] else centred @ centred.T
     total = gram.trace()
-    return torch.where(total > _EQUAL * len(unit), total.square() / gram.square().sum(), 0.0)
+    return torch.where(total <= _EQUAL * len(unit), 0.0, total.square() / gram.square().sum())

@@ -46,7 +46,8 @@ def adopt(
                 "instance of it"
             )
         config = replace(config, arguments=harmless_arguments(arguments))
-    if model is None and name.startswith((TORCHVISION, TIMM)):
+    is_other = any(line.startswith("model.name:") for line in config.differences)
+    if model is None and not is_other and name.startswith((TORCHVISION, TIMM)):
         _check_neck(name, path, manifest)
     check_files(path, manifest)
     _check_head(config, path, manifest)
@@ -105,7 +106,8 @@ def _check_neck(network: str, path: Path, manifest: Manifest) -> None:
 def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     saved = {one.role.name: one for one in manifest.tensors.values() if one.role.kind == BACKBONE}
     options = config.model
-    is_custom, is_wrong = ":" in options.name, False
+    # Of a user's or of another package: it may not compute without numbers.
+    is_foreign, is_wrong = ":" in options.name or "/" in options.name, False
     state = {}
     try:
         with torch.device("meta"):  # no memory, no time for initial weights
@@ -118,9 +120,9 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
                 config.arguments,
             ).state_dict()
     except (RuntimeError, TypeError):  # sizes beyond torch's
-        is_wrong = not is_custom
-    except OptionError:  # a constructor may want real numbers
-        if not is_custom:
+        is_wrong = not is_foreign
+    except OptionError:
+        if not is_foreign:
             raise
     wrong = [key for key, one in state.items() if key not in saved or saved[key].shape != one.shape]
     if wrong or is_wrong:

@@ -72,8 +72,12 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
     else:
         if warmup is None:
             ends = [end for end in (total_steps, optim.decay_steps) if end is not None]
-            is_custom = ":" in optim.schedule  # such a function gives the whole rate
-            warmup = 0 if is_custom else default_warmup(min(ends, default=None))
+            # A custom function gives the whole rate; warmup_epochs, here 0, may have been set.
+            has_none = ":" in optim.schedule or (
+                "optim.warmup_epochs" in options.explicit
+                and "optim.warmup_steps" not in options.explicit
+            )
+            warmup = 0 if has_none else default_warmup(min(ends, default=None))
         values = {"optim.warmup_epochs": 0, "optim.warmup_steps": warmup}
     return options.changed({**values, "optim.lr": optim.lr or default_rate(global_batch)})
 

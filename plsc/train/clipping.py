@@ -25,7 +25,8 @@ def clip_gradients(run: Run) -> float | Tensor:
     norm = gradient_norm(gradients)
     if scope == "all" and run.rows is not None:
         norm = torch.hypot(norm, run.rows.gradient_norm().to(norm))
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    # Gradients that are not finite stay as they are: `stop_at_bad_weights` names those alone.
+    factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
     if not factor.is_cuda and factor == 1:
         return 1.0
     if gradients:

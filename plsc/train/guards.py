@@ -28,12 +28,15 @@ COLLAPSED = 3.0
 ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that tell unseen classes apart, 1.1 to 2.7 in runs
 that end near chance, while the loss falls in both (docs/not_learning.md).
 """
-_COLLAPSED_STEPS, _COLLAPSED_WARMUPS = 100, 2
-"""How long a collapse lasts before it is reported: the rank of good runs dips just after the warm-up."""
+_MOST_PATIENCE = 2000
+"""Steps before it is reported: after the warm-up the rank of good runs is low for a while."""
 _SMALLEST_BATCH = 16  # images, classes and embedding sizes of fewer have no such rank to lose
-_RISEN = 3.0  # standard deviations of the ranks of two halves of the losses
-_FEWEST_LOSSES = 16
-_PAGE = "see 'It does not learn' in the documentation"
+_RISEN, _SURE = (
+    1.05,
+    3.0,
+)  # ratio of the medians of two halves of the losses; deviations of their ranks
+_FEWEST_LOSSES, _MOST_LOSSES = 16, 10_000
+_PAGE = "see docs/not_learning.md"
 
 
 def stop_at_bad_loss(
@@ -85,34 +88,42 @@ def stop_at_bad_weights(world: World, position: Position, network: nn.Module) ->
 class LearningCheck:
     """Warns, once for each reason, of a run that does not learn; every rank finds the same.
 
-    sizes: of the embedding, and number of classes; warmup_steps: of the learning rate.
+    smallest: of embedding size and numbers of classes; warmup_steps: of the learning rate; total_steps: of
+    the run, None if unknown; watches_loss: whether a loss that rises tells anything, as it does where the
+    network and the margin begin afresh.
     """
 
-    def __init__(self, sizes: Sequence[int], warmup_steps: int) -> None:
-        self._sizes = sizes
+    def __init__(
+        self, smallest: int, warmup_steps: int, total_steps: int | None, watches_loss: bool
+    ) -> None:
+        self._smallest = smallest
         self._warmup_steps = warmup_steps
+        self._patience = max(2 * warmup_steps, min(_MOST_PATIENCE, (total_steps or 2000) // 2))
+        self._watches_loss = watches_loss
         self._losses: list[float] = []
         self._low_since: int | None = None
         self._said: set[str] = set()
 
-    def add_loss(self, position: Position, loss: float) -> None:
-        """Take the loss of a step of the first epoch; others are ignored."""
-        if position.epoch == 0:
+    def add_loss(self, epoch: int, loss: float) -> None:
+        """Take the loss of a step; those of the first epoch count, and the first few after a short one."""
+        count = len(self._losses)
+        if self._watches_loss and count < (_MOST_LOSSES if epoch == 0 else _FEWEST_LOSSES):
             self._losses.append(loss)
 
-    def rising(self) -> str | None:
+    def rising(self, epoch: int) -> str | None:
         """Return a warning when the losses of the first epoch rise."""
         half = len(self._losses) // 2
-        if half < _FEWEST_LOSSES // 2 or "rising" in self._said:
+        if not self._watches_loss or half < _FEWEST_LOSSES // 2:
             return None
+        self._watches_loss = epoch == 0
         first, second = self._losses[:half], self._losses[half:]
-        if _rank_difference(first, second) < _RISEN:
+        before, after = statistics.median(first), statistics.median(second)
+        if after < _RISEN * before or _rank_difference(first, second) < _SURE:
             return None
-        self._said.add("rising")
+        self._watches_loss = False
         return (
-            f"warning: the loss rises: its median is {statistics.median(first):.4g} over the first {half} "
-            f"steps and {statistics.median(second):.4g} over the next {len(second)}; use "
-            f"a tenth of the learning rate; {_PAGE}"
+            f"warning: the loss rises: its median is {before:.4g} over the first {half} steps and "
+            f"{after:.4g} over the next {len(second)}; use a tenth of the learning rate; {_PAGE}"
         )
 
     def spread(self, step: int, effective_rank: float | None, batch: int) -> str | None:
@@ -131,14 +142,14 @@ class LearningCheck:
             self._low_since = None
             return None
         self._low_since = self._low_since or step
-        is_small = min(batch, *self._sizes) < _SMALLEST_BATCH
-        patience = max(_COLLAPSED_STEPS, _COLLAPSED_WARMUPS * self._warmup_steps)
-        if is_small or step - self._low_since < patience or "collapsed" in self._said:
+        is_small = min(batch, self._smallest) < _SMALLEST_BATCH
+        is_early = step - self._low_since < self._patience
+        if is_small or is_early or "collapsed" in self._said:
             return None
         self._said.add("collapsed")
         return (
             f"warning: since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} "
-            f"directions ({effective_rank:.1f} now; 8 or more in a good run): they have collapsed, and "
+            f"directions ({effective_rank:.1f} now; 8 or more in a good run): they collapse, and "
             "unseen classes will not be told apart though the loss falls; start again with a third of the "
             f"learning rate, set_clip_norm(5) or a longer warm-up; {_PAGE}"
         )

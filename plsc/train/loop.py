@@ -12,6 +12,7 @@ from torch import Tensor
 from plsc.data.batch import Batch
 from plsc.data.device_copies import copied_aside
 from plsc.heads import HeadOutput
+from plsc.heads.joint import each_head
 from plsc.marks import Part, mark
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.sharding import whole_parameters
@@ -71,8 +72,15 @@ class Trainer:
         self._last_loss = math.nan
         self._evaluated_at = -1
         self._is_length_told = False
-        sizes = (run.options.model.emb_size, run.head.class_num)
-        self._learning = LearningCheck(sizes, run.rate.warmup_steps)
+        options = run.options
+        classes = [head.class_num for _, head, _ in each_head(run.head, run.rows)]
+        starts_afresh = run.resumed_from is None and options.model.pretrained is None
+        self._learning = LearningCheck(
+            min(options.model.emb_size, *classes),
+            run.rate.warmup_steps,
+            run.total_steps,
+            watches_loss=starts_afresh and not options.head.margin_warmup_steps,
+        )
         self._options = run.options.train
         self._position = run.position
         self._first_step = run.position.step + 1
@@ -166,10 +174,7 @@ class Trainer:
             self._last_loss = loss
             self._window.add_loss(loss)
             if math.isfinite(loss):
-                if (
-                    not self._run.options.head.margin_warmup_steps
-                ):  # the loss may rise with the margin
-                    self._learning.add_loss(self._position, loss)
+                self._learning.add_loss(self._position.epoch, loss)
                 self._since_save.add(loss, images)
 
     def _check_epoch(self) -> None:
@@ -184,7 +189,7 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Evaluate, save and plot."""
         self._evaluate()
-        self._warn(self._learning.rising())
+        self._warn(self._learning.rising(self._position.epoch))
         every = self._run.options.checkpoint.every_n_epochs
         if self._is_over() or (every and self._position.epoch % every == 0):
             self._save()
@@ -208,10 +213,11 @@ class Trainer:
         }
         self._result.metrics = metrics
         self._log.step(metrics, self._run.total_steps)
-        batch = output.batch // self._options.micro_batches
+        sizes = [part.batch for part in output.parts.values()] or [output.batch]
+        batch = min(sizes) // self._options.micro_batches
         rank = metrics["effective_rank"]
         self._warn(self._learning.spread(self._position.step, rank, batch))
-        self._warn(self._learning.rising())
+        self._warn(self._learning.rising(self._position.epoch))
 
     def _warn(self, warning: str | None) -> None:
         if warning:

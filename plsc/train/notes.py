@@ -85,8 +85,12 @@ def _unused(
         yield ("optim.step_boundaries", "optim.lr_decay_factor"), schedule
     if optim.schedule not in _FALLING:
         yield ("optim.decay_steps", "optim.end_lr_factor"), schedule
+    if optim.schedule != "cosine":
+        yield ("optim.cosine_cycles",), schedule
     if optim.schedule != "polynomial":
         yield ("optim.decay_power",), schedule
+    if head.loss_type.removeprefix("dist_") in ("softmax", "normface"):
+        yield ("head.margin_warmup_steps",), f"head.loss_type is {head.loss_type}"
     if ":" in optim.optimizer and not has_own_rows:
         yield ("optim.lr", "optim.weight_decay"), "the optimizer's factory decides"
     if optim.optimizer.lower() != "sgd" and not (has_own_rows and head.optimizer == "sgd"):

@@ -190,6 +190,9 @@ def _rows_to_write(found: Source) -> dict[str, tuple[RowParts | None, tuple[int,
 def _manifest(
     found: Source, options: Options, classes: int, ranks: int, batch: int | None, source: str
 ) -> Manifest:
+    saved = options.as_dict()
+    for name in ("lr", "schedule", "warmup_epochs", "warmup_steps"):  # a run's own defaults stand
+        del saved["optim"][name]
     return Manifest(
         plsc_version=__version__,
         step=0,
@@ -199,7 +202,7 @@ def _manifest(
         class_num=classes,
         emb_size=options.model.emb_size,
         class_ranges=[list(pair) for pair in class_ranges(classes, ranks)],
-        options=options.as_dict(),
+        options=saved,
         scalars={
             METRICS_KEY: {},
             "loss_type": options.head.loss_type,

@@ -64,6 +64,7 @@ def test_a_rate_that_is_set_is_used_as_it_is_and_the_default_follows_the_global_
         ({"decay_steps": 50}, 370, (0, 10)),
         ({"schedule": "my_package.rates:falling"}, 370, (0, 0)),
         ({"warmup_steps": 0}, 370, (0, 0)),
+        ({"warmup_epochs": 0}, 370, (0, 0)),
         ({"warmup_epochs": 2}, 370, (2, None)),
     ],
 )
