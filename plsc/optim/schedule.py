@@ -1,8 +1,8 @@
 """The learning rate as a function of the step.
 
 A schedule is ``rate(step)``, where step counts the updates already made (0 for the first), so a run that
-resumes from a checkpoint has the rates of one that was not interrupted. It is a base rate times a factor. Over the
-first `warmup_steps` it rises linearly: base / warmup_steps at the first step, base at the last.
+resumes from a checkpoint has the rates of one that was not interrupted. It is a base rate times a factor.
+Over the first `warmup_steps` it rises linearly: base / warmup_steps at the first step, base at the last.
 """
 
 from __future__ import annotations
