@@ -26,6 +26,7 @@ BOUNDARIES, FACTOR, RATE = (3, 5), 0.5, 8.0 * 6 / 1024
 SETTINGS = {
     "train__global_batch_size": 6, "train__epochs": 1, "head__loss_type": "dist_adaface",
     "optim__step_boundaries": BOUNDARIES, "optim__lr_decay_factor": FACTOR, "optim__lr": RATE,
+    "optim__schedule": "step",
     "precision__loss_scaling": "always", "precision__init_loss_scaling": 8.0,
     "precision__incr_every_n_steps": 3, "precision__decr_every_n_nan_or_inf": 2,
 }  # fmt: skip
