@@ -13,13 +13,6 @@ from dataclasses import dataclass
 
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.option import is_finite_number, shown_value
-from plsc.options.optim import (
-    DEFAULT_RATE,
-    REFERENCE_BATCH,
-    WARMUP_SHARE,
-    WARMUP_STEPS,
-    WARMUP_STEPS_OF_UNKNOWN_LENGTH,
-)
 
 Shape = Callable[[int], float]
 """What multiplies the base rate, by the count of updates made; 1 is its full height."""
@@ -42,18 +35,6 @@ class Schedule:
     def __call__(self, step: int) -> float:
         """Return the learning rate once `step` updates were made."""
         return self.base * self.factor(step)
-
-
-def default_rate(global_batch: int) -> float:
-    """Return the learning rate where none is set."""
-    return DEFAULT_RATE * global_batch / REFERENCE_BATCH
-
-
-def default_warmup(total_steps: int | None) -> int:
-    """Return the warm-up steps where none are set; total_steps: None if the length of the run is unknown."""
-    if total_steps is None:
-        return WARMUP_STEPS_OF_UNKNOWN_LENGTH
-    return min(WARMUP_STEPS, int(WARMUP_SHARE * total_steps))
 
 
 def constant(step: int) -> float:

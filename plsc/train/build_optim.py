@@ -17,8 +17,15 @@ from plsc.named import load_function
 from plsc.optim import schedule as shapes
 from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
 from plsc.optim.groups import LR_FACTOR, Assignment
-from plsc.optim.schedule import Schedule, Shape, default_rate, default_warmup
+from plsc.optim.schedule import Schedule, Shape
 from plsc.optim.trial import try_settings
+from plsc.options.optim import (
+    DEFAULT_RATE,
+    REFERENCE_BATCH,
+    WARMUP_SHARE,
+    WARMUP_STEPS,
+    WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+)
 from plsc.options.optimizer_table import OPTIMIZERS
 
 ScheduleFunction = Callable[..., float]
@@ -58,6 +65,18 @@ def check_optim(options: Config) -> None:
             f"optim.implementation is set, but the factory {optim.optimizer} makes the optimizer; have it "
             "set foreach or fused, and leave this out"
         )
+
+
+def default_rate(global_batch: int) -> float:
+    """Return the learning rate where none is set."""
+    return DEFAULT_RATE * global_batch / REFERENCE_BATCH
+
+
+def default_warmup(total_steps: int | None) -> int:
+    """Return the warm-up steps where none are set; total_steps: None if the length of the run is unknown."""
+    if total_steps is None:
+        return WARMUP_STEPS_OF_UNKNOWN_LENGTH
+    return min(WARMUP_STEPS, int(WARMUP_SHARE * total_steps))
 
 
 def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Config:
