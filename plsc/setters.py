@@ -507,9 +507,9 @@ class Setters:
         """
         self.options.set("optim.lr_decay_factor", factor)
 
-    def set_clip_norm(self, norm: float) -> None:
-        """Set ``optim.clip_norm``: clip gradients whose norm is larger; 0: no clipping.
-        Default: 20.0.
+    def set_clip_norm(self, norm: float | None) -> None:
+        """Set ``optim.clip_norm``: clip gradients whose norm is larger; not set: 20, at most
+        0.4 / lr; 0: no clipping. Default: None.
         """
         self.options.set("optim.clip_norm", norm)
 

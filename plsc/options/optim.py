@@ -20,6 +20,9 @@ WARMUP_STEPS, WARMUP_SHARE = 1000, 0.2
 
 WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100
 
+CLIP_NORM, CLIPPED_STEP = 20.0, 0.4
+"""The default limit of the gradient's norm, and of that norm times the learning rate."""
+
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
 
 
@@ -154,9 +157,10 @@ class OptimOptions:
         0.1, "factor of the learning rate at each boundary", "set_lr_decay_factor(factor)",
         between(0, 1),
     )  # fmt: skip
-    clip_norm: float = of_run(
-        20.0,
-        "clip gradients whose norm is larger; 0: no clipping",
+    clip_norm: float | None = of_run(
+        None,
+        f"clip gradients whose norm is larger; not set: {CLIP_NORM:g}, at most {CLIPPED_STEP} / lr; "
+        "0: no clipping",
         "set_clip_norm(norm)",
         at_least(0),
     )

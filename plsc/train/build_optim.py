@@ -20,6 +20,8 @@ from plsc.optim.groups import LR_FACTOR, Assignment
 from plsc.optim.schedule import Schedule, Shape
 from plsc.optim.trial import try_settings
 from plsc.options.optim import (
+    CLIP_NORM,
+    CLIPPED_STEP,
     DEFAULT_RATE,
     REFERENCE_BATCH,
     WARMUP_SHARE,
@@ -80,7 +82,7 @@ def default_warmup(total_steps: int | None) -> int:
 
 
 def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Config:
-    """Return the configuration with the schedule, the learning rate and the warm-up that a checkpoint keeps.
+    """Return the configuration with the schedule, rate, warm-up and clipping that a checkpoint keeps.
 
     A warm-up in epochs remains one; the other way to set it is cleared. total_steps: None if unknown.
     """
@@ -98,7 +100,10 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
             )
             warmup = 0 if has_none else default_warmup(min(ends, default=None))
         values = {"optim.warmup_epochs": 0, "optim.warmup_steps": warmup}
-    return options.changed({**values, "optim.lr": optim.lr or default_rate(global_batch)})
+    values["optim.lr"] = rate = optim.lr or default_rate(global_batch)
+    if optim.clip_norm is None:
+        values["optim.clip_norm"] = min(CLIP_NORM, CLIPPED_STEP / rate)
+    return options.changed(values)
 
 
 def _schedule(options: Config, total_steps: int | None) -> str:

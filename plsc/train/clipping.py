@@ -18,6 +18,7 @@ def clip_gradients(run: Run) -> float | Tensor:
     On a GPU the factor is a tensor there, so that nobody waits for it.
     """
     limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
+    assert limit is not None  # see with_rate
     every = [p for group in run.optimizer.param_groups for p in group["params"]]
     wanted = every if scope == "all" else run.network.parameters()
     gradients = [p.grad for p in wanted if p.grad is not None]

@@ -95,7 +95,7 @@ def _unused(
         yield ("optim.lr", "optim.weight_decay"), "the optimizer's factory decides"
     if optim.optimizer.lower() != "sgd" and not (has_own_rows and head.optimizer == "sgd"):
         yield ("optim.momentum", "optim.nesterov"), "no optimizer here is sgd"
-    if not optim.clip_norm:
+    if optim.clip_norm == 0:
         yield ("optim.clip_scope",), "optim.clip_norm is 0"
     if options.memory.checkpoint_stages.strip() == "none":
         yield ("memory.checkpoint_every",), "memory.checkpoint_stages is none"

@@ -55,6 +55,14 @@ def test_a_rate_that_is_set_is_used_as_it_is_and_the_default_follows_the_global_
 
 
 @pytest.mark.parametrize(
+    ("changes", "norm"),
+    [({"lr": 0.01}, 20), ({"lr": 0.1}, 4), ({"lr": 0.1, "clip_norm": 0}, 0), ({"clip_norm": 7}, 7)],
+)
+def test_gradients_are_clipped_the_more_the_higher_the_rate_unless_it_is_set(changes, norm):
+    assert resolved(changes).clip_norm == norm
+
+
+@pytest.mark.parametrize(
     ("changes", "total", "epochs_and_steps"),
     [
         ({}, 370, (0, 74)),
