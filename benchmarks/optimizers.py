@@ -19,11 +19,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from plsc.config.optim import OPTIMIZERS, OptimOptions
 from plsc.errors import OptionError
 from plsc.models import build_model
 from plsc.optim.factory import build_optimizer
-from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS
 
 WAYS = ("for_loop", "foreach", "fused")
 

@@ -1,6 +1,6 @@
 """Configuration of the docs site: sphinx-build -W docs build/docs."""
 
-from plsc.version import __version__
+from plsc import __version__
 
 project = "plsc"
 release = __version__

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from plsc.version import __version__
-
 if TYPE_CHECKING:
+    from plsc.config.runtime import AutoMixedPrecisionLists
     from plsc.entry import Entry
-    from plsc.options.precision import AutoMixedPrecisionLists
+
+__version__ = "0.1.0"
 
 __all__ = ["AutoMixedPrecisionLists", "Entry", "__version__"]
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return Entry
     if name == "AutoMixedPrecisionLists":
-        from plsc.options.precision import AutoMixedPrecisionLists
+        from plsc.config.runtime import AutoMixedPrecisionLists
 
         return AutoMixedPrecisionLists
     raise AttributeError(f"module 'plsc' has no attribute {name!r}")

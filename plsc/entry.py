@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 import torch
 
 from plsc.config import Options
+from plsc.config.model import Initialization
+from plsc.config.optim import ParameterGroup
+from plsc.config.option import name_of
+from plsc.config.runtime import AutoMixedPrecisionLists
+from plsc.config.setters import Setters
 from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
-from plsc.named import name_of
 from plsc.optim.factory import Factory
-from plsc.options.initialization import Initialization
-from plsc.options.parameter_groups import ParameterGroup
-from plsc.options.precision import AutoMixedPrecisionLists
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.profiling.result import ProfileResult
 from plsc.profiling.run import run_profile
-from plsc.setters import Setters
 from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
 from plsc.train.build_optim import ScheduleFunction, check_schedule_function
@@ -255,7 +255,23 @@ class Entry(Setters):
         The same as set_upload_dir and set_download_dir with URLs. Raises OptionError for a name that is
         no URL.
         """
-        self.options.set_hdfs(fs_name, fs_ugi, fs_dir_for_save, fs_checkpoint_dir)
+        if not isinstance(fs_name, str) or "://" not in fs_name:
+            raise OptionError(
+                f"fs_name is {fs_name!r}; expected the URL of a file system, such as hdfs://namenode:9000"
+            )
+        values: dict[str, str] = {}
+        if fs_ugi is not None:
+            # What follows the comma is a password, which goes nowhere, messages included.
+            values["checkpoint.hdfs_user"] = str(fs_ugi).split(",", 1)[0].strip()
+        for option, folder in (
+            ("upload_dir", fs_dir_for_save),
+            ("download_dir", fs_checkpoint_dir),
+        ):
+            if folder is not None:
+                is_url = "://" in folder
+                url = folder if is_url else f"{fs_name.rstrip('/')}/{folder.lstrip('/')}"
+                values[f"checkpoint.{option}"] = url
+        self.options.set_together(values)
 
     def train(self) -> TrainResult:
         """Train and return the final metrics, evaluation and checkpoints.

@@ -1,4 +1,4 @@
-"""The errors that a user can cause or meet: what was expected, what came, and what to do.
+"""The errors that a user can cause or meet, their texts without the secrets of URLs.
 
 All of them derive from `PlscError`, whose text is one clear sentence or two. The command prints that text
 without a traceback; in a script they are ordinary exceptions. Anything else is a defect of the program.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-
-from plsc.redaction import shown
+from typing import Any
 
 
 class PlscError(Exception):
@@ -78,7 +78,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'b'?``, or nothing where no name is near."""
     import difflib  # for messages alone
 
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -141,3 +141,41 @@ def record_failure(error: BaseException) -> None:
         content = {"message": {"message": text, "extraInfo": extra}}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump(content, file)
+
+
+_SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib makes one slash of two
+_CHAIN = re.compile(r"(::)(?=[a-z][a-z0-9+.-]*(?:::|:/))", re.IGNORECASE)
+# A '?' is a wildcard, too, but not in front of name=, nor over HTTP.
+_QUERY = re.compile(r"(https?:/[^?]*\?|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
+_HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{0,5})?(?:[/?#]|$)"
+# The name alone; or name and password, which may hold '/' and '@', to the last '@', or to a '?' in them.
+_USER = re.compile(rf"({_SCHEME})(?!{_HOST})(?:[^@:/?#]*@|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
+_USER_OF_CLIENT = re.compile(r"[^/@:'\"(=]*:.*@")
+
+
+def shown(text: str, *, by_client: bool = False) -> str:
+    """Return a URL, or a text with URLs in it, without users, passwords and the values of queries.
+
+    Each URL of a chain (``zip://a.zip::https://...``) is parsed by itself. A text without secrets comes back
+    as it is. by_client: it was written by a library, which may have taken the scheme off.
+    """
+
+    def redact(word: re.Match[str]) -> str:
+        if not by_client and ":/" not in word[0]:
+            return word[0]
+        url = word[0].rstrip("'\")]}>,.;:")
+        parts = [_USER.sub(r"\1", part) for part in _CHAIN.split(_QUERY.sub(r"\1***", url))]
+        if by_client:
+            parts = [_USER_OF_CLIENT.sub("", part) for part in parts]
+        return "".join(parts) + word[0][len(url) :]
+
+    return re.sub(r"\S+", redact, text)
+
+
+def without_secrets(values: Any) -> Any:
+    """Return nested options with all their strings as `shown` has them."""
+    if isinstance(values, dict):
+        return {key: without_secrets(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [without_secrets(value) for value in values]
+    return shown(values) if isinstance(values, str) else values

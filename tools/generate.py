@@ -1,6 +1,6 @@
 """Write what derives from the option table: the setters of Entry and the docs page of the options.
 
-python tools/generate.py            writes plsc/setters.py and docs/options.md
+python tools/generate.py            writes plsc/config/setters.py and docs/options.md
 python tools/generate.py --check    exits with 1 if one of them is out of date
 """
 
@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from plsc.config import all_options  # noqa: E402
-from plsc.option import OptionSpec, describe_kind  # noqa: E402
+from plsc.config.option import OptionSpec, describe_kind  # noqa: E402
 
 SETTERS_HEAD = '''"""The setters of Entry, one per option.
 
-Written by tools/generate.py from the table in plsc/options; edit that instead.
+Written by tools/generate.py from the table in plsc/config; edit that instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Setters:
 
 PAGE_HEAD = """# Options
 
-Written by `tools/generate.py` from the table in `plsc/options`; `plsc config` prints the same with the
+Written by `tools/generate.py` from the table in `plsc/config`; `plsc config` prints the same with the
 values in effect. An option is set by its setter (`Entry`), by a flag (`plsc train --train.batch_size 64`)
 or in a YAML file (`plsc train --config run.yaml`).
 
@@ -73,7 +73,7 @@ def setter(spec: OptionSpec) -> str:
 
 
 def setters() -> str:
-    """Return the source of plsc/setters.py."""
+    """Return the source of plsc/config/setters.py."""
     return SETTERS_HEAD + "".join(setter(spec) for spec in all_options())
 
 
@@ -103,7 +103,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
     stale = []
-    for path, text in ((ROOT / "plsc/setters.py", setters()), (ROOT / "docs/options.md", page())):
+    for path, text in (
+        (ROOT / "plsc/config/setters.py", setters()),
+        (ROOT / "docs/options.md", page()),
+    ):
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(path.relative_to(ROOT))

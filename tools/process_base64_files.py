@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plsc.data_cli import main
+from plsc.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["partition", *sys.argv[1:]]))
+    sys.exit(main(["data", "partition", *sys.argv[1:]]))

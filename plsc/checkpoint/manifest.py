@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.roles import KINDS, Role, role_of_key
+from plsc.config.optim import REFERENCE_BATCH
+from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
-from plsc.option import is_finite_number
-from plsc.options.optim import REFERENCE_BATCH
 from plsc.storage import publish
 
 FORMAT_VERSION = 3  # before 3 a learning rate was for a global batch of 1024

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, Manifest, parse_manifest
+from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.option import is_finite_number
 from plsc.storage.publish import MANIFEST_NAME, withdraw
 from plsc.storage.store import Store
 from plsc.storage.urls import shown

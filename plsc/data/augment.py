@@ -16,7 +16,7 @@ from PIL import Image as PillowImage
 from PIL import ImageEnhance
 
 from plsc.errors import DataError
-from plsc.keys import hash_key, splitmix64
+from plsc.seeds import hash_key, splitmix64
 
 _ERASED_AREA = (0.02, 0.2)
 _ERASED_ASPECT = 3.3

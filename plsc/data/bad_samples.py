@@ -9,7 +9,7 @@ from pathlib import Path
 from plsc.data.augment import Operation
 from plsc.data.sources.paths import printable
 from plsc.errors import DataError
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 POLICIES = ("stop", "skip", "replace")
 MAX_REPLACEMENTS = 16  # with a tenth of the samples bad, all fail once in 10^16 times

@@ -6,7 +6,7 @@ import numpy as np
 
 from plsc.data.permutation import permutation
 from plsc.errors import OptionError
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 _BLOCKS, _POOL = 0, 1  # parts of the keys, so that the two draws are not related
 

@@ -13,7 +13,7 @@ from plsc.data.class_names import class_names_of, first_and_last_class
 from plsc.data.decode import decode_image, size_of
 from plsc.data.sources import Source
 from plsc.errors import DataError
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 _MOST_TOLD = 20
 

@@ -16,7 +16,7 @@ from plsc.data.isolated import IsolatedRandom
 from plsc.data.order import LAST_BATCH_CHOICES, count_steps
 from plsc.data.processes import run_in_process
 from plsc.errors import DataError, OptionError, suggest
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 Sample = tuple[torch.Tensor, int, str]  # image, label, name
 _END = object()

@@ -27,7 +27,7 @@ from plsc.data.sources.base import Source
 from plsc.data.threads import Stopped
 from plsc.data.transform import Transform, apply_transform
 from plsc.errors import DataError, add_note
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 Request = tuple[int, np.ndarray]
 """An epoch, and the indices of the samples of one batch."""

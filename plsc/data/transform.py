@@ -13,7 +13,7 @@ import torch
 from plsc.data.augment import Operation
 from plsc.data.isolated import IsolatedRandom
 from plsc.errors import DataError
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 Transform = Callable[..., Any]
 """``f(tensor [C, H, W]) -> tensor``, as torchvision.transforms.v2, or ``f(image=array)["image"]``, as

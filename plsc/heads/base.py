@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plsc.config.option import more_than
 from plsc.errors import DataError, OptionError
 from plsc.heads.initial import initial_rows
 from plsc.heads.margin_options import read_number
 from plsc.heads.margins import Margin
 from plsc.heads.norms import normalised
 from plsc.heads.types import ROW_DTYPES, check_kind, read_count, read_dtype
-from plsc.option import more_than
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 _EQUAL = 1e-6  # variance of unit vectors below which they count as equal

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from plsc.keys import hash_key
 from plsc.parallel.cores import usable_cores
+from plsc.seeds import hash_key
 
 _BLOCK = 4096
 _STANDARD_DEVIATION = 0.01  # of every element, as in the margin-softmax code bases

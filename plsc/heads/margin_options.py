@@ -7,8 +7,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+from plsc.config.option import Check
 from plsc.errors import OptionError
-from plsc.option import Check
 
 
 def below_two(value: float) -> str | None:

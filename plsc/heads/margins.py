@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plsc.config.option import at_least, between, more_than
 from plsc.errors import OptionError, did_you_mean, suggest
 from plsc.heads.angles import add_angle, angle_of, falling_cosine, held, sine_of
 from plsc.heads.margin_options import below_two, read_flag, read_number, read_numbers
-from plsc.option import at_least, between, more_than
 
 MANY_CLASSES = 10_000
 """From here on the automatic scale is the papers'."""

@@ -27,8 +27,8 @@ from plsc.heads.rules import MOMENTUM, MOMENTUM_SCALE, Rule, States, apply_rule
 from plsc.heads.sharded import ShardedHead
 from plsc.heads.types import STATE_DTYPES, read_dtype
 from plsc.heads.visit import Visit
-from plsc.keys import hash_key
 from plsc.parallel.collectives import sum_over_ranks
+from plsc.seeds import hash_key
 
 _HEADS: weakref.WeakSet[ShardedHead] = weakref.WeakSet()  # that have a row optimizer
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that are no row optimizers

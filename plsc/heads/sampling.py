@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plsc.heads.passes import Queries, Rows, TorchPasses
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 
 def draw_classes(

@@ -31,7 +31,6 @@ from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
 from plsc.heads.target import Target, find_target, regulariser
 from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
 from plsc.heads.visit import EmbeddingGradient, Loss, Visit
-from plsc.keys import hash_key
 from plsc.marks import Part, mark
 from plsc.parallel.collectives import (
     ScatteredSum,
@@ -40,6 +39,7 @@ from plsc.parallel.collectives import (
     sum_over_ranks,
 )
 from plsc.parallel.shard import class_range
+from plsc.seeds import hash_key
 
 _MANY_PENDING = 256  # more micro-batches than anyone accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plsc.config.option import is_finite_number
 from plsc.errors import OptionError
-from plsc.option import is_finite_number
 
 _SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 

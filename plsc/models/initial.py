@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from plsc.config.model import Initialization
+from plsc.config.patterns import find_parameters, label_parameters
 from plsc.errors import OptionError, first_line
-from plsc.keys import hash_key
-from plsc.options.initialization import Initialization
-from plsc.patterns import find_parameters, label_parameters
+from plsc.seeds import hash_key
 
 _OPTION = "model.initialization"
 _STREAM = 11  # a part of the key: other draws of the seed are not these

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from plsc.config.model import DEFAULT_NECK, check_neck
 from plsc.errors import OptionError
 from plsc.models.activation import PReLU
-from plsc.options.model import DEFAULT_NECK, check_neck
 
 BATCH_NORM_EPS = 2e-5
 BATCH_NORM_MOMENTUM = (

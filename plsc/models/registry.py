@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from plsc.config.model import DEFAULT_NECK
+from plsc.config.option import load_function
 from plsc.errors import OptionError, PlscError, kind_and_line, suggest
 from plsc.models.base_model import BaseModel
 from plsc.models.iresnet import BLOCKS, IResNet
@@ -16,8 +18,6 @@ from plsc.models.timm_models import PREFIX as TIMM
 from plsc.models.timm_models import build_timm
 from plsc.models.torchvision_models import PREFIX as TORCHVISION
 from plsc.models.torchvision_models import build_torchvision
-from plsc.named import load_function
-from plsc.options.model import DEFAULT_NECK
 
 MODELS: dict[str, Callable[..., BaseModel]] = {
     **{f"ResNet{depth}": functools.partial(ResNet, depth) for depth in DEPTHS},

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from plsc.config.model import DEFAULT_NECK
 from plsc.errors import OptionError
 from plsc.models.base_model import BaseModel
 from plsc.models.convolution import Conv2d
@@ -21,7 +22,6 @@ from plsc.models.neck import (
     initialise,
     prelu,
 )
-from plsc.options.model import DEFAULT_NECK
 
 STEM_WIDTH = 64
 BASIC_WIDTHS = (64, 128, 256, 512)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from plsc.config.model import DEFAULT_NECK
 from plsc.models.base_model import BaseModel
 from plsc.models.neck import (
     EmbeddingNeck,
@@ -15,7 +16,6 @@ from plsc.models.neck import (
     prelu,
 )
 from plsc.models.resnet import ResidualBlock, convolution
-from plsc.options.model import DEFAULT_NECK
 
 WIDTHS = (16, 64, 128, 256)
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plsc.config.runtime import check_apart
 from plsc.errors import OptionError, did_you_mean
 from plsc.optim.operators import OPERATORS, OperatorPrecision, cast
-from plsc.options.precision import check_apart
 
 _NAMES_SHOWN = 12
 # Layers in which operators are not seen: those of plsc that compute them without calling torch's, and torch's

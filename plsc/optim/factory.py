@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.errors import OptionError, PlscError, kind_and_line, suggest
-from plsc.optim.groups import L1_DECAY, LR_FACTOR
-from plsc.optim.hooks import add_l1_decay, check_before_fused
-from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import (
+from plsc.config.optim import (
     OPTIMIZERS,
     RESERVED,
     OptimizerKind,
+    OptimOptions,
     check_named_arguments,
+    known_settings,
 )
-from plsc.options.parameter_groups import known_settings
+from plsc.errors import OptionError, PlscError, kind_and_line, suggest
+from plsc.optim.groups import L1_DECAY, LR_FACTOR
+from plsc.optim.hooks import add_l1_decay, check_before_fused
 from plsc.parallel.sharding import split_rows
 
 Groups = Sequence[dict[str, Any]]

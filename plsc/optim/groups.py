@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from plsc.config.optim import OptimOptions, ParameterGroup, read_parameter_groups
+from plsc.config.patterns import find_parameters, label_parameters
 from plsc.errors import OptionError
-from plsc.options.optim import OptimOptions
-from plsc.options.parameter_groups import ParameterGroup, read_parameter_groups
-from plsc.patterns import find_parameters, label_parameters
 
 LR_FACTOR, L1_DECAY = "lr_factor", "l1_decay"
 """Keys of ours in an optimizer's groups, beside its own settings."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.options.precision import HIGHEST_SCALE, PrecisionOptions
+from plsc.config.runtime import HIGHEST_SCALE, PrecisionOptions
 
 LOWEST_SCALE = 1.0
 MOST_SKIPS = 20

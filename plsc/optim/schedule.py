@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from plsc.config.option import is_finite_number, shown_value
 from plsc.errors import OptionError, PlscError, kind_and_line
-from plsc.option import is_finite_number, shown_value
 
 Shape = Callable[[int], float]
 """What multiplies the base rate, by the count of updates made; 1 is its full height."""

@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from plsc.config.optim import (
+    DEFAULT_RATE,
+    OPTIMIZERS,
+    OptimOptions,
+    ParameterGroup,
+    read_parameter_groups,
+)
+from plsc.config.option import shown_value, specs_of
 from plsc.errors import OptionError
 from plsc.optim.factory import build_optimizer
 from plsc.optim.groups import L1_DECAY
-from plsc.option import shown_value, specs_of
-from plsc.options.optim import DEFAULT_RATE, OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS
-from plsc.options.parameter_groups import ParameterGroup, read_parameter_groups
 
 _OPTIONS = specs_of("optim", OptimOptions)
 _CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plsc.config import Options
+from plsc.config.optim import OPTIMIZERS
 from plsc.errors import OptionError
-from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.plan.checks import one_of, whole
 from plsc.plan.network import Transfer, backbone_transfers
 
@@ -74,9 +74,9 @@ def plan_backbone(
     """
     import torch
 
+    from plsc.config.optim import DEFAULT_RATE
     from plsc.models import build_model
     from plsc.optim.factory import build_optimizer
-    from plsc.options.optim import DEFAULT_RATE
     from plsc.plan.measure import measure
 
     mode = PRECISIONS[one_of("precision", precision, PRECISIONS)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from plsc.config.option import is_finite_number, shown_value
 from plsc.errors import OptionError
-from plsc.option import is_finite_number, shown_value
 from plsc.plan.arguments import ARGUMENTS
 
 MOST = 10**15

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from plsc.config import Options
+from plsc.config.option import shown_value
 from plsc.errors import OptionError, TrainingError
 from plsc.marks import Part
-from plsc.option import shown_value
 from plsc.parallel.world import World
 from plsc.profiling.advice import advice_of
 from plsc.profiling.collectives import collectives_of

@@ -6,8 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from plsc.errors import DataError
-from plsc.redaction import shown
+from plsc.errors import DataError, shown
 from plsc.storage.names import base_name
 
 

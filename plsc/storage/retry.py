@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from plsc.errors import DataError, PlscError
-from plsc.redaction import shown
+from plsc.errors import DataError, PlscError, shown
 
 Answer = TypeVar("Answer")
 

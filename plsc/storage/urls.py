@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from plsc.errors import DataError
-from plsc.redaction import shown as shown
-from plsc.redaction import without_secrets as without_secrets
+from plsc.errors import shown as shown
+from plsc.errors import without_secrets as without_secrets
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 # Their "rename" copies every byte and is seen half done. Memory is one of them for its renames of folders.

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plsc.config.data import DataOptions
 from plsc.data.batch import Batch
 from plsc.data.loader import SourceLoader
 from plsc.errors import as_worded
-from plsc.options.data import DataOptions
 from plsc.parallel.cores import usable_cores
 from plsc.parallel.world import World
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from plsc.config import Config
+from plsc.config.model import read_initializations
 from plsc.data.class_names import ClassNames
 from plsc.data.transform import Transform
 from plsc.errors import OptionError
@@ -29,7 +30,6 @@ from plsc.optim.factory import Factory
 from plsc.optim.groups import Assignment, assign_parameters
 from plsc.optim.precision import LossScaler
 from plsc.optim.schedule import Schedule
-from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
 from plsc.train.acceleration import check_speed, compiled, lay_out

@@ -10,25 +10,25 @@ import torch
 from torch import nn
 
 from plsc.config import Config
-from plsc.errors import OptionError
-from plsc.heads import Head, RowOptimizer
-from plsc.heads.joint import JointHead, JointRows, each_head
-from plsc.named import load_function
-from plsc.optim import schedule as shapes
-from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
-from plsc.optim.groups import LR_FACTOR, Assignment
-from plsc.optim.schedule import Schedule, Shape
-from plsc.optim.trial import try_settings
-from plsc.options.optim import (
+from plsc.config.optim import (
     CLIP_NORM,
     CLIPPED_STEP,
     DEFAULT_RATE,
+    OPTIMIZERS,
     REFERENCE_BATCH,
     WARMUP_SHARE,
     WARMUP_STEPS,
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
 )
-from plsc.options.optimizer_table import OPTIMIZERS
+from plsc.config.option import load_function
+from plsc.errors import OptionError
+from plsc.heads import Head, RowOptimizer
+from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.optim import schedule as shapes
+from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
+from plsc.optim.groups import LR_FACTOR, Assignment
+from plsc.optim.schedule import Schedule, Shape
+from plsc.optim.trial import try_settings
 
 ScheduleFunction = Callable[..., float]
 

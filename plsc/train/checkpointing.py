@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plsc import __version__
 from plsc.checkpoint import (
     Manifest,
     Snapshot,
@@ -21,7 +22,6 @@ from plsc.storage.urls import without_secrets
 from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run
 from plsc.train.snapshot import scalars_to_save, tensors_to_save
-from plsc.version import __version__
 
 LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 

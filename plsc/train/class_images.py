@@ -18,13 +18,13 @@ from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Config, Options
+from plsc.config.option import name_of
 from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.heads.norms import normalised
 from plsc.models import BaseModel
-from plsc.named import name_of
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.job import load_network

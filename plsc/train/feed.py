@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from plsc.config import Config
+from plsc.config.data import DataOptions
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
 from plsc.data.class_names import ClassNames, first_and_last_class
@@ -24,9 +25,8 @@ from plsc.data.sources.base import Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError
-from plsc.keys import hash_key
-from plsc.options.data import DataOptions
 from plsc.parallel.world import World
+from plsc.seeds import hash_key
 from plsc.train.class_numbers import OpenedCheckpoint, number_classes
 from plsc.train.rank_files import open_rank_source
 from plsc.train.training_set import TrainingSet

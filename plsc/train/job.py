@@ -12,6 +12,7 @@ import numpy as np
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.classes.names import read_class_names
 from plsc.config import Config, Options
+from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.data.class_names import class_names_of
 from plsc.data.reader import declares_shards
 from plsc.data.sources.base import FileSource, IndexedSource, Source
@@ -21,7 +22,6 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
-from plsc.options.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 from plsc.train.acceleration import evaluated

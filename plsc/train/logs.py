@@ -11,10 +11,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from plsc.errors import TrainingError
+from plsc.errors import TrainingError, shown
 from plsc.evaluate.plots import plot_metrics
 from plsc.parallel.world import World
-from plsc.redaction import shown
 from plsc.storage.publish import replacing
 
 METRICS_NAME = "metrics.jsonl"

@@ -17,9 +17,9 @@ from torch import Tensor
 from plsc.data.batch import Batch, NamesOf
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
-from plsc.keys import hash_key
 from plsc.models.dropout import SampleNumbers
 from plsc.parallel.world import World
+from plsc.seeds import hash_key
 
 LARGEST_STATE = 2**20  # bytes; it is about 30 thousand
 _PYTHON, _NUMPY = 0, 1  # parts of the keys

@@ -10,13 +10,13 @@ from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.roles import OPTIMIZER
 from plsc.config import Config, Options, find_option
+from plsc.config.option import is_finite_number
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
 from plsc.optim.factory import FULL_RATE, describe_implementation
-from plsc.option import is_finite_number
 from plsc.train.adopt import adopt, check_batch
 from plsc.train.build import Run, global_batch_size
 from plsc.train.build_head import with_margin

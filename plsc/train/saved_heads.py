@@ -19,9 +19,9 @@ from plsc.checkpoint.roles import (
     Role,
 )
 from plsc.config import Config
+from plsc.config.data import is_name
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
-from plsc.options.data_set import is_name
 from plsc.parallel.shard import class_ranges
 from plsc.train.build import Run
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from plsc.config import Config, find_option
+from plsc.config.data import HEAD_OPTIONS, DataSet
 from plsc.data.class_names import ClassNames
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
 from plsc.data.order import BatchPlan, count_steps
@@ -17,9 +18,8 @@ from plsc.data.sources.base import Source
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError
 from plsc.heads import MARGINS
-from plsc.keys import hash_key
-from plsc.options.data_set import HEAD_OPTIONS, DataSet
 from plsc.parallel.world import World
+from plsc.seeds import hash_key
 from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, margin_of
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.feed import (

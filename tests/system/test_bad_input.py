@@ -14,7 +14,7 @@ from tests.system.bad_input_worker import Files, cases, truncate
 
 HERE = Path(__file__).parent
 JOB = HERE.parent / "distributed" / "job.py"
-COMMAND = HERE.parents[1] / "plsc" / "cli.py"
+COMMAND = HERE.parents[1] / "plsc" / "cli" / "__main__.py"
 pytestmark = pytest.mark.slow
 
 

@@ -25,7 +25,7 @@ from plsc.checkpoint.roles import role_of_key
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
 from plsc.checkpoint.tools import verify
-from plsc.checkpoint_cli import main
+from plsc.cli import main
 from plsc.errors import CheckpointError
 from plsc.models.base_model import BaseModel
 from tests.distributed.launch import clean_environment, run_ranks
@@ -108,7 +108,7 @@ def trained(tmp_path_factory):
 
 
 def change(*arguments):
-    assert main(["classes", *map(str, arguments)]) == 0
+    assert main(["checkpoint", "classes", *map(str, arguments)]) == 0
 
 
 def test_a_run_whose_classes_are_reordered_is_the_same_run(trained, tmp_path, capsys):
@@ -185,11 +185,20 @@ def test_images_that_do_not_show_the_new_classes_are_refused(trained, tmp_path, 
         (tmp_path / "none", 2, "none"),
     ]:
         given = [checkpoint, tmp_path / "new", "--grow", grow, "--images", images]
-        assert main(["classes", *map(str, given)]) == 1
+        assert main(["checkpoint", "classes", *map(str, given)]) == 1
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-    given = ["classes", str(checkpoint), str(tmp_path / "new"), "--drop", "a", "--images", "b"]
+    given = [
+        "checkpoint",
+        "classes",
+        str(checkpoint),
+        str(tmp_path / "new"),
+        "--drop",
+        "a",
+        "--images",
+        "b",
+    ]
     assert main(given) == 1
     assert "--images is for --grow" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -304,6 +313,7 @@ def test_names_follow_their_classes_through_every_change(named, trained, tmp_pat
         train(two, tmp_path / "refused", EPOCHS + 2, tmp_path / "reorder")
     assert main(
         [
+            "checkpoint",
             "classes",
             *map(str, [tmp_path / "grown", tmp_path / "x", "--grow", 2, "--images", images]),
         ]

@@ -333,7 +333,8 @@ def test_a_network_named_by_its_class_trains_under_torchrun(dataset, tmp_path):
     )
     root = Path(__file__).resolve().parents[2]
     done = run_ranks(
-        root / "plsc" / "cli.py", 2, "train", "--model.name", "nets:Net", "--model.emb_size", "8",
+        root / "plsc" / "cli" / "__main__.py", 2, "train",
+        "--model.name", "nets:Net", "--model.emb_size", "8",
         "--model.image_shape", "[3,16,16]", "--data.dataset_dir", str(dataset),
         "--train.epochs", "2", "--train.batch_size", "6", "--data.num_workers", "0",
         "--checkpoint.save_dir", str(tmp_path / "run"),

@@ -32,13 +32,13 @@ pytestmark = [
 SPARK = ("--engine", "spark", "--master", "local[2]")
 SEVERAL = """
 import contextlib, io, json, sys
-from plsc.data_cli import main
+from plsc.cli import main
 
 results = {}
 for name, arguments in json.load(sys.stdin).items():
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        results[name] = main(["partition", *arguments]), said.getvalue()
+        results[name] = main(["data", "partition", *arguments]), said.getvalue()
 with open(sys.argv[1], "w") as file:
     json.dump(results, file)
 """

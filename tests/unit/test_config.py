@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plsc.cli import _parse, _read_options, main, render_options
+from plsc.cli import main
 from plsc.config import Options, all_options
+from plsc.config.text import render_options
 from plsc.entry import Entry
 from plsc.errors import OptionError
+from tests.command_line import options_from
 
 SPECS = list(all_options())
 
@@ -62,18 +64,18 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_lr", 0, "more than 0"),
         ("set_image_shape", (112, 112), "channels, height, width"),
         ("set_image_shape", (2, 112, 112), "1 or 3 channels"),
-        ("set_image_shape", "3,112,112", "sequence of integers"),
+        ("set_image_shape", "3,112,112", "list of integers"),
         ("set_loss_type", "cosine", "one of dist_arcface"),
         ("set_step_boundaries", (5, 5), "increasing"),
         ("set_max_last_checkpoint_num", 0, "at least 1, or -1"),
         ("set_model_save_dir", " ", "not empty"),
         ("set_calc_acc", 1, "True or False"),
         ("set_margin", -0.5, "at least 0"),
-        ("set_dataset_dir", None, "expected a text"),
-        ("set_model_save_dir", "a\0b", "expected a text"),
+        ("set_dataset_dir", None, "expected a string"),
+        ("set_model_save_dir", "a\0b", "expected a string"),
         ("set_warmup_steps", 2**63, "expected an integer"),
-        ("set_freeze", {"stem": 1}, "sequence of texts"),
-        ("set_step_boundaries", b"ab", "sequence of integers"),
+        ("set_freeze", {"stem": 1}, "list of strings"),
+        ("set_step_boundaries", b"ab", "list of integers"),
         ("set_initializations", [{"pattern": "x", "rule": [1]}], "no rule is named [1]"),
     ],
 )  # fmt: skip
@@ -119,9 +121,24 @@ def test_numpy_integers_and_paths_are_taken():
     assert ins.options.model.image_shape == (3, 32, 32)
 
 
-def test_an_unknown_option_gets_the_nearest_name():
-    with pytest.raises(OptionError, match=r"did you mean 'train\.batch_size'"):
-        Options().set("train.batchsize", 3)
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("train.batchsize", "train.batch_size"),
+        ("data.batch_size", "train.batch_size"),
+        ("train.learning_rate", "optim.lr"),
+        ("set_epochs", "train.epochs"),
+        ("set_backbone", "model.name"),
+        ("scheduler", "optim.schedule"),
+        ("optim.optimiser", "optim.optimizer"),
+        ("train.nosuch", None),  # train.epochs is something else
+        ("optim.speed", None),
+    ],
+)
+def test_an_unknown_option_gets_a_near_spelling_or_a_synonym_and_nothing_else(wrong, near):
+    with pytest.raises(OptionError) as caught:
+        Options().set(wrong, 3)
+    assert str(caught.value).partition("; ")[2] == (f"did you mean '{near}'?" if near else "")
 
 
 def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
@@ -175,11 +192,6 @@ def test_a_resolved_configuration_cannot_be_written_to():
     for target in (config, config.train, options.train):
         with pytest.raises(FrozenInstanceError):
             target.batch_size = 8
-
-
-def options_from(*arguments):
-    parsed = _parse(["train", *arguments])
-    return _read_options(parsed["train"])
 
 
 def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):

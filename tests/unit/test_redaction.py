@@ -3,8 +3,7 @@
 import fsspec
 import pytest
 
-from plsc.errors import DataError, OptionError, PlscError, add_note
-from plsc.redaction import shown, without_secrets
+from plsc.errors import DataError, OptionError, PlscError, add_note, shown, without_secrets
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import open_filesystem
 

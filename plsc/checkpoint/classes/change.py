@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from plsc import __version__
 from plsc.checkpoint.classes.lists import ClassList, Given, read_class_list
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
 from plsc.checkpoint.classes.names import class_name_tensors, read_class_names
@@ -46,11 +47,10 @@ from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_s
 from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.keys import hash_key
 from plsc.parallel.shard import class_range, class_ranges
+from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
-from plsc.version import __version__
 
 _WEIGHT, _BIAS = (Role(CLASS_WEIGHTS, name).key for name in ("weight", "bias"))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plsc import __version__
 from plsc.checkpoint.classes.output import check_destination, check_space
 from plsc.checkpoint.importers.layouts import LAYOUTS, read_source
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
@@ -33,7 +34,6 @@ from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
 from plsc.parallel.shard import class_ranges
 from plsc.storage.publish import publishing_folder
-from plsc.version import __version__
 
 _ZEROS = 1 << 20  # numbers
 

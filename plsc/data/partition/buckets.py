@@ -21,7 +21,7 @@ from plsc.data.partition.frames import COUNT_BYTES, frame_bytes, frame_head, rea
 from plsc.data.partition.memory import BYTES_A_LINE
 from plsc.data.partition.order import line_keys
 from plsc.errors import DataError
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 MOST_BUCKETS = 256
 _PIECE = 2**20

@@ -17,7 +17,7 @@ import numpy as np
 
 from plsc.data.native import partition as native
 from plsc.data.partition.order import splitmix64
-from plsc.keys import splitmix64 as splitmix64_of_one
+from plsc.seeds import splitmix64 as splitmix64_of_one
 
 _WORDS = 2**15
 _MASK = 2**64 - 1

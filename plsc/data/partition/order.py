@@ -1,6 +1,6 @@
 """Where a line goes: a pure function of the seed, its number and how many there are.
 
-Line i has the key ``plsc.keys.hash_key(seed, i)``. For one seed that is a bijection of 64 bits, so no two
+Line i has the key ``plsc.seeds.hash_key(seed, i)``. For one seed that is a bijection of 64 bits, so no two
 lines share a key; the lines sorted by key are the shuffle. Rank r of R gets positions [rL, (r + 1)L) of it,
 L = ceil(N / R).
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 ALGORITHM = "splitmix64-order-1"
 """Changes whenever the same seed and lines would give other output."""
@@ -29,7 +29,7 @@ _BIN_SHIFT = np.uint64(48)
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Return plsc.keys.splitmix64 of each of the uint64 values."""
+    """Return plsc.seeds.splitmix64 of each of the uint64 values."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)

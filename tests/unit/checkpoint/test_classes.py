@@ -17,7 +17,7 @@ from plsc.checkpoint import ShardedTensor, load_tensors, load_weights, read_mani
 from plsc.checkpoint.classes import change_classes, source
 from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.tools import verify
-from plsc.checkpoint_cli import main
+from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.initial import initial_rows
 from plsc.parallel.shard import class_ranges
@@ -252,7 +252,19 @@ def test_a_bad_list_is_refused_in_one_line_that_names_its_line(small, capsys, wh
     folder, _ = small
     given = folder.parent / "list.txt"
     given.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert main(["classes", str(folder), str(folder.parent / "b"), f"--{what}", str(given)]) == 1
+    assert (
+        main(
+            [
+                "checkpoint",
+                "classes",
+                str(folder),
+                str(folder.parent / "b"),
+                f"--{what}",
+                str(given),
+            ]
+        )
+        == 1
+    )
     error = capsys.readouterr().err
     assert message.format(list=given) in error
     assert error.count("\n") == 1

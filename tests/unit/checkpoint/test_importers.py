@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from plsc.checkpoint.importers import Network, import_checkpoint
 from plsc.checkpoint.tools import verify
-from plsc.checkpoint_cli import main
+from plsc.cli import main
 from plsc.errors import PlscError
 from plsc.parallel.shard import class_ranges
 from tests.unit.checkpoint.foreign_files import (
@@ -197,14 +197,29 @@ def test_half_precision_rows_are_widened(tmp_path):
 
 
 def test_the_command_prints_what_came_over(arcface_torch, tmp_path, capsys):
-    assert main(["import", str(arcface_torch), str(tmp_path / "ck"), "--ranks", "2"]) == 0
+    assert (
+        main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck"), "--ranks", "2"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "IResNet18, embeddings of 16" in printed
     assert "(100.0% of its numbers)" in printed
     assert "11 classes" in printed
-    assert main(["import", str(arcface_torch), str(tmp_path / "ck")]) == 1
+    assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck")]) == 1
     assert "is there already" in capsys.readouterr().err
-    assert main(["import", str(arcface_torch), str(tmp_path / "b"), "--image_shape", "3,x"]) == 1
+    assert (
+        main(
+            [
+                "checkpoint",
+                "import",
+                str(arcface_torch),
+                str(tmp_path / "b"),
+                "--image_shape",
+                "3,x",
+            ]
+        )
+        == 1
+    )
     assert "expected channels,height,width" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augm
 from plsc.data.isolated import IsolatedRandom
 from plsc.data.transform import apply_transform, takes_image_by_name
 from plsc.errors import DataError
-from plsc.keys import hash_key, splitmix64
+from plsc.seeds import hash_key, splitmix64
 
 IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PICTURE = np.array(smooth_picture(3, 40, 36))

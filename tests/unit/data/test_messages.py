@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from plsc import data_cli
+from plsc.cli import main
 
 
 def parquet() -> bytes:
@@ -66,7 +66,7 @@ def test_what_is_wrong_with_a_set_is_told_with_its_place_and_what_to_do(
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert data_cli.main(["inspect", str(path)]) == 1
+    assert main(["data", "inspect", str(path)]) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert f"error: {path}{problem}" in said.replace("\\n", "")

@@ -26,7 +26,7 @@ from plsc.data.partition.order import (
     rank_bounds,
 )
 from plsc.errors import DataError, OptionError
-from plsc.keys import hash_key
+from plsc.seeds import hash_key
 
 
 def expected_parts(lines: list[bytes], nranks: int, seed: int) -> list[list[bytes]]:

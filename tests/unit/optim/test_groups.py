@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from plsc.config import Options
+from plsc.config.model import read_initializations
+from plsc.config.patterns import find_parameters, label_parameters
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
@@ -12,8 +14,6 @@ from plsc.models.freezing import freeze
 from plsc.models.initial import initialise_by_rule
 from plsc.models.sync_batch_norm import SyncBatchNorm
 from plsc.optim.groups import assign_parameters
-from plsc.options.initialization import read_initializations
-from plsc.patterns import find_parameters, label_parameters
 
 
 class Small(BaseModel):
@@ -117,8 +117,8 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        ({}, "a parameter group has no pattern; expected a text"),
-        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a text"),
+        ({}, "a parameter group has no pattern; expected a string"),
+        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a string"),
         ({"pattern": None}, "pattern of a parameter group is None"),
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from plsc.config import Options
+from plsc.config.optim import OPTIMIZERS
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.optim.factory import build_custom, build_optimizer, describe_implementation, set_rates
 from plsc.optim.states import ExpectedStates
-from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.train.build_optim import check_optim
 
 CPU = torch.device("cpu")

@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from plsc.config.optim import OPTIMIZERS, OptimOptions
 from plsc.errors import OptionError
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.factory import build_custom, build_optimizer
-from plsc.options.optim import OptimOptions
-from plsc.options.optimizer_table import OPTIMIZERS
 from plsc.parallel.sharding import local_part, shard_network
 from plsc.parallel.world import World
 from plsc.train.build import _build_trained_network

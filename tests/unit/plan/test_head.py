@@ -250,7 +250,7 @@ def test_the_command_prints_exact_bytes_and_readable_units(capsys):
             "checkpoint is about the backbone, which is planned",
         ),
         (["--classes", "many"], "--classes is 'many'; expected a number"),
-        (["--classes", "10", "--head.offload", "no way"], "expected true or false"),
+        (["--classes", "10", "--head.offload", "no way"], "expected True or False"),
         (["--classes", "10", "--rows", "fp8"], "rows is 'fp8'; expected one of"),
         (["--classes", "10", "--rankz", "8"], "did you mean 'ranks'?"),
     ],

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from plsc.options.data import DataOptions
+from plsc.config.data import DataOptions
 from plsc.parallel import cores
 from plsc.train.advice import Reading, advise
 

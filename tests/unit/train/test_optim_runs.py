@@ -6,12 +6,13 @@ import yaml
 
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.roles import role_of_key
-from plsc.cli import _parse, _read_options, render_options
+from plsc.config.text import render_options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.train import places
 from plsc.train.build import UserParts, build_run
 from plsc.train.state import check_counts
+from tests.command_line import options_from
 from tests.images import write_dataset
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
 
@@ -191,12 +192,12 @@ def test_groups_patterns_and_arguments_come_from_flags_and_files(tmp_path):
         "--optim.optimizer_arguments", "{amsgrad: true}",
         "--model.initialization", "[{pattern: neck.fc, rule: normal, std: 0.01}]",
     ]  # fmt: skip
-    options = _read_options(_parse(["train", *flags])["train"])
+    options = options_from(*flags)
     assert options.optim.groups[1] == {"pattern": "neck", "eps": 1e-6}
     assert options.optim.freeze == ("stages.0",)
     assert options.optim.optimizer_arguments == {"amsgrad": True}
     file = tmp_path / "run.yaml"
     file.write_text(render_options(options))
     assert yaml.safe_load(file.read_text())["optim"]["freeze"] == ["stages.0"]
-    again = _read_options(_parse(["train", "--config", str(file)])["train"])
+    again = options_from("--config", str(file))
     assert again.as_dict() == options.as_dict()

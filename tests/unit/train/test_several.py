@@ -11,7 +11,7 @@ import yaml
 
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint_cli import main as checkpoint_command
+from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads import DenseHead, ShardedHead
 from plsc.parallel.world import World
@@ -341,13 +341,13 @@ def test_a_label_out_of_range_is_passed_over_and_never_a_class_of_the_next_data_
 
 
 def test_the_checkpoint_commands_know_several_heads(trained, tmp_path, capsys):
-    assert checkpoint_command(["list", str(trained)]) == 0
+    assert main(["checkpoint", "list", str(trained)]) == 0
     assert "10 classes of 2 heads" in capsys.readouterr().out
-    assert checkpoint_command(["show", str(trained / "1")]) == 0
+    assert main(["checkpoint", "show", str(trained / "1")]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["class_num"], shown["class_ranges"]) == (10, [])
     assert shown["scalars"]["heads"]["faces"]["class_ranges"] == [[0, 6]]
-    assert checkpoint_command(["classes", str(trained / "1"), str(tmp_path / "x"), "--grow", "2"])
+    assert main(["checkpoint", "classes", str(trained / "1"), str(tmp_path / "x"), "--grow", "2"])
     assert "has a head for each of several data sets" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="single head"):
         change_classes(trained / "1", tmp_path / "x", grow=2)

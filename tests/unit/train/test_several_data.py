@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.cli import _parse, _read_options, render_options
 from plsc.config import Options
+from plsc.config.text import render_options
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
 from plsc.data.order import BatchPlan
 from plsc.entry import Entry
 from plsc.errors import DataError, OptionError
 from plsc.storage.urls import without_secrets
+from tests.command_line import options_from
 
 
 def plan_of(sizes, per_step, ranks, order="global"):
@@ -147,11 +148,11 @@ def two_sets():
 def test_data_sets_are_options_like_any_other(tmp_path):
     options = two_sets()
     (config := tmp_path / "run.yaml").write_text(render_options(options))
-    again = _read_options(_parse(["train", "--config", str(config)])["train"])
+    again = options_from("--config", str(config))
     assert again.data_sets() == options.data_sets()
     plain = json.loads(json.dumps(options.as_dict()))
-    flag = _parse(["train", "--data.datasets", json.dumps(plain["data"]["datasets"])])["train"]
-    assert _read_options(flag).data_sets() == options.data_sets()
+    flags = "--data.datasets", json.dumps(plain["data"]["datasets"])
+    assert options_from(*flags).data_sets() == options.data_sets()
     assert "secret" not in json.dumps(without_secrets(plain))
     assert Options().data_sets() == []
 
@@ -163,7 +164,7 @@ def test_data_sets_are_options_like_any_other(tmp_path):
         ({"name": "a.b", "path": "x"}, "letters, digits, _ and -"),
         ({"name": None, "path": "x"}, "letters, digits, _ and -"),
         ({"name": "b", "path": " "}, "data set b: .*path.* not empty"),
-        ({"name": "b", "path": None}, "data set b: .*path is None; expected a text"),
+        ({"name": "b", "path": None}, "data set b: .*path is None; expected a string"),
         ({"name": "b", "path": "x", "weight": 0}, r"data set b: .*weight.* more than 0"),
         ({"name": "b", "path": "x", "weight": float("nan")}, "expected a number"),
         ({"name": "b", "path": "x", "weight": "2"}, "expected a number"),

@@ -1,32 +1,33 @@
 """All options of a run, and the table that is made of them.
 
 Setters, command-line flags, config files, the docs page and the options in a checkpoint all derive from
-this table. Its rows stand in `plsc.options`, a file a group. An option is named by its path, such as
+this table. Its rows stand in the files beside this one. An option is named by its path, such as
 ``train.batch_size``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from plsc.errors import OptionError, suggest
-from plsc.option import OptionSpec, specs_of
-from plsc.options.checkpoint import CheckpointOptions
-from plsc.options.data import DataOptions
-from plsc.options.data_set import DataSet, read_data_sets
-from plsc.options.head import HeadOptions
-from plsc.options.memory import MemoryOptions
-from plsc.options.model import ModelOptions
-from plsc.options.optim import OptimOptions
-from plsc.options.parallel import ParallelOptions
-from plsc.options.precision import PrecisionOptions
-from plsc.options.runtime import RuntimeOptions
-from plsc.options.speed import SpeedOptions
-from plsc.options.train import TrainOptions
+from plsc.config.data import DataOptions, DataSet, read_data_sets
+from plsc.config.head import HeadOptions
+from plsc.config.model import ModelOptions
+from plsc.config.optim import OptimOptions
+from plsc.config.option import OptionSpec, specs_of
+from plsc.config.runtime import (
+    MemoryOptions,
+    ParallelOptions,
+    PrecisionOptions,
+    RuntimeOptions,
+    SpeedOptions,
+)
+from plsc.config.train import CheckpointOptions, TrainOptions
+from plsc.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -138,33 +139,6 @@ class Options:
         one = read_data_sets([given])[0]
         self.set("data.datasets", (*self.data.datasets, one.as_dict()))
 
-    def set_hdfs(
-        self,
-        name: str,
-        ugi: str | None = None,
-        dir_for_save: str | None = None,
-        checkpoint_dir: str | None = None,
-    ) -> None:
-        """Set the options of a remote file system at once; see `Entry.set_hdfs_info`."""
-        if not isinstance(name, str) or "://" not in name:
-            raise OptionError(
-                f"fs_name is {name!r}; expected the URL of a file system, such as hdfs://namenode:9000"
-            )
-        if ugi is not None:
-            # Whatever follows the comma is a password, which goes nowhere, messages included.
-            user = str(ugi).split(",", 1)[0].strip()
-            if not user:
-                raise OptionError("fs_ugi has no user name; expected 'name,password'")
-            self.set("checkpoint.hdfs_user", user)
-        if dir_for_save is not None:
-            self.set("checkpoint.upload_dir", _below(name, dir_for_save))
-        if checkpoint_dir is not None:
-            self.set("checkpoint.download_dir", _below(name, checkpoint_dir))
-
-
-def _below(name: str, folder: str) -> str:
-    return folder if "://" in folder else f"{name.rstrip('/')}/{folder.lstrip('/')}"
-
 
 def all_options() -> Iterator[OptionSpec]:
     """Yield the rows of the option table, group by group."""
@@ -172,11 +146,33 @@ def all_options() -> Iterator[OptionSpec]:
 
 
 def find_option(path: str) -> OptionSpec:
-    """Return the row of an option; OptionError with the nearest names if there is none."""
+    """Return the row of an option; OptionError with the nearest name if there is none."""
     spec = _TABLE.get(path)
     if spec is None:
-        raise OptionError(f"there is no option {path!r}; {suggest(path, _TABLE)}")
+        raise OptionError(f"there is no option {path!r}{nearest_option(path)}")
     return spec
+
+
+def nearest_option(path: str) -> str:
+    """Return ``; did you mean 'train.batch_size'?`` for a misspelt path, or one without its group."""
+    name = path.rpartition(".")[2].removeprefix("set_")
+    names = {spec.name for spec in _TABLE.values()}
+    if name in _SYNONYMS:
+        near = [_SYNONYMS[name]]
+    elif name in names:
+        near = [known for known, spec in _TABLE.items() if spec.name == name]
+    else:
+        near = difflib.get_close_matches(path, _TABLE, 1, cutoff=0.85)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+_SYNONYMS = {
+    "batch_size": "train.batch_size",
+    "learning_rate": "optim.lr",
+    "epochs": "train.epochs",
+    "backbone": "model.name",
+    "scheduler": "optim.schedule",
+}
 
 
 _TABLE = {

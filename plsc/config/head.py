@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plsc.option import at_least, between, more_than, of_run, one_of
+from plsc.config.option import at_least, between, more_than, of_run, one_of
 
 _MARGINS = (
     "arcface",

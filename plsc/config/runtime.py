@@ -1,12 +1,66 @@
-"""The options of mixed precision."""
+"""The options of how a run is carried out: device, ranks, precision, memory and speed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from plsc.config.option import at_least, between, declare, more_than, of_model, of_run, one_of
 from plsc.errors import OptionError
-from plsc.option import at_least, between, more_than, of_run, one_of
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Device and processes."""
+
+    device: str = declare(
+        "auto", "auto, cpu or cuda", "set_device(device)", one_of("auto", "cpu", "cuda")
+    )
+    backend: str = declare(
+        "auto",
+        "auto (NCCL on CUDA, gloo elsewhere), gloo or nccl",
+        "set_backend(backend)",
+        one_of("auto", "gloo", "nccl"),
+    )
+    timeout: float = declare(
+        1800.0, "seconds that a rank waits for the others", "set_timeout(seconds)", more_than(0)
+    )
+    dtype: str = of_model(
+        "float32",
+        "float32, or float64 for checks, of weights and computation",
+        "set_dtype(dtype)",
+        one_of("float32", "float64"),
+    )
+    cpu_threads: int = declare(
+        0, "CPU threads per rank; 0 leaves it to torch (torchrun sets 1)", "set_cpu_threads(num)",
+        between(0, 4096),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """The backbone on the ranks. The head's class rows are always split over all of them."""
+
+    backbone: str = of_run(
+        "replicated",
+        "replicated (each rank has the whole backbone) or sharded (each has a share of its parameters, "
+        "gradients and optimizer state, and more is sent)",
+        "set_backbone_parallel(way)",
+        one_of("replicated", "sharded"),
+    )
+    shard_size: int = of_run(
+        0,
+        "ranks that share one copy of a sharded backbone, such as those of a machine; 0: all ranks",
+        "set_backbone_shard_size(ranks)",
+        at_least(0),
+    )
+    shard_units: str = declare(
+        "auto",
+        "modules of a sharded backbone that are put together one at a time: auto, or names separated by "
+        "commas in which * stands for one component, such as 'stages.*.*,neck'",
+        "set_backbone_shard_units(patterns)",
+    )
+
 
 HIGHEST_SCALE = 2.0**24
 """Where a loss scale stops growing.
@@ -125,3 +179,63 @@ def _read_names(argument: str, names: Iterable[str] | None) -> tuple[str, ...]:
             f"{argument} is {names!r}; expected a list of names, such as ['BatchNorm2d', 'softmax']"
         )
     return tuple(sorted(set(listed)))
+
+
+def _parts(text: str) -> str | None:
+    good = any(part.strip() for part in text.split(","))
+    return None if good else "none, all, or patterns of module names, divided by commas"
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Less memory for more computation."""
+
+    checkpoint_stages: str = declare(
+        "none",
+        "parts of the network whose inner results are computed again in the backward pass, not kept "
+        "(activation checkpointing): none, all (its blocks), or patterns of module names such as "
+        "'stages.0,stages.1.*'",
+        "set_checkpoint_stages(names)",
+        _parts,
+    )
+    checkpoint_every: int = declare(
+        1, "of those parts, in the network's order, each nth alone", "set_checkpoint_every(num)",
+        at_least(1),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """Speed of a step; none of it changes what is computed, but for rounding."""
+
+    channels_last: str = of_run(
+        "auto",
+        "keep images channels last in memory: on, off, or auto (on in 16 bits and on CPUs)",
+        "set_channels_last(mode)",
+        one_of("auto", "on", "off"),
+    )
+    compile: bool = of_run(
+        False,
+        "compile the backbone's training step by torch.compile: minutes at the first start, a cache keeps it",
+        "set_compile(flag)",
+    )
+    fold_batch_norm: bool = declare(
+        False,
+        "evaluate and predict with batch norms folded into the convolutions before them",
+        "set_fold_batch_norm(flag)",
+    )
+    overlap_copies: bool = declare(
+        True, "on a GPU, copy a batch there while the step before still runs", "set_overlap_copies(flag)"
+    )  # fmt: skip
+    late_losses: bool = of_run(
+        True,
+        "on a GPU, look at a step's loss one step later instead of waiting for it; without, a bad loss stops "
+        "the run before the update that it belongs to, as on a CPU",
+        "set_late_losses(flag)",
+    )
+    bucket_mb: float = of_run(
+        25.0,
+        "MiB of gradients that are summed over the ranks at once, while backward goes on",
+        "set_bucket_mb(mebibytes)",
+        more_than(0),
+    )

@@ -31,7 +31,7 @@ _SHOWN = 12
 def check_pattern(pattern: Any) -> str | None:
     """Return None for a sound pattern, else what was expected."""
     if not isinstance(pattern, str) or not pattern.strip():
-        return "a text such as 'stem', '*.bias', 'type:BatchNorm2d' or 're:stages\\..*'"
+        return "a string such as 'stem', '*.bias', 'type:BatchNorm2d' or 're:stages\\..*'"
     if pattern.startswith(_REGEX):
         try:
             re.compile(pattern.removeprefix(_REGEX))

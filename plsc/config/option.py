@@ -1,9 +1,10 @@
-"""One option: how it is declared, what values it takes, how a wrong one is refused."""
+"""One option: how it is declared, which values it takes, and code of the user's that it names."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plsc.errors import CheckpointError, OptionError, did_you_mean
+from plsc.errors import CheckpointError, OptionError, PlscError, did_you_mean, kind_and_line
 
 Check = Callable[[Any], "str | None"]
 """Returns None for a good value, else what was expected."""
@@ -91,13 +92,12 @@ class OptionSpec:
 
     def checked(self, value: Any) -> Any:
         """Return the value in the option's type, or raise OptionError."""
-        converted = _convert(value, self.kind)
-        if converted is _WRONG:
-            raise OptionError(
-                f"{self.path} is {shown_value(value)}; expected {describe_kind(self.kind)} "
-                f"({self.meaning}); see {self.setter}()"
-            )
-        expected = self.check(converted) if self.check and converted is not None else None
+        converted = convert(value, self.kind)
+        expected = None
+        if converted is WRONG:
+            expected = describe_kind(self.kind)
+        elif self.check and converted is not None:
+            expected = self.check(converted)
         if expected is not None:
             raise OptionError(
                 f"{self.path} is {shown_value(value)}; expected {expected} ({self.meaning}); see "
@@ -148,57 +148,57 @@ def _is_harmless(value: Any, key: str = "") -> bool:
 
 def describe_kind(kind: Any) -> str:
     """Return a type in words, such as 'an integer or None'."""
-    if _is_union(kind):
+    if isinstance(kind, types.UnionType):
         return " or ".join(describe_kind(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
-        return f"a sequence of {_ITEMS[typing.get_origin(item) or item]}"
-    if typing.get_origin(kind) is dict:
-        return "a mapping"
-    return {
-        int: "an integer",
-        float: "a number",
-        bool: "True or False",
-        str: "a text",
-        types.NoneType: "None",
-    }[kind]
+        return f"a list of {_ITEMS[typing.get_origin(item) or item]}"
+    return _KINDS[typing.get_origin(kind) or kind]
 
 
-_ITEMS = {int: "integers", float: "numbers", str: "texts", dict: "mappings"}
-_WRONG = object()
+_KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    dict: "a mapping",
+    types.NoneType: "None",
+}
+_ITEMS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
+WRONG = object()
+"""What `convert` returns for a value of another type."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
 _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
-def _convert(value: Any, kind: Any) -> Any:
-    """Return the value as `kind` when nothing is lost by it, else _WRONG."""
-    if _is_union(kind):
-        parts = (_convert(value, part) for part in typing.get_args(kind))
-        return next((part for part in parts if part is not _WRONG), _WRONG)
-    if kind is types.NoneType:
-        return None if value is None else _WRONG
+def convert(value: Any, kind: Any) -> Any:
+    """Return the value as `kind` when nothing is lost by it, else WRONG."""
+    if isinstance(kind, types.UnionType):
+        parts = (convert(value, part) for part in typing.get_args(kind))
+        return next((part for part in parts if part is not WRONG), WRONG)
     if typing.get_origin(kind) is tuple:
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-            return _WRONG
-        items = tuple(_convert(item, typing.get_args(kind)[0]) for item in value)
-        return _WRONG if any(item is _WRONG for item in items) else items
+            return WRONG
+        items = tuple(convert(item, typing.get_args(kind)[0]) for item in value)
+        return WRONG if any(item is WRONG for item in items) else items
     if typing.get_origin(kind) is dict:
-        return dict(value) if isinstance(value, Mapping) else _WRONG
-    if kind is bool:
-        return value if isinstance(value, bool) else _WRONG
+        return dict(value) if isinstance(value, Mapping) else WRONG
+    if kind is bool or kind is types.NoneType:
+        return value if isinstance(value, kind) else WRONG
     if kind is int:
-        is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
-        return _in_64_bits(value.__index__()) if is_integer else _WRONG
+        number = (
+            None
+            if isinstance(value, bool) or not hasattr(value, "__index__")
+            else value.__index__()
+        )
+        return WRONG if number is None or not -(2**63) <= number < 2**63 else number
     if kind is float:
-        return float(value) if is_finite_number(value) else _WRONG
-    return _convert_text(value)
-
-
-def _in_64_bits(value: int) -> Any:
-    """Return the number, or _WRONG for one that no size or count of anything is."""
-    return value if -(2**63) <= value < 2**63 else _WRONG
+        return float(value) if is_finite_number(value) else WRONG
+    text = value.__fspath__() if hasattr(value, "__fspath__") else value
+    is_sound = isinstance(text, str) and "\0" not in text  # no file or module has it in its name
+    return os.path.expanduser(text) if is_sound else WRONG  # noqa: PTH111 - no path yet
 
 
 def is_finite_number(value: Any) -> bool:
@@ -219,34 +219,54 @@ def shown_value(value: Any) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def _convert_text(value: Any) -> Any:
-    text = value.__fspath__() if hasattr(value, "__fspath__") else value
-    is_sound = (
-        isinstance(text, str) and "\0" not in text
-    )  # no file, module or option has it in its name
-    return os.path.expanduser(text) if is_sound else _WRONG  # noqa: PTH111 - no path yet
-
-
-def _is_union(kind: Any) -> bool:
-    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-
-
 def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
     """Return the rows of the option table that a group's dataclass declares, by path."""
     kinds = typing.get_type_hints(factory)
     found = {}
     for item in dataclasses.fields(factory):
         setter, _, argument = item.metadata["setter"].rstrip(")").partition("(")
-        spec = OptionSpec(
-            group=group,
-            name=item.name,
-            kind=kinds[item.name],
-            default=item.default,
-            meaning=item.metadata["meaning"],
-            setter=setter,
-            argument=argument,
-            check=item.metadata["check"],
-            decides=item.metadata["decides"],
-        )
+        details = {**item.metadata, "setter": setter, "argument": argument}
+        spec = OptionSpec(group, item.name, kinds[item.name], item.default, **details)
         found[spec.path] = spec
+    return found
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return ``module:name`` of a function, of a class, or of what functools.partial wraps."""
+    inner = getattr(function, "func", function)
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def load_function(reference: str, option: str, setter: str) -> Callable[..., Any]:
+    """Import ``package.module:function``: a function, or a class that is called. Runs the user's code.
+
+    Raises:
+        OptionError: no such module, nothing callable of that name in it, or it was defined in a script.
+    """
+    module_name, _, name = reference.partition(":")
+    if module_name == "__main__" or "<" in name:
+        raise OptionError(
+            f"{option} is {reference!r}, which was defined in the script that trained; call {setter} in this "
+            "one, too, or put it into a module of its own and name it 'module:function'"
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except PlscError:
+        raise
+    except Exception as error:  # anything may happen while a user's module runs
+        said = kind_and_line(error)
+        raise OptionError(
+            f"cannot import {module_name!r} of {option} {reference!r}: {said}; name it "
+            "'package.module:function' and start where Python finds the package"
+        ) from error
+    for part in name.split("."):
+        near = did_you_mean(part, dir(found))
+        found = getattr(found, part, None)
+        if found is None:
+            raise OptionError(f"{option} is {reference!r}, but {module_name} has no {part!r}{near}")
+    if not callable(found):
+        raise OptionError(
+            f"{option} is {reference!r}, which is a {type(found).__name__}; expected a function or class"
+        )
     return found

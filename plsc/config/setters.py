@@ -1,6 +1,6 @@
 """The setters of Entry, one per option.
 
-Written by tools/generate.py from the table in plsc/options; edit that instead.
+Written by tools/generate.py from the table in plsc/config; edit that instead.
 """
 
 from __future__ import annotations

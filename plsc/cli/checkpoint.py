@@ -1,28 +1,12 @@
-"""The verbs of ``plsc checkpoint``: each is one entry in VERBS, with its arguments and what it runs."""
+"""The commands of ``plsc checkpoint``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
+from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
 from plsc.errors import OptionError
-from plsc.verbs import Argument, Verb, run_verb
-
-_CHECKPOINT = Argument(
-    "checkpoint",
-    str,
-    dataclasses.MISSING,
-    "a checkpoint: a folder such as saved_model/5, or its fsspec URL",
-    True,
-)
-_RUN = Argument(
-    "folder",
-    str,
-    dataclasses.MISSING,
-    "the folder of a run's checkpoints, or its fsspec URL",
-    True,
-)
 
 
 def run_list(folder: str) -> None:
@@ -125,19 +109,6 @@ def run_pull(checkpoint: str, folder: str) -> None:
     print(f"fetched to {fetch(checkpoint, World.single(), Path(folder), print)}")
 
 
-_CLASSES = (
-    Argument("source", str, dataclasses.MISSING, "the checkpoint, which stays as it is", True),
-    Argument("destination", str, dataclasses.MISSING, "the checkpoint to write", True),
-    Argument("grow", int, None, "so many new classes behind the others"),
-    Argument("images", str, None, "of grow: a set whose labels are the new classes, to begin them"),
-    Argument("model", str, None, "of images: the network's class, module:Class, if it is your own"),
-    Argument("drop", str, None, "file of the classes that leave, one a line"),
-    Argument("merge", str, None, "file of lines 'from to': classes that join others"),
-    Argument("rows", str, "mean", "of merge: the mean of the rows, or the target's"),
-    Argument("reorder", str, None, "file of all classes in their new order, one a line"),
-)
-
-
 def run_classes(
     source: str, destination: str, images: str | None, model: str | None, **given: Any
 ) -> None:
@@ -201,90 +172,104 @@ def _read_shape(text: str | None) -> tuple[int, ...] | None:
         ) from error
 
 
-def _import_arguments() -> list[Argument]:
-    missing = dataclasses.MISSING
-    return [
-        Argument("source", str, missing, "a folder of shards, or a file of weights", True),
-        Argument("target", str, missing, "the checkpoint folder to write; must not exist", True),
-        Argument("layout", str, "auto", "auto, insightface, plsc1, safetensors or state_dict"),
-        Argument("ranks", int, 1, "files to write: the ranks that will train"),
-        Argument(
-            "model", str, None, "the network, as set_model_name takes it, if the files do not say"
-        ),
-        Argument("emb_size", int, None, "size of the embedding, if the files do not say"),
-        Argument("image_shape", str, None, "channels,height,width, if the files do not say"),
-        Argument("loss_type", str, None, "as set_loss_type takes it; by default the layout's own"),
-        Argument("class_num", int, None, "number of classes that must be there"),
-        Argument(
-            "global_batch_size", int, None, "of the run that resumes it; by default 128 a rank"
-        ),
-    ]
-
-
-VERBS = {
-    "import": Verb(
-        "turn weights of insightface, PLSC 0.1, safetensors or torch.save into a checkpoint",
-        _import_arguments,
-        run_import,
-    ),
-    "list": Verb("print a line for each checkpoint of a run", lambda: [_RUN], run_list),
-    "show": Verb(
-        "print what a checkpoint says of itself",
-        lambda: [_CHECKPOINT, Argument("tensors", bool, False, "list all tensors, too")],
-        run_show,
-    ),
-    "verify": Verb(
-        "read a checkpoint and compare every byte with its checksums",
-        lambda: [_CHECKPOINT],
-        run_verify,
-    ),
-    "prune": Verb(
-        "delete all checkpoints of each run in a folder but the newest and the best",
-        lambda: [
-            _RUN,
-            Argument("keep_last", int, dataclasses.MISSING, "newest checkpoints to keep"),
-            Argument("save_top_k", int, 0, "best checkpoints to keep besides"),
-            Argument("monitor", str, "loss", "the metric that they are judged by"),
-            Argument("monitor_mode", str, "auto", "max, min, or auto: min for the loss"),
-        ],
-        run_prune,
-    ),
-    "push": Verb(
-        "send a checkpoint, or all of a run that are not there, to a store",
-        lambda: [
-            Argument(
-                "source",
-                str,
-                dataclasses.MISSING,
-                "a checkpoint folder, or a folder of checkpoints",
-                True,
+_CHECKPOINT = word("checkpoint", "a checkpoint: a folder such as saved_model/5, or its fsspec URL")
+_RUN = word("folder", "the folder of a run's checkpoints, or its fsspec URL")
+GROUP = Group(
+    "look at, check and change checkpoints",
+    {
+        "import": Command(
+            "turn weights of insightface, PLSC 0.1, safetensors or torch.save into a checkpoint",
+            run_import,
+            (
+                word("source", "a folder of shards, or a file of weights"),
+                word("target", "the checkpoint folder to write; must not exist"),
+                Argument(
+                    "layout", str, "auto", "auto, insightface, plsc1, safetensors or state_dict"
+                ),
+                Argument("ranks", int, 1, "files to write: the ranks that will train"),
+                Argument(
+                    "model",
+                    str,
+                    None,
+                    "the network, as set_model_name takes it, if the files do not say",
+                ),
+                Argument("emb_size", int, None, "size of the embedding, if the files do not say"),
+                Argument(
+                    "image_shape", str, None, "channels,height,width, if the files do not say"
+                ),
+                Argument(
+                    "loss_type", str, None, "as set_loss_type takes it; by default the layout's own"
+                ),
+                Argument("class_num", int, None, "number of classes that must be there"),
+                Argument(
+                    "global_batch_size",
+                    int,
+                    None,
+                    "of the run that resumes it; by default 128 per rank",
+                ),
             ),
-            Argument(
-                "url",
-                str,
-                dataclasses.MISSING,
-                "fsspec URL of the folder that holds the run's checkpoints",
-                True,
+        ),
+        "list": Command("print a line for each checkpoint of a run", run_list, (_RUN,)),
+        "show": Command(
+            "print the manifest of a checkpoint",
+            run_show,
+            (_CHECKPOINT, Argument("tensors", bool, False, "list all tensors, too")),
+        ),
+        "verify": Command(
+            "read a checkpoint and compare every byte with its checksums",
+            run_verify,
+            (_CHECKPOINT,),
+        ),
+        "prune": Command(
+            "delete all checkpoints of each run in a folder but the newest and the best",
+            run_prune,
+            (
+                _RUN,
+                Argument("keep_last", int, REQUIRED, "newest checkpoints to keep"),
+                Argument("save_top_k", int, 0, "best checkpoints to keep besides"),
+                Argument("monitor", str, "loss", "the metric that they are judged by"),
+                Argument("monitor_mode", str, "auto", "max, min, or auto: min for the loss"),
             ),
-        ],
-        run_push,
-    ),
-    "pull": Verb(
-        "fetch a checkpoint from a store, and check it",
-        lambda: [
-            _CHECKPOINT,
-            Argument("folder", str, dataclasses.MISSING, "the folder that it becomes", True),
-        ],
-        run_pull,
-    ),
-    "classes": Verb(
-        "write a checkpoint with more, fewer, joined or reordered classes",
-        lambda: _CLASSES,
-        run_classes,
-    ),
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``plsc checkpoint <verb> --flag ...``; return the exit code."""
-    return run_verb("plsc checkpoint", "Look at, check and change checkpoints.", VERBS, arguments)
+        ),
+        "push": Command(
+            "send a checkpoint, or all of a run that are not there, to a store",
+            run_push,
+            (
+                word("source", "a checkpoint folder, or a folder of checkpoints"),
+                word("url", "fsspec URL of the folder that holds the run's checkpoints"),
+            ),
+        ),
+        "pull": Command(
+            "fetch a checkpoint from a store, and check it",
+            run_pull,
+            (_CHECKPOINT, word("folder", "the folder that it becomes")),
+        ),
+        "classes": Command(
+            "write a checkpoint with more, fewer, joined or reordered classes",
+            run_classes,
+            (
+                word("source", "the checkpoint, which is unchanged"),
+                word("destination", "the checkpoint to write"),
+                Argument("grow", int, None, "so many new classes behind the others"),
+                Argument(
+                    "images",
+                    str,
+                    None,
+                    "of grow: a set whose labels are the new classes, to begin them",
+                ),
+                Argument(
+                    "model",
+                    str,
+                    None,
+                    "of images: the network's class, module:Class, if it is your own",
+                ),
+                Argument("drop", str, None, "file of the classes that leave, one per line"),
+                Argument("merge", str, None, "file of lines 'from to': classes that join others"),
+                Argument("rows", str, "mean", "of merge: the mean of the rows, or the target's"),
+                Argument(
+                    "reorder", str, None, "file of all classes in their new order, one per line"
+                ),
+            ),
+        ),
+    },
+)

@@ -1,0 +1,163 @@
+"""The commands of ``plsc data``."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+from plsc.cli.parser import Argument, Command, Group, word
+from plsc.errors import OptionError
+
+
+def partition_arguments() -> list[Argument]:
+    """Return the flags of `plsc data partition`, from the fields of PartitionOptions."""
+    from plsc.data.partition.options import PartitionOptions
+
+    kinds = typing.get_type_hints(PartitionOptions)
+    return [
+        Argument(one.name, kinds[one.name], one.default, one.metadata["meaning"])
+        for one in dataclasses.fields(PartitionOptions)
+    ]
+
+
+def run_partition(**given: Any) -> None:
+    """Partition, verify, or only look. Print the result."""
+    from plsc.data.partition import PartitionOptions, partition, verify
+    from plsc.storage.urls import shown
+
+    options = PartitionOptions(**given)
+    manifest = verify(options) if options.verify else partition(options)
+    counts = (
+        f"{manifest['lines']} lines, {manifest['nranks']} parts of {manifest['lines_per_rank']} lines, "
+        f"{manifest['padding_lines']} of them padding"
+    )
+    output = shown(options.output)
+    if options.verify:
+        print(f"{output} is whole: {counts}")
+    elif options.dry_run:
+        left_out = (
+            f"{manifest['blank_lines']} blank and {manifest['skipped_lines']} bad lines left out"
+        )
+        print(f"would write {output}: {counts}; {left_out}; {manifest['content_bytes']} bytes")
+    else:
+        print(f"wrote {output}: {counts}")
+
+
+_LOCATION = word("location", "the set: a file, a folder, or an fsspec URL of one (docs/formats.md)")
+_READING = (
+    Argument("image_column", str, None, "column or suffix of the image, if it is not the usual"),
+    Argument("label_column", str, None, "column or suffix of the label, if it is not the usual"),
+    Argument(
+        "label_map", str, None, "file of class names and ids; sorted names count from 0 without it"
+    ),
+    Argument("class_depth", int, None, "depth of the folders that are classes, if they are nested"),
+)
+
+
+def run_convert(location: str, destination: str, **options: Any) -> None:
+    """Convert. Print the result."""
+    from plsc.data.convert import convert, describe
+
+    print(describe(convert(location, destination, **options), destination))
+
+
+def run_inspect(
+    location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
+) -> None:
+    """Print what a set holds, and write its sheet."""
+    from plsc.data.contact_sheet import write_contact_sheet
+    from plsc.data.overview import look_at
+    from plsc.data.sources import open_source
+
+    if check < 0:
+        raise OptionError(f"--check is {check}; expected a number of samples, or 0 for all")
+    if sheet is not None:  # before all that is read for it
+        _check_sheet(sheet, sheet_images)
+    source = open_source(location, **reading)
+    print(look_at(source, checked=check, seed=seed).render())
+    if sheet is not None:
+        count = write_contact_sheet(source, sheet, images=sheet_images, seed=seed)
+        print(f"wrote {count} pictures to {sheet}")
+
+
+def _check_sheet(sheet: str, sheet_images: int) -> None:
+    if sheet_images < 1:
+        raise OptionError(f"--sheet_images is {sheet_images}; expected at least 1")
+    if not sheet.lower().endswith(".png"):
+        raise OptionError(f"--sheet is {sheet!r}; expected a name that ends in .png")
+    folder = Path(sheet).absolute().parent
+    if not folder.is_dir():
+        raise OptionError(f"--sheet is {sheet!r}, but there is no folder {folder}; make it first")
+
+
+def run_pack(folder: str, archive: str) -> None:
+    """Pack a folder. Print the result."""
+    from plsc.data.pack import pack
+    from plsc.storage.urls import shown
+
+    done = pack(folder, archive)
+    print(f"packed {done.files} files, {done.content_bytes} bytes, into {shown(archive)}")
+
+
+def run_unpack(archive: str, folder: str) -> None:
+    """Unpack an archive. Print the result."""
+    from plsc.data.pack import unpack
+
+    done = unpack(archive, folder)
+    print(
+        f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums right"
+    )
+
+
+_FOLDER = word("folder", "the local folder")
+_ARCHIVE = word("archive", "the archive, a path or fsspec URL that ends in .tar.zst")
+_DESTINATION = word(
+    "destination",
+    "what to write: .rec, .parquet or .tar, or a folder, without suffix, for base64 lines",
+)
+GROUP = Group(
+    "prepare, convert and look at datasets",
+    {
+        "partition": Command(
+            "shuffle base64 lines over all files and split them into one part per rank",
+            run_partition,
+            partition_arguments,
+        ),
+        "convert": Command(
+            "write a set in another format, with the same order and labels",
+            run_convert,
+            (
+                _LOCATION,
+                _DESTINATION,
+                *_READING,
+                Argument(
+                    "broken", str, "stop", "a sample that cannot be read: stop, or skip (left out)"
+                ),
+            ),
+        ),
+        "inspect": Command(
+            "count samples and classes, find broken images, write a sheet of pictures",
+            run_inspect,
+            (
+                _LOCATION,
+                *_READING,
+                Argument("check", int, 10_000, "samples to decode, drawn at random; 0: all"),
+                Argument(
+                    "sheet", str, None, "PNG file to write: pictures of samples and their labels"
+                ),
+                Argument("sheet_images", int, 64, "pictures on that sheet"),
+                Argument("seed", int, 0, "of what is drawn"),
+            ),
+        ),
+        "pack": Command(
+            "put a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)
+        ),
+        "unpack": Command(
+            "extract such an archive into a new folder, and check it",
+            run_unpack,
+            (_ARCHIVE, _FOLDER),
+        ),
+    },
+)

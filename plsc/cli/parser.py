@@ -1,0 +1,212 @@
+"""The one parser of the command line: commands with arguments, a flag for each option, files of options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from plsc import __version__
+from plsc.config import Options, all_options, find_option
+from plsc.config.option import WRONG, convert, describe_kind
+from plsc.config.options import nearest_option
+from plsc.config.text import from_text, set_from_file
+from plsc.errors import OptionError, did_you_mean
+
+REQUIRED = dataclasses.MISSING
+LEFT_OUT = object()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A flag ``--name`` of a command.
+
+    kind: its type; bool makes a switch. default: or REQUIRED, or LEFT_OUT: without the flag the command is
+    not given the argument. positional: given by its place, without ``--name``. option: the run's option that
+    it stands for, whose path is a second name of the flag.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    meaning: str
+    positional: bool = False
+    option: str | None = None
+
+
+def word(name: str, meaning: str) -> Argument:
+    """Return an argument that is given by its place."""
+    return Argument(name, str, REQUIRED, meaning, positional=True)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, and the function that it runs with its arguments by name.
+
+    arguments: or a function that returns them, where that needs imports. takes_options: it has ``--config``
+    and a flag for each option, and `run` gets `options`.
+    """
+
+    meaning: str
+    run: Callable[..., None]
+    arguments: Sequence[Argument] | Callable[[], Sequence[Argument]] = ()
+    takes_options: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands of a second level, such as those of ``plsc data``."""
+
+    meaning: str
+    commands: Mapping[str, Command | Group]
+
+
+def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Sequence[str]]:
+    """Return the full name of the command that a command line begins with, the command, and the other words.
+
+    Raises OptionError for an unknown one; prints and exits for ``--help`` and ``--version``.
+    """
+    name, found = "plsc", root
+    while isinstance(found, Group):
+        word, words = (words[0], words[1:]) if words else ("", words)
+        if word in ("-h", "--help", "--version"):
+            print(f"plsc {__version__}" if word == "--version" else _overview(name, found))
+            raise SystemExit(0)
+        if word not in found.commands:
+            problem = f"there is no command {word!r}" if word else "a command must be given"
+            hint = did_you_mean(word, found.commands)
+            raise OptionError(
+                f"{problem}; known: {', '.join(found.commands)}{hint}; see {name} --help"
+            )
+        name, chosen = f"{name} {word}", found.commands[word]
+        if isinstance(chosen, Command):
+            return name, chosen, words
+        found = chosen
+    raise AssertionError
+
+
+def _overview(name: str, group: Group) -> str:
+    width = max(map(len, group.commands)) + 2
+    lines = [f"  {one:{width}}{command.meaning}" for one, command in group.commands.items()]
+    usage = f"usage: {name} <command> [--help] [arguments]"
+    return "\n".join([usage, "", _sentence(group.meaning), "", "commands:", *lines])
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+class _Note(argparse.Action):
+    """Note a flag and its text in the order of the command line."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, text: Any, flag: str | None = None
+    ) -> None:
+        namespace.given.append((self.dest, text or ("true" if self.nargs == 0 else text)))
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The flags of one command."""
+
+    def __init__(self, name: str, command: Command) -> None:
+        self._takes_options = command.takes_options
+        usage = (
+            f"{name} [--config FILE] [--<group>.<option> VALUE ...]"
+            if self._takes_options
+            else None
+        )
+        super().__init__(
+            prog=name, usage=usage, description=_sentence(command.meaning), allow_abbrev=False
+        )
+        found = command.arguments() if callable(command.arguments) else command.arguments
+        self._arguments = {one.name: one for one in found}
+        is_flags_only = not any(one.positional for one in self._arguments.values())
+        for one in self._arguments.values():
+            self._add(one, is_flags_only)
+        if self._takes_options:
+            self.add_argument("--config", action=_Note, metavar="FILE", help="YAML file of options")
+            groups = {spec.group: self.add_argument_group(spec.group) for spec in all_options()}
+            for spec in all_options():
+                groups[spec.group].add_argument(
+                    f"--{spec.path}",
+                    action=_Note,
+                    metavar="VALUE",
+                    help=_help(spec.meaning, spec.kind, spec.default),
+                )
+
+    def _add(self, one: Argument, is_flags_only: bool) -> None:
+        how: dict[str, Any] = {"action": _Note, "help": _help(one.meaning, one.kind, one.default)}
+        if one.positional:
+            self.add_argument(one.name, **how)
+            return
+        if one.kind is bool:  # a value behind a switch would be taken for a positional argument
+            how |= {"nargs": "?", "const": "true"} if is_flags_only else {"nargs": 0}
+        names = [f"--{name}" for name in (one.name, one.option) if name]
+        self.add_argument(
+            *names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse finds wrong."""
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+    def read(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of the command's function. Raises OptionError for a wrong command line."""
+        namespace, unknown = self.parse_known_args(words, argparse.Namespace(given=[]))
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            problem = "there is no option" if flag.startswith("-") else "there is no place for"
+            self.error(f"{problem} {flag}{self._hint(flag.lstrip('-'))}")
+        options = Options()
+        values = {
+            name: one.default
+            for name, one in self._arguments.items()
+            if one.default not in (REQUIRED, LEFT_OUT)
+        }
+        for name, text in namespace.given:
+            if name in self._arguments:
+                values[name] = self._value(self._arguments[name], text)
+            elif name == "config":
+                set_from_file(options, text)
+            else:
+                options.set(name, from_text(text, find_option(name).kind, f"--{name}"))
+        return {**values, "options": options} if self._takes_options else values
+
+    def _hint(self, name: str) -> str:
+        known = [known for one in self._arguments.values() for known in (one.name, one.option)]
+        near = did_you_mean(name, filter(None, known))
+        return near or (nearest_option(name) if self._takes_options else "")
+
+    def _value(self, one: Argument, text: str) -> Any:
+        value = convert(from_text(text, one.kind, f"--{one.name}"), one.kind)
+        if value is WRONG:
+            kind = describe_kind(one.kind)
+            self.error(f"--{one.name} is {text!r}; expected {kind} ({one.meaning})")
+        return value
+
+    def in_flags(self, text: str) -> str:
+        """Return a message with setters as flags: ``set_num_workers(0)`` becomes ``--data.num_workers 0``."""
+        flags = {
+            spec.setter: name
+            for spec in all_options()
+            for name in (spec.name, spec.path)
+            if name in self._arguments or f"--{name}" in self._option_string_actions
+        }
+
+        def flag(call: re.Match[str]) -> str:
+            name = flags.get(call[1])
+            value = call[2].strip()
+            if value[:1] in ("'", '"'):
+                value = shlex.quote(value[1:-1])
+            return f"--{name} {value}".rstrip() if name else call[0]
+
+        return re.sub(r"\b(set_\w+)\(([^()]*)\)", flag, text)
+
+
+def _help(meaning: str, kind: Any, default: Any) -> str:
+    shown = "" if default in (REQUIRED, LEFT_OUT, None) else f", default: {default}"
+    return f"{meaning} ({describe_kind(kind)}{shown})".replace("%", "%%")

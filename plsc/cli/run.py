@@ -1,0 +1,128 @@
+"""The commands that train and use a network, and those that only look at its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from plsc.cli.parser import LEFT_OUT, REQUIRED, Argument, Command
+from plsc.config import Options
+from plsc.config.text import render_options
+from plsc.errors import OptionError
+
+
+def _entry(options: Options) -> Any:
+    from plsc.entry import Entry  # loads torch: not needed for --help
+
+    entry = Entry()
+    entry.options = options
+    return entry
+
+
+def _train(options: Options) -> None:
+    entry = _entry(options)
+    result = entry.train()
+    if entry.is_main:
+        steps = f"{result.steps} step{'s' * (result.steps != 1)}"
+        print(f"trained {steps}; last checkpoint {result.checkpoint}")
+
+
+def _test(options: Options) -> None:
+    _entry(options).test()
+
+
+def _predict(options: Options, output: str) -> None:
+    path = Path(output)
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"--output is {output}, but there is no folder {path.parent}")
+    entry = _entry(options)
+    prediction = entry.predict()
+    if entry.is_main:
+        _write_prediction(path, prediction)
+
+
+def _write_prediction(path: Path, prediction: Any) -> None:
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.savez(
+            file,
+            embeddings=prediction.embeddings,
+            names=np.array(prediction.names),
+            labels=prediction.labels,
+        )
+    print(f"wrote {len(prediction.embeddings)} embeddings to {path}")
+
+
+def _profile(options: Options, steps: int, output: str) -> None:
+    _entry(options).profile(steps, output)
+
+
+def _keep_dominant(options: Options, output: str) -> None:
+    _entry(options).keep_dominant(output)
+
+
+def _config(options: Options) -> None:
+    print(render_options(options))
+
+
+def _plan_arguments() -> list[Argument]:
+    from plsc.plan import ARGUMENTS
+
+    return [
+        Argument(
+            one.name,
+            one.kind,
+            LEFT_OUT,
+            one.meaning if one.default is None else f"{one.meaning}; default: {one.default}",
+            option=one.option,
+        )
+        for one in ARGUMENTS
+    ]
+
+
+def _plan(**given: Any) -> None:
+    from plsc.plan import plan
+
+    print(plan(**given).render())
+
+
+COMMANDS = {
+    "train": Command(
+        "train, from the start or from --checkpoint.load_dir", _train, takes_options=True
+    ),
+    "test": Command(
+        "verify the network of --checkpoint.load_dir on the pair files", _test, takes_options=True
+    ),
+    "predict": Command(
+        "write the embeddings of the dataset's images to a .npz file",
+        _predict,
+        [Argument("output", str, "embeddings.npz", "file to write")],
+        takes_options=True,
+    ),
+    "profile": Command(
+        "run some steps of the training, and print where their time goes; nothing is saved",
+        _profile,
+        [
+            Argument("output", str, "profile", "folder for the traces"),
+            Argument("steps", int, 20, "steps that are measured"),
+        ],
+        takes_options=True,
+    ),
+    "dominant": Command(
+        "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
+        _keep_dominant,
+        [Argument("output", str, REQUIRED, "checkpoint to write")],
+        takes_options=True,
+    ),
+    "config": Command(
+        "print the options in effect, with their defaults and meanings, as YAML",
+        _config,
+        takes_options=True,
+    ),
+    "plan": Command(
+        "print the memory, arithmetic and network of a step that a head and a backbone would need",
+        _plan,
+        _plan_arguments,
+    ),
+}

@@ -1,0 +1,158 @@
+"""The options of the backbone, and the rules of `model.initialization`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from plsc.config.option import (
+    at_least,
+    between,
+    declare,
+    is_finite_number,
+    not_empty,
+    of_model,
+    of_run,
+    shown_value,
+)
+from plsc.config.patterns import read_pattern
+from plsc.errors import OptionError, suggest
+
+RULES: dict[str, tuple[str, ...]] = {
+    "xavier_uniform": ("gain",),
+    "xavier_normal": ("gain",),
+    "kaiming_uniform": ("a", "mode", "nonlinearity"),
+    "kaiming_normal": ("a", "mode", "nonlinearity"),
+    "orthogonal": ("gain",),
+    "normal": ("mean", "std"),
+    "trunc_normal": ("mean", "std", "a", "b"),
+    "uniform": ("a", "b"),
+    "constant": ("val",),
+}
+"""The rules, which are functions of torch.nn.init, and the arguments that each takes."""
+
+OF_MATRICES = ("xavier_", "kaiming_", "orthogonal")
+"""Beginnings of the rules that want two dimensions or more."""
+
+_TEXTS = ("mode", "nonlinearity")
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """Which parameters (see `plsc.config.patterns`) begin by which rule, with which arguments."""
+
+    pattern: str
+    rule: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def wants_matrices(self) -> bool:
+        """Whether parameters of fewer than two dimensions are passed over."""
+        return self.rule.startswith(OF_MATRICES)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `model.initialization` holds of it."""
+        return {"pattern": self.pattern, "rule": self.rule, **self.arguments}
+
+
+def read_initializations(values: Sequence[Mapping[str, Any]]) -> list[Initialization]:
+    """Return what `model.initialization` lists. Raises OptionError for one that is wrong."""
+    return [_read(value) for value in values]
+
+
+def _read(value: Mapping[str, Any]) -> Initialization:
+    pattern, rule = read_pattern(value, "an initialization"), value.get("rule")
+    if not isinstance(rule, str) or rule not in RULES:
+        raise OptionError(
+            f"initialization {pattern!r}: no rule is named {shown_value(rule)}; "
+            f"{suggest(str(rule), RULES)}"
+        )
+    arguments = {key: given for key, given in value.items() if key not in ("pattern", "rule")}
+    for key, given in arguments.items():
+        if key not in RULES[rule]:
+            raise OptionError(
+                f"initialization {pattern!r}: the rule {rule} has no {key!r}; "
+                f"{suggest(str(key), RULES[rule])}"
+            )
+        is_sound = isinstance(given, str) if key in _TEXTS else is_finite_number(given)
+        if not is_sound:
+            kind = "a string" if key in _TEXTS else "a finite number"
+            raise OptionError(
+                f"initialization {pattern!r}: {key} is {shown_value(given)}; expected {kind}"
+            )
+    if rule == "constant" and "val" not in arguments:
+        raise OptionError(f"initialization {pattern!r}: the rule constant needs val, the value")
+    return Initialization(pattern, rule, arguments)
+
+
+def _image_shape(shape: tuple[int, ...]) -> str | None:
+    good = len(shape) == 3 and shape[0] in (1, 3) and min(shape) >= 1
+    return None if good else "(channels, height, width) with 1 or 3 channels, such as (3, 112, 112)"
+
+
+DEFAULT_NECK = "norm-dropout-linear-norm"
+_NECK = re.compile(r"(norm-)?(dropout-)?linear(-norm)?")
+
+
+def check_neck(parts: str) -> str | None:
+    """Return None for the parts of a neck, else what was expected."""
+    if _NECK.fullmatch(parts):
+        return None
+    return (
+        "'linear', with 'norm-', 'dropout-' or 'norm-dropout-' before it and '-norm' after it where wanted, "
+        "such as 'dropout-linear'"
+    )
+
+
+def _initializations(values: tuple[dict[str, Any], ...]) -> None:
+    read_initializations(values)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The backbone."""
+
+    name: str = of_model(
+        "ResNet50",
+        "ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18, IResNet34, IResNet50, IResNet100, "
+        "IResNet200, SmallResNet, 'torchvision/<name>', 'timm/<name>', or 'package.module:Class' for a "
+        "BaseModel of your own",
+        "set_model_name(name)",
+        not_empty,
+    )
+    emb_size: int = of_model(512, "size of the embedding", "set_emb_size(size)", at_least(1))
+    image_shape: tuple[int, int, int] = of_model(
+        (3, 112, 112),
+        "channels, height, width of the input; on the command line [3,112,112]",
+        "set_image_shape(shape)",
+        _image_shape,
+    )
+    dropout: float = of_model(
+        0.4, "dropout before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
+    )
+    neck: str = of_model(
+        DEFAULT_NECK,
+        "layers between features and embedding, joined by '-': norm (batch norm), dropout, linear",
+        "set_neck(parts)",
+        check_neck,
+    )
+    sync_batch_norm: bool = of_run(
+        False, "batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
+    )
+    pretrained: str | None = declare(
+        None,
+        "weights to start from, where name and shape match: a checkpoint, a .safetensors file, or a state "
+        "dict of torch.save; optimizer and position start afresh",
+        "set_pretrained(path)",
+        not_empty,
+    )
+    initialization: tuple[dict[str, Any], ...] = declare(
+        (),
+        "first values of parameters by rule: each has a pattern, a rule (xavier_uniform, xavier_normal, "
+        "kaiming_uniform, kaiming_normal, orthogonal, normal, trunc_normal, uniform, constant) and its "
+        "arguments; the first that matches counts; set_initialization adds one",
+        "set_initializations(rules)",
+        _initializations,
+    )

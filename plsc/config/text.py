@@ -1,0 +1,169 @@
+"""Options as text: the values of flags, YAML files of options, and the file that `plsc config` prints."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plsc.config.options import Options, all_options, find_option
+from plsc.errors import OptionError
+
+_LARGEST = 2**20  # bytes of a file
+_FLOAT, _TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number and a date is a string; aliases are refused.
+
+    300 bytes of nested aliases stand for gigabytes. where: the YAML's place, for that error.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
+        first: [(tag, pattern) for tag, pattern in found if tag not in (_FLOAT, _TIMESTAMP)]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self._where = where
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise OptionError(
+                f"{self._where} has the YAML alias *{event.anchor} in line {event.start_mark.line + 1}; "
+                "expected YAML without aliases: write the value itself, or quote a string that starts with *"
+            )
+        return super().compose_node(parent, index)
+
+
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
+    list("-+.0123456789"),
+)
+
+
+def from_text(text: str, kind: Any, where: str) -> Any:
+    """Return the value that a string stands for, given its option's type; the string if it stands for none.
+
+    A string option takes it as it is (null, where it may be None); others are numbers or YAML. where: for
+    errors, such as the flag.
+    """
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                pass
+    if not text.strip() or (
+        str in kinds and not (types.NoneType in kinds and text in ("null", "~"))
+    ):
+        return text
+    if types.NoneType in kinds and text in ("None", "none"):
+        return None
+    try:
+        return _Loader(text, where).get_single_data()
+    except OptionError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
+def set_from_file(options: Options, name: str) -> None:
+    """Set the options in a YAML file: ``train.batch_size: 64``, or groups with their options below them.
+
+    Raises OptionError with the file and the line: it cannot be read, is larger than a MiB, is no YAML, has
+    aliases, holds something else than options, or a wrong value.
+    """
+    for path, value, place in _entries(name):
+        try:
+            if isinstance(value, str):
+                value = from_text(value, find_option(path).kind, place)
+            options.set(path, value)
+        except OptionError as error:
+            raise OptionError(f"{place}: {error}") from error
+
+
+def _entries(name: str) -> list[tuple[str, Any, str]]:
+    """Return path, value and place of each option in a file."""
+    try:
+        with Path(name).open("rb") as file:
+            data = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise OptionError(
+            f"--config wants a YAML file of options, but {name!r} cannot be read: {error.strerror}"
+        ) from error
+    if len(data) > _LARGEST:
+        raise OptionError(f"{name} has more than {_LARGEST} bytes; expected a YAML file of options")
+    try:
+        return _walk(_Loader(data.decode("utf-8-sig"), name), name)
+    except OptionError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())[:100]
+        raise OptionError(
+            f"{name}{f':{mark.line + 1}' if mark else ''} is no YAML: {problem}; write options as lines "
+            "'train:' and, indented by spaces, 'batch_size: 128'"
+        ) from error
+
+
+def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
+    content = loader.get_single_node()
+    if not isinstance(content, yaml.MappingNode):
+        raise OptionError(
+            f"{name} holds no options; expected lines such as 'train:' and, indented by spaces, "
+            "'batch_size: 128'"
+        )
+    groups = {spec.group for spec in all_options()}
+    found = []
+
+    def add(prefix: str, key: yaml.Node, value: yaml.Node) -> None:
+        place = f"{name}:{key.start_mark.line + 1}"
+        path = f"{prefix}{key.value}"[:200]
+        if path not in groups:
+            found.append((path, loader.construct_object(value, deep=True), place))
+        elif isinstance(value, yaml.MappingNode):
+            for inner, content in value.value:
+                add(f"{path}.", inner, content)
+        elif value.tag != "tag:yaml.org,2002:null":  # all its options are comments, say
+            raise OptionError(
+                f"{place}: {path} is a group; expected its options in the lines below it, indented by spaces"
+            )
+
+    for key, value in content.value:
+        add("", key, value)
+    return found
+
+
+def render_options(options: Options) -> str:
+    """Return the options as YAML that --config reads, each with its meaning.
+
+    Those that were not set are comments: in a file, an option that stands there counts as set, and a loss
+    refuses options that it does not have.
+    """
+    lines: list[str] = []
+    group = ""
+    for spec in all_options():
+        if spec.group != group:
+            group = spec.group
+            lines.append(f"{group}:")
+        lines.append(f"  # {spec.meaning} (default: {_plain(spec.default)})")
+        mark = "" if spec.path in options.explicit else "# "
+        lines.append(f"  {mark}{spec.name}: {_plain(options.get(spec.path))}")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True).replace("\n...", "").strip()

@@ -1,1 +1,0 @@
-"""The options, a file a group: name, type, default, meaning, check and setter of each."""
