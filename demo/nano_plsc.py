@@ -7,7 +7,7 @@
 
 Face recognition, product search and the like train a network to tell apart C known classes. Then they drop
 the classes and compare the embeddings of images whose classes were never seen. With millions of classes the
-last layer, W [C, D], is larger than the network. Its logits [B, C] and gradients are as large again. Three ideas:
+last layer, W [C, D], is larger than the network; logits [B, C] and gradients are as large again. Three ideas:
 
 1. Each rank holds the weights of its own classes: class c belongs to rank c // ceil(C / R). The ranks
    exchange the embeddings, B x D numbers, and three numbers per sample that make the softmax of all shards
