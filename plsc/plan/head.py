@@ -1,7 +1,7 @@
 """What a sharded head will need: memory, arithmetic, network.
 
 Plain arithmetic; no tensor is made and torch is not loaded. Notation of docs/head.md: B samples in the
-global batch, D embedding size, n rows of a rank that take part in a step. A rank means the largest one.
+global batch, D embedding size, n rows of a rank that take part in a step. All is of the largest rank.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from plsc.errors import OptionError
 from plsc.parallel.shard import class_range
-from plsc.plan.checks import batch_sizes, one_of, whole
-from plsc.plan.network import Transfer, head_transfers
+from plsc.plan.arguments import batch_sizes, one_of, whole
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _OPTIMIZERS = ("sgd", "adamw", "adagrad")
@@ -32,6 +31,52 @@ _DRAW_INDICES = 6
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """A collective of a step.
+
+    payload: bytes of the whole tensor, the gathered or the reduced one. sent: bytes that one rank sends
+    if the ranks form a ring.
+    """
+
+    collective: str
+    content: str
+    payload: int
+    sent: int
+
+
+def all_gather(content: str, ranks: int, block: int) -> Transfer:
+    """Return the transfer after which each rank has the blocks, of so many bytes, of all ranks."""
+    return Transfer("all-gather", content, ranks * block, (ranks - 1) * block)
+
+
+def reduce_scatter(content: str, ranks: int, block: int) -> Transfer:
+    """Return the transfer after which each rank has the sum over the ranks of one block."""
+    return Transfer("reduce-scatter", content, ranks * block, (ranks - 1) * block)
+
+
+def all_reduce(content: str, ranks: int, payload: int) -> Transfer:
+    """Return the transfer after which each rank has the sum over the ranks of a tensor."""
+    return Transfer("all-reduce", content, payload, 2 * (ranks - 1) * -(-payload // ranks))
+
+
+def head_transfers(sizes: list[int], d: int, embedding_bytes: int) -> tuple[Transfer, ...]:
+    """Return the collectives of a head's step; equal blocks move, so smaller ones are padded.
+
+    sizes: samples of each rank; d: numbers in an embedding, of embedding_bytes each.
+    """
+    ranks, most = len(sizes), max(sizes)
+    if ranks == 1:
+        return ()
+    return (
+        all_gather("batch sizes", ranks, _INDEX),
+        all_gather("labels", ranks, most * _INDEX),
+        all_gather("embeddings", ranks, most * d * embedding_bytes),
+        all_reduce("two sums per sample", ranks, 2 * sum(sizes) * _FLOAT),
+        reduce_scatter("embedding gradient", ranks, most * d * _FLOAT),
+    )
+
+
+@dataclass(frozen=True)
 class HeadPlan:
     """The needs of a head. All sizes are bytes on the rank with most classes.
 
@@ -47,7 +92,7 @@ class HeadPlan:
     batch: int
     local_classes: int
     rows_in_play: int
-    bytes_a_class: int
+    bytes_per_class: int
     stored: dict[str, int]
     step: dict[str, int]
     is_offloaded: bool
@@ -73,16 +118,6 @@ class HeadPlan:
         """What CPU memory must hold for offloaded rows."""
         return self.stored_bytes + self.host_copies if self.is_offloaded else 0
 
-    @property
-    def payload(self) -> int:
-        """Bytes of all collectives of a step."""
-        return sum(transfer.payload for transfer in self.transfers)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a rank sends in a step, in rings."""
-        return sum(transfer.sent for transfer in self.transfers)
-
 
 def plan_head(
     classes: float,
@@ -101,8 +136,8 @@ def plan_head(
 ) -> HeadPlan:
     """Work out what a ShardedHead with a row optimizer needs, for a margin such as arcface.
 
-    See `plsc.plan.ARGUMENTS` for their meanings; classes may be a whole float. batch may be the sizes of
-    all ranks. Raises OptionError for what is out of range.
+    See `plsc.plan.ARGUMENTS` for the arguments; batch may be the sizes of all ranks. Raises OptionError for
+    what is out of range.
     """
     if not 0 < ratio <= 1:
         raise OptionError(f"ratio is {ratio}; expected a share of the classes in (0, 1]")
@@ -130,7 +165,7 @@ def plan_head(
 
 @dataclass(frozen=True)
 class _Head:
-    """A head's settings, checked. sizes: samples of each rank; d: embedding size; k: rows a class."""
+    """A head's settings, checked. sizes: samples of each rank; d: embedding size; k: rows per class."""
 
     classes: int
     sizes: list[int]
@@ -146,14 +181,14 @@ class _Head:
 
     def plan(self) -> HeadPlan:
         step = self.step()
-        travelling = self.n * self.bytes_a_row if self.offload else 0
+        travelling = self.n * self.bytes_per_row if self.offload else 0
         return HeadPlan(
             classes=self.classes,
             ranks=len(self.sizes),
             batch=self.b,
             local_classes=self.local,
             rows_in_play=self.n,
-            bytes_a_class=self.k * self.bytes_a_row,
+            bytes_per_class=self.k * self.bytes_per_row,
             stored=self.stored(),
             step=step,
             is_offloaded=self.offload,
@@ -205,7 +240,7 @@ class _Head:
         return self.d * _BYTES[self.rows]
 
     @property
-    def bytes_a_row(self) -> int:
+    def bytes_per_row(self) -> int:
         """Bytes of a row and its states."""
         return self.weight + sum(self.states.values())
 

@@ -31,7 +31,7 @@ class Measured:
     parameters, trained, buffers: bytes of the tensors, of those with gradients; numbers: how many numbers
     the parameters are. kept: what the forward pass leaves for the backward pass. peak: the most that is
     there at once, images and outputs included, parameters and their gradients not. state: the optimizer's.
-    operations: of the products of both passes; moved: what their operators read and write, each for itself.
+    operations: of the products of both passes.
     largest_block, outside_blocks: parameters of the largest block, and of what is in none.
     """
 
@@ -45,7 +45,6 @@ class Measured:
     peak: int = 0
     state: int = 0
     operations: int = 0
-    moved: int = 0
 
 
 def measure(
@@ -87,7 +86,7 @@ def measure(
                     embeddings = network(images)
                 found.kept = count.live
                 embeddings.float().backward(torch.ones_like(embeddings, dtype=torch.float32))
-            found.peak, found.operations, found.moved = count.peak, count.operations, count.moved
+            found.peak, found.operations = count.peak, count.operations
     except PlscError:
         raise
     except Exception as error:  # whatever a network may do with its input
@@ -154,7 +153,7 @@ def count_states(
 
 
 class MemoryCount(TorchDispatchMode):
-    """Counts the bytes that operators allocate while it is active, and the work that they do.
+    """Counts the bytes that operators allocate while it is active, and the operations of their products.
 
     Parameters and buffers of the network, and the gradients that gather in ``grad``, are left out of `live`
     and `peak`. Works on real tensors, too.
@@ -164,7 +163,7 @@ class MemoryCount(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self.operations = self.moved = 0
+        self.operations = 0
         self._sizes: dict[int, int] = {}  # by storage; 0 for what is left out
         self._watch = [
             p.register_post_accumulate_grad_hook(self._leave_gradient)
@@ -187,12 +186,9 @@ class MemoryCount(TorchDispatchMode):
         output = func(*args, **named)
         outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         new = [one for one in outputs if self._add(one)]
-        if new or func._schema.is_mutable:  # else it gave views
-            inputs = [one for one in tree_leaves((args, named)) if isinstance(one, Tensor)]
-            formula = flop_registry.get(func.overloadpacket)
-            if formula is not None:
-                self.operations += int(formula(*args, **named, out_val=output))
-            self.moved += sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None and (new or func._schema.is_mutable):  # else it gave views
+            self.operations += int(formula(*args, **named, out_val=output))
         return output
 
     def _add(self, tensor: Tensor) -> bool:
