@@ -66,17 +66,9 @@ def measure(
         OptionError: the network cannot be run without data.
     """
     try:
-        with torch.device("meta"):  # no memory, no time for initial weights
-            network = build().train()
-    except PlscError:
-        network = build().train()  # a constructor may want real numbers
-    except (RuntimeError, TypeError) as error:  # sizes beyond torch's
-        raise OptionError(
-            f"the network cannot be made: {type(error).__name__}: {first_line(error)[:200]}"
-        ) from error
-    use_torchs_layers(network)
-    checkpoint_activations(network, checkpoint, every)
-    try:
+        network = _build(build)
+        use_torchs_layers(network)
+        checkpoint_activations(network, checkpoint, every)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             _replace_tensors(network)
             found = _sizes(network)
@@ -90,14 +82,21 @@ def measure(
     except PlscError:
         raise
     except Exception as error:  # whatever a network may do with its input
-        line = first_line(error)
         raise OptionError(
-            f"the network cannot be planned, for it does not run without data: {type(error).__name__}: "
-            f"{line[:200]}"
+            "the network cannot be planned, for it does not run without data: "
+            f"{type(error).__name__}: {first_line(error)[:200]}"
         ) from error
     if optimizer is not None:
         found.state = count_states(network, optimizer)
     return found
+
+
+def _build(build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with torch.device("meta"):  # no memory, no time for initial weights
+            return build().train()
+    except PlscError:
+        return build().train()  # a constructor may want real numbers
 
 
 def _replace_tensors(network: nn.Module) -> None:

@@ -325,7 +325,7 @@ def test_planning_does_not_load_torch():
         ({"rows": ["float32"]}, "rows is ['float32']; expected a string"),
         ({"model": 5}, "model is 5; expected a string"),
         ({"model": "SmallResNet", "image": None}, "image is None; expected three sizes"),
-        ({"model": "SmallResNet", "image": 2**62}, "the network cannot be made: "),
+        ({"model": "SmallResNet", "image": 2**62}, "the network cannot be planned, "),
         ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected an integer"),
         ({"model": "SmallResNet", "checkpoint": None}, "checkpoint is None; expected a string"),
     ],
