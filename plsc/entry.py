@@ -25,8 +25,7 @@ from plsc.options.parameter_groups import ParameterGroup
 from plsc.options.precision import AutoMixedPrecisionLists
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
-from plsc.profiling.result import ProfileResult
-from plsc.profiling.run import run_profile
+from plsc.profiling import ProfileResult, run_profile
 from plsc.setters import Setters
 from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
