@@ -24,8 +24,7 @@ from plsc.models import BaseModel
 from plsc.optim.factory import Factory
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
-from plsc.profiling.result import ProfileResult
-from plsc.profiling.run import run_profile
+from plsc.profiling import ProfileResult, run_profile
 from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
 from plsc.train.build_optim import ScheduleFunction, check_schedule_function

@@ -13,7 +13,7 @@ from plsc.errors import OptionError
 
 def partition_arguments() -> list[Argument]:
     """Return the flags of `plsc data partition`, from the fields of PartitionOptions."""
-    from plsc.data.partition.options import PartitionOptions
+    from plsc.data.partition import PartitionOptions
 
     kinds = typing.get_type_hints(PartitionOptions)
     return [

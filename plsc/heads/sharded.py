@@ -31,7 +31,6 @@ from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
 from plsc.heads.target import Target, find_target, regulariser
 from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
 from plsc.heads.visit import EmbeddingGradient, Loss, Visit
-from plsc.marks import Part, mark
 from plsc.parallel.collectives import (
     ScatteredSum,
     gather_rows,
@@ -40,6 +39,7 @@ from plsc.parallel.collectives import (
 )
 from plsc.parallel.shard import class_range
 from plsc.seeds import hash_key
+from plsc.spans import span
 
 _MANY_PENDING = 256  # more micro-batches than anyone accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
@@ -285,13 +285,14 @@ class ShardedHead(Head):
         queries = Queries(
             unit, target.place, self.margin.scale, target.threshold, target.hard_factor
         )
-        sums = mark(Part.HEAD_PASSES)(passes.forward)(
-            rows,
-            queries,
-            fixed_shift=self._fixed_shift(),
-            want_mixed=wants_gradient,
-            keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
-        )
+        with span("logits"):
+            sums = passes.forward(
+                rows,
+                queries,
+                fixed_shift=self._fixed_shift(),
+                want_mixed=wants_gradient,
+                keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
+            )
         # [B] each: log of the sum over the other classes of all ranks; the label's logit; its slope in |x|.
         log_others, logit, radial = self._reduce(sums, target)
         log_total = torch.logaddexp(log_others, logit)
