@@ -63,8 +63,8 @@ def setter(spec: OptionSpec) -> str:
     meaning = f"Set ``{spec.path}``: {spec.meaning}. Default: {spec.default!r}."
     indent = " " * 8
     doc = f'{indent}"""{meaning}"""'
-    if len(doc) > 100:
-        body = textwrap.fill(meaning, 92, initial_indent=indent, subsequent_indent=indent)
+    if len(doc) > 110:
+        body = textwrap.fill(meaning, 104, initial_indent=indent, subsequent_indent=indent)
         doc = f'{indent}"""{body.strip()}\n{indent}"""'
     return (
         f"\n    def {spec.setter}(self, {spec.argument}: {annotation(spec.kind)}) -> None:\n"

@@ -47,9 +47,8 @@ def run_show(checkpoint: str, tensors: bool) -> None:
 
     manifest = manifest_in(Store(checkpoint))[0]
     content = dataclasses.asdict(manifest)
-    sizes = {name: file["bytes"] for name, file in content.pop("files").items()}
+    content["files"] = {name: file["bytes"] for name, file in content.pop("files").items()}
     held = content.pop("tensors")
-    content["files"] = sizes
     content["tensors"] = len(held)
     print(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100), end="")
     if tensors:
@@ -135,29 +134,16 @@ def run_classes(
 def run_import(
     source: str,
     target: str,
-    layout: str,
-    ranks: int,
     model: str | None,
     emb_size: int | None,
     image_shape: str | None,
-    loss_type: str | None,
-    class_num: int | None,
-    global_batch_size: int | None,
+    **given: Any,
 ) -> None:
     """Turn weights that another program saved into a checkpoint."""
     from plsc.checkpoint.importers import Network, import_checkpoint
 
     network = Network(model, emb_size, _read_shape(image_shape))
-    imported = import_checkpoint(
-        source,
-        target,
-        layout=layout,
-        ranks=ranks,
-        network=network,
-        loss_type=loss_type,
-        class_num=class_num,
-        global_batch_size=global_batch_size,
-    )
+    imported = import_checkpoint(source, target, network=network, **given)
     print("\n".join(imported.lines()))
 
 

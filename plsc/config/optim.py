@@ -55,17 +55,6 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adafactor": OptimizerKind("Adafactor", _DECAY, state_bytes=0),
 }
 
-_REFUSED = {
-    "lbfgs": "asks for the loss again and again in a step, with a closure; a step here has one pass",
-    "sparseadam": "is for sparse gradients, and those of the networks here are dense",
-    "muon": (
-        "updates matrices alone, and refuses biases, norms and convolutions; use it beside another one in a "
-        "factory of your own"
-    ),
-    "nesterov": "is 'sgd' with set_nesterov(True)",
-    "momentum": "is 'sgd' with set_momentum(0.9)",
-}
-
 
 def check_optimizer(name: str) -> str | None:
     """Return None for an optimizer's name, or the place of a factory; else what was expected."""
@@ -74,9 +63,6 @@ def check_optimizer(name: str) -> str | None:
         return None if module and factory else "a factory as 'package.module:factory'"
     if name.lower() in OPTIMIZERS:
         return None
-    reason = _REFUSED.get(name.lower())
-    if reason:
-        return f"another one: {name} {reason}"
     return f"'package.module:factory' or a name; {suggest(name.lower(), OPTIMIZERS)}"
 
 
@@ -134,15 +120,10 @@ class ParameterGroup:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `optim.groups` holds of it: what differs from the defaults, as plain values."""
-        found: dict[str, Any] = {"pattern": self.pattern}
-        if self.lr_factor != 1:
-            found["lr_factor"] = self.lr_factor
-        for name in ("weight_decay", "l1_decay"):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name)
-        if self.frozen:
-            found["frozen"] = True
-        return {**found, **self.arguments}
+        defaults = ParameterGroup(self.pattern)
+        values = {name: getattr(self, name) for name in _SPECS}
+        changed = {name: one for name, one in values.items() if one != getattr(defaults, name)}
+        return {"pattern": self.pattern, **changed, **self.arguments}
 
 
 def known_settings(of_optimizer: Iterable[str]) -> list[str]:
