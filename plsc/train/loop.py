@@ -285,7 +285,9 @@ class Trainer:
             self._save(wait=True)
         self._saver.close(seconds=self._options.stop_deadline / 2)
         self._note_saved()
-        raise interrupted(signal_number, position.step, self._result.checkpoint)
+        error = interrupted(signal_number, position.step, self._result.checkpoint)
+        self._log.say(f"plsc: {error}")
+        raise error
 
     def _note_saved(self) -> None:
         result, position, best = self._result, self._position, self._saver.best
