@@ -7,16 +7,12 @@ They are torch optimizers over the head's parameters, so learning-rate schedules
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads.engines import update_rows
@@ -29,9 +25,6 @@ from plsc.heads.types import STATE_DTYPES, read_dtype
 from plsc.heads.visit import Visit
 from plsc.keys import hash_key
 from plsc.parallel.collectives import sum_over_ranks
-
-_HEADS: weakref.WeakSet[ShardedHead] = weakref.WeakSet()  # that have a row optimizer
-_CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that are no row optimizers
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -59,9 +52,6 @@ class RowOptimizer(torch.optim.Optimizer):
         parameters = [head.weight] + ([] if head.bias is None else [head.bias])
         super().__init__([{"params": parameters}], dict(settings))
         head.updates_rows_itself = True
-        _watch_other_optimizers()
-        _HEADS.add(head)
-        _CHECKED.clear()
         for parameter in parameters:
             self.state[parameter] = self._empty_states(parameter)
 
@@ -306,29 +296,6 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     "adamw": RowAdamW,
     "adagrad": RowAdagrad,
 }
-
-
-@functools.cache
-def _watch_other_optimizers() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Mark the heads whose rows should step now; warn once if class weights were given to this one too."""
-    if isinstance(optimizer, RowOptimizer):
-        return
-    for head in _HEADS:
-        head.is_overdue = bool(head.pending)
-    if optimizer in _CHECKED:
-        return
-    _CHECKED.add(optimizer)
-    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(head.weight) in given for head in _HEADS):
-        warnings.warn(
-            f"{type(optimizer).__name__} was given the class weights of a head that has a row optimizer; it "
-            "gets no gradients for them, so leave the head's parameters out of it",
-            stacklevel=4,  # who called step()
-        )
 
 
 def _union(visits: list[Visit]) -> Rows:

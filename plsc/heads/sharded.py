@@ -152,10 +152,8 @@ class ShardedHead(Head):
         self.resumed_from: str | None = None  # the same, of a checkpoint
         self.updates_rows_itself = False  # a row optimizer sets it
         self.pending: list[Visit] = []  # visited and backpropagated, not yet in the rows
-        self.is_overdue = False  # another optimizer stepped while there were pending ones
         self._margin_before: dict[str, Tensor] | None = None
         self._said_more_positives = False
-        self._said_forgotten = False
 
     def forward(
         self,
@@ -214,15 +212,9 @@ class ShardedHead(Head):
         )
 
     def leave(self, visit: Visit) -> None:
-        """Keep what backward() left until the row optimizer steps; warn once if that seems to be forgotten.
-
-        It is where another optimizer stepped since the first of several backward passes, or after very many
-        of them: micro-batches that are accumulated come before the steps of all optimizers.
-        """
+        """Keep what backward() left until the row optimizer steps."""
         self.pending.append(visit)
-        is_forgotten = self.is_overdue or len(self.pending) == _MANY_PENDING
-        if is_forgotten and not self._said_forgotten:
-            self._said_forgotten = True
+        if len(self.pending) == _MANY_PENDING:
             warnings.warn(
                 f"{len(self.pending)} backward passes went through the head since its row optimizer last "
                 "stepped, so the class weights do not learn and memory grows; call step() (or skip()) of the "
@@ -233,7 +225,6 @@ class ShardedHead(Head):
     def take_pending(self) -> list[Visit]:
         """Hand over what backward() left, for one update of the rows; the next step begins."""
         pending, self.pending = self.pending, []
-        self.is_overdue = False
         self._margin_before = None
         self.step += 1
         return pending

@@ -320,34 +320,7 @@ def test_types_are_given_by_name_or_as_torchs():
         assert head.execution == Execution(products="bfloat16")
 
 
-def warned(action):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(one.message) for one in caught]
-
-
-def test_a_loop_that_forgets_the_step_of_the_rows_is_warned_of_it_once():
-    forgetful = LOOP.replace("    rows.step()\n", "")
-    assert forgetful != LOOP
-    (message,) = warned(lambda: train(SETUP, forgetful))
-    assert re.match(r"2 backward passes .* call step\(\) \(or skip\(\)\) of the row", message)
-    halves = [[batch, batch, batch] for batch in alone.make_batches()]
-    for loop in (LOOP, *BLOCKS["Accumulation"], *BLOCKS["GradScaler"], *BLOCKS["Clipping"]):
-        assert not warned(lambda: train(SETUP, loop, micro_batches=halves, max_norm=20.0))  # noqa: B023
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_class_weights_that_are_given_to_two_optimizers_are_warned_of_once(is_first):
-    rows, two = SETUP.splitlines()[-2:], "two = torch.optim.SGD(head.parameters(), lr=0.1)"
-    setup = SETUP.replace(rows[0], "\n".join([two, rows[0]] if is_first else [rows[0], two]))
-    (message,) = warned(
-        lambda: train(setup, LOOP.replace("rows.step()", "two.step(); rows.step()"))
-    )
-    assert message.startswith("SGD was given the class weights of a head that has a row optimizer")
-
-
-def test_very_many_backward_passes_without_a_step_are_noticed_where_there_is_no_other_optimizer():
+def test_very_many_backward_passes_without_a_step_are_warned_of():
     head = ShardedHead(10, 8, build_margin("arcface"))
     rows = RowSGD(head)
 
