@@ -29,7 +29,7 @@ from plsc.heads.offload import fetch
 from plsc.heads.passes import Queries, Rows, Sums, TorchPasses
 from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
 from plsc.heads.target import Target, find_target, regulariser
-from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
+from plsc.heads.types import PRODUCTS, read_dtype
 from plsc.heads.visit import EmbeddingGradient, Loss, Visit
 from plsc.keys import hash_key
 from plsc.marks import Part, mark
@@ -127,9 +127,6 @@ class ShardedHead(Head):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         sampling, execution = sampling or Sampling(), execution or Execution()
-        check_kind("sampling", sampling, Sampling)
-        check_kind("execution", execution, Execution)
-        class_num = read_count("class_num", class_num)
         if on_nonfinite not in ("raise", "pass"):
             raise OptionError(f"on_nonfinite is {on_nonfinite!r}; expected 'raise' or 'pass'")
         if group is None and dist.is_initialized() and dist.get_world_size() > 1:

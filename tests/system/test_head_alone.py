@@ -277,7 +277,6 @@ def test_another_ranks_state_is_refused():
         (torch.randn(4, 8), torch.zeros(4), r"labels are torch.float32 \[4\]"),
         (torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.int64), r"\[4, 1\]; expected int64 \[4\]"),
         (torch.randn(4, 8), torch.zeros(3, dtype=torch.int64), r"\[3\]; expected int64 \[4\]"),
-        (torch.randn(4, 8), [0, 1, 2, 3], "labels are a list"),
         (torch.randn(4, 7), torch.zeros(4, dtype=torch.int64), r"\[4, 7\]; expected .* \[b, 8\]"),
         (torch.ones(4, 8).long(), torch.zeros(4).long(), "expected floating numbers"),
     ],
@@ -292,14 +291,9 @@ def test_a_batch_of_another_kind_is_refused_in_words(loss_type, embeddings, labe
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"class_num": 0}, "class_num is 0; expected a whole number"),
-        ({"class_num": 1e3}, "class_num is 1000.0"),
+        ({"class_num": 0}, "class_num is 0; expected 1 or more"),
         ({"emb_size": 0}, "emb_size is 0"),
         ({"centers": -1}, "centers is -1"),
-        ({"centers": 2.5}, "centers is 2.5"),
-        ({"margin": "arcface"}, "margin is 'arcface'; expected a Margin"),
-        ({"sampling": "0.1"}, "sampling is '0.1'; expected a Sampling"),
-        ({"execution": "bfloat16"}, "execution is 'bfloat16'; expected a Execution"),
         ({"row_dtype": "half"}, "row_dtype is 'half'; expected one of float32, bfloat16, float64"),
     ],
 )
@@ -335,6 +329,3 @@ def test_very_many_backward_passes_without_a_step_are_warned_of():
         go(255)
     with pytest.warns(UserWarning, match=r"256 backward passes .* call step\(\)"):
         go(1)
-    for wrong in ({"grad_scale": 0}, {"clip": -1.0}, {"grad_scale": float("inf")}):
-        with pytest.raises(OptionError, match="expected a finite scale above 0"):
-            rows.step(**wrong)
