@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,11 +12,9 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.initial import initial_rows
-from plsc.heads.margin_options import read_number
 from plsc.heads.margins import Margin
 from plsc.heads.norms import normalised
 from plsc.heads.types import ROW_DTYPES, read_dtype
-from plsc.option import more_than
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 _EQUAL = 1e-6  # variance of unit vectors below which they count as equal
@@ -91,8 +90,8 @@ class Head(nn.Module):
         self.group = group
         self.centers = centers
         start, stop = class_range
-        if initial_norm is not None:
-            initial_norm = read_number("the head", "initial_norm", initial_norm, more_than(0))
+        if initial_norm is not None and not 0 < initial_norm < math.inf:
+            raise OptionError(f"initial_norm is {initial_norm}; expected a number above 0")
         rows = initial_rows(
             seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm
         )
