@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.parallel.world import World
-from plsc.storage.cache_folder import cache_folder
+from plsc.storage.cache import cache_folder
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _REASONS_SHOWN = 3

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plsc.errors import DataError
-from plsc.storage.block_cache import BLOCK_BYTES, BlockCache
+from plsc.storage.cache import BLOCK_BYTES, BlockCache, FileStamp, local_stamp, stamp_of
 from plsc.storage.retry import with_retries
-from plsc.storage.stamp import FileStamp, local_stamp, stamp_of
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 _LOCKS = 16

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plsc.errors import DataError, PlscError
-from plsc.storage.names import base_name, parent_of
 from plsc.storage.retry import reason_of, with_retries
-from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
+from plsc.storage.urls import base_name, is_object_store, is_url, open_filesystem, parent_of, shown
 
 if TYPE_CHECKING:
     from plsc.storage.store import Store

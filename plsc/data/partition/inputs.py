@@ -15,8 +15,8 @@ from typing import Any
 from plsc.data.file_list import read_file_list
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.cache import FileStamp, stamp_of
 from plsc.storage.retry import reason_of
-from plsc.storage.stamp import FileStamp, stamp_of
 from plsc.storage.urls import is_url, shown
 
 _FAILURES = (OSError, EOFError, zlib.error)

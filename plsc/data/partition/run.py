@@ -30,9 +30,8 @@ from plsc.data.partition.space import Space
 from plsc.data.partition.survey import survey
 from plsc.data.partition.within_memory import fits, gather, index_inputs
 from plsc.errors import DataError
-from plsc.storage.names import base_name, parent_of
 from plsc.storage.publish import SAVING, Workspace, staged
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, parent_of, shown
 
 _SYNCERS = 2  # one may wait for a part to be on the disk while the other starts the next
 _EXPANSION = 4  # how much larger compressed inputs are taken to be, until they have been read

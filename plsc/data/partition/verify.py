@@ -21,8 +21,7 @@ from plsc.data.partition.parallel import pool_of
 from plsc.data.partition.progress import Progress
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
-from plsc.storage.names import exists, join
-from plsc.storage.urls import shown
+from plsc.storage.urls import exists, join, shown
 
 _MODULUS = 2**128
 

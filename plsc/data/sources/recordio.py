@@ -15,8 +15,7 @@ from plsc.data.sources.ranges import read_from
 from plsc.data.sources.recordio_index import insightface_images, read_idx, scan
 from plsc.errors import DataError
 from plsc.storage.blocks import open_bytes
-from plsc.storage.names import base_name, exists
-from plsc.storage.urls import shown
+from plsc.storage.urls import base_name, exists, shown
 
 
 class RecordIOSource(IndexedSource):

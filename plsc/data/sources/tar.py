@@ -26,8 +26,7 @@ from plsc.data.sources.tar_samples import Sample, Samples, is_image, read_sample
 from plsc.data.tar_format import Member
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes
-from plsc.storage.names import base_name
-from plsc.storage.urls import shown
+from plsc.storage.urls import base_name, shown
 
 _PIECE = 2**20  # stays in the cache of a processor
 
