@@ -16,7 +16,7 @@ from plsc.data.ring import BufferRing
 from plsc.data.threads import Stopped, in_order
 from plsc.errors import DataError, DistributedError, OptionError
 from plsc.models.modes import evaluating
-from plsc.parallel.shard import class_range
+from plsc.parallel.collectives import class_range
 
 if TYPE_CHECKING:
     from plsc.parallel.world import World

@@ -35,11 +35,11 @@ from plsc.keys import hash_key
 from plsc.marks import Part, mark
 from plsc.parallel.collectives import (
     ScatteredSum,
+    class_range,
     gather_rows,
     max_over_ranks,
     sum_over_ranks,
 )
-from plsc.parallel.shard import class_range
 
 _MANY_PENDING = 256  # more micro-batches than anyone accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plsc.errors import OptionError
-from plsc.parallel.shard import class_range
+from plsc.parallel.collectives import class_range
 from plsc.plan.checks import batch_sizes, one_of, whole
 from plsc.plan.network import Transfer, head_transfers
 

@@ -15,8 +15,8 @@ from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.marks import Part, mark
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.parallel.failure import StopSignal
 from plsc.parallel.sharding import whole_parameters
-from plsc.parallel.signals import StopSignal
 from plsc.train.advice import WorkerAdvice
 from plsc.train.agreement import agree
 from plsc.train.bad_samples import BadSampleReport

@@ -9,6 +9,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,6 +20,7 @@ from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.factory import build_custom, build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS
+from plsc.parallel.collectives import class_ranges
 from plsc.parallel.sharding import local_part, shard_network
 from plsc.parallel.world import World
 from plsc.train.build import _build_trained_network
@@ -144,3 +147,17 @@ def test_a_factory_whose_fused_step_takes_no_shards_is_told_so(group):
         build_custom(factory, "mine", sharded_groups(group), {}).step()
     plain = [{"params": [nn.Parameter(torch.ones(2))]}]
     build_custom(functools.partial(torch.optim.SGD, lr=0.1, fused=True), "mine", plain, {})
+
+
+@given(st.integers(0, 500), st.integers(1, 40))
+def test_ranges_cover_every_class_once_in_order(classes, ranks):
+    ranges = class_ranges(classes, ranks)
+    assert len(ranges) == ranks
+    assert [c for start, stop in ranges for c in range(start, stop)] == list(range(classes))
+
+
+@given(st.integers(1, 500), st.integers(1, 40))
+def test_ranges_are_those_of_torch_chunk_which_dtensor_shards_by(classes, ranks):
+    chunks = torch.arange(classes).chunk(ranks)
+    filled = [pair for pair in class_ranges(classes, ranks) if pair[0] < pair[1]]
+    assert filled == [(int(chunk[0]), int(chunk[-1]) + 1) for chunk in chunks]
