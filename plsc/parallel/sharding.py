@@ -3,8 +3,8 @@
 Each rank keeps a share of the rows of every parameter, and of its gradient and optimizer state, as a DTensor.
 A unit of the network is put together on all ranks just before its forward and dropped behind it; its
 gradients are summed and split in one reduce-scatter. With shards over groups of fewer ranks (HSDP) the groups
-have the same rows and add their gradients up. The convention is that of `plsc.parallel.gradients`: the SUM over
-all ranks, no division.
+have the same rows and add their gradients up. The convention is that of `plsc.parallel.gradients`: the SUM
+over all ranks, no division.
 
 Small units cost a collective each for little memory; a unit whose parameters are used while its forward does
 not run would be found split. So a unit is a module that a trial run calls exactly once, and no parameter is
