@@ -19,7 +19,7 @@ from plsc.errors import OptionError, UnknownNameError, did_you_mean, report, sug
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.named import name_of
-from plsc.optim.factory import Factory
+from plsc.optim.optimizers import Factory
 from plsc.options.initialization import Initialization
 from plsc.options.parameter_groups import ParameterGroup
 from plsc.options.precision import AutoMixedPrecisionLists

@@ -25,9 +25,8 @@ from plsc.models.initial import initialise_by_rule
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.models.tensors import prepare_tensors, refuse_sparse_gradients
 from plsc.optim.autocast import remove_lists
-from plsc.optim.factory import Factory
-from plsc.optim.groups import Assignment, assign_parameters
-from plsc.optim.precision import LossScaler
+from plsc.optim.loss_scaling import LossScaler
+from plsc.optim.optimizers import Assignment, Factory, assign_parameters
 from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded

@@ -15,8 +15,14 @@ from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.named import load_function
 from plsc.optim import schedule as shapes
-from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
-from plsc.optim.groups import LR_FACTOR, Assignment
+from plsc.optim.optimizers import (
+    FULL_RATE,
+    LR_FACTOR,
+    Assignment,
+    Factory,
+    build_custom,
+    build_optimizer,
+)
 from plsc.optim.schedule import Schedule, Shape
 from plsc.option import specs_of
 from plsc.options.optim import (
