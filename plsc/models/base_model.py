@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class BaseModel(nn.Module):
                 return self.fc(self.conv(input).mean((2, 3)))
 
     input_layout: the memory format in which the images reach `build_network`; see `use_channels_last`.
-    frozen_by_run: the parameters that a run does not train; see `plsc.models.freezing`. unfolded_because: why
-    its batch norms could not be folded, once that was said.
+    frozen_by_run: the parameters that a run does not train; see `plsc.models.parameters`. unfolded_because:
+    why its batch norms could not be folded, once that was said.
 
     Raises:
         OptionError: at construction, if the class does not implement `build_network`.
@@ -86,6 +87,18 @@ class BaseModel(nn.Module):
         """Leave these modules of the network in evaluation mode from now on: frozen batch norms."""
         self.kept_in_evaluation = tuple(modules)
         self.train(self.training)
+
+
+@contextlib.contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module goes back to its own mode, frozen ones included."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:

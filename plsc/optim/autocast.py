@@ -1,4 +1,4 @@
-"""What of a network runs in 16 bits: autocast, and lists of modules and operators that have their own type."""
+"""What of a network runs in 16 bits: autocast, and lists of modules and operators in types of their own."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plsc import AutoMixedPrecisionLists
 from plsc.errors import OptionError
-from plsc.models.small import SmallResNet
+from plsc.models.resnet import SmallResNet
 from plsc.optim.autocast import OPERATORS, OperatorPrecision, PrecisionLists, apply_lists, autocast
 
 CPU = torch.device("cpu")
