@@ -18,7 +18,7 @@ _SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 
 
 class BaseModel(nn.Module):
-    """Base of the networks here and of people's own.
+    """Base class of the networks of plsc and of users.
 
     Make the layers in ``__init__`` and use them in `build_network`, which runs on every forward pass::
 
@@ -141,8 +141,8 @@ def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:
     """Have a network keep its images channels last in memory, [b, H, W, C], from its input on; in place.
 
     torch's convolutions, batch norms and element-wise operations hand the layout on. Shapes, names and
-    numbers stay what they are. weights: lay out those of convolutions alike, so that none is re-ordered at
-    each step.
+    numbers stay what they are. weights: lay out those of convolutions in the same way, so that none is
+    re-ordered at each step.
     """
     network.input_layout = torch.channels_last
     if weights:

@@ -98,7 +98,7 @@ def _pairs(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[tuple[fx.
 
 
 def _is_foldable(layer: nn.Module, norm: _BatchNorm) -> bool:
-    """Whether these two kinds go together, and nobody looks at what is between them."""
+    """Whether these two kinds can be folded, and no hook reads what is between them."""
     is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in (layer, norm))
     is_pair = isinstance(layer, nn.Linear) != isinstance(norm, nn.BatchNorm2d)
     return type(layer) in _FOLDABLE and is_pair and not is_hooked

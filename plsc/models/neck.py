@@ -22,7 +22,7 @@ def batch_norm(channels: int) -> nn.BatchNorm2d:
 
 
 def prelu() -> PReLU:
-    """Return a PReLU with one slope for all channels, 0.25 at first."""
+    """Return a PReLU with one slope for all channels; its first value is 0.25."""
     return PReLU(init=0.25)
 
 

@@ -72,7 +72,7 @@ def freeze(network: BaseModel, names: Collection[str]) -> None:
     """Train the named parameters no more; batch norms among them keep their statistics, too.
 
     A batch norm stays in evaluation mode, also after ``network.train()``, if its parameters are frozen, or,
-    where it has none, if all those of the module around it are. Dropout goes on in frozen modules.
+    where it has none, if all those of the module around it are. Dropout stays on in frozen modules.
     Call it once batch norms are synchronised, and before the network is wrapped.
     """
     if not names:

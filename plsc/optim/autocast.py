@@ -103,7 +103,7 @@ def remove_lists(network: nn.Module) -> None:
         while isinstance(forward, _Wrapper):
             forward = forward.inner
         del module.forward
-        if forward != module.forward:  # somebody else's, not that of its class
+        if forward != module.forward:  # set on the object by other code
             module.forward = forward
 
 

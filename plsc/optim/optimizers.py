@@ -255,7 +255,7 @@ def _make(make: Factory, what: str, groups: Groups, arguments: dict[str, Any]) -
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str) -> None:
-    """Refuse settings of a group that the optimizer does not know, or that a factory lost."""
+    """Refuse settings of a group that the optimizer does not have, or that a factory lost."""
     holders = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     known = (*optimizer.defaults, LR_FACTOR, L1_DECAY)
     for group in groups:

@@ -35,7 +35,7 @@ _LEAVE_SECONDS = 10.0  # how long a rank may take to leave by itself, once a fai
 class FailureWatch:
     """Context manager around everything that the ranks do together.
 
-    Leaving it with an exception tells the other ranks. An exception that is only the echo of another
+    Leaving it with an exception stops the other ranks. An exception that only follows from another
     rank's failure (its connection closed) becomes a DistributedError with that rank's message.
     """
 
@@ -100,7 +100,7 @@ class FailureWatch:
         try:
             return json.loads(self._world.store.compare_set(_FAILURE, "", json.dumps(failure)))
         except (RuntimeError, ValueError):
-            return None  # the store went down with its host: nobody is left to tell
+            return None  # the store went down with its host: there is no rank left to inform
 
     def _set(self, key: str) -> None:
         with contextlib.suppress(RuntimeError):
@@ -133,7 +133,7 @@ class FailureWatch:
                 continue
             if self._left.wait(_LEAVE_SECONDS):
                 return
-            # The main thread hangs in a collective that nobody will complete; there is nothing of
+            # The main thread hangs in a collective that will never complete; there is nothing of
             # ours left to save, as a checkpoint is published by a rename only.
             if self._world.local_rank == 0 and failure["host"] != self._host:
                 report(DistributedError(_of_another(failure)))

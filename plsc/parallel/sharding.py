@@ -58,7 +58,7 @@ def shard_network(
         unit = network.get_submodule(name)
         whole = _place(unit, world, placed)
         fully_shard(unit, mesh=mesh)
-        for parameter in whole:  # which somebody may still hold, and with it the memory
+        for parameter in whole:  # other code may still hold it, and with it the memory
             parameter.data = parameter.data.new_empty(0)
     for module in _sharded_modules(network):
         module.set_gradient_divide_factor(1.0)
@@ -159,7 +159,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of whole and split gradients together, a scalar; a collective if some are split.
 
-    All split ones are split alike. On every rank the same bits.
+    All split ones are split in the same way. The result is identical on all ranks.
     """
     whole: list[Tensor] = []
     split: list[Tensor] = []

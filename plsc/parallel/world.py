@@ -31,7 +31,7 @@ class World:
 
     The groups are separate so that head traffic does not queue behind gradient buckets, and so that
     control messages travel over gloo on the CPU whatever the device is; a checkpoint is saved and another
-    one sent to a store beside training, in threads with a gloo group each. All are None in one process.
+    one sent to a store in the background, in threads with a gloo group each. All are None in one process.
     """
 
     rank: int
@@ -119,7 +119,7 @@ class World:
         return self.rank == 0
 
     def beside(self, group: dist.ProcessGroup | None) -> World:
-        """Return the same ranks as seen by a thread beside the main one, with a gloo group of its own."""
+        """Return the same ranks for a thread in the background, with a gloo group of its own."""
         return dataclasses.replace(
             self,
             device=torch.device("cpu"),
@@ -210,7 +210,7 @@ def _own_store(control_group: dist.ProcessGroup) -> dist.Store:
 
 
 def _launch() -> str:
-    """Return what tells torchrun's agent from all others; empty without one.
+    """Return what identifies torchrun's agent; empty without one.
 
     Each agent makes a new folder for the errors of its ranks: <folder>/attempt_<n>/<local rank>/error.json.
     Its run id is often that of other launches, too, and it is not always the parent process.

@@ -72,7 +72,7 @@ class LocalBytes:
         return data
 
     def fileno(self) -> int:
-        """Return the descriptor, for those who read the file by pread themselves."""
+        """Return the descriptor, for code that reads the file by pread itself."""
         return self._descriptor
 
     def __del__(self) -> None:

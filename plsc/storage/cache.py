@@ -1,7 +1,7 @@
 """The cache folder: whether a file is still the one that was cached, and blocks of remote files.
 
-A block is a file ``<cache folder>/blocks/<file>/<block>``; <file> is a hash of the URL and of what tells its
-versions apart, so that a changed file never meets its old blocks. All processes of a machine share them: a
+A block is a file ``<cache folder>/blocks/<file>/<block>``; <file> is a hash of the URL and of what identifies
+its version, so that a changed file never meets its old blocks. All processes of a machine share them: a
 block appears by a rename, whole; it is believed if its size is right.
 """
 
@@ -45,7 +45,7 @@ def cache_folder(*parts: str) -> Path:
 def folder_for(kind: str, url: str) -> Path:
     """Return the path in the cache folder of what belongs to a URL; the folder around it is made.
 
-    kind: tells things of one URL apart, such as ``checkpoints``. The path ends in the URL's own name.
+    kind: of the content, such as ``checkpoints``. The path ends in the URL's own name.
     """
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
     return cache_folder(kind, digest) / base_name(shown(url))
@@ -58,7 +58,7 @@ _TIME_KEYS = ("modificationTime", "modification_time", "modified", "created")
 
 @dataclass(frozen=True)
 class FileStamp:
-    """The size of a file in bytes, and a text that changes when its content does.
+    """The size of a file in bytes, and a string that changes when its content does.
 
     Locally that is the time of the last change in nanoseconds; remotely the store's ETag, or its time.
     """
@@ -107,7 +107,7 @@ class BlockCache:
 
     The blocks of all files together are kept below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0: none are
     kept): each process looks after a 64th of the limit has been written by it, and removes those that were
-    not used for longest until an eighth is free. When the disk is full nothing is kept, and reading goes on.
+    not used for longest until an eighth is free. When the disk is full nothing is kept, and reading continues.
     """
 
     def __init__(self, url: str, stamp: FileStamp, *, is_kept: bool = True) -> None:
@@ -115,7 +115,7 @@ class BlockCache:
         self._size = stamp.size
         key = hashlib.sha256(f"{url}\n{stamp.size}\n{stamp.stamp}".encode()).hexdigest()[:32]
         self._root: Path | None = None
-        # Without a stamp a new version could not be told from the old one.
+        # Without a stamp a new version could not be distinguished from the old one.
         if self._limit > 0 and stamp.stamp:
             with contextlib.suppress(DataError):
                 self._root = cache_folder("blocks")
@@ -164,7 +164,7 @@ class BlockCache:
 
 
 def cache_limit() -> int:
-    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no whole number of 0 or more."""
+    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no integer of 0 or more."""
     text = os.environ.get("PLSC_CACHE_BYTES", "")
     if text and not text.isdecimal():
         raise OptionError(

@@ -40,7 +40,7 @@ _UNREACHABLE = re.compile(
 )
 # A generator of its own: the global one belongs to the user's experiment.
 _jitter = random.Random()
-# Where HDFS goes on with the stack of its server; its client escapes the line ends.
+# Where the stack trace of an HDFS server begins; its client escapes the line ends.
 _JAVA_TRACE = re.compile(r"(?:\\n|\n)(?:\\t|\t)at ")
 
 
@@ -100,7 +100,7 @@ def _advice(error: Exception) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a client's fault in a line: cut short, as some put whole requests into it; without passwords."""
+    """Return a client's fault in one line: cut short, as some quote whole requests; without passwords."""
     text = _JAVA_TRACE.split(str(getattr(error, "strerror", None) or error), maxsplit=1)[0]
     text = shown(" ".join(text[:10_000].split()), by_client=True)[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -110,7 +110,7 @@ _LOOK_SECONDS = 0.5
 
 
 class Pulse:
-    """Told of each piece that arrives; remembers when the last one did, and passes on how large it was."""
+    """Counts the bytes of a transfer as they arrive, reports them, and keeps the time of the last."""
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
         self.last = time.monotonic()
@@ -129,7 +129,7 @@ class Pulse:
             self._on_bytes(count)
 
     def end(self, total: int) -> None:
-        """All `total` bytes have moved, whether the client told of them or not."""
+        """All `total` bytes have moved, whether the client reported them or not."""
         self.beat(total - self._count)
 
 

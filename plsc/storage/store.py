@@ -137,7 +137,7 @@ class Store:
         self._check_size(name, len(data))
 
     def put(self, local: Path, name: str, on_bytes: OnBytes | None = None) -> None:
-        """Send a local file. on_bytes is told how many more bytes went; less than 0 if a try failed."""
+        """Send a local file. on_bytes gets how many more bytes went; less than 0 if a try failed."""
         pulse = Pulse(on_bytes)
         size = local.stat().st_size
 
@@ -160,7 +160,7 @@ class Store:
         pulse.end(local.stat().st_size)
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder, and those above it, where the store knows folders.
+        """Make a folder, and those above it, where the store has folders.
 
         A bucket is not made: one that is not there is a mistake. Raises DataError for that, too.
         """
@@ -200,7 +200,7 @@ class Store:
         bucket = self._path.strip("/").split("/", 1)[0]
 
         def call() -> bool:
-            with contextlib.suppress(PermissionError):  # who may not list it may still write
+            with contextlib.suppress(PermissionError):  # it may be writable without being listable
                 return bool(self._filesystem.exists(bucket))
             return True
 
@@ -261,7 +261,7 @@ _SECONDS_BETWEEN = 10.0
 
 
 class Transfer:
-    """Counts the bytes of one rank's share of a transfer and tells of them.
+    """Counts the bytes of one rank's share of a transfer and logs them.
 
     what: begins each line. total: bytes of this share. say: prints a line; None stays silent.
     """
@@ -305,7 +305,7 @@ class Transfer:
 
 
 def in_words(count: float) -> str:
-    """Return a number of bytes for people, such as ``1.4 GB``."""
+    """Return a number of bytes in words, such as ``1.4 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

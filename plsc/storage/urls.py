@@ -1,4 +1,4 @@
-"""Local paths and fsspec URLs, told apart in one place: their names, and the clients behind them."""
+"""Local paths and fsspec URLs: which is which, their names, and the clients behind them."""
 
 from __future__ import annotations
 
