@@ -34,9 +34,6 @@ class BaseModel(nn.Module):
     input_layout: the memory format in which the images reach `build_network`; see `use_channels_last`.
     frozen_by_run: the parameters that a run does not train; see `plsc.models.parameters`. unfolded_because:
     why its batch norms could not be folded, once that was said.
-
-    Raises:
-        OptionError: at construction, if the class does not implement `build_network`.
     """
 
     input_layout = torch.preserve_format
@@ -51,18 +48,16 @@ class BaseModel(nn.Module):
         object.__setattr__(self, "_given", (args, kwargs))
         return self
 
-    def __init__(self) -> None:
-        super().__init__()
-        if type(self).build_network is BaseModel.build_network:
-            raise _not_implemented(type(self).__name__)
-
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, D] of the images ``input`` [b, C, H, W].
 
         label: int64 [b], or None when the network predicts. is_train: whether this is a training step;
         ``self.training`` says the same unless the caller asks otherwise.
         """
-        raise _not_implemented(type(self).__name__)
+        raise OptionError(
+            f"{type(self).__name__} has no build_network; implement build_network(self, input, label, "
+            "is_train=True), which returns the embeddings [batch, emb_size]"
+        )
 
     def forward(
         self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None
@@ -147,10 +142,3 @@ def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:
     network.input_layout = torch.channels_last
     if weights:
         network.to(memory_format=torch.channels_last)
-
-
-def _not_implemented(name: str) -> OptionError:
-    return OptionError(
-        f"{name} has no build_network; implement build_network(self, input, label, is_train=True), "
-        "which returns the embeddings [batch, emb_size]"
-    )

@@ -28,7 +28,7 @@ class SampleNumbers:
 
 
 def draw_by_sample(network: nn.Module) -> SampleNumbers:
-    """Make a network's dropout layers `SampleDropout`, in place; return the object through which they get the samples' numbers.
+    """Make a network's dropout layers `SampleDropout`, in place; return what gives them the samples' numbers.
 
     Layers of exactly the types nn.Dropout, Dropout1d, Dropout2d and Dropout3d; calls of F.dropout in a
     network's code stay what they are.

@@ -131,7 +131,7 @@ def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
 
 
 def unscale(gradients: Iterable[Tensor], scale: float) -> Tensor:
-    """Divide gradients by the scale, in place; return whether one was not finite: a bool scalar on their device.
+    """Divide gradients by the scale, in place; return whether one was not finite, a bool on their device.
 
     Sparse gradients and shards of distributed ones are looked at where they are; nothing travels, and the
     device is not waited for. No gradients: False, on the CPU.

@@ -107,7 +107,7 @@ class BlockCache:
 
     The blocks of all files together are kept below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0: none are
     kept): each process looks after a 64th of the limit has been written by it, and removes those that were
-    not used for longest until an eighth is free. When the disk is full nothing is kept, and reading continues.
+    not used for longest until an eighth is free. A full disk keeps nothing, and reading continues.
     """
 
     def __init__(self, url: str, stamp: FileStamp, *, is_kept: bool = True) -> None:
