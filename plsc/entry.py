@@ -17,7 +17,7 @@ from plsc.errors import OptionError, record_failure
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.named import name_of
-from plsc.optim.factory import Factory
+from plsc.optim.optimizers import Factory
 from plsc.options.initialization import Initialization
 from plsc.options.parameter_groups import ParameterGroup
 from plsc.options.precision import AutoMixedPrecisionLists

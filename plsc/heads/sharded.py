@@ -34,11 +34,11 @@ from plsc.heads.visit import EmbeddingGradient, Loss, Visit
 from plsc.keys import hash_key
 from plsc.parallel.collectives import (
     ScatteredSum,
+    class_range,
     gather_rows,
     max_over_ranks,
     sum_over_ranks,
 )
-from plsc.parallel.shard import class_range
 from plsc.spans import span
 
 _MANY_PENDING = 256  # more micro-batches than anyone accumulates
