@@ -66,7 +66,7 @@ class Margin(nn.Module):
             return float(value)
         least = f"more than {low:g}" if above else f"at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"
-        raise OptionError(f"{option} of {self.name} is {value}; expected a number of {least}{most}")
+        raise OptionError(f"{option} of {self.name} is {value:g}; expected a number of {least}{most}")
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit is scale * psi.
