@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plsc.config.optim import OPTIMIZERS, OptimOptions
 from plsc.errors import OptionError
 from plsc.models import build_model
-from plsc.optim.factory import build_optimizer
+from plsc.optim.optimizers import build_optimizer
 
 WAYS = ("for_loop", "foreach", "fused")
 

@@ -21,7 +21,7 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
-from plsc.optim.factory import Factory
+from plsc.optim.optimizers import Factory
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.profiling import ProfileResult, run_profile

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from plsc.parallel.cores import usable_cores
+from plsc.parallel.machine import usable_cores
 from plsc.seeds import hash_key
 
 _BLOCK = 4096

@@ -71,7 +71,7 @@ def plan_backbone(
 
     from plsc.config.optim import DEFAULT_RATE
     from plsc.models import build_model
-    from plsc.optim.factory import build_optimizer
+    from plsc.optim.optimizers import build_optimizer
     from plsc.plan.measure import measure
 
     mode = PRECISIONS[one_of("precision", precision, PRECISIONS)]

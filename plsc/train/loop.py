@@ -14,8 +14,8 @@ from plsc.data.device_copies import copied_aside
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.parallel.failure import StopSignal
 from plsc.parallel.sharding import whole_parameters
-from plsc.parallel.signals import StopSignal
 from plsc.spans import span
 from plsc.train.advice import WorkerAdvice
 from plsc.train.agreement import agree

@@ -22,7 +22,7 @@ from plsc.config import Config
 from plsc.config.data import is_name
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges
 from plsc.train.build import Run
 
 

@@ -47,7 +47,7 @@ from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_s
 from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.parallel.shard import class_range, class_ranges
+from plsc.parallel.collectives import class_range, class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown

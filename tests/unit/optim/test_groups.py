@@ -10,10 +10,9 @@ from plsc.config.patterns import find_parameters, label_parameters
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.freezing import freeze
-from plsc.models.initial import initialise_by_rule
+from plsc.models.parameters import freeze, initialise_by_rule
 from plsc.models.sync_batch_norm import SyncBatchNorm
-from plsc.optim.groups import assign_parameters
+from plsc.optim.optimizers import assign_parameters
 
 
 class Small(BaseModel):
@@ -117,8 +116,8 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        ({}, "a parameter group has no pattern; expected a string"),
-        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a string"),
+        ({}, "a parameter group has no pattern; expected a text"),
+        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a text"),
         ({"pattern": None}, "pattern of a parameter group is None"),
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.config.runtime import HIGHEST_SCALE
-from plsc.optim.precision import MOST_SKIPS, LossScaler, scale_gradient, unscale
+from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 
 SMALL = {"incr_every": 3, "decr_every": 2}
 

@@ -13,7 +13,7 @@ from plsc.config.optim import OPTIMIZERS as BY_NAME
 from plsc.config.optim import OptimOptions
 from plsc.errors import CheckpointError
 from plsc.heads import build_head
-from plsc.optim.factory import build_optimizer
+from plsc.optim.optimizers import build_optimizer
 from plsc.train.state import collect_numbers, collect_tensors, make_state
 from tests.devices import GPU
 
