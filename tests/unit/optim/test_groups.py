@@ -116,8 +116,8 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        ({}, "a parameter group has no pattern; expected a text"),
-        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a text"),
+        ({}, "a parameter group has no pattern; expected a string"),
+        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a string"),
         ({"pattern": None}, "pattern of a parameter group is None"),
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (

@@ -184,5 +184,5 @@ def test_a_wrong_data_set_is_refused_in_one_line_and_changes_nothing(values, sai
 def test_a_misspelt_key_in_a_config_is_named():
     with pytest.raises(OptionError, match=r"no 'wieght'.*'weight'"):
         Options().set("data.datasets", [{"name": "a", "path": "x", "wieght": 2}])
-    with pytest.raises(OptionError, match="sequence of mappings"):
+    with pytest.raises(OptionError, match="list of mappings"):
         Options().set("data.datasets", ["a"])
