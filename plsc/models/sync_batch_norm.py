@@ -74,12 +74,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise ``input`` [b, C, ...].
 
         Raises:
-            ValueError: a wrong number of channels, or fewer than two values a channel in the global batch.
+            ValueError: fewer than two values per channel in the global batch.
         """
-        if input.dim() < 2 or input.size(1) != self.num_features:
-            raise ValueError(
-                f"input is {list(input.shape)}; expected [batch, {self.num_features}, ...]"
-            )
         if not self.training:
             return F.batch_norm(
                 input,
@@ -133,7 +129,7 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Te
     count = int(counts.sum())
     if count < 2:
         raise ValueError(
-            f"batch norm needs at least 2 values a channel in training, the global batch has {count}"
+            f"batch norm needs at least 2 values per channel in training, the global batch has {count}"
         )
     mean = (counts * means).sum(0) / count
     m2 = m2.sum(0) + (counts * (means - mean) ** 2).sum(0)

@@ -1,4 +1,4 @@
-"""Collectives that know uneven batches."""
+"""Which class rows are on which rank, and collectives over rows in batches of different sizes."""
 
 from __future__ import annotations
 
@@ -86,3 +86,18 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
     if missing == 0:
         return tensor.contiguous()
     return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+def class_range(class_num: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return ``(start, stop)``, the classes that ``rank`` of ``ranks`` owns; it may be empty.
+
+    Rank r owns [min(C, r k), min(C, (r + 1) k)) with k = ceil(C / R). That is exactly the split of
+    DTensor's ``Shard(0)``, so a shard can be wrapped as a DTensor without moving a row.
+    """
+    rows = -(-class_num // ranks)
+    return min(class_num, rank * rows), min(class_num, (rank + 1) * rows)
+
+
+def class_ranges(class_num: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the range of every rank, in rank order."""
+    return [class_range(class_num, rank, ranks) for rank in range(ranks)]

@@ -70,7 +70,7 @@ def plan_backbone(
     import torch
 
     from plsc.models import build_model
-    from plsc.optim.factory import build_optimizer
+    from plsc.optim.optimizers import build_optimizer
     from plsc.options.optim import DEFAULT_RATE
     from plsc.plan.measure import measure
 

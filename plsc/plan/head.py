@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plsc.errors import OptionError
-from plsc.parallel.shard import class_range
+from plsc.parallel.collectives import class_range
 from plsc.plan.arguments import batch_sizes, one_of, whole
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

@@ -14,8 +14,8 @@ from plsc.data.device_copies import copied_aside
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.parallel.failure import StopSignal
 from plsc.parallel.sharding import whole_parameters
-from plsc.parallel.signals import StopSignal
 from plsc.spans import span
 from plsc.train.advice import WorkerAdvice
 from plsc.train.agreement import agree
@@ -285,7 +285,9 @@ class Trainer:
             self._save(wait=True)
         self._saver.close(seconds=self._options.stop_deadline / 2)
         self._note_saved()
-        raise interrupted(signal_number, position.step, self._result.checkpoint)
+        error = interrupted(signal_number, position.step, self._result.checkpoint)
+        self._log.say(f"plsc: {error}")
+        raise error
 
     def _note_saved(self) -> None:
         result, position, best = self._result, self._position, self._saver.best

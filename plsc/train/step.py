@@ -12,8 +12,8 @@ from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.heads.joint import each_head
 from plsc.optim.autocast import autocast
-from plsc.optim.factory import cannot_update_sharded, set_rates
-from plsc.optim.precision import scale_gradient, unscale
+from plsc.optim.loss_scaling import scale_gradient, unscale
+from plsc.optim.optimizers import cannot_update_sharded, set_rates
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
 from plsc.parallel.sharding import is_sharded

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, neck, resnet
 from plsc.models.checkpointing import checkpoint_activations
-from plsc.models.modes import use_torchs_layers
-from plsc.optim.factory import build_optimizer
+from plsc.models.convolution import use_torchs_layers
+from plsc.optim.optimizers import build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.plan import plan_backbone
 from plsc.plan.measure import MemoryCount
