@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plsc.data.bad_samples import BadSample, BadSampleList
+from plsc.data.samples import BadSample, BadSampleList
 from plsc.parallel.world import World
 from plsc.train.logs import RunLog
 

@@ -9,8 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from plsc.data.batch import Batch
-from plsc.data.device_copies import copied_aside
+from plsc.data.batch import Batch, copied_aside
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.marks import Part, mark

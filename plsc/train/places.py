@@ -16,7 +16,7 @@ from plsc.checkpoint.agree import neighbours, on_every_rank
 from plsc.checkpoint.remote import check_replaceable, clean
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.config import Config
-from plsc.data.bad_samples import LIST_NAME
+from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.storage.cache_folder import folder_for

@@ -85,7 +85,7 @@ def choose(monkeypatch, way: str, workers: int = 2) -> None:
         monkeypatch.setattr(indexing, "_PIECE_BYTES", 100)
         monkeypatch.setattr(indexing, "BLOCK_BYTES", 64)
     if "plain" in way:
-        monkeypatch.setattr("plsc.data.native.lines.functions", lambda: None)
+        monkeypatch.setattr("plsc.data.native.function", lambda *_: None)
         monkeypatch.setattr("plsc.data.native.partition.functions", lambda: None)
 
 
