@@ -21,9 +21,8 @@ from tqdm import tqdm
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.recordio import frame, pack_image
 from plsc.errors import DataError, OptionError, suggest
-from plsc.storage.names import base_name, join
 from plsc.storage.publish import publishing, publishing_folder, refuse_existing
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, join, shown
 
 Samples = Iterable[tuple[bytes, int]]
 Write = Callable[[str, Samples], int]

@@ -14,8 +14,8 @@ from plsc.data.batch import BufferRing, to_input
 from plsc.data.decode import decode_into
 from plsc.data.workers import Stopped, in_order
 from plsc.errors import DataError, DistributedError, OptionError
-from plsc.models.modes import evaluating
-from plsc.parallel.shard import class_range
+from plsc.models.base_model import evaluating
+from plsc.parallel.collectives import class_range
 
 if TYPE_CHECKING:
     from plsc.parallel.world import World

@@ -25,8 +25,7 @@ from plsc.data.sources.columns import (
 from plsc.data.sources.shards import Shards, shard_files
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import BytesFile
-from plsc.storage.names import base_name
-from plsc.storage.urls import shown
+from plsc.storage.urls import base_name, shown
 
 
 class ParquetSource(ColumnSource):

@@ -26,8 +26,7 @@ from plsc.data.sources.base import IndexedSource, check_image_bytes, read_from
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
-from plsc.storage.names import base_name, exists
-from plsc.storage.urls import shown
+from plsc.storage.urls import base_name, exists, shown
 
 MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)

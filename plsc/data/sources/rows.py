@@ -18,8 +18,7 @@ from plsc.data.sources.columns import ColumnSource, Label, LabelReader
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
-from plsc.storage.names import base_name, join, parent_of
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 
 # How the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files begins.
 _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")

@@ -25,8 +25,7 @@ from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.shards import Shards, shard_files
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered
-from plsc.storage.names import base_name
-from plsc.storage.urls import shown
+from plsc.storage.urls import base_name, shown
 
 _LABEL_BYTES = 2**20  # the most that a .cls or .json may have
 
