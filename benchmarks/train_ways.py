@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ways import LR, MOMENTUM, WEIGHT_DECAY, arcface
 
 from plsc.config import Options
-from plsc.data.batch import Batch
-from plsc.data.device_copies import copied_aside
+from plsc.data.batch import Batch, copied_aside
 from plsc.heads.initial import initial_rows
 from plsc.models import build_model
 from plsc.models.convolution import use_torchs_layers

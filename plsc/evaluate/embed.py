@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from plsc.data.batch import to_input
+from plsc.data.batch import BufferRing, to_input
 from plsc.data.decode import decode_into
-from plsc.data.ring import BufferRing
-from plsc.data.threads import Stopped, in_order
+from plsc.data.workers import Stopped, in_order
 from plsc.errors import DataError, DistributedError, OptionError
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range

@@ -20,7 +20,7 @@ from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.checkpoint.remote import check_replaceable, clean
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
 from plsc.config import Config
-from plsc.data.bad_samples import LIST_NAME
+from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.storage.cache import folder_for

@@ -12,7 +12,7 @@ import numpy as np
 
 from plsc.config import Config
 from plsc.data.augment import Augmentation
-from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
+from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames, first_and_last_class
 from plsc.data.file_list import read_file_list
 from plsc.data.loader import SourceLoader, choose_kind
@@ -253,7 +253,7 @@ def source_loader(
     )
 
 
-def _open_cache(data: DataOptions, num_samples: int) -> SampleCache:
+def _open_cache(data: DataOptions, num_samples: int) -> MemoryCache | DiskCache:
     if data.cache == "memory":
         return MemoryCache(data.cache_bytes)
     folder = Path(data.cache_dir or tempfile.gettempdir())

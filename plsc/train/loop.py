@@ -11,9 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from plsc.data.bad_samples import BadSample, BadSampleList
-from plsc.data.batch import Batch
-from plsc.data.device_copies import copied_aside
+from plsc.data.batch import Batch, copied_aside
+from plsc.data.samples import BadSample, BadSampleList
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head

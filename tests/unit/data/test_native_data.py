@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.data import lines as lines_module
-from plsc.data.lines import MAX_LINE_BYTES, find_newlines_plainly
-from plsc.data.native import lines as native_lines
+from plsc.data import native as native_lines
+from plsc.data.lines import MAX_LINE_BYTES, parse_line
 from plsc.data.partition import parts
 from plsc.data.partition.local import Spread
 from plsc.data.partition.order import line_keys
@@ -30,10 +30,8 @@ from plsc.data.partition.parts import (
     copy_lines_plainly,
 )
 
-FUNCTIONS = native_lines.functions()
-if FUNCTIONS is None:
+if native_lines.library() is None:
     pytest.skip("the C library is not built here", allow_module_level=True)
-FIND, READ = FUNCTIONS
 
 
 class Fenced:
@@ -70,42 +68,41 @@ texts = st.one_of(
 def test_newlines_are_those_that_python_finds(data, at_end):
     array = FENCED.holding(data, at_end)
     expected = [match.start() for match in re.finditer(b"\n", data)]
-    assert native_lines.find_newlines(FIND, array).tolist() == expected
-    assert find_newlines_plainly(array).tolist() == expected
+    assert native_lines.find_newlines(array).tolist() == expected
 
 
 def test_more_newlines_than_one_call_finds_are_all_found():
     data = np.full(50_000, 10, dtype=np.uint8)
-    assert native_lines.find_newlines(FIND, data).tolist() == list(range(50_000))
+    assert native_lines.find_newlines(data).tolist() == list(range(50_000))
 
 
 @given(texts, st.booleans(), st.integers(0, 3), st.sampled_from([5, 20, MAX_LINE_BYTES]))
-def test_lines_and_labels_are_those_of_the_array_operations(data, at_end, begin, longest):
+def test_lines_and_labels_are_those_of_the_naive_reader(data, at_end, begin, longest):
     array = FENCED.holding(data, at_end)
-    newlines = find_newlines_plainly(array)
+    newlines = np.flatnonzero(array == 10)
     newlines = newlines[newlines >= begin]
     if len(data) >= begin and not data.endswith(b"\n"):
         newlines = np.append(newlines, len(data))
-    found, suspects = native_lines.read_lines(READ, array, begin, newlines, 7, longest)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines_module, "MAX_LINE_BYTES", longest)
-        padded = np.append(array, np.uint8(0))  # where a missing newline would be
-        expected, count = lines_module._cut_plainly(padded, begin, newlines, 7)
-    starts, ends, tabs, labels, numbers = found
-    for ours, theirs in zip(
-        (starts, ends, tabs, numbers), (*expected[:3], expected[4]), strict=True
-    ):
-        assert ours.tolist() == theirs.tolist()
-    good = tabs >= 0
-    assert labels[good].tolist() == expected[3][good].tolist()
-    assert suspects == count == int((~good).sum())
+    found, suspects = native_lines.read_lines(array, begin, newlines, 7, longest)
+    padded = np.append(array, np.uint8(0))  # where a missing newline would be
+    expected, _ = lines_module._cut_plainly(padded, begin, newlines, 7)
+    assert found[[0, 1, 4]].tolist() == expected[[0, 1, 4]].tolist()
+    for start, end, tab, label, _ in found.T.tolist():
+        if tab >= 0:
+            assert parse_line(data[start:end]) == (tab - start, label)
+            assert end - start <= longest
+        elif end - start <= longest and re.fullmatch(
+            rb".+\t[0-9]{1,18}", data[start:end], re.DOTALL
+        ):
+            raise AssertionError("a usual line is left to the naive reader")
+    assert suspects == int((found[2] < 0).sum())
 
 
 @pytest.mark.parametrize("newlines", [[5, 3], [3, 3], [-2], [11], [2**62], [-(2**62)]])
 def test_ends_of_lines_that_are_no_places_in_the_data_are_refused(newlines):
     data = FENCED.holding(b"QUJD\t1\nQUJ")
     with pytest.raises(ValueError, match="do not rise within 10 bytes"):
-        native_lines.read_lines(READ, data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
+        native_lines.read_lines(data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
 
 
 @given(st.binary(max_size=300), st.one_of(st.integers(0, 50), st.integers(2**18 - 99, 2**18 + 9)))

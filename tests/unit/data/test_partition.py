@@ -84,7 +84,7 @@ def choose(monkeypatch, way: str, workers: int = 2) -> None:
         monkeypatch.setattr(local, "_PIECE_BYTES", 100)
         monkeypatch.setattr(local, "_BLOCK_BYTES", 64)
     if "plain" in way:
-        monkeypatch.setattr("plsc.data.native.lines.functions", lambda: None)
+        monkeypatch.setattr("plsc.data.native.function", lambda *_: None)
         monkeypatch.setattr(parts, "function", lambda *_: None)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.threads import AHEAD_PER_THREAD, THREAD_NAME, Stopped, in_order
+from plsc.data.workers import AHEAD_PER_THREAD, THREAD_NAME, Stopped, in_order
 
 
 def data_threads() -> int:

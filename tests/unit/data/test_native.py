@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import io
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from plsc.data import native
 from plsc.data.augment import Augmentation
 from plsc.data.loader import SourceLoader
-from plsc.data.native import files
-from plsc.data.native.files import read_files, read_ranges
+from plsc.data.native import crc32, read_files, read_ranges
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import open_source
-from plsc.data.sources.paths import PathTable
+from plsc.data.sources.base import PathTable
 from plsc.data.writers import writer_of
 from plsc.errors import DataError
 
@@ -68,7 +70,7 @@ def test_files_that_are_no_plain_full_files_are_left_to_the_plain_way(tmp_path):
 @needs_library
 def test_more_than_the_memory_holds_is_read_by_several_calls(tmp_path, monkeypatch):
     buffer = np.empty(100, np.uint8)
-    monkeypatch.setattr(files, "_buffer", lambda: buffer)
+    monkeypatch.setattr(native, "_buffer", lambda: buffer)
     contents = [bytes([65 + n]) * (n * 9 + 1) for n in range(20)]  # of 1 to 172 bytes
     names = [str(n) for n in range(20)]
     for name, content in zip(names, contents, strict=True):
@@ -93,7 +95,7 @@ def test_ranges_outside_a_file_are_left_to_the_plain_way(tmp_path):
 
 
 def test_without_the_library_all_is_left_to_the_plain_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "function", lambda *_: None)
+    monkeypatch.setattr(native, "function", lambda *_: None)
     (tmp_path / "a").write_bytes(b"first")
     assert read(tmp_path, "a", "a") == [None, None]
 
@@ -133,3 +135,17 @@ def test_a_bad_sample_among_those_read_together_is_named_and_replaced_as_before(
     with pytest.raises(DataError) as alone:
         batches("stop")
     assert str(stopped.value) == str(alone.value)
+
+
+DATA = os.urandom(9000)
+
+
+@given(st.integers(0, 64), st.integers(0, 8900), st.integers(0, 2**32 - 1))
+def test_pieces_of_every_length_place_and_beginning_have_zlibs_checksum(first, length, before):
+    piece = memoryview(DATA)[first : first + length]
+    assert crc32(piece, before) == zlib.crc32(piece, before)
+
+
+def test_without_the_library_it_is_zlibs_too(monkeypatch):
+    monkeypatch.setattr(native, "function", lambda *_: None)
+    assert crc32(DATA) == zlib.crc32(DATA)

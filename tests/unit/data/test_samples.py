@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from plsc.data.bad_samples import BadSample, BadSampleList, replacement
+from plsc.data.samples import BadSample, BadSampleList, replacement
 from plsc.errors import DataError
 
 
@@ -48,7 +48,7 @@ def test_a_list_of_other_bytes_is_gone_on_with(tmp_path):
 
 
 def test_the_list_is_bounded_and_the_count_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("plsc.data.bad_samples.MAX_LISTED", 5)
+    monkeypatch.setattr("plsc.data.samples.MAX_LISTED", 5)
     listing = BadSampleList(tmp_path)
     listing.add([sample(number) for number in range(20)])
     assert len(listing.path.read_text().splitlines()) == 5

@@ -8,9 +8,9 @@ import fsspec
 import pybase64
 import pytest
 
-from plsc.data import convert as convert_module
-from plsc.data.convert import convert, describe
+from plsc.data import writers as convert_module
 from plsc.data.sources import open_source
+from plsc.data.writers import convert, describe
 from plsc.errors import DataError, OptionError
 from tests.images import write_dataset
 
@@ -103,7 +103,7 @@ def test_a_set_of_broken_samples_is_refused(dataset, tmp_path):
 
 CODE = """
 import sys, resource, signal
-from plsc.data.convert import convert
+from plsc.data.writers import convert
 from plsc.errors import DataError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from plsc.data.batch import Batch
-from plsc.data.ring import BufferRing
+from plsc.data.batch import Batch, BufferRing
 from tests.devices import GPU
 
 SHAPE = (3, 4, 5)

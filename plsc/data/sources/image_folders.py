@@ -1,22 +1,105 @@
-"""One folder for each class, the layout of torchvision's ImageFolder."""
+"""Folders of images: with a label.txt, as the original has it, or with a folder for each class."""
 
 from __future__ import annotations
 
-import json
 import os
+import posixpath
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from plsc.data.sources.base import FileSource
-from plsc.data.sources.paths import PathTable, printable
+from plsc.data.lines import parse_label
+from plsc.data.sources.base import FileSource, PathTable, printable
+from plsc.data.sources.columns import with_label_map
 from plsc.errors import DataError
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".bmp", ".gif"),
     *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
 )
+_MAX_LINE_BYTES = 8192  # of a label.txt
+
+
+class LabelFileSource(FileSource):
+    """``label.txt``: a path and a label a line, separated by spaces or a tab.
+
+    A path may hold spaces: the line is split at its last run of blanks. Paths are relative to the
+    folder, or to its ``images/`` if the first line's file is found only there. Blank lines, CRLF and
+    a UTF-8 byte order mark are accepted. Raises DataError that names the line otherwise.
+    """
+
+    def __init__(self, dataset_dir: str | Path) -> None:
+        folder = Path(dataset_dir)
+        self._blank_lines = array("q")  # how many samples precede each blank line
+        paths, labels = self._read(folder / "label.txt")
+        root = folder
+        first = os.fsdecode(paths[0])
+        if not (folder / first).exists() and (folder / "images" / first).exists():
+            root = folder / "images"
+        self._prefix = "" if root == folder else "images/"
+        super().__init__(root, paths, labels)
+
+    def line(self, index: int) -> int:
+        """Return the number of the sample's line in label.txt, from 1."""
+        return index + 1 + bisect_right(self._blank_lines, index)
+
+    def name(self, index: int) -> str:
+        """Return ``images/a.jpg (label.txt:12)``."""
+        return f"{self._prefix}{super().name(index)} (label.txt:{self.line(index)})"
+
+    def _read(self, label_file: Path) -> tuple[PathTable, np.ndarray]:
+        paths, labels = PathTable(), array("q")
+        number = 0
+        try:
+            with label_file.open("rb") as lines:
+                # readline with a bound: a file without line ends must not fill the memory
+                while line := lines.readline(_MAX_LINE_BYTES):
+                    number += 1
+                    if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                        raise DataError(
+                            f"label.txt:{number} is over {_MAX_LINE_BYTES} bytes long; fix it"
+                        )
+                    if number == 1:
+                        line = line.removeprefix(b"\xef\xbb\xbf")
+                    line = line.strip()
+                    if line:
+                        path, label = _parse(line, number)
+                        paths.append(path)
+                        labels.append(label)
+                    else:
+                        self._blank_lines.append(len(paths))
+        except OSError as error:
+            raise DataError(f"{label_file} cannot be read: {error.strerror}") from error
+        if len(paths) == 0:
+            raise DataError(f"{label_file} holds no samples; expected lines of '<path> <label>'")
+        return paths, np.frombuffer(labels, dtype=np.int64)
+
+
+def _parse(line: bytes, number: int) -> tuple[bytes, int]:
+    try:
+        path, label = line.rsplit(None, 1)
+    except ValueError:
+        raise _error(number, "expected '<path> <label>', the label is missing in", line) from None
+    try:
+        found = parse_label(label)
+    except ValueError as problem:
+        raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+    if path[:1] == b"/":
+        raise _error(number, "a path must be relative to the dataset folder, got", path)
+    if b"\0" in path:
+        raise _error(number, "a path must not hold a zero byte, got", path)
+    if b".." in path:
+        path = posixpath.normpath(path)
+        if path == b".." or path.startswith(b"../"):
+            raise _error(number, "the path leaves the dataset folder:", path)
+    return path, found
+
+
+def _error(number: int, problem: str, text: bytes) -> DataError:
+    return DataError(f"label.txt:{number}: {problem} '{printable(text[:200])}'; fix the line")
 
 
 class ImageFolderSource(FileSource):
@@ -140,60 +223,3 @@ def _check_link(root: Path, path: Path) -> None:
         raise DataError(f"{shown} is a link to a folder; put the folder itself there")
     if not path.resolve().is_relative_to(root):
         raise DataError(f"{shown} is a link that leaves the dataset folder; copy the image instead")
-
-
-def with_label_map(
-    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
-) -> np.ndarray:
-    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
-    if label_map is None:
-        return labels
-    ids = read_label_map(Path(label_map))
-    missing = [name for name in names or [] if name not in ids]
-    if missing:
-        raise DataError(
-            f"{label_map} has no id for the class '{printable(missing[0])}' "
-            f"({len(missing)} of {len(names or [])} have none); add it"
-        )
-    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
-
-
-def read_label_map(path: Path) -> dict[str, int]:
-    """Return class name -> id from a ``.json`` object, or else from lines of ``name<TAB>id``.
-
-    Raises DataError if the file cannot be read or an id is not a whole number of 0 or more. Several
-    names may share an id.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        found = json.loads(text) if path.suffix.lower() == ".json" else _parse_lines(path, text)
-    except OSError as error:
-        raise DataError(f"the label map {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"the label map {path} is not valid: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"the label map {path} must be an object {{name: id}}")
-    for name, class_id in found.items():
-        if isinstance(class_id, bool) or not isinstance(class_id, int) or not 0 <= class_id < 2**62:
-            raise DataError(
-                f"the label map {path} gives '{printable(name)}' the id {class_id!r}; "
-                "expected a whole number of 0 or more"
-            )
-    return found
-
-
-def _parse_lines(path: Path, text: str) -> dict[str, int]:
-    ids: dict[str, int] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        line = line.rstrip("\r")
-        if not line.strip():
-            continue
-        name, _, label = line.rpartition("\t")
-        if not name or not (label.isascii() and label.isdigit() and len(label) <= 18):
-            raise DataError(
-                f"{path}:{number}: expected 'name<TAB>id', got '{printable(line[:200])}'"
-            )
-        if name in ids:
-            raise DataError(f"{path}:{number}: the name '{printable(name)}' comes a second time")
-        ids[name] = int(label)
-    return ids
