@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plsc.marks import Part, mark
+from plsc.spans import span
 
 
 def synchronise_batch_norm(
@@ -122,7 +122,7 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Te
         mine[1 : channels + 1] = mean
         mine[channels + 1 :] = variance.double() * local_count
     gathered = mine.new_empty(group.size() * mine.numel())
-    with mark(Part.BATCH_NORM):
+    with span("batch norm over ranks"):
         dist.all_gather_into_tensor(gathered, mine, group=group)
     gathered = gathered.view(group.size(), -1)
     counts, means, m2 = gathered.split([1, channels, channels], dim=1)
@@ -177,7 +177,7 @@ class _Normalise(torch.autograd.Function):
         d_input = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([d_bias, d_weight])
-            with mark(Part.BATCH_NORM):
+            with span("batch norm over ranks"):
                 dist.all_reduce(sums, group=ctx.group)
             mean_d, mean_dz = sums / ctx.count
             scale = inverse if weight is None else inverse * weight

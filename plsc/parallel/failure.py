@@ -8,8 +8,8 @@ in a collective, is ended by the thread. A signal sets a flag, on which the rank
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,13 +21,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from plsc.errors import DistributedError, PlscError, mark_reported, report
+from plsc.errors import DistributedError, PlscError
 from plsc.parallel.world import World
 
 _FAILURE = "failure"  # the message of the first rank that failed
-_TOLD = "failure-told"  # set once that rank has printed it
 _POLL_SECONDS = 0.5
-_SPEAK_SECONDS = 3.0  # how long a failing rank may take to say why
+_POST_SECONDS = 3.0  # how long a failing rank may take to post its message
 _JOIN_SECONDS = 2.0  # the store's host may be gone
 _LEAVE_SECONDS = 10.0  # how long a rank may take to leave by itself, once a failure is known
 
@@ -69,27 +68,19 @@ class FailureWatch:
                 self._thread.join(_JOIN_SECONDS)
 
     def _explain(self, error: BaseException) -> None:
-        """Tell the others of my failure, or learn of theirs; exactly one rank of a machine prints."""
+        """Post this rank's failure for the others, or raise that of the rank that failed first."""
         is_echo = _is_connection_failure(error)
         first = self._wait_for(_FAILURE) if is_echo else None
         message = _LOST if is_echo else _in_words(error)
         first = first or self._post(message)
         if first is None or first["rank"] == self._world.rank:
-            mine = DistributedError(_LOST) if is_echo else error
-            report(mine)
-            self._set(_TOLD)
-            if mine is not error:
-                raise mine from error
+            if is_echo:
+                raise DistributedError(_LOST) from error
             return
-        is_alike = message == first["message"]
-        raised = error if is_alike else DistributedError(_of_another(first))
-        if first["host"] == self._host:
-            # torchrun ends all ranks as soon as one has left: let the other one finish speaking.
-            self._wait_for(_TOLD)
-            mark_reported(raised)
-        elif self._world.local_rank != 0:
-            mark_reported(raised)
-        if not is_alike:
+        raised = error if message == first["message"] else DistributedError(_of_another(first))
+        # The command prints a failure once: on the rank that failed, and on one of each other machine.
+        raised.is_reported = first["host"] == self._host or self._world.local_rank != 0  # type: ignore[attr-defined]
+        if raised is not error:
             raise raised from error
 
     def _post(self, message: str) -> dict | None:
@@ -102,14 +93,9 @@ class FailureWatch:
         except (RuntimeError, ValueError):
             return None  # the store went down with its host: there is no rank left to inform
 
-    def _set(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._world.store is not None:
-                self._world.store.set(key, "1")
-
     def _wait_for(self, key: str) -> Any:
-        """Give the rank that failed a moment to say why."""
-        deadline = time.monotonic() + _SPEAK_SECONDS
+        """Give the rank that failed a moment to post its message."""
+        deadline = time.monotonic() + _POST_SECONDS
         while time.monotonic() < deadline:
             value = self._read(self._world.store, key)
             if value is not None:
@@ -136,7 +122,7 @@ class FailureWatch:
             # The main thread hangs in a collective that will never complete; there is nothing of
             # ours left to save, as a checkpoint is published by a rename only.
             if self._world.local_rank == 0 and failure["host"] != self._host:
-                report(DistributedError(_of_another(failure)))
+                logging.getLogger("plsc").error(_of_another(failure))
             os._exit(1)
 
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from plsc.errors import DistributedError, OptionError, first_line
-from plsc.marks import Part, mark
 
 _LEAVE_SECONDS = 5.0  # a rank that failed never comes
 
@@ -129,13 +128,11 @@ class World:
             owns_process_group=False,
         )
 
-    @mark(Part.CONTROL)
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
             dist.barrier(group=self.control_group)
 
-    @mark(Part.CONTROL)
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's small Python value, in rank order."""
         if self.size == 1:
@@ -144,7 +141,6 @@ class World:
         dist.all_gather_object(values, value, group=self.control_group)
         return values
 
-    @mark(Part.CONTROL)
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's small Python value on every rank."""
         if self.size == 1:
@@ -153,7 +149,6 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
 
-    @mark(Part.CONTROL)
     def gather_numbers(self, *values: int) -> list[list[int]]:
         """Return every rank's integers, as many on each, in rank order: one small collective on the CPU."""
         if self.size == 1:
@@ -163,7 +158,6 @@ class World:
         dist.all_gather_into_tensor(gathered, mine, group=self.control_group)
         return gathered.view(self.size, len(values)).tolist()
 
-    @mark(Part.CONTROL)
     def agree_max(self, *values: int) -> list[int]:
         """Return the largest of each integer over the ranks: one small collective."""
         if self.size == 1:
