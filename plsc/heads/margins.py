@@ -50,7 +50,9 @@ class Margin(nn.Module):
     def __init__(self, scale: float | str) -> None:
         super().__init__()
         self.is_auto_scale = scale == "auto"
-        self.scale = math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
+        self.scale = (
+            math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
+        )
 
     def set_class_num(self, class_num: int) -> None:
         """Take the number of classes, before anything is computed; the head's constructor calls it."""
