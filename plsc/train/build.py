@@ -284,7 +284,7 @@ def global_batch_size(options: Config, ranks: int) -> int:
 def build_network(
     options: Config, world: World, custom: BaseModel | None, place: torch.device | None = None
 ) -> BaseModel:
-    """Return the backbone, checked with a dry run; its weights follow the seed.
+    """Return the backbone, one of the user's checked with a dry run; its weights follow the seed.
 
     place: where it is put; by default on the rank's device, where it will compute.
     """
@@ -304,7 +304,10 @@ def build_network(
             neck=options.model.neck,
             arguments=options.arguments,
         )
-    check_model(model, options.model.image_shape, options.model.emb_size)
+    if (
+        custom is not None or ":" in options.model.name
+    ):  # those of plsc fit, and adapted ones were run once
+        check_model(model, options.model.image_shape, options.model.emb_size)
     separate_buffers(model)
     model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)
