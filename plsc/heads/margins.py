@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, suggest
-from plsc.heads.angles import add_angle, angle_of, falling_cosine, held, sine_of
+from plsc.heads.geometry import add_angle, angle_of, falling_cosine, held, sine_of
 
 _RIGHT_ANGLE = math.pi / 2
 
@@ -54,7 +54,7 @@ class Margin(nn.Module):
             self.scale = max(1.0, math.sqrt(2) * math.log(max(1, class_num - 1)))
 
     def _number(
-        self, option: str, value: float, low: float, high: float = math.inf, above: bool = False
+        self, option: str, value: Any, low: float, high: float = math.inf, above: bool = False
     ) -> float:
         """Return an option of this margin: finite, in [low, high], and not `low` itself if `above`."""
         if math.isfinite(value) and low <= value <= high and not (above and value == low):

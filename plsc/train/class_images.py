@@ -22,7 +22,7 @@ from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
-from plsc.heads.norms import normalised
+from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
 from plsc.named import name_of
 from plsc.parallel.world import World

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import OptionError
-from plsc.heads.angles import COSINE_LIMIT
+from plsc.heads.geometry import COSINE_LIMIT
 from plsc.heads.margins import MARGINS, build_margin
 from tests import reference
 
