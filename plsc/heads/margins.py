@@ -21,6 +21,9 @@ from plsc.heads.geometry import add_angle, angle_of, falling_cosine, held, sine_
 
 _RIGHT_ANGLE = math.pi / 2
 
+MANY_CLASSES = 10_000
+"""From here on the automatic scale is the papers'."""
+
 
 class Margin(nn.Module):
     """Base of the margins. A running state, where there is one, is kept in buffers.
@@ -32,7 +35,8 @@ class Margin(nn.Module):
             are visited, for `observe` and `hard`.
         uses_norm: `target` or `regulariser` has a gradient with respect to the embedding's norm.
         scale: s, the logit of a cosine of 1. "auto" becomes sqrt(2) ln(C - 1) of the head's C classes, at
-            least 1 (Zhang et al. 2019, "AdaCos", eq. 12); NaN before the margin has a head.
+            least 1 (Zhang et al. 2019, "AdaCos", eq. 12), or 64 from 10,000 classes on, as in the papers on
+            faces; NaN before the margin has a head.
         share: of the margin, in [0, 1], set before a step (margin warm-up): the label's logit is
             scale * (c + share * (psi - c)). Other logits and the regulariser do not depend on it.
     """
@@ -51,7 +55,8 @@ class Margin(nn.Module):
     def set_class_num(self, class_num: int) -> None:
         """Take the number of classes, before anything is computed; the head's constructor calls it."""
         if self.is_auto_scale:
-            self.scale = max(1.0, math.sqrt(2) * math.log(max(1, class_num - 1)))
+            few = max(1.0, math.sqrt(2) * math.log(max(1, class_num - 1)))
+            self.scale = few if class_num < MANY_CLASSES else 64.0
 
     def _number(
         self, option: str, value: Any, low: float, high: float = math.inf, above: bool = False

@@ -19,7 +19,7 @@ SPECS = list(all_options())
 def test_the_defaults_are_those_of_plsc_0_1():
     o = Options()
     assert (o.train.batch_size, o.optim.lr, o.optim.momentum) == (128, None, 0.9)
-    assert (o.optim.weight_decay, o.head.margin, o.head.scale) == (5e-4, 0.5, 64.0)
+    assert (o.optim.weight_decay, o.head.margin, o.head.scale) == (5e-4, 0.5, "auto")
     assert (o.model.emb_size, o.model.image_shape) == (512, (3, 112, 112))
     assert (o.model.name, o.head.loss_type) == ("ResNet50", "dist_arcface")
     assert (o.train.epochs, o.train.test_batch_size) == (120, 120)

@@ -110,7 +110,8 @@ def test_a_share_of_the_margin_equals_the_textbook_in_fp64(name, is_sharded, sha
 
 @pytest.mark.parametrize("loss_type", ["dist_cosface", "cosface"])
 @pytest.mark.parametrize(
-    ("classes", "expected"), [(1, 1.0), (2, 1.0), (89, math.sqrt(2) * math.log(88))]
+    ("classes", "expected"),
+    [(1, 1.0), (2, 1.0), (89, math.sqrt(2) * math.log(88)), (10_000, 64.0)],
 )
 def test_an_automatic_scale_follows_the_number_of_classes(loss_type, classes, expected):
     margin = build_margin("cosface", scale="auto")
