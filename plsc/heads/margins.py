@@ -52,7 +52,9 @@ class Margin(nn.Module):
     def __init__(self, scale: float | str) -> None:
         super().__init__()
         self.is_auto_scale = scale == "auto"
-        self.scale = math.nan if scale == "auto" else self._number("scale", scale, 0, above=True)
+        self.scale = (
+            math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
+        )
 
     def set_class_num(self, class_num: int) -> None:
         """Take the number of classes, before anything is computed; the head's constructor calls it."""
@@ -68,7 +70,9 @@ class Margin(nn.Module):
             return float(value)
         least = f"more than {low:g}" if above else f"at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"
-        raise OptionError(f"{option} of {self.name} is {value}; expected a number of {least}{most}")
+        raise OptionError(
+            f"{option} of {self.name} is {value:g}; expected a number of {least}{most}"
+        )
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit is scale * psi.

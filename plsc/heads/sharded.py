@@ -27,14 +27,14 @@ from plsc.heads.sampling import Sampling, draw_classes, nearest_classes
 from plsc.heads.softmax import Execution, Queries, Sums, TorchBackend, choose_backend
 from plsc.heads.target import Target, find_target, regulariser
 from plsc.heads.weights import Rows, fetch, hash_key
-from plsc.marks import Part, mark
 from plsc.parallel.collectives import (
     ScatteredSum,
+    class_range,
     gather_rows,
     max_over_ranks,
     sum_over_ranks,
 )
-from plsc.parallel.shard import class_range
+from plsc.spans import span
 
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
 
@@ -205,13 +205,14 @@ class ShardedHead(Head):
         queries = Queries(
             unit, target.place, self.margin.scale, target.threshold, target.hard_factor
         )
-        sums = mark(Part.HEAD_PASSES)(backend.forward)(
-            rows,
-            queries,
-            fixed_shift=self._fixed_shift(),
-            want_weighted=wants_gradient,
-            keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
-        )
+        with span("logits"):
+            sums = backend.forward(
+                rows,
+                queries,
+                fixed_shift=self._fixed_shift(),
+                want_weighted=wants_gradient,
+                keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
+            )
         # [B] each: log of the sum over the other classes of all ranks; the label's logit; its slope in |x|.
         log_others, logit, radial = self._reduce(sums, target)
         log_total = torch.logaddexp(log_others, logit)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.marks import Part, mark
+from plsc.spans import span
 
 States = dict[str, Tensor]
 """The optimizer's state of all rows by name, first dimension the rows."""
@@ -123,7 +123,7 @@ class Rows:
 # Offload: the rows of a step are copied from CPU memory (their home) to the device, and back when changed.
 
 
-@mark(Part.COPY)
+@span("copy to device")
 def fetch(home: Rows, device: torch.device) -> Rows:
     """Return a copy on the device of the rows in play; `selected` still names their places at home."""
     selected = _places(home)
@@ -136,13 +136,13 @@ def fetch(home: Rows, device: torch.device) -> Rows:
     )
 
 
-@mark(Part.COPY)
+@span("copy to device")
 def fetch_states(states: States, home: Rows, device: torch.device) -> States:
     """Return copies on the device of the states of the rows in play."""
     return {name: _copy_of(state, _places(home), device) for name, state in states.items()}
 
 
-@mark(Part.COPY)
+@span("copy to device")
 def bring_back(rows: Rows, home: Rows, copies: States, states: States) -> None:
     """Write the rows in play and their states back to where `fetch` found them."""
     selected = _places(home)
