@@ -23,8 +23,8 @@ from plsc.data.lines import Lines
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.cache import FileStamp, stamp_of
 from plsc.storage.retry import reason_of
-from plsc.storage.stamp import FileStamp, stamp_of
 from plsc.storage.urls import is_url, shown
 
 _FAILURES = (OSError, EOFError, zlib.error)

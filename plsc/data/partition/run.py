@@ -30,9 +30,8 @@ from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import lines_per_rank, padding_lines
 from plsc.data.partition.parts import Parts
 from plsc.errors import DataError
-from plsc.storage.names import base_name, parent_of
 from plsc.storage.publish import SAVING, Workspace, refuse_existing, staged
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, parent_of, shown
 
 if TYPE_CHECKING:
     from plsc.storage.store import Store

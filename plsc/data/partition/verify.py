@@ -23,8 +23,7 @@ from plsc.data.partition.options import Budget, PartitionOptions
 from plsc.data.partition.order import padding_lines
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
-from plsc.storage.names import exists, join
-from plsc.storage.urls import shown
+from plsc.storage.urls import exists, join, shown
 
 _MODULUS = 2**128
 

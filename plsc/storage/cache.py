@@ -1,7 +1,7 @@
-"""Blocks of remote files on the local disk, in a bounded number of bytes.
+"""The cache folder: whether a file is still the one that was cached, and blocks of remote files.
 
-A block is a file ``<cache folder>/blocks/<file>/<block>``; <file> is a hash of the URL and of what tells its
-versions apart, so that a changed file never meets its old blocks. All processes of a machine share them: a
+A block is a file ``<cache folder>/blocks/<file>/<block>``; <file> is a hash of the URL and of what identifies
+its version, so that a changed file never meets its old blocks. All processes of a machine share them: a
 block appears by a rename, whole; it is believed if its size is right.
 """
 
@@ -10,13 +10,92 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plsc.errors import DataError, OptionError
-from plsc.storage.cache_folder import cache_folder
 from plsc.storage.publish import replacing
-from plsc.storage.stamp import FileStamp
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import base_name, is_url, open_filesystem, shown
+
+
+def cache_folder(*parts: str) -> Path:
+    """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
+
+    It is made if need be, for its owner alone: cached blocks are as private as the data they are of.
+    Raises DataError if it cannot be made.
+    """
+    root = os.environ.get("PLSC_CACHE_DIR")
+    if not root:
+        root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
+    folder = Path(root).expanduser().joinpath(*parts)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the cache folder {folder} cannot be made ({error.strerror}); "
+            "set PLSC_CACHE_DIR to a folder that can be written"
+        ) from error
+    return folder
+
+
+def folder_for(kind: str, url: str) -> Path:
+    """Return the path in the cache folder of what belongs to a URL; the folder around it is made.
+
+    kind: of the content, such as ``checkpoints``. The path ends in the URL's own name.
+    """
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return cache_folder(kind, digest) / base_name(shown(url))
+
+
+# What fsspec's clients call the thing that changes with the content, best first.
+_STAMP_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
+_TIME_KEYS = ("modificationTime", "modification_time", "modified", "created")
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """The size of a file in bytes, and a string that changes when its content does.
+
+    Locally that is the time of the last change in nanoseconds; remotely the store's ETag, or its time.
+    """
+
+    size: int
+    stamp: str
+
+
+def stamp_of(location: str | Path) -> FileStamp:
+    """Return the stamp of a local file or fsspec URL; DataError if it is missing or no plain file."""
+    return _remote_stamp(str(location)) if is_url(location) else local_stamp(Path(location))
+
+
+def local_stamp(path: Path, descriptor: int | None = None) -> FileStamp:
+    """Return the stamp of a local file, or of the open file `descriptor`."""
+    try:
+        status = path.stat() if descriptor is None else os.fstat(descriptor)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is not a plain file")
+    return FileStamp(status.st_size, str(status.st_mtime_ns))
+
+
+def _remote_stamp(url: str) -> FileStamp:
+    filesystem, inside = open_filesystem(url)
+    info: dict[str, Any] = with_retries(
+        lambda: filesystem.info(inside), f"{shown(url)} cannot be looked up"
+    )
+    size = info.get("size")
+    if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
+        raise DataError(f"{shown(url)} is not a plain file of known size")
+    found = next((str(info[key]) for key in (*_STAMP_KEYS, *_TIME_KEYS) if info.get(key)), "")
+    return FileStamp(size, found.strip('"'))
+
 
 BLOCK_BYTES = 4 * 2**20
 _DEFAULT_LIMIT = 16 * 2**30
@@ -28,7 +107,7 @@ class BlockCache:
 
     The blocks of all files together are kept below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0: none are
     kept): each process looks after a 64th of the limit has been written by it, and removes those that were
-    not used for longest until an eighth is free. When the disk is full nothing is kept, and reading goes on.
+    not used for longest until an eighth is free. A full disk keeps nothing, and reading continues.
     """
 
     def __init__(self, url: str, stamp: FileStamp, *, is_kept: bool = True) -> None:
@@ -36,7 +115,7 @@ class BlockCache:
         self._size = stamp.size
         key = hashlib.sha256(f"{url}\n{stamp.size}\n{stamp.stamp}".encode()).hexdigest()[:32]
         self._root: Path | None = None
-        # Without a stamp a new version could not be told from the old one.
+        # Without a stamp a new version could not be distinguished from the old one.
         if self._limit > 0 and stamp.stamp:
             with contextlib.suppress(DataError):
                 self._root = cache_folder("blocks")
@@ -85,7 +164,7 @@ class BlockCache:
 
 
 def cache_limit() -> int:
-    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no whole number of 0 or more."""
+    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no integer of 0 or more."""
     text = os.environ.get("PLSC_CACHE_BYTES", "")
     if text and not text.isdecimal():
         raise OptionError(

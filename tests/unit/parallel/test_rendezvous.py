@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from plsc.parallel.joining import fresh_store
+from plsc.parallel.world import fresh_store
 
 
 def join(store, ranks, timeout=20.0):

@@ -96,7 +96,7 @@ class LossScaler:
             self.scale = min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
         for name in COUNTS:
             setattr(self, name, counts[name])
-        # A run may go on with smaller periods than it had.
+        # A run may resume with smaller periods than it had.
         self.finite = min(self.finite, self.incr_every - 1)
         self.overflowed = min(self.overflowed, self.decr_every - 1)
 
@@ -123,7 +123,7 @@ def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
     """Return the embeddings [b, D] in float32; their gradient is multiplied by `scale` before it is rounded.
 
     So the scale is on the gradient that goes into the backbone and nowhere else: the head, its loss and its
-    rows know nothing of it.
+    rows are independent of it.
     """
     if scale == 1.0:
         return embeddings.to(_work_type(embeddings.dtype))
@@ -131,7 +131,7 @@ def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
 
 
 def unscale(gradients: Iterable[Tensor], scale: float) -> Tensor:
-    """Divide gradients by the scale, in place; return whether one was not finite: a bool scalar beside them.
+    """Divide gradients by the scale, in place; return whether one was not finite, a bool on their device.
 
     Sparse gradients and shards of distributed ones are looked at where they are; nothing travels, and the
     device is not waited for. No gradients: False, on the CPU.

@@ -33,7 +33,7 @@ class ExpectedStates:
     def of(self, parameter: nn.Parameter) -> dict[str, StateInfo | None] | None:
         """Return the states by name, None for one that is a plain number.
 
-        None for all: the optimizer is not torch's, and what it keeps is its own affair.
+        None for all: the optimizer is not torch's, and its states are unknown.
         """
         group, shape = self._groups.get(id(parameter)), tuple(parameter.shape)
         if group is None or not _is_torchs(self._optimizer):
