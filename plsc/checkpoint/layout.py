@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from plsc.checkpoint.check import Checker
 from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
 from plsc.checkpoint.roles import Role
-from plsc.data.crc import crc32
+from plsc.data.native import crc32
 from plsc.errors import CheckpointError
 from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from plsc.checkpoint.layout import DTYPES, OFFSETS_KEY, PLACES_KEY
 from plsc.checkpoint.manifest import SUFFIX, FileInfo
-from plsc.data.crc import crc32
+from plsc.data.native import crc32
 
 PIECE_BYTES = 4 << 20
 LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one

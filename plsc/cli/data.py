@@ -58,7 +58,7 @@ _READING = (
 
 def run_convert(location: str, destination: str, **options: Any) -> None:
     """Convert. Print the result."""
-    from plsc.data.convert import convert, describe
+    from plsc.data.writers import convert, describe
 
     print(describe(convert(location, destination, **options), destination))
 
@@ -67,8 +67,7 @@ def run_inspect(
     location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
 ) -> None:
     """Print what a set holds, and write its sheet."""
-    from plsc.data.contact_sheet import write_contact_sheet
-    from plsc.data.overview import look_at
+    from plsc.data.overview import look_at, write_contact_sheet
     from plsc.data.sources import open_source
 
     if check < 0:

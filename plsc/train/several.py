@@ -20,7 +20,7 @@ from plsc.errors import DataError, OptionError
 from plsc.heads import MARGINS
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
-from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, margin_of
+from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, TrainingSet, margin_of
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.feed import (
     Feed,
@@ -31,7 +31,6 @@ from plsc.train.feed import (
     open_training_source,
     source_loader,
 )
-from plsc.train.training_set import TrainingSet
 
 
 def build_joint_feed(
