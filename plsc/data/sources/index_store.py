@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import DataError
-from plsc.storage.cache import cache_folder, fingerprint_of
+from plsc.storage.cache import Fingerprint, cache_folder, fingerprint_of
 from plsc.storage.publish import replacing
 from plsc.storage.urls import base_name, is_url, shown
 
