@@ -17,7 +17,7 @@ from ways import LR, MOMENTUM, WEIGHT_DECAY, arcface
 
 from plsc.config import Options
 from plsc.data.batch import Batch, copied_aside
-from plsc.heads.initial import initial_rows
+from plsc.heads.weights import initial_rows
 from plsc.models import build_model
 from plsc.models.convolution import use_torchs_layers
 from plsc.optim.autocast import autocast

@@ -66,7 +66,7 @@ class Setters:
         self.options.set("model.initialization", rules)
 
     def set_loss_type(self, loss_type: str) -> None:
-        """Set ``head.loss_type``: dist_ and one of arcface, softmax, normface, cosface,
+        """Set ``head.loss_type``: dist_ and one of softmax, normface, arcface, cosface,
         sphereface, combined, adaface, magface, curricularface: class rows sharded over the
         ranks; without dist_, all rows on every rank. Default: 'dist_arcface'.
         """
@@ -79,9 +79,9 @@ class Setters:
         self.options.set("head.class_num", num)
 
     def set_margin(self, margin: float) -> None:
-        """Set ``head.margin``: margin of arcface, adaface, curricularface (radians), cosface
-        (of the cosine), sphereface (factor of the angle); when not set, 0.5 for arcface and
-        its paper's for each other one. Default: 0.5.
+        """Set ``head.margin``: margin of the loss: an angle in radians; of cosface, of the
+        cosine; of sphereface, a factor of the angle; when not set, 0.5 for arcface and its
+        paper's for each other one. Default: 0.5.
         """
         self.options.set("head.margin", margin)
 

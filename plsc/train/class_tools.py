@@ -21,15 +21,15 @@ from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
+from plsc.heads.geometry import normalised
 from plsc.heads.joint import JointRows
-from plsc.heads.norms import normalised
 from plsc.models import BaseModel
 from plsc.named import name_of
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.build_head import build_head_of, build_row_optimizer
+from plsc.train.build_head import build_heads
 from plsc.train.checkpointing import publish
 from plsc.train.directories import open_load_dir
 from plsc.train.feed import NO_AUGMENTATION
@@ -60,9 +60,9 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     restore(run, path, manifest)
     counts = _count(run, head)
     plain = plain.changed({"head.sub_centers": 1})
-    new_head = build_head_of(plain, head.class_num, world)
+    new_head, new_rows = build_heads(plain, head.class_num, (), world)
     assert isinstance(new_head, ShardedHead)
-    new_rows = build_row_optimizer(plain, new_head)
+    assert not isinstance(new_rows, JointRows)
     assert not isinstance(run.rows, JointRows)
     copy_dominant(head, run.rows, counts, new_head, new_rows)
     new_head.computed_by = head.computed_by

@@ -20,7 +20,7 @@ import numpy as np
 
 Kept = TypeVar("Kept")
 
-_ABI = 5  # PLSC_DATA_ABI of native.h
+_ABI = 6  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 

@@ -30,7 +30,7 @@ from plsc.storage.urls import is_url, shown
 _FAILURES = (OSError, EOFError, zlib.error)
 _CLIENTS = ("pyarrow", "botocore", "aiobotocore", "hdfs_native")  # have exceptions of their own
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-_MOST_MESSAGES = 20
+MOST_MESSAGES = 20
 _HEAVY = 64  # bytes: lines shorter than this have numbers that weigh more than they do
 Result = TypeVar("Result")
 
@@ -171,7 +171,7 @@ class InputCount:
         for name in ("lines", "blanks", "skipped", "content_bytes"):
             setattr(self, name, getattr(self, name) + getattr(more, name))
         self.checksum = (self.checksum + more.checksum) % 2**64
-        self.messages = (self.messages + more.messages)[:_MOST_MESSAGES]
+        self.messages = (self.messages + more.messages)[:MOST_MESSAGES]
 
 
 def total_of(counts: list[InputCount]) -> InputCount:
@@ -206,7 +206,7 @@ def read_counted(
         count.lines += 1 if isinstance(lines, LongLine) else len(lines)
         yield lines
     count.blanks, count.skipped = reader.blanks, len(reader.skipped)
-    count.messages = reader.skipped[:_MOST_MESSAGES]
+    count.messages = reader.skipped[:MOST_MESSAGES]
 
 
 def share_out(

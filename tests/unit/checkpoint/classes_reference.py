@@ -9,7 +9,7 @@ from plsc.checkpoint.layout import DTYPES
 from plsc.checkpoint.manifest import Manifest, TensorInfo
 from plsc.checkpoint.roles import role_of_key
 from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
-from plsc.heads.initial import initial_rows
+from plsc.heads.weights import initial_rows
 
 SEED = 11
 

@@ -19,7 +19,7 @@ from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.heads.initial import initial_rows
+from plsc.heads.weights import initial_rows
 from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
 from tests.unit.checkpoint.classes_reference import (

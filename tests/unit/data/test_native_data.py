@@ -116,16 +116,18 @@ def test_checksums_agree_over_many_blocks():
     assert checksum(data, 262_141) == checksum_plainly(data, 262_141)
 
 
-def some_places(lengths: list[int]) -> LinePlaces:
-    """Return lines of random bytes, in any order, with gaps between."""
+def some_places(lengths: list[int]) -> tuple[LinePlaces, list[bytes]]:
+    """Return lines of random bytes, in any order, with gaps between; and their content."""
     rng = np.random.default_rng(sum(lengths))
     sizes = np.array(lengths, np.int64)
     order = rng.permutation(len(lengths))
     starts = np.empty_like(sizes)
     starts[order] = np.cumsum(sizes[order] + 3) - sizes[order]
-    return LinePlaces(
-        rng.integers(0, 256, sum(lengths) + 3 * len(lengths), np.uint8), starts, sizes
-    )
+    data = rng.integers(0, 256, sum(lengths) + 3 * len(lengths), np.uint8)
+    contents = [
+        data[start:][:size].tobytes() for start, size in zip(starts.tolist(), lengths, strict=True)
+    ]
+    return LinePlaces.within(data, starts, sizes), contents
 
 
 def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
@@ -144,7 +146,7 @@ def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
 def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(
     tmp_path, lengths, offset
 ):
-    lines = some_places(lengths)
+    lines, contents = some_places(lengths)
     order = np.random.default_rng(1).permutation(len(lengths))
     ours = copied(
         lambda handle, at: copy_lines(lines, order, handle, at), tmp_path / "ours", offset
@@ -152,9 +154,8 @@ def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(
     plain = copied(
         lambda handle, at: copy_lines_plainly(lines, order, handle, at), tmp_path / "plain", offset
     )
-    pieces = [lines.data[lines.starts[i] :][: lines.lengths[i]].tobytes() + b"\n" for i in order]
     assert ours == plain
-    assert ours[1][offset:] == b"".join(pieces)
+    assert ours[1][offset:] == b"".join(contents[i] + b"\n" for i in order)
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def tiny_files() -> Iterator[None]:
 
 
 def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
-    lines = some_places([5000] * 100)
+    lines, _ = some_places([5000] * 100)
     with (
         (tmp_path / "full").open("wb") as full,
         pytest.raises(OSError, match=os.strerror(errno.EFBIG)),
@@ -180,7 +181,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
 def test_buckets_hold_the_lines_whose_keys_begin_so_with_the_library_and_without(
     tmp_path, monkeypatch, lengths, above, bits
 ):
-    lines, numbers = some_places(lengths), np.arange(len(lengths)) * 3
+    (lines, contents), numbers = some_places(lengths), np.arange(len(lengths)) * 3
     found = {}
     for name in ("ours", "plain"):
         if name == "plain":
@@ -196,23 +197,14 @@ def test_buckets_hold_the_lines_whose_keys_begin_so_with_the_library_and_without
             loaded = bucket.load()
             keys = [int(key) for key in line_keys(5, loaded.numbers)]
             assert {key << above >> (64 - bits) & (2**bits - 1) for key in keys} <= {index}
-            found[name].append(
-                [
-                    (number, loaded.lines.data[start : start + length].tobytes())
-                    for number, start, length in zip(
-                        loaded.numbers.tolist(),
-                        loaded.lines.starts.tolist(),
-                        loaded.lines.lengths.tolist(),
-                        strict=True,
-                    )
-                ]
-            )
+            held = loaded.lines
+            places = zip(held.addresses.tolist(), held.lengths.tolist(), strict=True)
+            pieces = [ctypes.string_at(address, length) for address, length in places]
+            found[name].append(list(zip(loaded.numbers.tolist(), pieces, strict=True)))
     assert found["ours"] == found["plain"]
     expected = {
-        (number + more, lines.data[start : start + length].tobytes())
-        for number, start, length in zip(
-            numbers.tolist(), lines.starts.tolist(), lines.lengths.tolist(), strict=True
-        )
+        (number + more, content)
+        for number, content in zip(numbers.tolist(), contents, strict=True)
         for more in (0, 10_000)
     }
     assert {line for bucket in found["ours"] for line in bucket} == expected

@@ -1,7 +1,7 @@
 /* From the gradient of unit rows to changed rows: the way through the normalisation, and the rules.
  *
- * All in float, in one visit of a row, which is still in the cache from the products. The formulas
- * are those of plsc/heads/rules.py.
+ * All in float, in one visit of a row, which is still in the cache from the products. The rules sgd,
+ * adamw and adagrad are those of plsc/heads/rules.py and triton_kernels.py, with the same names.
  */
 #include "pass.h"
 
@@ -103,9 +103,9 @@ INLINE void adamw(const struct row *row, const struct plsc_rule *rule,
     v = _mm512_fmadd_ps(rest2, _mm512_mul_ps(g, g), v);
     store_row(state[0], first_is_bf16, i, mask, m, state_key[0]);
     store_row(state[1], second_is_bf16, i, mask, v, state_key[1]);
-    __m512 size = _mm512_add_ps(_mm512_sqrt_ps(_mm512_mul_ps(v, second)), eps);
+    __m512 denominator = _mm512_add_ps(_mm512_sqrt_ps(_mm512_mul_ps(v, second)), eps);
     w = _mm512_mul_ps(w, shrink);
-    w = _mm512_fnmadd_ps(step, _mm512_div_ps(m, size), w);
+    w = _mm512_fnmadd_ps(step, _mm512_div_ps(m, denominator), w);
     store_row(row->weight, is_bf16, i, mask, w, key);
   }
 }
@@ -143,10 +143,10 @@ static void adagrad(const struct row *row, const struct plsc_rule *rule, char *s
     __m512 g = _mm512_fmadd_ps(decay, w, gradient_at(row, i, w));
     squares = _mm512_mask3_fmadd_ps(g, g, squares, mask);
   }
-  float sum = read_number(state, rule->state_is_bf16[0]);
-  sum += _mm512_reduce_add_ps(squares) / (float)row->dimension;
-  write_number(state, rule->state_is_bf16[0], sum, state_key);
-  const __m512 step = _mm512_set1_ps((float)(rule->lr / (sqrt(sum) + rule->eps)));
+  float h = read_number(state, rule->state_is_bf16[0]);
+  h += _mm512_reduce_add_ps(squares) / (float)row->dimension;
+  write_number(state, rule->state_is_bf16[0], h, state_key);
+  const __m512 step = _mm512_set1_ps((float)(rule->lr / (sqrt(h) + rule->eps)));
   for (int64_t i = 0; 16 * i < row->dimension; i++) {
     __mmask16 mask = row_mask(i, row->dimension);
     __m512 w = load_row(row->weight, row->is_bf16, i, mask);

@@ -1,68 +1,64 @@
-"""The two passes over the class rows, tile by tile, in plain PyTorch: the matrix [B, classes] never exists.
+"""The softmax over the class weights, tile by tile: the matrix [B, classes] never exists.
 
-Notation of docs/head.md: unit embeddings e [B, D], unit class rows w [n, D], cosines c_ij, logits z_ij.
-The class of a sample's label never goes through a tile: its logit is computed beforehand from B rows. A
-pass masks it, so the sums here are those over the OTHER classes, and nothing has to be taken off again.
+Notation of docs/head.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij, logits z_ij.
+The class of a sample's label never goes through a tile: its logit is computed beforehand from B rows
+(target.py). A backend masks it, so the sums here are those over the OTHER classes, and nothing has to be
+taken off again.
 
-These functions are the reference of the faster kernels (plsc/heads/kernels) and the fallback on every
-device that has none.
+`TorchBackend` works on every device. The backends with kernels in C and Triton (plsc/heads/kernels) derive
+from it, leave to it what they have no kernel for, and are tested against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from plsc.heads.norms import normalised, through_normalisation
+from plsc.errors import OptionError
+from plsc.heads.geometry import normalised, through_normalisation
+from plsc.heads.rules import Rule, apply_rule
+from plsc.heads.weights import Rows, States, read_dtype
+
+BACKENDS = ("auto", "torch", "native", "triton")
+_PRODUCTS = ("float32", "bfloat16")
+_TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # of a [B, tile] matrix: 4 and 64 MiB in float32
 
 
-@dataclass
-class Rows:
-    """The rows of this rank that take part in a step.
+@dataclass(frozen=True)
+class Execution:
+    """How the head computes; none of it changes what is computed, but for rounding.
 
-    weight: [rows, D], float64, float32 or bfloat16. bias: [rows] or None. selected: int64 [n], ascending,
-    the positions of the n rows that take part; None: all. centers: K rows in sequence make one class.
-    cosine: whether rows and embeddings are normalised. first_row: the global number of ``weight[0]``.
-    is_compact: `weight` and `bias` hold the selected rows only, in their order: copies on another device.
+    products: 'float32' or 'bfloat16', by name or as torch's, the type of the factors of matrix products
+    (sums are float32); under autocast always bfloat16. keep_bytes: memory in which the forward pass may
+    keep its terms for the update, in 16 bits; where they do not fit they are computed again. tile: rows at
+    a time, None: by the batch size. kernels: 'auto', 'torch', 'native' (CPU) or 'triton' (CUDA).
     """
 
-    weight: Tensor
-    bias: Tensor | None = None
-    selected: Tensor | None = None
-    centers: int = 1
-    cosine: bool = True
-    first_row: int = 0
-    is_compact: bool = False
+    products: str | torch.dtype = "float32"
+    keep_bytes: int = 0
+    tile: int | None = None
+    kernels: str = "auto"
 
-    def __len__(self) -> int:
-        return len(self.weight) if self.selected is None else len(self.selected)
-
-    def tiles(self, rows: int) -> Iterator[slice]:
-        """Yield slices of about `rows` of the n rows; none cuts through a class."""
-        step = max(1, rows // self.centers) * self.centers
-        for start in range(0, len(self), step):
-            yield slice(start, min(start + step, len(self)))
-
-    def positions(self, tile: slice) -> Tensor | slice:
-        """Return where the rows of a tile lie in `weight`."""
-        if self.selected is None or self.is_compact:
-            return tile
-        return self.selected[tile]
-
-    def numbers(self, tile: slice) -> Tensor:
-        """Return the global numbers of the rows of a tile, int64."""
-        if self.selected is not None:
-            return self.selected[tile] + self.first_row
-        start, stop = tile.start + self.first_row, tile.stop + self.first_row
-        return torch.arange(start, stop, device=self.weight.device)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "products", read_dtype("products", self.products, _PRODUCTS))
+        if self.keep_bytes < 0 or (self.tile is not None and self.tile < 1):
+            raise OptionError(
+                f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected 0 or more bytes, and 1 or "
+                "more rows or None"
+            )
+        if self.kernels not in BACKENDS:
+            raise OptionError(
+                f"kernels are {self.kernels!r}; expected one of {', '.join(BACKENDS)}"
+            )
 
 
 @dataclass
 class Queries:
-    """The global batch, as the passes see it.
+    """The global batch, as a backend sees it.
 
     unit: [B, D], e (the embeddings as they are when the rows are not normalised). target: int64 [B], the
     position of the label's class among the n / K classes that take part, -1 if it is not here. scale: s.
@@ -79,16 +75,16 @@ class Queries:
 
 @dataclass
 class Sums:
-    """What the first pass finds, over the classes other than the label's.
+    """What the forward pass finds, over the classes other than the label's.
 
-    shift [B]; total [B] = sum_j exp(z_ij - shift_i); mixed [B, D] = sum_j exp(z_ij - shift_i) slope_ij w_j,
-    or None, slope = dz / dc / s; kept: the terms of `mixed` for the second pass, in the form of whoever
-    made it.
+    shift [B]; total [B] = sum_j exp(z_ij - shift_i); weighted [B, D] = sum_j exp(z_ij - shift_i) slope_ij
+    w_j, the weighted sum of class weights, or None, slope = dz / dc / s; kept: the terms of `weighted` for
+    `gradients` and `update`, in the form of the backend that made it.
     """
 
     shift: Tensor
     total: Tensor
-    mixed: Tensor | None = None
+    weighted: Tensor | None = None
     kept: Tensor | None = None
 
 
@@ -112,16 +108,21 @@ class RowGradient:
 
 
 @dataclass(frozen=True)
-class TorchPasses:
-    """The passes in plain PyTorch, on any device.
+class TorchBackend:
+    """The softmax in plain PyTorch, on any device.
 
     products: the type in which the matrix products take their factors, float32 or bfloat16 (sums stay in
     float32); float64 rows compute in float64. tile: rows in a tile.
     """
 
+    name = "torch"
     products: torch.dtype = torch.float32
     tile: int = 4096
-    name: str = "torch"
+
+    def __str__(self) -> str:
+        """Return what decides the last bits, as checkpoints have it."""
+        kind = self.name.capitalize()
+        return f"{kind}Passes(products={self.products}, tile={self.tile}, name={self.name!r})"
 
     def forward(
         self,
@@ -129,20 +130,20 @@ class TorchPasses:
         queries: Queries,
         *,
         fixed_shift: float | None,
-        want_mixed: bool = True,
+        want_weighted: bool = True,
         keep: bool = False,
     ) -> Sums:
         """Return the sums over all other classes.
 
         fixed_shift: where logits are bounded, a number that keeps exp(z - shift) in range; None: the
-        running maximum of each sample. keep: hand the terms on to the second pass in 16 bits (64 for
-        float64 rows), B x n numbers; only done with a fixed shift.
+        running maximum of each sample. keep: keep the terms for the update in 16 bits (64 for float64
+        rows), B x n numbers; only done with a fixed shift.
         """
         unit = queries.unit
         batch, dimension = unit.shape
         shift = unit.new_full((batch,), -torch.inf if fixed_shift is None else fixed_shift)
         total = unit.new_zeros(batch)
-        mixed = unit.new_zeros(batch, dimension) if want_mixed else None
+        weighted = unit.new_zeros(batch, dimension) if want_weighted else None
         kept = None
         if keep and fixed_shift is not None:
             kept = unit.new_empty(batch, len(rows), dtype=_kept_type(unit.dtype))
@@ -154,8 +155,8 @@ class TorchPasses:
                 finite = torch.where(raised.isfinite(), raised, 0)
                 correction = (shift - finite).exp()
                 total *= correction
-                if mixed is not None:
-                    mixed *= correction[:, None]
+                if weighted is not None:
+                    weighted *= correction[:, None]
                 shift = raised
                 p = (z - finite[:, None]).exp_()
             else:
@@ -165,9 +166,9 @@ class TorchPasses:
                 p *= slope
             if kept is not None:
                 kept[:, tile] = p
-            if mixed is not None:
-                mixed += self._product(p, w)
-        return Sums(shift, total, mixed, kept)
+            if weighted is not None:
+                weighted += self._product(p, w)
+        return Sums(shift, total, weighted, kept)
 
     def gradients(
         self, rows: Rows, queries: Queries, gradient: RowGradient, tile: slice
@@ -193,9 +194,17 @@ class TorchPasses:
             dw = through_normalisation(dw, w, length)
         return dw, None if rows.bias is None else g.sum(dim=0)
 
-    def fused_update(self, *arguments: object) -> Tensor | None:
-        """There is no fused update here: see `plsc.heads.engines.update_rows`."""
-        raise NotImplementedError
+    def update(
+        self, rows: Rows, queries: Queries, gradient: RowGradient, rule: Rule, states: States
+    ) -> Tensor | None:
+        """Change the rows in play and their states, and return the gradients of the biases [n] or None."""
+        biases = []
+        for tile in rows.tiles(self.tile):
+            dw, db = self.gradients(rows, queries, gradient, tile)
+            apply_rule(rule, rows, tile, dw, states)
+            if db is not None:
+                biases.append(db)
+        return torch.cat(biases) if biases else None
 
     def best(self, rows: Rows, queries: Queries) -> tuple[Tensor, Tensor]:
         """Return the highest logit without margin [B] and its class's position, over the rows in play.
@@ -273,3 +282,50 @@ def directions(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor | 
 
 def _kept_type(compute: torch.dtype) -> torch.dtype:
     return torch.float64 if compute is torch.float64 else torch.bfloat16
+
+
+def choose_backend(
+    kernels: str,
+    device: torch.device,
+    row_dtype: torch.dtype,
+    products: torch.dtype,
+    tile: int | None,
+    batch: int,
+) -> TorchBackend:
+    """Return the backend for a device; `kernels` is one of BACKENDS: 'auto', or one that must be used.
+
+    products: float32 or bfloat16. tile: rows in a tile, None for a choice by the batch size alone, so
+    that it is the same in every run. Raises OptionError, with the reason, for kernels that cannot be used.
+    """
+    elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
+    rows = tile or max(256, min(elements // 64, elements // max(1, batch)))
+    wanted = kernels
+    if kernels == "auto":
+        wanted = {"cpu": "native", "cuda": "triton"}.get(device.type, "torch")
+    if wanted == "torch" or row_dtype is torch.float64:
+        return TorchBackend(products, rows)
+    if wanted == "native":
+        from plsc.heads.kernels import native
+
+        reason = native.unavailable() if device.type == "cpu" else f"rows are on {device.type}"
+        if reason is None and native.supports(products):
+            return native.NativeBackend(products, rows, threads=torch.get_num_threads())
+        reason = reason or f"this processor has no instructions for {products} products"
+    else:
+        from plsc.heads.kernels import triton_backend
+
+        reason = triton_backend.unavailable(device)
+        if reason is None:
+            return triton_backend.TritonBackend(products, rows)
+    if kernels != "auto":
+        raise OptionError(f"the {kernels} kernels of the head cannot be used: {reason}")
+    _announce(wanted, reason)
+    return TorchBackend(products, rows)
+
+
+@functools.cache
+def _announce(kernels: str, reason: str) -> None:
+    """Say once why the head runs slower than it could."""
+    warnings.warn(
+        f"the head runs in plain PyTorch, without its {kernels} kernels: {reason}", stacklevel=4
+    )

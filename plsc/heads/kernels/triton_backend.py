@@ -1,8 +1,8 @@
-"""The passes over the class rows on CUDA devices: products by cuBLAS, everything between them in Triton.
+"""The softmax over the class weights on CUDA devices: products by cuBLAS, everything between them in Triton.
 
-A tile of rows is visited by four launches in the forward pass (unit rows, their products with the batch,
-exponentials and their sums, products with the rows) and by five in the update; no [B, tile] matrix is
-read or written more often than that. The kernels are in `triton_kernels`.
+The forward pass has four launches per tile of rows (unit rows, their products with the batch, exponentials
+and their sums, products with the rows), the update five; no [B, tile] matrix is read or written more often
+than that. The kernels are in `triton_kernels`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from plsc.errors import first_line
-from plsc.heads.passes import Queries, RowGradient, Rows, Sums, TorchPasses
-from plsc.heads.rules import MOMENTUM, Rule, States
+from plsc.heads.rules import Rule, kernel_states
+from plsc.heads.softmax import Queries, RowGradient, Sums, TorchBackend
+from plsc.heads.weights import Rows, States
 
 _COLUMNS = 1024  # of a [B, tile] matrix in a program
 _COLUMN_PROGRAM = {"size": _COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
@@ -26,7 +27,6 @@ _LARGEST = 4096  # D: one program holds a row, its gradient and its states in re
 _LEAST_CAPABILITY = (8, 0)  # has bfloat16
 _ALIGNED = 16  # numbers: cuBLAS and loads are slower with rows that start elsewhere
 _STORED = (torch.float32, torch.bfloat16)
-_STATES = {"sgd": (MOMENTUM,), "adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum_of_squares",)}
 
 
 @functools.cache
@@ -43,24 +43,22 @@ def unavailable(device: torch.device) -> str | None:
         return "this GPU is of compute capability {}.{}; 8.0 is needed".format(*capability)
     try:  # Triton wants a C compiler and Python's headers, which many images of GPU machines lack
         with _on(device):
-            TritonPasses()._directions(Rows(torch.zeros(1, 1, device=device)), slice(0, 1))
+            TritonBackend()._directions(Rows(torch.zeros(1, 1, device=device)), slice(0, 1))
     except Exception as error:
         return f"triton cannot run a kernel here: {type(error).__name__}: {first_line(error)}"
     return None
 
 
 @dataclass(frozen=True)
-class TritonPasses:
-    """The passes of `TorchPasses` with fused kernels, for float32 and bfloat16 rows on a CUDA device.
+class TritonBackend(TorchBackend):
+    """The softmax with fused kernels, for float32 and bfloat16 rows on a CUDA device.
 
-    products: the type of the factors, float32 or bfloat16 (sums are float32). tile: rows in a tile; larger
-    ones cost 4 to 6 bytes x B a row and save launches. Sub-centres, the running maximum, and rows of more
-    than 4096 numbers go through `TorchPasses`. The same call gives the same bits.
+    tile: rows in a tile; larger ones cost 4 to 6 bytes x B per row and save launches. Sub-centres, the
+    running maximum, and rows of more than 4096 numbers are left to `TorchBackend`. The same call gives the
+    same bits.
     """
 
-    products: torch.dtype = torch.float32
-    tile: int = 4096
-    name: str = "triton"
+    name = "triton"
 
     def forward(
         self,
@@ -68,19 +66,19 @@ class TritonPasses:
         queries: Queries,
         *,
         fixed_shift: float | None,
-        want_mixed: bool = True,
+        want_weighted: bool = True,
         keep: bool = False,
     ) -> Sums:
-        """See `TorchPasses.forward`."""
+        """See `TorchBackend.forward`."""
         if fixed_shift is None or not _fits(rows, queries):
-            return self._plain().forward(
-                rows, queries, fixed_shift=fixed_shift, want_mixed=want_mixed, keep=keep
+            return super().forward(
+                rows, queries, fixed_shift=fixed_shift, want_weighted=want_weighted, keep=keep
             )
         unit = queries.unit
         batch = len(unit)
         shift = unit.new_full((batch,), fixed_shift)
         total = unit.new_zeros(batch)
-        mixed = torch.zeros_like(unit) if want_mixed else None
+        weighted = torch.zeros_like(unit) if want_weighted else None
         kept = _matrix(unit, batch, len(rows), torch.bfloat16) if keep else None
         factors = unit.to(self.products)
         with _on(unit.device):
@@ -91,7 +89,7 @@ class TritonPasses:
                 p = None
                 if kept is not None and self.products is torch.bfloat16:
                     p = kept[:, tile]  # what is kept is what is multiplied
-                elif kept is not None or mixed is not None:
+                elif kept is not None or weighted is not None:
                     p = _matrix(unit, batch, count, self.products)
                 partial = unit.new_empty(-(-count // _COLUMNS), batch)
                 _kernels().exponentials[(batch, len(partial))](
@@ -106,47 +104,40 @@ class TritonPasses:
                 total += partial.sum(dim=0)
                 if kept is not None and p is not None and self.products is not torch.bfloat16:
                     kept[:, tile] = p
-                if mixed is not None and p is not None:
-                    mixed += _product(p, w)
-        return Sums(shift, total, mixed, kept)
+                if weighted is not None and p is not None:
+                    weighted += _product(p, w)
+        return Sums(shift, total, weighted, kept)
 
     def gradients(
         self, rows: Rows, queries: Queries, gradient: RowGradient, tile: slice
     ) -> tuple[Tensor, Tensor | None]:
-        """See `TorchPasses.gradients`."""
+        """See `TorchBackend.gradients`."""
         if not _fits(rows, queries):
-            return self._plain().gradients(rows, queries, gradient, tile)
+            return super().gradients(rows, queries, gradient, tile)
         with _on(queries.unit.device):
             factors = queries.unit.to(self.products)
             dw, bias = self._sums_of_rows(rows, queries, gradient, tile, factors)
             if rows.cosine:
-                self._update(rows, tile, dw, Rule("none", lr=0.0), {})
+                self._launch_update(rows, tile, dw, Rule("none", lr=0.0), [], None)
         return dw, bias
 
-    def fused_update(
+    def update(
         self, rows: Rows, queries: Queries, gradient: RowGradient, rule: Rule, states: States
     ) -> Tensor | None:
-        """Change rows and states, tile by tile; return the gradients of the biases [n] if there are any.
-
-        Raises NotImplementedError, before anything is changed, for rows, rules and states it has no
-        kernel for.
-        """
-        if not _fits(rows, queries):
-            raise NotImplementedError("these rows go through TorchPasses")
-        _check_states(rule, rows.weight, states)
+        """See `TorchBackend.update`: with a fused kernel, where there is one for rows, rule and states."""
+        used = kernel_states(rule, states, rows.weight)
+        if used is None or not _fits(rows, queries):
+            return super().update(rows, queries, gradient, rule, states)
         biases = []
         with _on(queries.unit.device):
             factors = queries.unit.to(self.products)
             for tile in rows.tiles(self.tile):
                 dw, bias = self._sums_of_rows(rows, queries, gradient, tile, factors)
-                self._update(rows, tile, dw, rule, states)
+                self._launch_update(rows, tile, dw, rule, used, states.get("steps"))
                 if bias is not None:
                     biases.append(bias)
         torch.autograd.graph.increment_version(rows.weight)
         return torch.cat(biases) if biases else None
-
-    def _plain(self) -> TorchPasses:
-        return TorchPasses(self.products, self.tile)
 
     def _directions(self, rows: Rows, tile: slice) -> Tensor:
         """Return the rows of a tile [t, D] in the type of the products, of length 1 if they are to be."""
@@ -192,12 +183,17 @@ class TritonPasses:
         bias = None if rows.bias is None else g.sum(dim=0)
         return _product(g.to(self.products).T, factors), bias
 
-    def _update(self, rows: Rows, tile: slice, dw: Tensor, rule: Rule, states: States) -> None:
+    def _launch_update(
+        self,
+        rows: Rows,
+        tile: slice,
+        dw: Tensor,
+        rule: Rule,
+        states: list[Tensor],
+        steps: Tensor | None,
+    ) -> None:
         dimension = rows.weight.shape[1]
-        used: list[Tensor | None] = [None, None]
-        if rule.kind in _STATES and not _has_no_state(rule):
-            for i, name in enumerate(_STATES[rule.kind]):
-                used[i] = states[name]
+        state, second_state = [*states, None, None][:2]
         _kernels().update[(len(dw),)](
             dw,
             rows.weight,
@@ -205,8 +201,9 @@ class TritonPasses:
             rows.selected,
             tile.start,
             rows.first_row,
-            *used,
-            states.get("steps"),
+            state,
+            second_state,
+            steps,
             float(rule.lr),
             float(rule.momentum),
             float(rule.weight_decay),
@@ -238,22 +235,6 @@ def _fits(rows: Rows, queries: Queries) -> bool:
     )
 
 
-def _check_states(rule: Rule, weight: Tensor, states: States) -> None:
-    if rule.kind not in _STATES:
-        raise NotImplementedError(f"no kernel for the rule {rule.kind!r}")
-    if _has_no_state(rule):
-        return
-    for name in _STATES[rule.kind]:
-        state = states[name]
-        fits = state.device == weight.device and state.is_contiguous()
-        if state.dtype not in _STORED or not fits:
-            raise NotImplementedError(f"no kernel for {name} in {state.dtype} on {state.device}")
-
-
-def _has_no_state(rule: Rule) -> bool:
-    return rule.kind == "sgd" and not rule.momentum
-
-
 def _logit_arguments(
     c: Tensor | None, rows: Rows, queries: Queries, tile: slice
 ) -> tuple[object, ...]:
@@ -278,7 +259,7 @@ def _positions(rows: Rows) -> Tensor | None:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32, of factors in the type of the products: `TorchPasses._product`."""
+    """Return a @ b in float32, of factors in the type of the products: `TorchBackend._product`."""
     if a.dtype is torch.float32:
         return a @ b
     if a.is_cuda:
