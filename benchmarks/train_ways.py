@@ -22,8 +22,8 @@ from plsc.models import build_model
 from plsc.models.convolution import use_torchs_layers
 from plsc.optim.autocast import autocast
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
+from plsc.train.loop import agree
 from plsc.train.precision import training_mode
 from plsc.train.step import Step
 

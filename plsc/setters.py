@@ -490,7 +490,7 @@ class Setters:
 
     def set_warmup_steps(self, num: int | None) -> None:
         """Set ``optim.warmup_steps``: the same in steps, instead of warmup_epochs; when
-        neither is set, 20% of the run's steps, at most 1000; 100 where the length is
+        neither is set, 10% of the run's steps, at most 1000; 100 where the length is
         unknown; 0 with a schedule 'package.module:function'. Default: None.
         """
         self.options.set("optim.warmup_steps", num)

@@ -34,9 +34,15 @@ from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
-from plsc.train.acceleration import check_speed, compiled, lay_out
-from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
-from plsc.train.build_head import build_heads, margin_of
+from plsc.train.acceleration import (
+    check_speed,
+    compiled,
+    lay_out,
+    shard_size,
+    spread_backbone,
+    will_be_sharded,
+)
+from plsc.train.build_head import TrainingSet, build_heads, margin_of
 from plsc.train.build_optim import (
     ScheduleFunction,
     build_schedule,
@@ -47,7 +53,7 @@ from plsc.train.build_optim import (
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
-from plsc.train.notes import batch_note, frozen_note, idle_note, threads_note
+from plsc.train.hints import batch_note, frozen_note, idle_note, threads_note
 from plsc.train.precision import (
     build_scaler,
     check_precision,
@@ -57,7 +63,6 @@ from plsc.train.precision import (
 )
 from plsc.train.several import build_joint_feed
 from plsc.train.state import Position, collect_group_numbers
-from plsc.train.training_set import TrainingSet
 
 
 @dataclass

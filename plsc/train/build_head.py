@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from plsc.heads.joint import JointHead, JointRows
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
 from plsc.train.precision import head_products
-from plsc.train.training_set import TrainingSet
 
 MARGIN_OPTIONS = {
     "head.scale": "scale",
@@ -51,6 +51,23 @@ ONLY_SHARDED = (
     "head.kernels",
     "head.tile",
 )
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """A data set that was opened.
+
+    options: the run's, with those of this data set and its head in place; class_num: its classes;
+    num_samples: its images; per_step: how many of them a step has, over all ranks; seed: of its order and of
+    its head.
+    """
+
+    name: str
+    options: Config
+    class_num: int
+    num_samples: int
+    per_step: int
+    seed: int
 
 
 def margin_of(options: Config) -> Margin:

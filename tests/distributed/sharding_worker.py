@@ -19,10 +19,10 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.sharding import bytes_here, local_part
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.checkpointing import open_checkpoint, publish
 from plsc.train.evaluation import Target, evaluate_targets
+from plsc.train.loop import agree
 from plsc.train.resume import resolve_run, restore
 from plsc.train.step import Step
 from plsc.train.warm_start import start_from_pretrained
