@@ -16,6 +16,8 @@ import torch
 
 from plsc.errors import DataError
 
+_KEPT = 16  # buffers that wait to be used again; more are given back to the system
+
 
 @dataclass(frozen=True)
 class BadSample:
@@ -150,9 +152,6 @@ def _normalised_on_cpu(
         np.subtract(pixels, half, out=floats, dtype=np.float32)
         np.multiply(floats, scale, out=floats)
     return result
-
-
-_KEPT = 16  # buffers that wait to be used again; more are given back to the system
 
 
 class BufferRing:

@@ -12,6 +12,7 @@ from plsc.seeds import hash_key
 
 LAST_BATCH_CHOICES = ("pad", "keep", "drop")
 ORDER_CHOICES = ("global", "block", "sequential")
+_BLOCKS, _POOL = 0, 1  # parts of the keys, so that the two draws are not related
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,6 @@ class BatchPlan:
 def count_steps(num_samples: int, global_batch: int, last_batch: str) -> int:
     """Return how many global batches an epoch of ``num_samples`` has."""
     return num_samples // global_batch if last_batch == "drop" else -(-num_samples // global_batch)
-
-
-_BLOCKS, _POOL = 0, 1  # parts of the keys, so that the two draws are not related
 
 
 def check_blocks(block_samples: int, pool_samples: int) -> None:

@@ -20,6 +20,8 @@ from plsc.seeds import hash_key
 from plsc.storage.publish import replacing
 
 _MOST_TOLD = 20
+_COLUMNS, _PIXELS, _CAPTION, _GAP = 8, 112, 14, 4
+_PAPER, _INK, _FAULT = (255, 255, 255), (60, 60, 60), (200, 40, 40)
 
 
 @dataclass
@@ -151,10 +153,6 @@ def _check(source: Source, index: int) -> tuple[int, str] | DataError:
     except DataError as error:
         return DataError(f"{source.name(index)}: {error}")
     return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
-
-
-_COLUMNS, _PIXELS, _CAPTION, _GAP = 8, 112, 14, 4
-_PAPER, _INK, _FAULT = (255, 255, 255), (60, 60, 60), (200, 40, 40)
 
 
 def write_contact_sheet(

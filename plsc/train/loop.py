@@ -11,8 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from plsc.data.batch import Batch, copied_aside
-from plsc.data.samples import BadSample, BadSampleList
+from plsc.data.batch import BadSample, Batch, copied_aside
+from plsc.data.samples import BadSampleList
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head

@@ -18,8 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plsc.data.file_list import read_file_list
-from plsc.data.line_reader import Buffers, LineReader, LongLine, Stream
-from plsc.data.lines import Lines
+from plsc.data.lines import Buffers, LineReader, Lines, LongLine, Stream
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed

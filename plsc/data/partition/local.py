@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.line_reader import Buffers, LongLine
-from plsc.data.lines import BOM, Lines, find_newlines, read_lines
+from plsc.data.lines import BOM, Buffers, Lines, LongLine, find_newlines, read_lines
 from plsc.data.partition.inputs import (
     MOST_MESSAGES,
     Input,

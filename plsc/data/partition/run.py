@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plsc.data.line_reader import Buffers, LongLine
+from plsc.data.lines import Buffers, LongLine
 from plsc.data.partition import local
 from plsc.data.partition import manifest as manifests
 from plsc.data.partition.inputs import (

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.line_reader import Buffers, LineReader, LongLine
+from plsc.data.lines import Buffers, LineReader, LongLine
 from plsc.data.partition.inputs import Input, InputCount, read_counted
 from plsc.data.partition.options import PartitionOptions, read_size
 from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, rank_bounds

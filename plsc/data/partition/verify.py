@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.line_reader import Buffers, LongLine, Stream
-from plsc.data.lines import Lines
+from plsc.data.lines import Buffers, Lines, LongLine, Stream
 from plsc.data.partition import manifest as manifests
 from plsc.data.partition.inputs import (
     InputCount,

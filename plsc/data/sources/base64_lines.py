@@ -11,7 +11,7 @@ import numpy as np
 import pybase64
 
 from plsc.data.file_list import read_file_list
-from plsc.data.line_reader import Buffers, LineReader, LongLine
+from plsc.data.lines import Buffers, LineReader, LongLine
 from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.shards import Shards

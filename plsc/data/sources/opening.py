@@ -10,12 +10,11 @@ import numpy as np
 
 from plsc.data.sources.base import Source
 from plsc.data.sources.base64_lines import Base64Source
-from plsc.data.sources.csv_rows import CsvSource
 from plsc.data.sources.image_folders import ImageFolderSource, LabelFileSource, holds_image
-from plsc.data.sources.json_lines import JsonLinesSource
 from plsc.data.sources.lmdb import LmdbSource
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.sources.rows import CsvSource, JsonLinesSource
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.retry import with_retries

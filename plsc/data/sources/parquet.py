@@ -27,6 +27,13 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
 
+CACHE_BYTES = 256 * 2**20
+GROUP_BYTES = 2**30
+_MOST_OPEN = 16
+_BATCH_ROWS = 1024
+# What pyarrow raises for a file that is damaged.
+_FAULTS = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError)
+
 
 class ParquetSource(ColumnSource):
     """Samples of a Parquet file or of several (`shard_files`), local or remote.
@@ -126,14 +133,6 @@ def _image_leaf(name: str, kind: pa.DataType) -> str:
     raise OptionError(
         f"the image column {name!r} is {kind}; expected binary, or a struct with binary 'bytes'"
     )
-
-
-CACHE_BYTES = 256 * 2**20
-GROUP_BYTES = 2**30
-_MOST_OPEN = 16
-_BATCH_ROWS = 1024
-# What pyarrow raises for a file that is damaged.
-_FAULTS = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError)
 
 
 class Decoded(NamedTuple):

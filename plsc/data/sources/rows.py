@@ -1,28 +1,39 @@
-"""What sources have in common whose samples are rows of a text file: CSV and JSON lines."""
+"""Samples that are rows of a text file: CSV (RFC 4180, with a header) and JSON lines (jsonlines.org)."""
 
 from __future__ import annotations
 
 import binascii
+import csv
 import itertools
+import json
 import posixpath
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pybase64
 
 from plsc.data.decode import MAX_FILE_BYTES
 from plsc.data.sources.base import check_image_bytes, printable, read_from, read_image_file
-from plsc.data.sources.columns import ColumnSource, Label, LabelReader
+from plsc.data.sources.columns import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    ColumnSource,
+    Label,
+    LabelReader,
+    choose_column,
+)
 from plsc.data.sources.index_store import load_or_build
-from plsc.errors import DataError
+from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 
 # How the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files begins.
 _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
-
+_QUOTE = b'"'
+_MAX_LINES = 2**20  # of one row
 MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the longest image in base64, and some more
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -104,7 +115,7 @@ class RowSource(ColumnSource):
 
     def _image_in(self, stored: bytes) -> bytes:
         text = self._image_text(stored)
-        return _decode(text) if self._is_base64 else self._read_file(text)
+        return _decode_base64(text) if self._is_base64 else self._read_file(text)
 
     def _read_file(self, path: str) -> bytes:
         normal = posixpath.normpath(path)
@@ -139,10 +150,180 @@ def _is_base64(text: str) -> bool:
     return text.startswith(_BASE64_STARTS) and len(text) > 60
 
 
-def _decode(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     try:
         image = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"the image is no base64 ({error}); fix the line", kind="base64") from error
     check_image_bytes(len(image))
     return image
+
+
+class CsvSource(RowSource):
+    """A CSV or TSV file with a header: see `RowSource` for images and labels.
+
+    Columns are separated by the one of comma, semicolon, tab and bar that the header holds most of.
+    Fields may be quoted, with line ends inside. CRLF, blank lines and a byte order mark are accepted.
+
+    Raises OptionError for a column that is not there, DataError that names the line for a row with too
+    many or too few fields, or with a label that is none.
+    """
+
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
+        data = open_bytes(location)
+        header = next((row for _, _, row in _whole_rows(data)), b"").removesuffix(b"\n")
+        self._delimiter = max(b",;\t|".decode(), key=header.decode("utf-8", "replace").count)
+        self._separator = self._delimiter.encode()
+        try:
+            self.columns = [name.strip() for name in self._split(header)]
+            image = choose_column(image, self.columns, IMAGE_COLUMNS, "image")
+            label = choose_column(label, self.columns, LABEL_COLUMNS, "label")
+        except OptionError as error:
+            raise OptionError(f"{shown(location)}: {error}") from error
+        except DataError as error:
+            raise DataError(
+                f"{shown(location)}: the first line {error}; expected the columns' names"
+            ) from error
+        self._image, self._label = self.columns.index(image), self.columns.index(label)
+        return self._load(data, f"csv-1-{self._label}", labels)
+
+    def _split(self, row: bytes) -> list[str]:
+        """Return the fields of a row; DataError if it is no UTF-8, or its quotes do not close."""
+        try:
+            text = row.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"is no UTF-8 text ({error.reason})") from error
+        if _QUOTE not in row:
+            return text.removesuffix("\r").split(self._delimiter)
+        # The limit of the module is for the whole process: raised, never lowered.
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
+        try:
+            rows = list(csv.reader([text], delimiter=self._delimiter, strict=True))
+        except csv.Error as error:
+            raise DataError(f"is no CSV ({error})") from error
+        return rows[0] if rows else []
+
+    def _image_text(self, row: bytes) -> str:
+        if _QUOTE in row:
+            fields = self._split(row)
+            if len(fields) > self._image:
+                return fields[self._image].strip()
+        else:  # the long field is cut out before it is decoded
+            parts = row.removesuffix(b"\r").split(self._separator)
+            if len(parts) > self._image:
+                return parts[self._image].decode("utf-8", "surrogateescape").strip()
+        raise DataError("the image column is missing; the file changed while it was in use")
+
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        return itertools.islice(_whole_rows(self._data), 1, None)
+
+    def _label_in(self, row: bytes, line: int) -> Label:
+        name, wanted = shown(self.location), len(self.columns)
+        try:
+            fields: Sequence[Label] = (
+                self._split(row)
+                if _QUOTE in row
+                else row.removesuffix(b"\r").split(self._separator)
+            )
+        except DataError as error:
+            raise DataError(f"{name}:{line} {error}; fix the line") from error
+        if len(fields) != wanted:
+            raise DataError(
+                f"{name}:{line} has {len(fields)} fields, the header {wanted}: "
+                f"'{printable(row[:100])}'; fix the line"
+            )
+        return fields[self._label]
+
+
+def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (first line, offset, row) of all rows but blank ones: the lines up to where no quote is open."""
+    held = bytearray()  # a row whose quote is still open
+    first = start = 0
+    for number, offset, line in text_lines(data):
+        has_odd_quotes = line.count(_QUOTE) % 2 == 1
+        if held or has_odd_quotes:
+            if not held:
+                first, start = number, offset
+            elif has_odd_quotes:
+                yield first, start, bytes(held + line)
+                held.clear()
+                continue
+            held += line
+            if len(held) > MAX_LINE_BYTES or number - first > _MAX_LINES:
+                break
+        elif not line.isspace():
+            yield number, offset, line
+    if held:
+        raise DataError(
+            f"{shown(data.location)}:{first}: a quote that opens here does not close; fix it"
+        )
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
+
+
+class JsonLinesSource(RowSource):
+    """A file of JSON objects, one a line: see `RowSource` for images and labels.
+
+    Blank lines, CRLF and a byte order mark are accepted. Raises OptionError for a name that the first
+    object does not have, DataError that names the line for one that is no object, or lacks the label.
+    """
+
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
+        data = open_bytes(location)
+        first = next((line for _, _, line in text_lines(data) if not line.isspace()), b"{}")
+        try:
+            columns = list(_object(first))
+            self._image = choose_column(image, columns, IMAGE_COLUMNS, "image")
+            self._label = choose_column(label, columns, LABEL_COLUMNS, "label")
+        except OptionError as error:
+            raise OptionError(f"{shown(location)}: {error}") from error
+        except DataError as error:
+            raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
+        # A hash of the name, which may hold what a file's name may not.
+        return self._load(data, f"json-1-{self._label.encode().hex()[:40]}", labels)
+
+    def _image_text(self, row: bytes) -> str:
+        image = _object(row).get(self._image)
+        if not isinstance(image, str):
+            raise DataError(f"{self._image!r} is {_kind(image)}; expected a path or base64")
+        return image.strip()
+
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        return (found for found in text_lines(self._data) if not found[2].isspace())
+
+    def _label_in(self, row: bytes, line: int) -> Label:
+        try:
+            label = _object(row).get(self._label)
+            if type(label) is not int and not isinstance(label, str):
+                raise DataError(
+                    f"the label {self._label!r} is {_kind(label)}; expected a number or a name"
+                )
+        except DataError as error:
+            raise DataError(f"{shown(self.location)}:{line}: {error}; fix the line") from error
+        return label
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = _decode_json(line.decode())
+    except (ValueError, RecursionError) as error:
+        reason = str(error).split(": ", 1)[0]
+        raise DataError(
+            f"is no JSON ({reason}): '{printable(line[:60])}'; expected one object a line"
+        ) from error
+    if not isinstance(found, dict):
+        raise DataError(f"is {_kind(found)}; expected an object")
+    return found
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"

@@ -28,6 +28,14 @@ from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.urls import base_name, shown
 
 _LABEL_BYTES = 2**20  # the most that a .cls or .json may have
+BLOCK = 512  # of a tar
+_MAX_NAME = 2**16
+_MAX_PAX = 2**20
+_ZEROS = bytes(BLOCK)
+_FILES = b"0\x007"  # plain files; 7: contiguous ones, which are read alike
+_REMARKS = (b"L", b"K", b"x", b"g")
+_REFUSED = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
+_REFUSED |= {b"S": "a sparse file", b"V": "a volume label", b"M": "a part of a file"}
 
 
 class TarSource(ColumnSource):
@@ -176,16 +184,6 @@ def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
 def is_image(suffix: str) -> bool:
     """Whether members with this suffix are images, by what follows its last dot."""
     return f".{suffix.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES
-
-
-BLOCK = 512
-_MAX_NAME = 2**16
-_MAX_PAX = 2**20
-_ZEROS = bytes(BLOCK)
-_FILES = b"0\x007"  # plain files; 7: contiguous ones, which are read alike
-_REMARKS = (b"L", b"K", b"x", b"g")
-_REFUSED = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
-_REFUSED |= {b"S": "a sparse file", b"V": "a volume label", b"M": "a part of a file"}
 
 
 class Member(NamedTuple):

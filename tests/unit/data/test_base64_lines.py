@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import encode, smooth_picture
 
-from plsc.data import line_reader
+from plsc.data import lines
 from plsc.data.partition import PartitionOptions, partition
 from plsc.data.sources import Base64Source, base64_lines, open_source
 from plsc.errors import DataError, OptionError
@@ -96,10 +96,8 @@ def test_compressed_files_are_refused_with_advice(tmp_path):
 def test_the_index_is_built_once_and_again_when_a_file_has_changed(tmp_path, monkeypatch):
     folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n"})
     built = []
-    read = line_reader.LineReader.__iter__
-    monkeypatch.setattr(
-        line_reader.LineReader, "__iter__", lambda self: built.append(1) or read(self)
-    )
+    read = lines.LineReader.__iter__
+    monkeypatch.setattr(lines.LineReader, "__iter__", lambda self: built.append(1) or read(self))
     for _ in range(3):
         assert len(Base64Source(folder)) == 1
     assert len(built) == 1

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.data.sources import open_source, rows
-from plsc.data.sources.csv_rows import CsvSource
+from plsc.data.sources.rows import CsvSource
 from plsc.errors import DataError, OptionError
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(range(100))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.sources.json_lines import JsonLinesSource
+from plsc.data.sources.rows import JsonLinesSource
 from plsc.errors import DataError, OptionError
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from plsc.data import lines as lines_module
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.line_reader import Buffers, LineReader, LongLine
-from plsc.data.lines import BOM, MAX_LINE_BYTES, parse_line
+from plsc.data.lines import BOM, MAX_LINE_BYTES, Buffers, LineReader, LongLine, parse_line
 from plsc.errors import DataError
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from plsc.data.sources import Base64Source, ImageFolderSource, LabelFileSource, open_source
-from plsc.data.sources.csv_rows import CsvSource
 from plsc.data.sources.lmdb import LmdbSource
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.sources.rows import CsvSource
 from plsc.data.sources.tar import TarSource
 from plsc.data.writers import writer_of
 from plsc.errors import DataError, OptionError
