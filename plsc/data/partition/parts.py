@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc import keys
+from plsc import seeds
 from plsc.data.native import function
 from plsc.data.partition.order import splitmix64
 from plsc.errors import DataError
@@ -63,7 +63,7 @@ def checksum_plainly(array: np.ndarray, offset: int) -> int:
         block, inside = divmod(first + done, _WORDS)
         count = min(_WORDS - inside, len(words) - done)
         product = np.dot(words[done : done + count], _FACTORS[inside : inside + count])
-        total += int(product) * (keys.splitmix64(block) | 1)
+        total += int(product) * (seeds.splitmix64(block) | 1)
         done += count
     return total % _MODULUS
 
