@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plsc.errors import OptionError
-from plsc.parallel.collectives import class_range
 from plsc.plan.arguments import batch_sizes, one_of, whole
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -131,7 +130,7 @@ def plan_head(
     embedding_bytes = _BYTES[one_of("embedding_dtype", embedding_dtype, ("float32", "bfloat16"))]
     budget = whole("keep_bytes", keep_bytes, 0)
 
-    b, local = sum(sizes), class_range(classes, 0, ranks)[1]  # no rank has more than the first
+    b, local = sum(sizes), -(-classes // ranks)  # no rank has more than the first
     drawn = math.ceil(local * ratio)
     n = max(drawn, min(b, local)) * k  # the classes of the batch always take part
     kept = 2 * n * b

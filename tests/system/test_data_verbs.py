@@ -72,7 +72,7 @@ def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
         "--sheet_images is 0": ["inspect", "x", "--sheet", "a.png", "--sheet_images", "0"],
         "ends in .png": ["inspect", "x", "--sheet", "a.jpg"],
         "no folder /nowhere": ["inspect", "x", "--sheet", "/nowhere/a.png"],
-        "expected a whole number": ["inspect", str(dataset), "--check", "some"],
+        "expected an integer": ["inspect", str(dataset), "--check", "some"],
     }
     for message, arguments in wrong.items():
         assert cli.main(["data", *arguments]) == 1

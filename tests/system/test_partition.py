@@ -340,7 +340,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
         (["--data_dir", "/nope", "--nranks", "2", "--verify"], "there is no output to verify"),
         (
             ["--data_dir", "/nope", "--nranks", "none"],
-            "--nranks is 'none'; expected a whole number",
+            "--nranks is 'none'; expected an integer",
         ),
         (
             ["--data_dir", "/nope", "--nranks", "2", "--memory", "lots"],

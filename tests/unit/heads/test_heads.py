@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc import keys
+from plsc import seeds
 from plsc.errors import DataError, OptionError
 from plsc.heads import (
     LOSS_TYPES,
@@ -390,7 +390,7 @@ def test_a_class_has_the_same_initial_row_in_any_shard(start, length):
 
 def test_seeds_are_those_of_the_rest_of_plsc():
     for parts in ((), (0,), (3, -1, 2**70), (1, 2)):
-        assert hash_key(*parts) == keys.hash_key(*parts)
+        assert hash_key(*parts) == seeds.hash_key(*parts)
 
 
 def test_initial_rows_differ_by_seed_and_by_class():
