@@ -203,7 +203,8 @@ def utilisation(device: torch.device) -> Iterator[list[int]]:
 def outcome_of(error: BaseException) -> str:
     """Return what stands in the table for a way that failed."""
     text = str(error)
-    wanted = ("can't allocate memory", "not enough memory", "out of memory", "no memory")
+    # A thread that cannot start has no room for its stack.
+    wanted = ("allocate memory", "not enough memory", "out of memory", "no memory", "new thread")
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
         part in text.lower() for part in wanted
     ):
