@@ -106,7 +106,7 @@ class _Note(argparse.Action):
     def __call__(
         self, parser: object, namespace: argparse.Namespace, text: Any, flag: str | None = None
     ) -> None:
-        namespace.given.append((self.dest, text or ("true" if self.nargs == 0 else text)))
+        namespace.given.append((self.dest, "true" if self.nargs == 0 else text))
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -20,6 +20,8 @@ from plsc.parallel.world import World
 from plsc.train.logs import print_on_main
 from plsc.train.precision import training_mode
 
+_KEPT_WHOLE = "its parameters stay whole on each rank"
+
 
 def check_speed(options: Config, ranks: int) -> None:
     """Raise OptionError for options of speed that exclude others."""
@@ -109,9 +111,6 @@ def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
             print_on_main(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
         return network
     return folded
-
-
-_KEPT_WHOLE = "its parameters stay whole on each rank"
 
 
 def spread_backbone(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,11 @@ class TrainingSet:
     seed: int
 
 
+def margin_arguments(name: str) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a margin's constructor."""
+    return inspect.signature(MARGINS[name].__init__).parameters
+
+
 def margin_of(options: Config) -> Margin:
     """Return the margin of the loss type.
 
@@ -84,15 +89,13 @@ def margin_of(options: Config) -> Margin:
                     f"{path} is {options.get(path)}, but {head.loss_type} has all class rows on every rank; "
                     f"use dist_{head.loss_type}, or leave it out"
                 )
-    has = inspect.signature(MARGINS[name].__init__).parameters
-    given: dict[str, Any] = {}
-    for path, argument in MARGIN_OPTIONS.items():
-        is_known = (
-            path in options.adopted or path == "head.scale"
-        )  # whose default is not the margin's
-        is_set = path in options.explicit or (is_known and argument in has)
-        if is_set:
-            given[argument] = options.get(path)
+    has = margin_arguments(name)
+    ours = options.adopted | {"head.scale"}  # the default of the scale is not the margin's
+    given = {
+        argument: options.get(path)
+        for path, argument in MARGIN_OPTIONS.items()
+        if path in options.explicit or (path in ours and argument in has)
+    }
     try:
         return build_margin(name, **given)
     except OptionError as error:
@@ -101,9 +104,7 @@ def margin_of(options: Config) -> Margin:
 
 def with_margin(options: Config) -> Config:
     """Return the configuration with the loss's own margin where none was set or adopted."""
-    has = inspect.signature(
-        MARGINS[options.head.loss_type.removeprefix("dist_")].__init__
-    ).parameters
+    has = margin_arguments(options.head.loss_type.removeprefix("dist_"))
     return options.changed(
         {
             path: has[MARGIN_OPTIONS[path]].default

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plsc.config import Config
+from plsc.config import Config, find_option
 from plsc.config.optim import (
     CLIP_NORM,
     CLIPPED_STEP,
@@ -19,11 +19,10 @@ from plsc.config.optim import (
     WARMUP_SHARE,
     WARMUP_STEPS,
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
-    OptimOptions,
     ParameterGroup,
     read_parameter_groups,
 )
-from plsc.config.option import load_function, specs_of
+from plsc.config.option import load_function
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
@@ -39,8 +38,6 @@ from plsc.optim.optimizers import (
 from plsc.optim.schedule import Schedule, Shape
 
 ScheduleFunction = Callable[..., float]
-
-_OPTIONS = specs_of("optim", OptimOptions)
 
 
 def check_optim(options: Config) -> None:
@@ -83,7 +80,7 @@ def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:
     """Check the settings that are options of the run, too: torch checks an optimizer's defaults alone."""
     for name in group.arguments.keys() & set(takes):
         try:
-            _OPTIONS[f"optim.{name}"].checked(group.arguments[name])
+            find_option(f"optim.{name}").checked(group.arguments[name])
         except OptionError as error:
             raise OptionError(f"parameter group {group.pattern!r}: {error}") from error
 

@@ -36,6 +36,8 @@ from plsc.train.feed import NO_AUGMENTATION
 from plsc.train.job import load_network
 from plsc.train.resume import resolve_run, restore
 
+_AT_A_TIME = 4096  # images whose embeddings are in memory
+
 
 def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:
     """Keep of each class the row that most of its training images are nearest to; a collective.
@@ -92,9 +94,6 @@ def _say(world: World, counts: torch.Tensor, output: Path) -> None:
     if world.is_main:
         share = float(both[0] / both[1])
         print(f"{output}: one row a class; {share:.1%} of the images are nearest to it")
-
-
-_AT_A_TIME = 4096  # images whose embeddings are in memory
 
 
 def grow_from_images(

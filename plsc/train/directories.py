@@ -34,6 +34,7 @@ SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # that a run writes next to 
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
 _START_SECONDS = 20.0  # for a store to answer before training begins
+_LARGEST_BEST = 2**16  # bytes
 
 
 @dataclass(frozen=True)
@@ -258,9 +259,6 @@ def _open_store(url: str, options: Config, world: World, is_own: bool) -> Store:
 
     on_every_rank(world, f"reach {shown(url)}", reach)
     return opened[0]
-
-
-_LARGEST_BEST = 2**16  # bytes
 
 
 @dataclass(frozen=True)

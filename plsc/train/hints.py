@@ -30,6 +30,12 @@ _SCALING = (
     "decr_ratio",
     "use_dynamic_loss_scaling",
 )
+SMALL_WAIT = 0.05  # of a step: below, nothing is said
+SKIPPED_STEPS = 5  # at the start of a run and of an epoch: workers begin to read ahead then
+MEASURED_STEPS = 40
+_BUSY = 0.85  # of the cores' time: the rest is lost between threads that wait for each other
+_SPARE = 1.1  # a worker's time for a batch varies
+_PER_CORE = 4  # workers that wait for storage, a core
 
 
 def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
@@ -118,14 +124,6 @@ def _unused(
         yield ("precision.white_list", "precision.black_list"), mode
     if precision.mode != "float16" and precision.loss_scaling == "auto":
         yield tuple(f"precision.{name}" for name in _SCALING), mode
-
-
-SMALL_WAIT = 0.05  # of a step: below, nothing is said
-SKIPPED_STEPS = 5  # at the start of a run and of an epoch: workers begin to read ahead then
-MEASURED_STEPS = 40
-_BUSY = 0.85  # of the cores' time: the rest is lost between threads that wait for each other
-_SPARE = 1.1  # a worker's time for a batch varies
-_PER_CORE = 4  # workers that wait for storage, a core
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ from plsc.train.saving import Saver
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart
 
+_SHOWN = 10  # lines on the terminal, a rank; a dataset may be bad altogether
+
 
 class StepWatch(Protocol):
     """Looks on as the steps are made."""
@@ -387,9 +389,6 @@ def agree(
     return Agreement(
         max(signals), any(ended), any(saving), None if any(wrong) else [int(size) for size in sizes]
     )
-
-
-_SHOWN = 10  # lines on the terminal, a rank; a dataset may be bad altogether
 
 
 class BadSampleReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,15 @@ from plsc.data.order import BatchPlan, count_steps
 from plsc.data.sources.base import Source
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError
-from plsc.heads import MARGINS
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
-from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, TrainingSet, margin_of
+from plsc.train.build_head import (
+    MARGIN_OPTIONS,
+    ONLY_SHARDED,
+    TrainingSet,
+    margin_arguments,
+    margin_of,
+)
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.feed import (
     Feed,
@@ -126,7 +130,7 @@ def options_of(options: Config, one: DataSet) -> Config:
     name = loss_type.removeprefix("dist_")
     left_out: set[str] = set()
     if name != options.head.loss_type.removeprefix("dist_"):
-        has_scale = "scale" in inspect.signature(MARGINS[name].__init__).parameters
+        has_scale = "scale" in margin_arguments(name)
         left_out.update(path for path in MARGIN_OPTIONS if path != "head.scale" or not has_scale)
     if not loss_type.startswith("dist_"):
         left_out.update(ONLY_SHARDED)
