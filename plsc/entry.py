@@ -174,7 +174,7 @@ class Entry(Setters):
         """Train on several data sets, each with its own classes and head: add one to ``data.datasets``.
 
         name: of letters, digits, _ and -; the head's in logs and checkpoints. path: as `set_dataset_dir`
-        takes it. weight: its share of the images of a step, beside the weights of the others. The rest: of
+        takes it. weight: its share of the images of a step, next to the weights of the others. The rest: of
         its head alone; what is not given is as the run's. OptionError for a name that is there, or a wrong
         value.
 

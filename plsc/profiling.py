@@ -194,7 +194,7 @@ class _Watch:
 def _train(run: Run, steps: int, output: Path) -> _Watch:
     device = run.world.device
     watch = _Watch(device, steps)
-    run.save_dir = output  # of what the loop lists beside the checkpoints
+    run.save_dir = output  # of what the loop lists next to the checkpoints
     run.options = run.options.changed({"train.steps": watch.total, "train.epochs": _ENDLESS})
     log = _QuietLog(output, run.world.is_main, 0, watch.total)
     if device.type == "cuda":

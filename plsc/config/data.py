@@ -32,7 +32,7 @@ HEAD_OPTIONS = ("class_num", "loss_type", "margin", "scale", "sample_ratio")
 class DataSet:
     """A data set with a label space and a head of its own.
 
-    path: as `data.dataset_dir`; weight: its share of each step's images, beside the weights of the others.
+    path: as `data.dataset_dir`; weight: its share of each step's images, next to the weights of the others.
     The rest: options of its head; None: those of the run.
     """
 

@@ -164,7 +164,7 @@ class HeadOptions:
     )  # fmt: skip
     keep_mb: float = of_run(
         0.0,
-        "MiB a rank in which the first pass over the rows may leave its terms for the second, in 16 bits; "
+        "MiB per rank in which the first pass over the rows may leave its terms for the second, in 16 bits; "
         "where they do not fit, they are computed again",
         "set_head_keep_mb(mebibytes)",
         between(0, 2**40),

@@ -1,7 +1,7 @@
 """All options of a run, and the table that is made of them.
 
 Setters, command-line flags, config files, the docs page and the options in a checkpoint all derive from
-this table. Its rows stand in the files beside this one. An option is named by its path, such as
+this table. Its rows are in the other files of this folder. An option is named by its path, such as
 ``train.batch_size``.
 """
 

@@ -235,7 +235,7 @@ class SpeedOptions:
     )
     bucket_mb: float = of_run(
         25.0,
-        "MiB of gradients that are summed over the ranks at once, while backward goes on",
+        "MiB of gradients that are summed over the ranks at once, while the backward pass continues",
         "set_bucket_mb(mebibytes)",
         more_than(0),
     )

@@ -197,7 +197,7 @@ class Setters:
         self.options.set("head.products", dtype)
 
     def set_head_keep_mb(self, mebibytes: float) -> None:
-        """Set ``head.keep_mb``: MiB a rank in which the first pass over the rows may leave its terms for
+        """Set ``head.keep_mb``: MiB per rank in which the first pass over the rows may leave its terms for
         the second, in 16 bits; where they do not fit, they are computed again. Default: 0.0.
         """
         self.options.set("head.keep_mb", mebibytes)
@@ -675,7 +675,7 @@ class Setters:
         self.options.set("checkpoint.hdfs_user", name)
 
     def set_new_version(self, flag: bool) -> None:
-        """Set ``checkpoint.new_version``: save to a new folder save_dir/version_<n>, beside those of
+        """Set ``checkpoint.new_version``: save to a new folder save_dir/version_<n>, next to those of
         earlier runs. Default: False.
         """
         self.options.set("checkpoint.new_version", flag)
@@ -715,7 +715,7 @@ class Setters:
         self.options.set("checkpoint.monitor_mode", mode)
 
     def set_async_save(self, flag: bool) -> None:
-        """Set ``checkpoint.asynchronous``: write checkpoints beside training, from a copy in this
+        """Set ``checkpoint.asynchronous``: write checkpoints in the background, from a copy in this
         machine's memory. Default: True.
         """
         self.options.set("checkpoint.asynchronous", flag)
@@ -808,7 +808,7 @@ class Setters:
         self.options.set("speed.late_losses", flag)
 
     def set_bucket_mb(self, mebibytes: float) -> None:
-        """Set ``speed.bucket_mb``: MiB of gradients that are summed over the ranks at once, while backward
-        goes on. Default: 25.0.
+        """Set ``speed.bucket_mb``: MiB of gradients that are summed over the ranks at once, while the
+        backward pass continues. Default: 25.0.
         """
         self.options.set("speed.bucket_mb", mebibytes)

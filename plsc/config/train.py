@@ -139,7 +139,7 @@ class CheckpointOptions:
         _user_name,
     )
     new_version: bool = declare(
-        False, "save to a new folder save_dir/version_<n>, beside those of earlier runs",
+        False, "save to a new folder save_dir/version_<n>, next to those of earlier runs",
         "set_new_version(flag)",
     )  # fmt: skip
     every_n_epochs: int = declare(
@@ -170,7 +170,7 @@ class CheckpointOptions:
         "set_monitor_mode(mode)", one_of("auto", "min", "max"),
     )  # fmt: skip
     asynchronous: bool = declare(
-        True, "write checkpoints beside training, from a copy in this machine's memory",
+        True, "write checkpoints in the background, from a copy in this machine's memory",
         "set_async_save(flag)",
     )  # fmt: skip
     on_error: str = declare(

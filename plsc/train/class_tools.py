@@ -43,7 +43,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     """Keep of each class the row that most of its training images are nearest to; a collective.
 
     The network of `checkpoint.load_dir` embeds the training set. Writes the checkpoint `output`: the same run
-    at the same step, with one row a class; training goes on from it. Raises OptionError if there are no
+    at the same step, with one row per class; training resumes from it. Raises OptionError if there are no
     sub-centres, or something stands where the new checkpoint is to be.
     """
     path, manifest = open_load_dir(options.resolve(), world)

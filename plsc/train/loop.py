@@ -37,7 +37,7 @@ from plsc.train.saving import Saver
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart
 
-_SHOWN = 10  # lines on the terminal, a rank; a dataset may be bad altogether
+_SHOWN = 10  # lines on the terminal per rank; a dataset may be bad altogether
 
 
 class StepWatch(Protocol):
