@@ -87,6 +87,14 @@ class Hdfs:
                 start_new_session=True,
             )
 
+    def revive(self) -> None:
+        """Start the nodes that were killed."""
+        for node in [
+            node for node, process in self.processes.items() if process.poll() is not None
+        ]:
+            self.start(node)
+        self.wait_until_ready()
+
     def wait_until_ready(self, seconds: float = 60) -> None:
         """Return when a DataNode is live."""
         query = f"http://{self.web}/jmx?qry=Hadoop:service=NameNode,name=FSNamesystemState"

@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -18,7 +17,6 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train import job
 from plsc.train.build import UserParts
-from plsc.train.logs import RunLog
 
 
 class Drawing(BaseModel):
@@ -66,24 +64,16 @@ def options_of(dataset: Path, save_dir: Path, **changes) -> Options:
         "train.log_period": 1, "data.num_workers": 0, "optim.lr": 0.02,
         **({} if "checkpoint__load_dir" in changes else PLAIN),
     } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
-    for path, value in settings.items():
-        options.set(path, value)
+    options.set_together(settings)
     return options
 
 
 def train(options: Options, world: World, network=Drawing, user=None):
-    """Train as the facade does, without the plot, which takes longer than everything else."""
-
-    class Unplotted(RunLog):
-        def plot(self):
-            pass
-
+    """Train as the facade does."""
     user = user or UserParts()
     torch.manual_seed(5)
     user.model = network()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "RunLog", Unplotted)
-        return job.run_training(options, world, user)
+    return job.run_training(options, world, user)
 
 
 def saved_at(save_dir: Path, step: int) -> Path:

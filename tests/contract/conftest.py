@@ -2,34 +2,7 @@
 
 from __future__ import annotations
 
-import fsspec
 import pytest
-
-from tests.hdfs_server import hdfs_server
-from tests.s3_server import s3_server
-
-
-@pytest.fixture(scope="session")
-def s3():
-    with pytest.MonkeyPatch.context() as patch, s3_server() as address:
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": address,
-            "FSSPEC_S3_ENDPOINT_URL": address,
-        }.items():
-            patch.setenv(name, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield "s3://bucket"
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-
-
-@pytest.fixture(scope="session")
-def hdfs():
-    with hdfs_server() as server:
-        yield server
 
 
 @pytest.fixture(params=["local", "memory", "s3", "hdfs"])

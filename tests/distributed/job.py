@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from plsc import Entry
 from plsc.errors import PlscError
+from tests.undrawn import draw_nothing
 
 
 def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
@@ -57,6 +58,7 @@ def run(dataset: str, save_dir: str, *settings: str) -> None:
 
 
 def main() -> None:
+    draw_nothing()
     runs = [list(words) for is_mark, words in groupby(sys.argv[1:], "--".__eq__) if not is_mark]
     if len(runs) > 1 and "RANK" in os.environ:
         dist.init_process_group("gloo")  # for all of them

@@ -1,10 +1,17 @@
-"""Starts real torchrun jobs on the CPU."""
+"""Starts real jobs on the CPU: ranks under torchrun, and ranks that start at once."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +38,7 @@ def command(script: str | Path, ranks: int, *args: str, max_restarts: int = 0) -
     return [*python, str(script), *args]
 
 
-def run_ranks(
+def run_torchrun(
     script: str | Path,
     ranks: int,
     *args: str,
@@ -42,7 +49,8 @@ def run_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script under torchrun (plain Python for 0 ranks) and return what it printed.
 
-    With `check` a failure fails the test and shows the output.
+    For what is torchrun's: its summary of failures, its restarts. With `check` a failure fails the test and
+    shows the output.
     """
     done = subprocess.run(
         command(script, ranks, *args),
@@ -56,3 +64,95 @@ def run_ranks(
     if check:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
+
+
+class Ranks:
+    """A script that runs on so many ranks (alone for 0) of rank_server.py. One at a time in a process.
+
+    pid: of the launcher, the leader of their process group, whose children the ranks are.
+    """
+
+    _former: Ranks | None = None
+
+    def __init__(
+        self, script: str | Path, ranks: int, *args: str, env: dict[str, str] | None = None,
+        cwd: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        if Ranks._former is not None:
+            Ranks._former.kill()  # a test that failed may have left it
+        Ranks._former = self
+        self.returncode: int | None = None
+        self._server = _server()
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read at the end
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        request = {
+            "script": str(script), "arguments": args, "ranks": ranks, "folder": str(cwd or Path.cwd()),
+            "environment": clean_environment(**(env or {})),
+        }  # fmt: skip
+        descriptors = [self._output.fileno(), self._errors.fileno()]
+        socket.send_fds(self._server, [json.dumps(request).encode()], descriptors)
+        self.pid = int(self._server.recv(64))
+
+    def poll(self) -> int | None:
+        """Return the exit code of the launcher, None while it runs."""
+        return self.wait(0)
+
+    def wait(self, timeout: float) -> int | None:
+        """Return the exit code, None if it runs on after so many seconds."""
+        if self.returncode is None and select.select([self._server], [], [], timeout)[0]:
+            self.returncode = int(self._server.recv(64))
+        return self.returncode
+
+    def kill(self) -> None:
+        """End all ranks with SIGKILL, if they run."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait(60)
+
+    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+        """Return output and errors at the end; what takes longer is killed, and fails the test."""
+        is_late = self.wait(timeout) is None
+        self.kill()
+        texts = []
+        for file in (self._output, self._errors):
+            with file:
+                file.seek(0)
+                texts.append(file.read())
+        assert not is_late, f"it took over {timeout} s\n{texts}"
+        return texts[0], texts[1]
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """Start rank_server.py once per process; it ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    script = Path(__file__).with_name("rank_server.py")
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-u", str(script), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=clean_environment(OPENBLAS_NUM_THREADS="1"),
+            cwd=ROOT,
+        )
+    atexit.register(lambda: (ours.close(), server.wait()))
+    return ours
+
+
+def run_ranks(
+    script: str | Path,
+    ranks: int,
+    *args: str,
+    timeout: float = 300,
+    check: bool = True,
+    env: dict[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on so many ranks, or alone for 0, and return what it printed.
+
+    With `check` a failure fails the test and shows the output.
+    """
+    job = Ranks(script, ranks, *args, env=env, cwd=cwd)
+    out, err = job.communicate(timeout)
+    assert job.returncode == 0 or not check, f"{out}\n{err}"
+    assert job.returncode is not None
+    return subprocess.CompletedProcess([str(script), *args], job.returncode, out, err)

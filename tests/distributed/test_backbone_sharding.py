@@ -13,7 +13,7 @@ from plsc.checkpoint.classes import change_classes
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.job import load_network
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, run_torchrun
 from tests.distributed.resume_worker import joined
 from tests.distributed.sharding_worker import CASES, STEPS, Uneven
 from tests.images import write_dataset, write_pair_file
@@ -100,7 +100,7 @@ needs_two_gpus = pytest.mark.skipif(
 @needs_two_gpus
 def test_two_gpus_never_hold_the_whole_network():
     worker = Path(__file__).with_name("sharding_start_worker.py")
-    run_ranks(worker, 2, env={"CUDA_VISIBLE_DEVICES": "0,1"})
+    run_torchrun(worker, 2, env={"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 @pytest.mark.gpu
@@ -110,7 +110,7 @@ def test_on_two_gpus_it_trains_like_a_whole_backbone(tmp_path):
     job = Path(__file__).with_name("job.py")
     losses = {}
     for way in ("replicated", "sharded"):
-        done = run_ranks(
+        done = run_torchrun(
             job, 2, str(dataset), str(tmp_path / way), f"set_backbone_parallel={way!r}",
             "set_device='cuda'", "set_dropout=0.0",
             env={"CUDA_VISIBLE_DEVICES": "0,1"},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import ROOT, clean_environment
-from tests.hdfs_server import hdfs_server
+from tests.hdfs_server import Hdfs
 
 PHASES = ("save", "upload", "retention")
 
@@ -18,18 +18,17 @@ pytestmark = pytest.mark.slow
 
 
 def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_whole_and_the_run_ends_with_the_same_bits(
-    tmp_path: Path,
+    tmp_path: Path, hdfs: Hdfs
 ):
-    with hdfs_server() as hdfs:
-        script = [sys.executable, "benchmarks/kill.py", str(tmp_path), "--quick"]
-        done = subprocess.run(
-            [*script, "--store", hdfs.url, "--phases", *PHASES],
-            cwd=ROOT,
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
+    script = [sys.executable, "benchmarks/kill.py", str(tmp_path), "--quick"]
+    done = subprocess.run(
+        [*script, "--store", f"{hdfs.url}/kill", "--phases", *PHASES],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "kill.jsonl").read_text().splitlines()]
     kills = [line for line in lines if "kill" in line]

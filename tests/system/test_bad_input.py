@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plsc.cli import main
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, run_torchrun
 from tests.system.bad_input_worker import Files, cases, truncate
 
 HERE = Path(__file__).parent
@@ -77,13 +77,13 @@ def one_bad_image(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [0, 2, 4])
+@pytest.mark.parametrize("ranks", [0, 3])
 def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_image, tmp_path, ranks):
     command = (
         "train", f"--data.dataset_dir={one_bad_image}", f"--checkpoint.save_dir={tmp_path / 'run'}",
         "--model.name=SmallResNet", "--model.image_shape=[3,16,16]", "--train.batch_size=8",
     )  # fmt: skip
-    done = run_ranks(COMMAND, ranks, *command, check=False, timeout=90)
+    done = run_torchrun(COMMAND, ranks, *command, check=False, timeout=90)
     assert_one_message(done, "images/7_3.png (label.txt:53)", "truncated")
 
 
@@ -96,8 +96,8 @@ def test_a_bad_image_is_skipped_and_counted_when_asked(one_bad_image, tmp_path):
 
 
 def test_a_wrong_setting_ends_a_script_with_an_exception(one_bad_image, tmp_path):
-    for ranks in (0, 3):
-        done = run_ranks(
+    for ranks in (0, 2):
+        done = run_torchrun(
             JOB, ranks, str(one_bad_image), str(tmp_path / "run"), "set_loss_type='softmax'",
             "set_margin=0.3", check=False, timeout=90,
         )  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_wrong_setting_ends_a_script_with_an_exception(one_bad_image, tmp_path
 
 def test_the_command_line_ends_with_one_line_and_no_traceback(tmp_path, capfd):
     nowhere = ["train", "--data.dataset_dir", str(tmp_path / "nowhere")]
-    done = run_ranks(COMMAND, 0, *nowhere, check=False)
+    done = run_torchrun(COMMAND, 0, *nowhere, check=False)
     assert_one_message(done)
     for arguments in (
         ["train", "--train.batch_size", "0"],
@@ -132,8 +132,9 @@ def test_a_full_disk_while_saving_is_one_line_and_leaves_the_older_checkpoint_wh
     try:
         dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
         done = run_ranks(JOB, 2, str(dataset), str(disk / "run"), check=False, timeout=90)
-        expected = "No space left", "earlier checkpoints are whole"
-        assert_exception(done, 2, "CheckpointError", *expected)
+        assert done.returncode != 0
+        for text in ("CheckpointError: ", "No space left", "earlier checkpoints are whole"):
+            assert text in done.stderr
         left = sorted(path.name for path in (disk / "run").iterdir() if path.is_dir())
         assert left == ["0"]
         resume = f"set_checkpoint_dir={str(disk / 'run' / '0')!r}"

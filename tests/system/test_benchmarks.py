@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.launch import run_ranks
+
 REPO = Path(__file__).parents[2]
-sys.path.insert(0, str(REPO / "benchmarks"))
+BENCHMARKS = REPO / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
 from ways import BY_NAME, TEXTBOOK, WAYS  # noqa: E402
 
@@ -20,22 +21,8 @@ pytestmark = pytest.mark.slow
 
 def run(*arguments: object) -> list[dict]:
     """Run the benchmark on the CPU, one thread; return the JSON lines that it printed."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "benchmarks/head.py",
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-            *map(str, arguments),
-        ],
-        cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = "--device", "cpu", "--threads", "1", *map(str, arguments)
+    done = run_ranks(BENCHMARKS / "head.py", 0, *options, cwd=REPO)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -88,13 +75,9 @@ def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_cla
 
 
 def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ranks(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "benchmarks/checkpoint.py", str(tmp_path), "--quick", "--rounds", "1"],
-        cwd=REPO,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr  # each load looks at every row
+    # Each load looks at every row.
+    script = BENCHMARKS / "checkpoint.py"
+    run_ranks(script, 0, str(tmp_path), "--quick", "--rounds", "1", cwd=REPO)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 5 + 3 * 3
     assert {sample["ranks"] for sample in samples if sample["op"] == "load"} == {1, 2, 3}
@@ -102,14 +85,7 @@ def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ra
 
 def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path):
     for arguments in ([], ["--files", "--workers", "0"]):
-        done = subprocess.run(
-            [sys.executable, "benchmarks/train.py", str(tmp_path), "--quick", *arguments],
-            cwd=REPO,
-            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-            text=True,
-            capture_output=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_ranks(BENCHMARKS / "train.py", 0, str(tmp_path), "--quick", *arguments, cwd=REPO)
     samples = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     timed = [(one["way"], one["round"], one["files"]) for one in samples if one["kind"] == "time"]
     ways = {way for way, _, _ in timed}
@@ -124,12 +100,12 @@ def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(t
     if not data.exists():
         pytest.skip(f"{data} is not there")
     command = [
-        sys.executable, "benchmarks/accuracy_peer.py", tmp_path, "--omniglot", data, "--no-peer",
+        str(tmp_path), "--omniglot", str(data), "--no-peer",
         "--network", "SmallResNet", "--size", "16", "--emb-size", "16", "--epochs", "1",
         "--batch", "256", "--seeds", "1", "--rates", "0.02", "--variant", "no clip: optim.clip_norm=0",
     ]  # fmt: skip
     for is_repeated in (False, True):
-        subprocess.run(command, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True)
+        run_ranks(BENCHMARKS / "accuracy_peer.py", 0, *command, cwd=REPO)
         rows = (tmp_path / "results.md").read_text().splitlines()
         names = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in rows[2:]]
         assert names == [

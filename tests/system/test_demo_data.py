@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from PIL import Image
 
 from plsc.data.pairs import read_pairs
+from tests.distributed.launch import run_ranks
 
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
@@ -27,18 +26,14 @@ from render import varied  # noqa: E402
 FACES = bundled_faces()
 
 
-def run(*command: object, ok: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a command of the demo on two threads at most; show what it said when it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, text=True, capture_output=True
-    )
-    assert (done.returncode == 0) == ok, done.stdout + done.stderr
-    return done
+def run(script: str, *arguments: object, ranks: int = 0, check: bool = True) -> str:
+    """Run a script of the demo and return its errors; show what it said when it fails."""
+    command = DEMO / script, ranks, *map(str, arguments)
+    return run_ranks(*command, check=check, env={"DRAW_LOSSES": "1"}).stderr
 
 
 def make_small(folder: Path) -> Path:
-    run(DEMO / "make_glyphs.py", folder, "--classes", 200, "--images-per-class", 6, "--pairs", 200)
+    run("make_glyphs.py", folder, "--classes", 200, "--images-per-class", 6, "--pairs", 200)
     return folder
 
 
@@ -56,9 +51,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(data: Path) -> Path:
     """A run of train_glyphs.py and report.py: few classes, two ranks."""
     folder = data.parent / "run"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    run(*torchrun, DEMO / "train_glyphs.py", data, folder, "--epochs", 15)
-    run(DEMO / "report.py", data, folder)
+    run("train_glyphs.py", data, folder, "--epochs", 5, ranks=2)
+    run("report.py", data, folder)
     return folder
 
 
@@ -161,8 +155,7 @@ def test_a_data_set_is_made_once_and_a_strange_folder_is_left_alone(
     make_small(data)
     assert before == {file: file.stat().st_mtime_ns for file in data.rglob("*")}
     (tmp_path / "letter.txt").write_text("mine")
-    done = run(DEMO / "make_glyphs.py", tmp_path, ok=False)
-    assert "holds something else" in done.stderr
+    assert "holds something else" in run("make_glyphs.py", tmp_path, check=False)
     assert [file.name for file in tmp_path.iterdir()] == ["letter.txt"]
 
 
@@ -218,14 +211,14 @@ def test_the_demo_trains_on_two_ranks_and_leaves_what_it_promises(trained: Path)
 
 @pytest.mark.slow
 def test_recompute_agrees_with_the_report_and_notices_a_wrong_figure(trained: Path) -> None:
-    run(DEMO / "recompute.py", trained)
+    run("recompute.py", trained)
     path = trained / "figures.json"
     honest = path.read_text()
     figures = json.loads(honest)
     figures["trained"]["tar_at_far_0.01"] += 0.01
     path.write_text(json.dumps(figures))
     try:
-        assert "trained tar_at_far_0.01" in run(DEMO / "recompute.py", trained, ok=False).stderr
+        assert "trained tar_at_far_0.01" in run("recompute.py", trained, check=False)
     finally:
         path.write_text(honest)
 
@@ -234,7 +227,7 @@ def test_recompute_agrees_with_the_report_and_notices_a_wrong_figure(trained: Pa
 @pytest.mark.parametrize("script", ["custom_model.py", "custom_reader.py"])
 def test_the_examples_of_own_model_and_own_reader_learn(data: Path, script: str) -> None:
     folder = data.parent / script
-    run(DEMO / script, data, folder, "--steps", 60)
+    run(script, data, folder, "--steps", 20)
     losses = [
         line["loss"]
         for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -17,9 +17,11 @@ from plsc import Entry
 from plsc.checkpoint import list_checkpoints
 from plsc.cli import main
 from plsc.errors import CheckpointError, OptionError
+from plsc.evaluate import plots
 from plsc.models.base_model import BaseModel
+from plsc.train import logs
 from plsc.utils import jpeg_reader
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, run_torchrun
 from tests.images import write_dataset, write_pair_file
 
 pytestmark = pytest.mark.slow
@@ -70,7 +72,8 @@ def metrics_of(save_dir):
     return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path):
+def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "plot_metrics", plots.plot_metrics)
     save_dir = tmp_path / "run"
     ins = entry(dataset, save_dir, set_calc_acc=True, set_log_period=1, set_test_period=2)
     result = ins.train()
@@ -332,7 +335,7 @@ def test_a_network_named_by_its_class_trains_under_torchrun(dataset, tmp_path):
         "        return self.fc(input.flatten(1))\n"
     )
     root = Path(__file__).resolve().parents[2]
-    done = run_ranks(
+    done = run_torchrun(
         root / "plsc" / "cli" / "__main__.py", 2, "train",
         "--model.name", "nets:Net", "--model.emb_size", "8",
         "--model.image_shape", "[3,16,16]", "--data.dataset_dir", str(dataset),

@@ -12,7 +12,7 @@ from plsc.errors import TrainingError
 from plsc.parallel.world import World
 from tests.devices import NEEDS_GPU, VISIBLE
 from tests.distributed import job
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_torchrun
 from tests.images import write_dataset, write_pair_file
 from tests.option_pairs import CHANGES, CHANGES_OF_GPUS, check_pair
 from tests.resuming import different, saved_at
@@ -84,7 +84,7 @@ def test_a_deterministic_run_resumes_to_the_same_bits(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
 
     def run(name, *settings):
-        run_ranks(
+        run_torchrun(
             Path(job.__file__), 0, str(dataset), str(tmp_path / name), "set_device='cuda'",
             "set_deterministic=True", "set_save_every_n_steps=4", *settings,
             env=VISIBLE,

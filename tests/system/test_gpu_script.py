@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.launch import run_ranks
+
 REPO = Path(__file__).parents[2]
 sys.path.insert(0, str(REPO / "benchmarks"))
 
@@ -45,8 +47,8 @@ def samples_of(out: Path, number: int) -> list[dict]:
     ],
 )
 def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path):
-    done = run(tmp_path, str(number), "--device", "cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = str(number), str(tmp_path), "--device", "cpu"
+    run_ranks(REPO / "benchmarks/gpu.py", 0, *arguments, cwd=REPO)
     samples = samples_of(tmp_path, number)
     assert {sample["kind"] for sample in samples} == {"machine", "end"} | kinds
     assert samples[0]["torch"] in (tmp_path / f"slice-{number}.md").read_text()

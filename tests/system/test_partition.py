@@ -17,8 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.s3_server import s3_server, use_s3
-
 REPO = Path(__file__).parents[2]
 TOOL = REPO / "tools/process_base64_files.py"
 
@@ -276,40 +274,30 @@ def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path, small_dis
     assert "0.07 GB are needed" in said
 
 
-@pytest.fixture(scope="module")
-def s3():
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    with s3_server() as address:
-        yield address
-
-
-def test_a_set_on_s3_gives_the_parts_of_the_local_one(tmp_path, s3, monkeypatch):
-    use_s3(monkeypatch, s3)
+def test_a_set_on_s3_gives_the_parts_of_the_local_one(tmp_path, s3):
     folder = write_set(tmp_path / "set", 3000, (1500, 1900))
     run("--data_dir", folder, "--nranks", 3, "--output_dir", tmp_path / "local")
     (folder / "1.txt.gz").write_bytes(gzip.compress((folder / "1.txt").read_bytes(), 1))
     (folder / "file_list.txt").write_text("0.txt\n1.txt.gz\n2.txt\n3.txt\n")
     store = s3fs_client()
-    store.mkdir("partition")
-    store.put(str(folder), "partition/set", recursive=True)
+    store.put(str(folder), f"{s3}/set", recursive=True)
     # What a run that was killed while it uploaded had left:
-    store.pipe("partition/out/part_0.txt", b"half a part")
-    arguments = ["--data_dir", "s3://partition/set", "--nranks", 3]
-    arguments += ["--output_dir", "s3://partition/out", "--tmp_dir", tmp_path / "tmp"]
+    store.pipe(f"{s3}/out/part_0.txt", b"half a part")
+    arguments = ["--data_dir", f"{s3}/set", "--nranks", 3]
+    arguments += ["--output_dir", f"{s3}/out", "--tmp_dir", tmp_path / "tmp"]
     run(*arguments)
-    store.get("partition/out", str(tmp_path / "out"), recursive=True)
+    store.get(f"{s3}/out", str(tmp_path / "out"), recursive=True)
     local, remote = files_of(tmp_path / "local"), files_of(tmp_path / "out")
     assert local.keys() == remote.keys()
     assert all(local[name] == remote[name] for name in local if name != "manifest.json")
     assert list((tmp_path / "tmp").iterdir()) == []
     assert "is whole: 3000 lines" in run(*arguments, "--verify")
     assert "exists already" in run(*arguments, code=1)
-    store.pipe("partition/out/part_2.txt", remote["part_2.txt"][:-1] + b" ")
+    store.pipe(f"{s3}/out/part_2.txt", remote["part_2.txt"][:-1] + b" ")
     assert "part_2.txt" in run(*arguments, "--verify", code=1)
 
 
-def test_a_bucket_that_is_not_there_is_one_line(tmp_path, s3, monkeypatch):
-    use_s3(monkeypatch, s3)
+def test_a_bucket_that_is_not_there_is_one_line(tmp_path, s3):
     folder = write_set(tmp_path / "set", 30, (10, 20))
     said = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
     assert "s3://no-bucket/out" in said

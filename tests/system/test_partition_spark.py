@@ -14,8 +14,6 @@ import pytest
 
 from plsc.data.partition.inputs import list_inputs
 from plsc.data.partition.spark import open_split, split_inputs
-from tests.hdfs_server import hdfs_server
-from tests.s3_server import s3_server, use_s3
 from tests.system.test_partition import (
     environment,
     files_of,
@@ -123,18 +121,14 @@ def test_a_bad_line_is_named_and_nothing_is_left(local):
     assert not (local.root / "bad/partition_2").exists()
 
 
-def test_from_s3_to_s3(tmp_path, folder, monkeypatch):
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    with s3_server() as address:
-        use_s3(monkeypatch, address)
-        store = s3fs_client()
-        store.mkdir("spark")
-        store.put(str(folder), "spark/set", recursive=True)
-        arguments = ["--data_dir", "s3://spark/set", "--output_dir", "s3://spark/out"]
-        arguments += ["--nranks", 3, "--tmp_dir", tmp_path / "tmp"]
-        run(*arguments, *SPARK)
-        run(*arguments, "--verify")
-        store.get("spark/out", str(tmp_path / "out"), recursive=True)
+def test_from_s3_to_s3(tmp_path, folder, s3):
+    store = s3fs_client()
+    store.put(str(folder), f"{s3}/set", recursive=True)
+    arguments = ["--data_dir", f"{s3}/set", "--output_dir", f"{s3}/out"]
+    arguments += ["--nranks", 3, "--tmp_dir", tmp_path / "tmp"]
+    run(*arguments, *SPARK)
+    run(*arguments, "--verify")
+    store.get(f"{s3}/out", str(tmp_path / "out"), recursive=True)
     run("--data_dir", folder, "--nranks", 3, "--output_dir", tmp_path / "local")
     local, remote = files_of(tmp_path / "local"), files_of(tmp_path / "out")
     assert local.keys() == remote.keys()
@@ -161,23 +155,24 @@ def test_splits_of_any_size_hold_each_line_once_and_in_order(tmp_path, folder, s
         assert content == (gzip.decompress(whole) if one.compression else whole)
 
 
-def test_from_hdfs_to_hdfs(tmp_path, folder):
+def test_from_hdfs_to_hdfs(tmp_path, folder, hdfs):
     pytest.importorskip("hdfs_native", reason="hdfs-native is not installed")
-    with hdfs_server() as hdfs:
-        store = hdfs.client()
-        store.makedirs("/set")
-        for path in folder.iterdir():
-            store.put_file(str(path), f"/set/{path.name}")
-        arguments = ["--data_dir", f"{hdfs.url}/set", "--nranks", 3]
-        for output, engine in (("spark", SPARK), ("local", ())):
-            run(*arguments, "--output_dir", f"{hdfs.url}/{output}", *engine)
-        run(*arguments, "--output_dir", f"{hdfs.url}/spark", "--verify")
-        assert sorted(store.ls("/", detail=False)) == ["/local", "/set", "/spark"]
-        names = [name.rsplit("/", 1)[-1] for name in store.ls("/local", detail=False)]
-        found = {
-            engine: {name: store.cat_file(f"/{engine}/{name}") for name in names}
-            for engine in ("local", "spark")
-        }
+    store, root = hdfs.client(), f"/{tmp_path.name}"
+    store.makedirs(f"{root}/set")
+    for path in folder.iterdir():
+        store.put_file(str(path), f"{root}/set/{path.name}")
+    arguments = ["--data_dir", f"{hdfs.url}{root}/set", "--nranks", 3]
+    for output, engine in (("spark", SPARK), ("local", ())):
+        run(*arguments, "--output_dir", f"{hdfs.url}{root}/{output}", *engine)
+    run(*arguments, "--output_dir", f"{hdfs.url}{root}/spark", "--verify")
+    assert sorted(store.ls(root, detail=False)) == [
+        f"{root}/{n}" for n in ("local", "set", "spark")
+    ]
+    names = [name.rsplit("/", 1)[-1] for name in store.ls(f"{root}/local", detail=False)]
+    found = {
+        engine: {name: store.cat_file(f"{root}/{engine}/{name}") for name in names}
+        for engine in ("local", "spark")
+    }
     assert found["spark"] == found["local"]
     assert len(names) == 5
 

@@ -16,7 +16,6 @@ from plsc.storage import retry
 from plsc.storage.blocks import BytesFile, buffered, open_bytes
 from plsc.storage.cache import BLOCK_BYTES, cache_limit, folder_for
 from plsc.storage.retry import with_retries
-from tests.s3_server import s3_server, use_s3
 
 SIZE = 2 * BLOCK_BYTES + 12345
 CONTENT = np.random.default_rng(0).bytes(SIZE)
@@ -26,13 +25,6 @@ CONTENT = np.random.default_rng(0).bytes(SIZE)
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module")
-def s3():
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    with s3_server() as address:
-        yield address
 
 
 def local(tmp_path: Path) -> str:
@@ -53,9 +45,9 @@ def on_s3(tmp_path: Path) -> str:
 
 
 @pytest.fixture(params=[local, in_memory, on_s3], ids=lambda make: make.__name__)
-def location(request, tmp_path, monkeypatch) -> str:
+def location(request, tmp_path) -> str:
     if request.param is on_s3:
-        use_s3(monkeypatch, request.getfixturevalue("s3"))
+        request.getfixturevalue("s3")
     return request.param(tmp_path)
 
 
