@@ -96,8 +96,7 @@ def options_with(values: dict[str, Any]) -> Options:
         "optim.schedule": "constant",
         "speed.channels_last": "off",
     }
-    for path, value in {**common, **values}.items():
-        options.set(path, value)
+    options.set_together({**common, **values})
     return options
 
 
@@ -110,7 +109,7 @@ def losses(
     """Return the losses of some steps of a run with these options."""
     torch.manual_seed(0)
     user = UserParts(train_reader=Images(), model=model() if model else None)
-    run = build_run(options_with(values), world or World.single(), user)
+    run = build_run(options_with(values).resolve(), world or World.single(), user)
     run.network.train()
     step, found = Step(run), []
     for batch in itertools.islice(run.loader.epoch(0), steps):

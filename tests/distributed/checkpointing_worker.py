@@ -44,9 +44,8 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
             "memory.checkpoint_stages": names,
             **CASES[case],
         }
-        for path, value in settings.items():
-            options.set(path, value)
-        run = build_run(options, world, UserParts())
+        options.set_together(settings)
+        run = build_run(options.resolve(), world, UserParts())
         assert isinstance(run.forward, DistributedDataParallel) == (world.size > 1)
         step, losses = Step(run), []
         run.network.train()

@@ -74,7 +74,6 @@ CASES = {
 
 
 def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]:
-    options = Options()
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "data.dataset_dir": dataset, "data.num_workers": 0, "model.image_shape": (3, 16, 16),
@@ -84,12 +83,13 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
             "train.log_period": 1, "runtime.dtype": "float64",
             "checkpoint.save_dir": world.broadcast_object(folder), **CASES[case],
         }  # fmt: skip
-        for path, value in settings.items():
-            options.set(path, value)
+        options = Options()
+        options.set_together(settings)
+        config = options.resolve()
         torch.manual_seed(world.rank)  # rank 0's network counts
         user = UserParts(Network(), optimizer=centred, schedule=rising)
-        run = build_run(options, world, user)
-        places = open_places(options, world, print)
+        run = build_run(config, world, user)
+        places = open_places(config, world, print)
         log = RunLog(run.save_dir, world.is_main, 0, STEPS)
         Trainer(run, log, Saver(run, log, places)).train()
         log.close()
