@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import logging
 import os
 import re
 import resource
@@ -36,6 +37,8 @@ from plsc.train.loop import Trainer
 from plsc.train.randomness import seed_generators
 from plsc.train.resume import resolve_run
 from plsc.train.saving import Saver
+
+logger = logging.getLogger(__name__)
 
 WARM_UP = 5  # steps: memory is allocated, workers read ahead, code is compiled
 TRACED = 10  # steps at most: more make the trace slow to open
@@ -243,7 +246,7 @@ def _report(watch: _Watch, world: World, output: Path) -> ProfileResult:
         with _writing(output):
             (output / "profile.txt").write_text(text + "\n", "utf-8")
             (output / "profile.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
-        print(text)
+        logger.info(text)
     world.barrier()  # when it returns, all files are there
     return result
 
@@ -357,7 +360,7 @@ def _peak_memory(device: torch.device) -> int:
 class _QuietLog(RunLog):
     """Writes its lines to a file, as in training, and prints nothing."""
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: int = 0) -> None:
         """Say nothing."""
 
     def plot(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from plsc.checkpoint.agree import neighbours, on_every_rank
@@ -21,9 +20,7 @@ from plsc.storage.urls import shown
 _FETCHING = ".fetching-"
 
 
-def fetch(
-    url: str, world: World, folder: Path | None = None, say: Callable[[str], None] | None = None
-) -> Path:
+def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     """Return a local folder with the checkpoint at a URL, fetched unless it is there already. Collective.
 
     folder: where it is to be; in the cache folder if None. A checkpoint that is there and is another one is
@@ -53,7 +50,7 @@ def fetch(
         names = sorted(manifest.files)[index::count]
         _check_space(work, sum(manifest.files[name].bytes for name in names), target)
         total = sum(manifest.files[name].bytes for name in names)
-        transfer = Transfer(f"fetching {store.shown}", total, say if world.is_main else None)
+        transfer = Transfer(f"fetching {store.shown}", total, world.is_main)
         for name in names:
             _bring(store, name, manifest.files[name], work, transfer)
         transfer.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from plsc.checkpoint.fetch import fetch
@@ -17,8 +16,6 @@ from plsc.parallel.world import World
 from plsc.storage.publish import FolderLock
 from plsc.storage.store import Store, Transfer
 from plsc.storage.urls import base_name, is_url
-
-Say = Callable[[str], None]
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
@@ -62,7 +59,7 @@ def prune_at(place: str, retention: Retention) -> list[str]:
             lock.release()
 
 
-def push(source: str, url: str, say: Say | None = None) -> list[str]:
+def push(source: str, url: str) -> list[str]:
     """Send the checkpoint `source`, or all in that folder that are not there yet, to a store; return names.
 
     Each is verified first. url: of the folder of the run's checkpoints.
@@ -86,7 +83,7 @@ def push(source: str, url: str, say: Say | None = None) -> list[str]:
     for path in chosen:
         manifest = verify(path)
         total = sum(file.bytes for file in manifest.files.values())
-        transfer = Transfer(f"sending {path} to {store.shown}", total, say)
+        transfer = Transfer(f"sending {path} to {store.shown}", total)
         upload(path, store, sorted(manifest.files), World.single(), transfer.add)
         transfer.end()
     return [path.name for path in chosen]
