@@ -11,8 +11,8 @@ import torch
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.importers.matching import shorten
-from plsc.checkpoint.layout import check_files
-from plsc.checkpoint.roles import BACKBONE, CLASS_WEIGHTS
+from plsc.checkpoint.load import check_files
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS
 from plsc.config import Config, Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from plsc.checkpoint import save_checkpoint
 from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Options
 from plsc.errors import OptionError
@@ -18,10 +19,10 @@ from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.build_head import build_head_of, build_row_optimizer
-from plsc.train.checkpointing import publish
 from plsc.train.feed import NO_AUGMENTATION
 from plsc.train.find import open_load_dir
 from plsc.train.resume import resolve_run, restore
+from plsc.train.snapshot import take_snapshot
 
 
 def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:
@@ -54,7 +55,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     copy_dominant(head, run.rows, counts, new_head, new_rows)
     new_head.computed_by = head.computed_by
     made = dataclasses.replace(run, options=plain, head=new_head, rows=new_rows)
-    publish(made, output.parent, output.name)
+    save_checkpoint(output.parent, output.name, take_snapshot(made, {}), world)
     _say(world, counts, output)
     return output
 

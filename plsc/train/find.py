@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from plsc.checkpoint import Manifest
+from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.manifest import MANIFEST_NAME
+from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
 from plsc.config import Config
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, shown
-from plsc.train.checkpointing import BEST, LAST, open_checkpoint
 from plsc.train.places import Home, Start, choose_start, homes_of, interrupted_home
 
+LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 _LARGEST_BEST = 2**16  # bytes
 
 
@@ -62,6 +62,20 @@ def open_to_resume(options: Config, world: World) -> tuple[Path, Manifest] | Non
     """
     folder = _open(options, world)[0]
     return None if folder is None else (folder, open_checkpoint(folder))
+
+
+def open_checkpoint(path: Path) -> Manifest:
+    """Return the manifest at `path`; the error names the checkpoints when it is a folder of some."""
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        inside = [folder.name for folder, _ in list_checkpoints(path)] if path.is_dir() else []
+        if not inside:
+            raise
+        raise CheckpointError(
+            f"{path} is not a checkpoint but holds some: {', '.join(inside)}; "
+            f"give one of them, such as {path / inside[-1]}"
+        ) from error
 
 
 def open_start(options: Config, world: World) -> tuple[tuple[Path, Manifest] | None, Start]:

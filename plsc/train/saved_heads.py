@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.check import Checker
-from plsc.checkpoint.manifest import HEADS_KEY
-from plsc.checkpoint.roles import (
+from plsc.checkpoint.manifest import (
     CLASS_NAMES,
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
+    HEADS_KEY,
     OPTIMIZER,
     STATISTICS,
+    Checker,
     Role,
 )
 from plsc.config import Config

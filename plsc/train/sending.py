@@ -16,7 +16,7 @@ from plsc.checkpoint import Retention, read_manifest
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
-from plsc.checkpoint.shard_file import is_shard_of
+from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, PlscError
 from plsc.parallel.background import Background
 from plsc.storage.store import Store
@@ -130,7 +130,7 @@ class Sender:
     def _send_chosen(self, path: Path) -> None:
         manifests = on_every_rank(self._world, f"read {path}", lambda: read_manifest(path))
         manifest = manifests[self._world.rank]
-        mine = [name for name in manifest.files if is_shard_of(name, self._world.rank)]
+        mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
         say = self._log.say if self._world.is_main else None
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, copy_to_host
+from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
+from plsc.checkpoint.manifest import role_of_key
 
 
 @pytest.mark.parametrize(
@@ -23,9 +24,9 @@ from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, copy_to_host
 )
 def test_a_copy_has_the_same_elements_and_training_does_not_reach_it(tensor):
     manifest = Manifest("0", 1, 0, 1, 1, 5, 6, [[0, 5]])
-    state = Snapshot({"a": tensor}, {"b": ShardedTensor(tensor, 5, 0)}, manifest)
-    copy = copy_to_host(state)
-    for made in (copy.tensors["a"], copy.sharded["b"].local):
+    a, b = role_of_key("a"), role_of_key("b")
+    copy = Snapshot({a: tensor, b: ShardedTensor(tensor, 5, 0)}, manifest).copy_to_host()
+    for made in (copy.tensors[a], copy.tensors[b].local):
         assert made.dtype == tensor.dtype
         assert torch.equal(made, tensor.detach())
         assert made.is_contiguous()
