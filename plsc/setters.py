@@ -92,8 +92,8 @@ class Setters:
         self.options.set("head.margin_warmup_steps", num)
 
     def set_scale(self, scale: float | str) -> None:
-        """Set ``head.scale``: scale of the cosines; auto: sqrt(2) ln(C - 1) for C classes, at
-        least 1 (AdaCos). Default: 64.0.
+        """Set ``head.scale``: scale of the cosines; auto: sqrt(2) ln(C - 1) for C classes
+        (AdaCos), 64 from 10,000 classes on. Default: 'auto'.
         """
         self.options.set("head.scale", scale)
 

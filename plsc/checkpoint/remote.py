@@ -17,12 +17,10 @@ from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage import publish
-from plsc.storage.cache_folder import folder_for
-from plsc.storage.names import base_name
+from plsc.storage.cache import folder_for
 from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
-from plsc.storage.store import OnBytes, Store
-from plsc.storage.transfer import Transfer
-from plsc.storage.urls import is_url, shown
+from plsc.storage.store import OnBytes, Store, Transfer
+from plsc.storage.urls import base_name, is_url, shown
 
 Say = Callable[[str], None]
 _ADVICE = "the checkpoint is whole on the local disk; send it with plsc checkpoint push"

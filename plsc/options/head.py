@@ -70,8 +70,8 @@ class HeadOptions:
         at_least(0),
     )
     scale: float | str = of_run(
-        64.0,
-        "scale of the cosines; auto: sqrt(2) ln(C - 1) for C classes, at least 1 (AdaCos)",
+        "auto",
+        "scale of the cosines; auto: sqrt(2) ln(C - 1) for C classes (AdaCos), 64 from 10,000 classes on",
         "set_scale(scale)",
         _scale,
     )

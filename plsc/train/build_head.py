@@ -70,7 +70,10 @@ def margin_of(options: Config) -> Margin:
     has = inspect.signature(MARGINS[name].__init__).parameters
     given: dict[str, Any] = {}
     for path, argument in MARGIN_OPTIONS.items():
-        is_set = path in options.explicit or (path in options.adopted and argument in has)
+        is_known = (
+            path in options.adopted or path == "head.scale"
+        )  # whose default is not the margin's
+        is_set = path in options.explicit or (is_known and argument in has)
         if is_set:
             given[argument] = options.get(path)
     try:

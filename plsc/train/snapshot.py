@@ -16,8 +16,8 @@ from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
 from plsc.models.base_model import constructor_arguments
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.optim.factory import describe_implementation
-from plsc.parallel.shard import class_ranges
+from plsc.optim.optimizers import describe_implementation
+from plsc.parallel.collectives import class_ranges
 from plsc.storage.urls import without_secrets
 from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run, global_batch_size

@@ -109,7 +109,8 @@ def test_a_share_of_the_margin_equals_the_textbook_in_fp64(name, is_sharded, sha
 
 @pytest.mark.parametrize("loss_type", ["dist_cosface", "cosface"])
 @pytest.mark.parametrize(
-    ("classes", "expected"), [(1, 1.0), (2, 1.0), (89, math.sqrt(2) * math.log(88))]
+    ("classes", "expected"),
+    [(1, 1.0), (2, 1.0), (89, math.sqrt(2) * math.log(88)), (10_000, 64.0)],
 )
 def test_an_automatic_scale_follows_the_number_of_classes(loss_type, classes, expected):
     margin = build_margin("cosface", scale="auto")
@@ -124,7 +125,7 @@ def test_class_weights_begin_with_the_norm_that_is_asked_for(loss_type):
     head = build_head(loss_type, 500, 64, centers=2, seed=4, initial_norm=2.0)
     torch.testing.assert_close(head.weight, plain * (2.0 / 8 / 0.01))
     assert head.weight.norm(dim=2).mean().item() == pytest.approx(2.0, rel=0.02)
-    with pytest.raises(OptionError, match="initial_norm of the head is 0; expected more than 0"):
+    with pytest.raises(OptionError, match="initial_norm is 0; expected a number above 0"):
         build_head(loss_type, 5, 4, initial_norm=0)
 
 

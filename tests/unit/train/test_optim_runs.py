@@ -122,7 +122,9 @@ def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goe
 
 
 def test_with_everything_frozen_the_class_rows_are_trained(dataset, tmp_path):
-    options = options_of(dataset, tmp_path / "run", train__epochs=1, optim__freeze=("*",))
+    options = options_of(
+        dataset, tmp_path / "run", train__epochs=1, optim__freeze=("*",), head__scale=64.0
+    )
     options.set("train.batch_size", 4)
     result = train(options, WORLD)
     assert result.steps == 5

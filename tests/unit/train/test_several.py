@@ -272,7 +272,7 @@ def test_the_margins_of_all_heads_rise_over_the_warm_up(sets, tmp_path):
     def first_losses(name, margin, warmup):
         made = options(
             sets, tmp_path / name, "faces", head__loss_type="dist_cosface", head__margin=margin,
-            head__margin_warmup_steps=warmup, train__steps=1,
+            head__margin_warmup_steps=warmup, head__scale=64.0, train__steps=1,
         )  # fmt: skip
         made.add_data_set(
             **GLYPHS | {"margin": margin, "name": "glyphs", "path": str(sets / "glyphs")}
