@@ -263,3 +263,27 @@ def test_the_error_of_an_unreadable_manifest_reaches_every_loader(saved):
     assert "is not JSON" in refusal(saved)
     with pytest.raises(CheckpointError, match="is not JSON"):
         load_weights(saved, "extra")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3),
+        torch.zeros(0, 4),
+        torch.ones(3, 5, dtype=torch.bfloat16),
+        torch.arange(24.0).view(4, 6).t(),
+        torch.tensor([True, False]),
+        torch.arange(6, dtype=torch.int8).view(2, 3),
+        torch.nn.Parameter(torch.ones(2, 2)),
+    ],
+    ids=str,
+)
+def test_a_copy_has_the_same_elements_and_training_does_not_reach_it(tensor):
+    a, b = role_of_key("a"), role_of_key("b")
+    copy = Snapshot({a: tensor, b: ShardedTensor(tensor, 5, 0)}, MANIFEST).copy_to_host()
+    for made in (copy.tensors[a], copy.tensors[b].local):
+        assert made.dtype == tensor.dtype
+        assert torch.equal(made, tensor.detach())
+        assert made.is_contiguous()
+        assert not made.requires_grad
+        assert made.numel() == 0 or made.data_ptr() != tensor.data_ptr()
