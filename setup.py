@@ -31,7 +31,7 @@ BF16 = [*VECTORS, "-mavx512bf16"]
 # What a processor must have for a file; the library asks it before it calls anything in there.
 FLAGS = {
     "elements.c": VECTORS,
-    "update.c": VECTORS,
+    "rules.c": VECTORS,
     "fp32.c": VECTORS,
     "bf16.c": BF16,
     "tiles.c": [*BF16, "-mamx-tile", "-mamx-bf16"],

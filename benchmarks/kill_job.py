@@ -22,7 +22,6 @@ from typing import Any
 
 import plsc.checkpoint.retention
 import plsc.train.saving
-import plsc.train.sending
 from plsc import Entry
 from plsc.checkpoint import read_manifest
 from plsc.storage.store import Store
@@ -212,7 +211,7 @@ def _watch(journal: Journal) -> None:
         return {"name": folder.name, "step": read_manifest(folder).step}
 
     wrap(plsc.train.saving, "save_checkpoint", SAVE, of_save)
-    wrap(plsc.train.sending, "upload", UPLOAD, of_upload)
+    wrap(plsc.train.saving, "upload", UPLOAD, of_upload)
     withdraw = plsc.checkpoint.retention.withdraw
 
     @functools.wraps(withdraw)

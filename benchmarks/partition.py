@@ -6,8 +6,7 @@ python benchmarks/partition.py --quick results/   65 MB: does it run
 Writes samples.jsonl (every run) and results.md (medians; a ratio is the median over the rounds of a way's
 time to that of the `cat`, or `cat` and `sync`, in its round). The inputs are in the page cache; every way
 writes to the same disk. Ours is whole on that disk when it ends (fsync), as is what `cat` and `sync` wrote;
-what `cat` alone, shuf and sort wrote is in memory then. Ours is not in the cache afterwards where the file
-system can be written past it. CPU seconds depend less on what else is running.
+what `cat` alone, shuf and sort wrote is in memory then. CPU seconds depend less on what else is running.
 """
 
 from __future__ import annotations

@@ -16,15 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ways import LR, MOMENTUM, WEIGHT_DECAY, arcface
 
 from plsc.config import Options
-from plsc.data.batch import Batch
-from plsc.data.device_copies import copied_aside
-from plsc.heads.initial import initial_rows
+from plsc.data.batch import Batch, copied_aside
+from plsc.heads.weights import initial_rows
 from plsc.models import build_model
 from plsc.models.convolution import use_torchs_layers
 from plsc.optim.autocast import autocast
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
+from plsc.train.loop import agree
 from plsc.train.precision import training_mode
 from plsc.train.step import Step
 

@@ -12,8 +12,8 @@ import numpy as np
 from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
+from plsc.train.loop import agree
 from plsc.train.step import Step
 
 

@@ -40,7 +40,7 @@ class Store:
 
     def weight(self) -> Tensor:
         """Return rows [C, D], fp32, those that our head starts from."""
-        from plsc.heads.initial import initial_rows
+        from plsc.heads.weights import initial_rows
 
         return self.get(
             "weight", lambda: initial_rows(0, 0, self.classes, self.dimension).to(self.device)
@@ -132,8 +132,8 @@ def _ours(
         head.sampling, head.execution = sampling, execution  # the ways of a process share the head
         output = head(x, labels)
         output.loss.backward()
-        visit = head.pending[-1]
-        said[0] = f"{visit.passes.name} kernels" + (", kept" if visit.kept is not None else "")
+        context = head.contexts[-1]
+        said[0] = f"{context.backend.name} kernels" + (", kept" if context.kept is not None else "")
         rows.step()
         return output.mean_loss
 

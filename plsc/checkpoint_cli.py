@@ -29,7 +29,7 @@ def run_list(folder: str) -> None:
     """Print a line for each checkpoint, oldest first."""
     from plsc.checkpoint.manifest import HEADS_KEY
     from plsc.checkpoint.retention import checkpoints_in, metrics_of
-    from plsc.data.sources.paths import printable
+    from plsc.data.sources.base import printable
     from plsc.errors import CheckpointError
     from plsc.storage.store import Store, in_words
     from plsc.storage.urls import shown
@@ -96,7 +96,7 @@ def run_prune(
 ) -> None:
     """Delete old checkpoints."""
     from plsc.checkpoint.retention import Retention, mode_of, prune_all
-    from plsc.data.sources.paths import printable
+    from plsc.data.sources.base import printable
 
     retention = Retention(keep_last, save_top_k, monitor, mode_of(monitor_mode, monitor))
     deleted = prune_all(folder, retention)
@@ -146,7 +146,7 @@ def run_classes(
     if images is None:
         manifest = change_classes(source, destination, **given)
     else:
-        from plsc.train.class_images import grow_from_images
+        from plsc.train.class_tools import grow_from_images
 
         others = [name for name in ("drop", "merge", "reorder") if given[name] is not None]
         if given["grow"] is None or others:

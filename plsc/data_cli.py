@@ -85,7 +85,7 @@ def convert_arguments() -> list[Argument]:
 
 def run_convert(location: str, destination: str, **options: Any) -> None:
     """Convert, and say in a line what came of it."""
-    from plsc.data.convert import convert, describe
+    from plsc.data.writers import convert, describe
 
     print(describe(convert(location, destination, **options), destination))
 
@@ -106,8 +106,7 @@ def run_inspect(
     location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
 ) -> None:
     """Print what a set holds, and write its sheet."""
-    from plsc.data.contact_sheet import write_contact_sheet
-    from plsc.data.overview import look_at
+    from plsc.data.overview import look_at, write_contact_sheet
     from plsc.data.sources import open_source
 
     if check < 0:

@@ -28,9 +28,8 @@ from plsc.setters import Setters
 from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
 from plsc.train.build_optim import ScheduleFunction, check_schedule_function
-from plsc.train.centers import run_dominant
-from plsc.train.job import Prediction, run_prediction, run_test, run_training
-from plsc.train.result import TrainResult
+from plsc.train.class_tools import run_dominant
+from plsc.train.job import Prediction, TrainResult, run_prediction, run_test, run_training
 
 T = TypeVar("T")
 

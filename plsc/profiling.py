@@ -30,7 +30,7 @@ from plsc.option import shown_value
 from plsc.parallel.world import World
 from plsc.spans import PREFIX
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.find import open_to_resume
+from plsc.train.directories import open_to_resume
 from plsc.train.logs import METRICS_NAME, RunLog
 from plsc.train.loop import Trainer
 from plsc.train.randomness import seed_generators

@@ -66,7 +66,7 @@ class Setters:
         self.options.set("model.initialization", rules)
 
     def set_loss_type(self, loss_type: str) -> None:
-        """Set ``head.loss_type``: dist_ and one of arcface, softmax, normface, cosface,
+        """Set ``head.loss_type``: dist_ and one of softmax, normface, arcface, cosface,
         sphereface, combined, adaface, magface, curricularface: class rows sharded over the
         ranks; without dist_, all rows on every rank. Default: 'dist_arcface'.
         """
@@ -79,9 +79,9 @@ class Setters:
         self.options.set("head.class_num", num)
 
     def set_margin(self, margin: float) -> None:
-        """Set ``head.margin``: margin of arcface, adaface, curricularface (radians), cosface
-        (of the cosine), sphereface (factor of the angle); when not set, 0.5 for arcface and
-        its paper's for each other one. Default: 0.5.
+        """Set ``head.margin``: margin of the loss: an angle in radians; of cosface, of the
+        cosine; of sphereface, a factor of the angle; when not set, 0.5 for arcface and its
+        paper's for each other one. Default: 0.5.
         """
         self.options.set("head.margin", margin)
 
@@ -490,7 +490,7 @@ class Setters:
 
     def set_warmup_steps(self, num: int | None) -> None:
         """Set ``optim.warmup_steps``: the same in steps, instead of warmup_epochs; when
-        neither is set, 20% of the run's steps, at most 1000; 100 where the length is
+        neither is set, 10% of the run's steps, at most 1000; 100 where the length is
         unknown; 0 with a schedule 'package.module:function'. Default: None.
         """
         self.options.set("optim.warmup_steps", num)

@@ -12,8 +12,8 @@ import torch
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run
+from plsc.train.loop import agree
 from plsc.train.step import Step
 
 SHAPE = (3, 16, 16)

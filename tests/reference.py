@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from plsc.heads.angles import COSINE_LIMIT
+from plsc.heads.geometry import COSINE_LIMIT
 from plsc.heads.margins import (
     AdaFace,
     ArcFace,

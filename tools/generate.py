@@ -7,6 +7,7 @@ python tools/generate.py --check    exits with 1 if one of them is out of date
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 import textwrap
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from plsc.config import all_options  # noqa: E402
+from plsc.heads import MARGINS  # noqa: E402
 from plsc.option import OptionSpec, describe_kind  # noqa: E402
 
 SETTERS_HEAD = '''"""The setters of Entry, one per option.
@@ -92,7 +94,29 @@ def page() -> str:
             f"| `{spec.path}` | `{spec.setter}({spec.argument})` | {describe_kind(spec.kind)} | "
             f"{default} | {spec.decides} | {spec.meaning} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + losses()
+
+
+LOSSES_HEAD = """
+## Losses
+
+`dist_<loss>` has the class weights sharded over the ranks, `<loss>` all of them on every rank. c is the
+cosine between a sample and its class, theta its angle; the logit of the class is scale * psi.
+
+| loss | formula | arguments of `build_margin` |
+|---|---|---|
+"""
+
+
+def losses() -> str:
+    """Return the table of the losses, from the margins' docstrings and constructors."""
+    lines = []
+    for name, margin in MARGINS.items():
+        formula = re.sub(r" \([\w -]+ et al\..*|\.$", "", str(margin.__doc__).splitlines()[0])
+        options = inspect.signature(margin).parameters.values()
+        shown = ", ".join(f"`{option.name}={option.default}`" for option in options)
+        lines.append(f"| `{name}` | {formula} | {shown} |\n")
+    return LOSSES_HEAD + "".join(lines)
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.manifest import SUFFIX, Checker, FileInfo
-from plsc.data.crc import crc32
+from plsc.data.native import crc32
 
 PIECE_BYTES = 4 << 20
 _CHECKSUM_BYTES = 1 << 20  # read at once for a checksum: stays in the processor's cache

@@ -1,16 +1,33 @@
-"""What a loader yields, and how it becomes the network's input."""
+"""What a loader yields: the batch, the memory it lies in, and its way to the network's input."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from plsc.data.bad_samples import BadSample
+from plsc.errors import DataError
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that was left out or replaced: its kind of fault, and a line that names it."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def from_error(cls, error: DataError) -> BadSample:
+        """Return what an error said, on one line."""
+        return cls(error.kind, " ".join(str(error).split()))
 
 
 @dataclass
@@ -124,8 +141,6 @@ def _normalised_on_cpu(
     images: torch.Tensor, mirrored: torch.Tensor | None, layout: torch.memory_format
 ) -> torch.Tensor:
     """Image by image: what is written for one is still in the cache when it is scaled."""
-    if images.ndim < 2:
-        return images.float().sub_(127.5).div_(128.0)
     result = torch.empty(images.shape, dtype=torch.float32, memory_format=layout)
     half, scale = np.float32(127.5), np.float32(1 / 128)
     flips = [False] * len(images) if mirrored is None else mirrored.tolist()
@@ -135,3 +150,93 @@ def _normalised_on_cpu(
         np.subtract(pixels, half, out=floats, dtype=np.float32)
         np.multiply(floats, scale, out=floats)
     return result
+
+
+_KEPT = 16  # buffers that wait to be used again; more are given back to the system
+
+
+class BufferRing:
+    """Hands out uint8 batches, and takes a buffer again once nobody holds its tensor any more.
+
+    A batch is never overwritten while somebody has it, or a view of it: who keeps batches makes the ring
+    allocate more. So there is nothing to give back, and nothing to copy. It may be used by several threads.
+
+    batch: the most images of a batch; image_shape: (C, H, W). With ``pin`` the memory is page-locked and
+    comes from torch's own cache of such memory, which waits for copies to the device that still run.
+    """
+
+    def __init__(self, batch: int, image_shape: tuple[int, int, int], pin: bool = False) -> None:
+        channels, height, width = image_shape
+        self._shape = (batch, height, width, channels)
+        self._pin = pin
+        self._free: deque[np.ndarray] = deque(maxlen=_KEPT)
+        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
+
+    def take(self, count: int) -> tuple[np.ndarray, torch.Tensor]:
+        """Return the pixels of ``count`` images to write to, [n, H, W, C], and the same as [n, C, H, W].
+
+        The tensor is a view of the same memory, in the layout that torch calls channels_last.
+        """
+        if self._pin:
+            images = torch.empty((count, *self._shape[1:]), dtype=torch.uint8, pin_memory=True)
+            return images.numpy(), images.permute(0, 3, 1, 2)
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = np.empty(self._shape, dtype=np.uint8)
+        # The tensor's storage holds this very view, so the view lives as long as any tensor on it.
+        pixels = buffer[:count]
+        self._lend(buffer, pixels)
+        return pixels, torch.from_numpy(pixels).permute(0, 3, 1, 2)
+
+    def _lend(self, buffer: np.ndarray, pixels: np.ndarray) -> None:
+        key, lent, free = id(buffer), self._lent, self._free
+
+        def take_back(_: weakref.ref[np.ndarray]) -> None:
+            lent.pop(key, None)
+            free.append(buffer)
+
+        lent[key] = weakref.ref(pixels, take_back)
+
+
+def copied_aside(
+    batches: Generator[Batch, None, None], device: torch.device
+) -> Generator[Batch, None, None]:
+    """Yield the batches of a generator with their images on a GPU; on a CPU, as they are.
+
+    The copies run in a stream of their own, beside whatever the device was given before. So they cost
+    nothing where the program is ahead of the device, as it is when nothing waits for losses; in the stream of
+    the computation they would begin when the step before has ended. The images must be in page-locked
+    memory, else the program waits for each copy. Labels stay where they are: the step looks at them.
+
+    Reads no batch ahead: an error of the reader comes when it would have come, and the position in the data
+    is the same. Closing it closes the generator.
+    """
+    with closing(batches):
+        if device.type != "cuda":
+            yield from batches
+            return
+        stream = torch.cuda.Stream(device)
+        for batch in batches:
+            copied = _copy(batch, device, stream)
+            del batch  # page-locked memory is used again once its copy has ended: torch keeps count
+            yield copied
+            del copied
+
+
+def _copy(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> Batch:
+    """Return the batch on the device, ready for the current stream."""
+    current = torch.cuda.current_stream(device)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.to(device, non_blocking=True)
+        # It was allocated in the side stream, and is used in this one: its memory must not be given
+        # out again before this one is done with it.
+        moved.record_stream(current)
+        return moved
+
+    with torch.cuda.stream(stream):
+        images = move(batch.images)
+        mirrored = None if batch.mirrored is None else move(batch.mirrored)
+    current.wait_stream(stream)
+    return dataclasses.replace(batch, images=images, mirrored=mirrored)

@@ -11,7 +11,6 @@ import tempfile
 import threading
 import zlib
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -19,24 +18,14 @@ from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source
 from plsc.errors import DataError, OptionError
 
-CACHE_CHOICES = ("none", "memory", "disk")
 _ENTRY_BYTES = 150  # what a dict entry and a bytes object take beside the bytes, at most
 
 
-class SampleCache(Protocol):
-    """Bytes by the index of a sample. Its methods are called by several threads at once."""
-
-    def get(self, index: int) -> bytes | None:
-        """Return what was put, or None; also when it was not taken, or is damaged."""
-        ...
-
-    def put(self, index: int, data: bytes) -> None:
-        """Keep the bytes if the bound allows it."""
-        ...
-
-
 class MemoryCache:
-    """Keeps samples in this process, at most `limit` bytes with what Python needs to find them."""
+    """Keeps bytes by the index of a sample in this process, at most `limit` with what Python needs for them.
+
+    This and `DiskCache` are called by several threads at once.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -134,7 +123,7 @@ class CachedSource:
     """
 
     def __init__(
-        self, source: Source, cache: SampleCache, image_shape: ImageShape, decoded: bool
+        self, source: Source, cache: MemoryCache | DiskCache, image_shape: ImageShape, decoded: bool
     ) -> None:
         self.source = source
         self.cache = cache

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plsc.data.sources.base import Source
-from plsc.data.sources.paths import printable
+from plsc.data.sources.base import Source, printable
 
 _STEP = 2**16  # names at a time
 

@@ -1,18 +1,17 @@
-"""Lines of ``<base64>TAB<label>``: cut from bytes, checked and read without a Python step a line.
+"""Lines of ``<base64>TAB<label>``: cut from bytes, checked and read without a Python step per line.
 
 Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Everything else that is
-not base64, one tab and a whole number is a bad line, named by file and line. `plsc/data/native/lines.c` does
-the same in one pass; what is here says what it must return, and is used where the library is not.
+not base64, one tab and a whole number is a bad line, named by file and line. `plsc/data/native/lines.c` reads
+the usual lines; `parse_line` the others, and all where the library is not.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 
-from plsc.data.native import lines as native
+from plsc.data import native
 from plsc.errors import DataError
 
 MAX_LABEL_DIGITS = 18  # all such numbers fit int64
@@ -21,8 +20,6 @@ MAX_LINE_BYTES = (
 )  # base64 of the largest image, tab, label
 BOM = b"\xef\xbb\xbf"
 
-_SCAN_BYTES = 2**18  # of a piece that is searched for newlines: it and its mask stay in the cache
-_FEW = 96  # newlines in a piece: from there on numpy is the faster one
 _EXCERPT = 60
 
 
@@ -49,48 +46,10 @@ class Lines:
         return len(self.starts)
 
 
-class _Scratch(threading.local):
-    """For each thread, room for the marks of a piece that is searched: as bytes, and as array."""
-
-    def __init__(self) -> None:
-        self.marks = bytearray(_SCAN_BYTES)
-        self.array = np.frombuffer(self.marks, dtype=bool)
-
-
-_scratch = _Scratch()
-
-
 def find_newlines(data: np.ndarray) -> np.ndarray:
     """Return the positions of the newlines in uint8 data, int64."""
-    functions = native.functions()
-    if functions is not None:
-        return native.find_newlines(functions[0], data)
-    return find_newlines_plainly(data)
-
-
-def find_newlines_plainly(data: np.ndarray) -> np.ndarray:
-    """Do the same without the library."""
-    found = [
-        _find_in_piece(data[begin : begin + _SCAN_BYTES]) + begin
-        for begin in range(0, len(data), _SCAN_BYTES)
-    ]
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-
-
-def _find_in_piece(piece: np.ndarray) -> np.ndarray:
-    """Mark the newlines, then look for the marks: one by one if they are few, else all at once."""
-    size = len(piece)
-    marks = _scratch.array[:size]
-    np.equal(piece, 10, out=marks)
-    find = _scratch.marks.find
-    found: list[int] = []
-    at = find(1, 0, size)
-    while at >= 0:
-        found.append(at)
-        if len(found) == _FEW:
-            return np.flatnonzero(marks)
-        at = find(1, at + 1, size)
-    return np.array(found, dtype=np.int64)
+    found = native.find_newlines(data)
+    return np.flatnonzero(data == 10) if found is None else found
 
 
 def read_lines(
@@ -107,13 +66,8 @@ def read_lines(
     The first line is number `first_number` of file `name`. Raises DataError for the first bad line,
     unless `skip_bad`.
     """
-    functions = native.functions()
-    if functions is None:
-        rows, suspects = _cut_plainly(data, begin, newlines, first_number)
-    else:
-        rows, suspects = native.read_lines(
-            functions[1], data, begin, newlines, first_number, MAX_LINE_BYTES
-        )
+    found = native.read_lines(data, begin, newlines, first_number, MAX_LINE_BYTES)
+    rows, suspects = found or _cut_plainly(data, begin, newlines, first_number)
     starts, ends, tabs, labels, numbers = rows
     blanks = len(newlines) - len(starts)
     lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
@@ -124,47 +78,14 @@ def read_lines(
 
 def _cut_plainly(
     data: np.ndarray, begin: int, newlines: np.ndarray, first_number: int
-) -> tuple[list[np.ndarray], int]:
-    """Return (starts, ends, tabs, labels, numbers of the lines that are not blank; how many tabs are -1)."""
-    starts = np.empty(len(newlines), dtype=np.int64)
-    starts[:1], starts[1:] = begin, newlines[:-1] + 1
-    ends = newlines.astype(np.int64, copy=True)
-    has_return = (ends > starts) & (data[ends - 1] == 13)
-    ends -= has_return
+) -> tuple[np.ndarray, int]:
+    """Return what `native.read_lines` does, with every line left to the naive reader: its tab is -1."""
+    starts = np.append(begin, newlines[:-1] + 1)[: len(newlines)]
+    ends = newlines - ((newlines > starts) & (data[newlines - 1] == 13))
     numbers = np.arange(first_number, first_number + len(starts))
-    keep = ends > starts
-    if not keep.all():
-        starts, ends, numbers = starts[keep], ends[keep], numbers[keep]
-    labels, tabs = _read_labels(data, starts, ends)
-    tabs[(tabs <= starts) | (ends - starts > MAX_LINE_BYTES)] = -1
-    return [starts, ends, tabs, labels, numbers], int((tabs < 0).sum())
-
-
-def _read_labels(
-    data: np.ndarray, starts: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (labels, tabs): the digits at the line's end and the tab before them; -1 where unlike that."""
-    labels = np.zeros(len(starts), dtype=np.int64)
-    tabs = np.full(len(starts), -1, dtype=np.int64)
-    active = np.arange(len(starts))
-    scale = 1
-    for digits in range(MAX_LABEL_DIGITS + 1):
-        at = ends[active] - 1 - digits
-        is_inside = at >= starts[active]
-        active, at = active[is_inside], at[is_inside]
-        if not len(active):
-            break
-        characters = data[at]
-        if digits:
-            is_tab = characters == 9
-            tabs[active[is_tab]] = at[is_tab]
-        values = characters - np.uint8(48)  # wraps: what is no digit is over 9
-        is_digit = values < 10
-        active = active[is_digit]
-        if digits < MAX_LABEL_DIGITS:
-            labels[active] += values[is_digit].astype(np.int64) * scale
-            scale *= 10
-    return labels, tabs
+    rows = np.stack([starts, ends, np.full_like(ends, -1), np.zeros_like(ends), numbers])
+    rows = rows[:, ends > starts]
+    return rows, rows.shape[1]
 
 
 def _look_closer(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) -> None:
@@ -210,13 +131,18 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
         raise ValueError(f"expected '<base64>TAB<label>', there is no tab in {_excerpt(text)}")
     if not data:
         raise ValueError("expected '<base64>TAB<label>', there is nothing before the tab")
+    return len(data), parse_label(label)
+
+
+def parse_label(label: bytes) -> int:
+    """Return the whole number of 0 or more that the digits say; ValueError says what is wrong."""
     if not label.isdigit():
         if label[:1] == b"-" and label[1:].isdigit():
             raise ValueError(f"a label must be 0 or more, got {_excerpt(label)}")
         raise ValueError(f"a label must be a whole number, got {_excerpt(label)}")
     if len(label) > MAX_LABEL_DIGITS:
         raise ValueError(f"the label is too large: {_excerpt(label)}")
-    return len(data), int(label)
+    return int(label)
 
 
 def _excerpt(text: bytes) -> str:

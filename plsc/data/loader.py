@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from plsc.data.bad_samples import POLICIES
-from plsc.data.batch import Batch, NamesOf, to_input
+from plsc.data.batch import Batch, BufferRing, NamesOf, to_input
 from plsc.data.cache import CachedSource
 from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
-from plsc.data.processes import WorkerProcesses
 from plsc.data.reader import ReaderLoader
-from plsc.data.ring import BufferRing
-from plsc.data.samples import BatchReader, Recipe, Request
+from plsc.data.samples import POLICIES, BatchReader, Recipe, Request
 from plsc.data.sources.base import Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
-from plsc.data.threads import in_order
-from plsc.errors import DataError, OptionError, suggest
+from plsc.data.workers import WorkerProcesses, in_order
+from plsc.errors import OptionError, suggest
 
 __all__ = ["Batch", "ReaderLoader", "SourceLoader", "choose_kind", "to_input"]
 
@@ -50,10 +47,6 @@ class SourceLoader:
         if recipe.bad_images not in POLICIES:
             known = suggest(recipe.bad_images, POLICIES)
             raise OptionError(f"unknown policy for bad images {recipe.bad_images!r}; {known}")
-        if plan.num_samples != len(source):
-            raise DataError(f"the plan is for {plan.num_samples} samples, not {len(source)}")
-        if not 0 <= rank < plan.ranks:
-            raise OptionError(f"rank {rank} is outside 0..{plan.ranks - 1}")
         self.plan = plan
         self.rank = rank
         self.source = source

@@ -20,8 +20,8 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from plsc.data.sources.paths import printable
-from plsc.data.tar_format import Member, TarReader
+from plsc.data.sources.base import printable
+from plsc.data.sources.tar import Member, TarReader
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.publish import publishing, publishing_folder
@@ -56,7 +56,7 @@ def pack(folder: str | Path, destination: str) -> Packed:
         pa.CompressedOutputStream(pa.PythonFile(file, mode="w"), "zstd") as stream,
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
         tarfile.open(
-            fileobj=_writable(stream), mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK
+            fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK
         ) as archive,
     ):
         for path in _files_below(root):
@@ -173,21 +173,6 @@ class _Hashing:
         data = self._file.read(length)
         self.sha.update(data)
         return data
-
-
-class _Writable:
-    """An Arrow stream as a file that tarfile writes to."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes) -> int:
-        self._stream.write(data)
-        return len(data)
-
-
-def _writable(stream: Any) -> Any:
-    return _Writable(stream)
 
 
 def _line_of(digest: str, name: str) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from plsc.data.sources.paths import printable
+from plsc.data.sources.base import printable
 from plsc.errors import DataError
 from plsc.storage.publish import replacing
 

@@ -12,9 +12,9 @@ import torch
 
 from plsc.data.batch import Batch
 from plsc.data.decode import ImageShape
-from plsc.data.isolated import IsolatedRandom
 from plsc.data.order import LAST_BATCH_CHOICES, count_steps
-from plsc.data.processes import run_in_process
+from plsc.data.transform import IsolatedRandom
+from plsc.data.workers import run_in_process
 from plsc.errors import DataError, OptionError, suggest
 from plsc.keys import hash_key
 
@@ -86,8 +86,6 @@ class ReaderLoader:
                 f"a reader that shards itself needs a sample a rank and step, but the global batch is "
                 f"{global_batch} on {ranks} ranks"
             )
-        if global_batch < 1 or not 0 <= rank < ranks:
-            raise OptionError(f"bad global batch {global_batch}, or rank {rank} of {ranks}")
         self.reader = reader
         self.rank = rank
         self.ranks = ranks

@@ -1,4 +1,4 @@
-"""Embeddings of encoded images, shared out over the ranks."""
+"""Embeddings of encoded images, divided over the ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from plsc.data.batch import to_input
+from plsc.data.batch import BufferRing, to_input
 from plsc.data.decode import decode_into
-from plsc.data.ring import BufferRing
-from plsc.data.threads import Stopped, in_order
+from plsc.data.workers import Stopped, in_order
 from plsc.errors import DataError, DistributedError, OptionError
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range
@@ -130,14 +129,14 @@ def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
 
 
 def _share(world: World, embed_range: Callable[[], np.ndarray]) -> np.ndarray:
-    """Gather every rank's part; a rank that fails tells the others instead of leaving them waiting."""
+    """Gather every rank's part; where a rank fails, all ranks raise."""
     error: Exception | None = None
     part = None
     try:
         part = embed_range()
     except Exception as caught:
         error = caught
-    # what is the user's to mend is raised alike everywhere; the rest keeps its traceback on its rank
+    # A user's mistake is raised alike on all ranks; any other error keeps its traceback on its rank.
     kind = next((kind for kind in (DataError, OptionError) if isinstance(error, kind)), None)
     told = None if error is None else (kind, str(error) or type(error).__name__)
     gathered = world.all_gather_object((part, told))

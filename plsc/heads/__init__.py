@@ -13,8 +13,10 @@ from plsc.heads.base import Head, HeadOutput
 from plsc.heads.dense import DenseHead
 from plsc.heads.margins import MARGINS, Margin, build_margin
 from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
-from plsc.heads.sharded import Execution, Sampling, ShardedHead
-from plsc.heads.types import ROW_DTYPES, read_dtype
+from plsc.heads.sampling import Sampling
+from plsc.heads.sharded import ShardedHead
+from plsc.heads.softmax import Execution
+from plsc.heads.weights import ROW_DTYPES, read_dtype
 
 __all__ = [
     "LOSS_TYPES",

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
-from plsc.heads.initial import initial_rows
+from plsc.heads.geometry import normalised
 from plsc.heads.margins import Margin
-from plsc.heads.norms import normalised
-from plsc.heads.types import ROW_DTYPES, read_dtype
+from plsc.heads.weights import ROW_DTYPES, initial_rows, read_dtype
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 _EQUAL = 1e-6  # variance of unit vectors below which they count as equal
@@ -126,13 +125,12 @@ def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
     """Return what the micro-batches of one batch say together; its loss is detached."""
     sizes = [part.batch for part in parts]
     loss = weighted_mean([part.mean_loss for part in parts], sizes)
-    accuracies = [part.accuracy for part in parts if part.accuracy is not None]
     names = {name: None for part in parts for name in part.parts}
     return HeadOutput(
         loss,
         loss,
         sum(sizes),
-        weighted_mean(accuracies, sizes) if accuracies else None,
+        mean_of_known([part.accuracy for part in parts], sizes),
         parts[-1].effective_rank,
         torch.stack([part.finite for part in parts]).all(),
         {
@@ -146,6 +144,12 @@ def weighted_mean(values: list[Tensor], weights: Sequence[int]) -> Tensor:
     """Return the mean of scalars, each counted as often as its weight says; 0 if none counts."""
     total = max(1, sum(weights))
     return torch.stack([v * (w / total) for v, w in zip(values, weights, strict=True)]).sum()
+
+
+def mean_of_known(values: list[Tensor | None], weights: Sequence[int]) -> Tensor | None:
+    """Return `weighted_mean`; None unless all values are known."""
+    known = [value for value in values if value is not None]
+    return weighted_mean(known, weights) if len(known) == len(values) else None
 
 
 @dataclass

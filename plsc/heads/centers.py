@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plsc.heads.base import gather_batch
-from plsc.heads.norms import normalised
+from plsc.heads.geometry import normalised
 from plsc.heads.optimizers import RowOptimizer
 from plsc.heads.sharded import ShardedHead
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plsc.heads.base import Head, HeadOutput, check_batch, effective_rank, gather_batch
+from plsc.heads.geometry import Normalise, norms
 from plsc.heads.margins import Margin
-from plsc.heads.norms import Normalise, norms
 from plsc.parallel.collectives import gather_rows, sum_over_ranks
 
 

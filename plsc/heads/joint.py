@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.errors import DataError
-from plsc.heads.base import Head, HeadOutput, check_batch, weighted_mean
+from plsc.heads.base import Head, HeadOutput, check_batch, mean_of_known, weighted_mean
 from plsc.heads.optimizers import RowOptimizer
 from plsc.parallel.collectives import sum_over_ranks
 
@@ -87,23 +87,16 @@ class JointHead(nn.Module):
 
 def _joined(parts: dict[str, HeadOutput]) -> HeadOutput:
     outputs = list(parts.values())
-    batch = sum(part.batch for part in outputs)
-    loss = torch.stack([part.loss * (part.batch / batch) for part in outputs]).sum()
     sizes = [part.batch for part in outputs]
     return HeadOutput(
-        loss=loss,
+        loss=weighted_mean([part.loss for part in outputs], sizes),
         mean_loss=weighted_mean([part.mean_loss for part in outputs], sizes),
-        batch=batch,
-        accuracy=_mean_of_known([part.accuracy for part in outputs], sizes),
-        effective_rank=_mean_of_known([part.effective_rank for part in outputs], sizes),
+        batch=sum(sizes),
+        accuracy=mean_of_known([part.accuracy for part in outputs], sizes),
+        effective_rank=mean_of_known([part.effective_rank for part in outputs], sizes),
         finite=torch.stack([part.finite for part in outputs]).all(),
         parts=parts,
     )
-
-
-def _mean_of_known(values: list[Tensor | None], weights: list[int]) -> Tensor | None:
-    known = [value for value in values if value is not None]
-    return weighted_mean(known, weights) if len(known) == len(values) else None
 
 
 class JointRows:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, suggest
-from plsc.heads.angles import add_angle, angle_of, falling_cosine, held, sine_of
+from plsc.heads.geometry import add_angle, angle_of, falling_cosine, held, sine_of
 
 _RIGHT_ANGLE = math.pi / 2
 
@@ -28,8 +28,10 @@ MANY_CLASSES = 10_000
 class Margin(nn.Module):
     """Base of the margins. A running state, where there is one, is kept in buffers.
 
+    The first line of a margin's docstring, up to its reference, is its formula in docs/options.md.
+
     Attributes:
-        name: as in `MARGINS`.
+        name: of the loss type, without ``dist_``; on a line of its own: plsc/options/head.py reads it.
         is_cosine: embeddings and rows are normalised; False: plain softmax, raw ones, a bias, scale 1.
         needs_all_cosines: every rank needs the target cosine of every sample before the class rows
             are visited, for `observe` and `hard`.
@@ -61,14 +63,16 @@ class Margin(nn.Module):
             self.scale = few if class_num < MANY_CLASSES else 64.0
 
     def _number(
-        self, option: str, value: float, low: float, high: float = math.inf, above: bool = False
+        self, option: str, value: Any, low: float, high: float = math.inf, above: bool = False
     ) -> float:
         """Return an option of this margin: finite, in [low, high], and not `low` itself if `above`."""
         if math.isfinite(value) and low <= value <= high and not (above and value == low):
             return float(value)
         least = f"more than {low:g}" if above else f"at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"
-        raise OptionError(f"{option} of {self.name} is {value}; expected a number of {least}{most}")
+        raise OptionError(
+            f"{option} of {self.name} is {value:g}; expected a number of {least}{most}"
+        )
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit is scale * psi.
@@ -362,17 +366,8 @@ class CurricularFace(Margin):
         return 2 * self.scale
 
 
-MARGINS: dict[str, type[Margin]] = {
-    "softmax": Softmax,
-    "normface": NormFace,
-    "arcface": ArcFace,
-    "cosface": CosFace,
-    "sphereface": SphereFace,
-    "combined": CombinedMargin,
-    "adaface": AdaFace,
-    "magface": MagFace,
-    "curricularface": CurricularFace,
-}
+MARGINS: dict[str, type[Margin]] = {margin.name: margin for margin in Margin.__subclasses__()}
+"""The margins of this file by name: the loss types, their checks, help and tables derive from it."""
 
 
 def build_margin(name: str, **options: Any) -> Margin:

@@ -1,28 +1,23 @@
-"""Optimizers of class rows: each row is read, changed and written once, and no gradient of all rows exists.
+"""Optimizers of class weights: each row is read, changed and written once; no gradient of all rows exists.
 
 They are torch optimizers over the head's parameters, so learning-rate schedules and state dicts work, but
-`step()` takes what the head's backward() left instead of `.grad`.
+`step()` consumes the contexts that the head's backward() saved (context.py) instead of `.grad`. How a tile of
+rows changes is in rules.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plsc.errors import CheckpointError, OptionError
-from plsc.heads.engines import update_rows
-from plsc.heads.offload import bring_back, fetch_states
-from plsc.heads.passes import Rows
-from plsc.heads.rounding import BLOCK
-from plsc.heads.rules import MOMENTUM, MOMENTUM_SCALE, Rule, States, apply_rule
+from plsc.heads.context import ForwardContext, rows_of, summed_gradients
+from plsc.heads.rules import BLOCK, MOMENTUM, MOMENTUM_SCALE, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
-from plsc.heads.types import STATE_DTYPES, read_dtype
-from plsc.heads.visit import Visit
-from plsc.keys import hash_key
+from plsc.heads.weights import Rows, States, bring_back, fetch_states, hash_key, read_dtype
 from plsc.parallel.collectives import sum_over_ranks
 
 
@@ -34,18 +29,19 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     kind: str
+    state_dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
     def __init__(self, head: ShardedHead, state_dtype: str | torch.dtype, **settings: Any) -> None:
         for name, value in settings.items():
             if min(value if isinstance(value, tuple) else (value,)) < 0:
                 raise OptionError(f"{name} is {value}; expected 0 or more")
         self.head = head
-        self._dtype = read_dtype("state_dtype", state_dtype, STATE_DTYPES)
+        self._dtype = read_dtype("state_dtype", state_dtype, self.state_dtypes)
         if head.weight.dtype is torch.float64:
             self._dtype = torch.float64
         parameters = [head.weight] + ([] if head.bias is None else [head.bias])
         super().__init__([{"params": parameters}], dict(settings))
-        head.updates_rows_itself = True
+        head.contexts.has_consumer = True
         for parameter in parameters:
             self.state[parameter] = self._empty_states(parameter)
 
@@ -66,17 +62,18 @@ class RowOptimizer(torch.optim.Optimizer):
         are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`; a scalar
         tensor on a GPU is not waited for.
         """
+        head = self.head
         if isinstance(clip, Tensor):
-            for visit in self.head.pending:
-                visit.weight = visit.weight * clip.to(visit.weight)
+            for context in head.contexts:
+                context.loss_gradient = context.loss_gradient * clip.to(context.loss_gradient)
             clip = 1.0
         outcome = None
         if closure is not None:
             with torch.enable_grad():
                 outcome = closure()
-        key = hash_key(self.head.seed, self.head.step, 3)
-        visits = self.head.take_pending()
-        if not visits:
+        key = hash_key(head.seed, head.step, 3)
+        contexts = head.contexts.consume()
+        if not contexts:
             return outcome
         factor = clip / grad_scale
         group = self.param_groups[0]
@@ -85,15 +82,15 @@ class RowOptimizer(torch.optim.Optimizer):
         if "betas" in group:
             settings["beta1"], settings["beta2"] = group["betas"]
         rule = Rule(kind=self.kind, key=key, **settings)
-        if len(visits) == 1:
-            self._update(visits[0], rule, factor)
+        if len(contexts) == 1:
+            self._update(contexts[0], rule, factor)
         else:
-            self._accumulate(visits, rule, factor)
+            self._accumulate(contexts, rule, factor)
         return outcome
 
     def skip(self) -> None:
         """Leave the rows as they are (an overflow): forget the gradients, restore running statistics."""
-        self.head.skip()
+        self.head.contexts.discard()
 
     @torch.no_grad()
     def gradient_norm(self, grad_scale: float = 1.0) -> Tensor:
@@ -102,11 +99,11 @@ class RowOptimizer(torch.optim.Optimizer):
         It costs one more pass over the rows. Nothing is changed. For clipping over all parameters, add
         its square to that of the backbone's.
         """
-        visits = self.head.pending
-        device = visits[0].log_total.device if visits else self.head.weight.device
+        contexts = list(self.head.contexts)
+        device = contexts[0].log_total.device if contexts else self.head.weight.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if visits:
-            for _, dw, db in _summed_gradients(visits, _union(visits), 1 / grad_scale):
+        if contexts:
+            for _, dw, db in summed_gradients(contexts, rows_of(contexts), 1 / grad_scale):
                 total += dw.double().square().sum()
                 if db is not None:
                     total += db.double().square().sum()
@@ -139,20 +136,22 @@ class RowOptimizer(torch.optim.Optimizer):
         settings = {name: value for name, value in groups[0].items() if name != "params"}
         self.param_groups[0].update(settings)
 
-    def _update(self, visit: Visit, rule: Rule, factor: float) -> None:
-        rows, home = visit.rows, visit.home
+    def _update(self, context: ForwardContext, rule: Rule, factor: float) -> None:
+        """Update from one forward pass."""
+        rows, home = context.rows, context.home
         states = self._states(self.head.weight)
         here = states if home is None else fetch_states(states, home, rows.weight.device)
-        biases = update_rows(visit.passes, rows, visit.queries, visit.gradient(factor), rule, here)
+        gradient = context.gradient(factor)
+        biases = context.backend.update(rows, context.queries, gradient, rule, here)
         if home is not None:
             bring_back(rows, home, here, states)
         if biases is not None:
             self._update_biases(home or rows, biases, rule)
 
-    def _accumulate(self, visits: list[Visit], rule: Rule, factor: float) -> None:
+    def _accumulate(self, contexts: list[ForwardContext], rule: Rule, factor: float) -> None:
         """Update from several passes: each row of any of them once, by the sum of its gradients."""
-        rows, states, biases = _union(visits), self._states(self.head.weight), []
-        for tile, dw, db in _summed_gradients(visits, rows, factor):
+        rows, states, biases = rows_of(contexts), self._states(self.head.weight), []
+        for tile, dw, db in summed_gradients(contexts, rows, factor):
             apply_rule(rule, rows, tile, dw, states)
             if db is not None:
                 biases.append(db)
@@ -186,13 +185,14 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 class RowSGD(RowOptimizer):
-    """SGD with momentum and L2 decay: torch.optim.SGD. Bytes of state a row: D times 4, 2 or 1.
+    """SGD with momentum and L2 decay: torch.optim.SGD. Bytes of state per row: D times 4, 2 or 1.
 
     state_dtype: of the momentum: 'float32', 'bfloat16' (rounded at random) or 'int8' (blocks of 256
     share a scale; rounded at random; 8-bit states: Dettmers et al. 2022).
     """
 
     kind = "sgd"
+    state_dtypes = ("float32", "bfloat16", "int8")
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class RowSGD(RowOptimizer):
 class RowAdamW(RowOptimizer):
     """AdamW (Loshchilov and Hutter 2019); the bias correction counts the steps that a row itself made.
 
-    Bytes of state a row: 2 D times 4 or 2, and 4. state_dtype: 'float32' or 'bfloat16'.
+    Bytes of state per row: 2 D times 4 or 2, and 4. state_dtype: 'float32' or 'bfloat16'.
     """
 
     kind = "adamw"
@@ -241,7 +241,6 @@ class RowAdamW(RowOptimizer):
         weight_decay: float = 1e-2,
         state_dtype: str | torch.dtype = "float32",
     ) -> None:
-        _refuse_int8(state_dtype, "RowAdamW")
         super().__init__(head, state_dtype, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _empty_states(self, parameter: Tensor) -> States:
@@ -256,9 +255,9 @@ class RowAdamW(RowOptimizer):
 
 
 class RowAdagrad(RowOptimizer):
-    """Adagrad with one number a row, the sum of the mean squares of its gradients (Duchi et al. 2011).
+    """Adagrad with one number per row, the sum of the mean squares of its gradients (Duchi et al. 2011).
 
-    Bytes of state a row: 4 or 2. state_dtype: 'float32' or 'bfloat16'.
+    Bytes of state per row: 4 or 2. state_dtype: 'float32' or 'bfloat16'.
     """
 
     kind = "adagrad"
@@ -271,7 +270,6 @@ class RowAdagrad(RowOptimizer):
         weight_decay: float = 0.0,
         state_dtype: str | torch.dtype = "float32",
     ) -> None:
-        _refuse_int8(state_dtype, "RowAdagrad")
         super().__init__(head, state_dtype, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _empty_states(self, parameter: Tensor) -> States:
@@ -285,56 +283,3 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     "adamw": RowAdamW,
     "adagrad": RowAdagrad,
 }
-
-
-def _union(visits: list[Visit]) -> Rows:
-    """Return the rows that took part in any of the visits, where they live."""
-    homes = [visit.home or visit.rows for visit in visits]
-    if homes[0].selected is None:
-        return homes[0]
-    selected = torch.unique(
-        torch.cat([home.selected for home in homes if home.selected is not None])
-    )
-    return dataclasses.replace(homes[0], selected=selected)
-
-
-def _summed_gradients(
-    visits: list[Visit], union: Rows, factor: float
-) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield each tile of the union with the gradients of its rows [t, D] and biases [t], over all visits."""
-    for tile in union.tiles(visits[0].passes.tile):
-        dw = db = None
-        for visit in visits:
-            part, places = _part_of(visit, union, tile)
-            gradient = visit.gradient(factor)
-            more, more_biases = visit.passes.gradients(visit.rows, visit.queries, gradient, part)
-            if dw is None:
-                dw = more.new_zeros(tile.stop - tile.start, more.shape[1])
-                db = None if more_biases is None else more.new_zeros(tile.stop - tile.start)
-            dw[places] += more
-            if db is not None and more_biases is not None:
-                db[places] += more_biases
-        assert dw is not None
-        yield tile, dw, db
-
-
-def _part_of(visit: Visit, union: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
-    """Return which of a visit's rows are in a tile of the union, and where in the tile."""
-    if union.selected is None:
-        return tile, slice(None)
-    mine = (visit.home or visit.rows).selected
-    assert mine is not None
-    wanted = union.selected[tile]
-    low, high = (
-        torch.searchsorted(mine, wanted[0]),
-        torch.searchsorted(mine, wanted[-1], right=True),
-    )
-    part = slice(int(low), int(high))
-    return part, torch.searchsorted(wanted, mine[part]).to(visit.rows.weight.device)
-
-
-def _refuse_int8(state_dtype: str | torch.dtype, name: str) -> None:
-    if state_dtype in ("int8", torch.int8):
-        raise OptionError(
-            f"{name} has no int8 state; use 'float32' or 'bfloat16', or RowSGD ('sgd')"
-        )

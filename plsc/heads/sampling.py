@@ -8,12 +8,37 @@ of (seed, step, micro-batch, rank) on one kind of device.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from plsc.heads.passes import Queries, Rows, TorchPasses
-from plsc.keys import hash_key
+from plsc.errors import OptionError
+from plsc.heads.softmax import Queries, TorchBackend
+from plsc.heads.weights import Rows, hash_key
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which classes take part: `ratio` of them in each step, in (0, 1]; `hard`: the share of those that
+    are the nearest to the batch, in [0, 1), the others being drawn uniformly."""
+
+    ratio: float = 1.0
+    hard: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise OptionError(
+                f"the sample ratio is {self.ratio}; expected a share of the classes in (0, 1]"
+            )
+        if not 0 <= self.hard < 1:
+            raise OptionError(
+                f"the hard share of the sample is {self.hard}; expected a number in [0, 1)"
+            )
+        if self.hard and self.ratio == 1:
+            raise OptionError(
+                f"the hard share is {self.hard}, but all classes take part; set a sample ratio below 1"
+            )
 
 
 def draw_classes(
@@ -48,32 +73,20 @@ def draw_classes(
     return torch.cat([fixed, others]).sort().values
 
 
-def nearest_classes(
-    rows: Rows, queries: Queries, count: int, passes: TorchPasses, key: int
-) -> Tensor:
+def nearest_classes(rows: Rows, queries: Queries, count: int, tile: int, key: int) -> Tensor:
     """Return the positions of the `count` classes closest to any sample, of a random half of the classes.
 
-    rows: all of this rank's; the classes of labels are left out, they take part anyway. The half changes
-    with `key`; looking at it costs B n D operations in float32 and reads half of the rows, which may
-    well be more than the rest of a sampled step (docs/benchmarks.md).
+    rows: all of this rank's; the classes of labels are left out, they take part anyway. tile: rows at a
+    time. The half changes with `key`; looking at it costs B n D operations in float32 and reads half of the
+    rows, which may be more than the rest of a sampled step (docs/benchmarks.md).
     """
-    k = rows.centers
-    classes = len(rows.weight) // k
+    classes = len(rows.weight) // rows.centers
     if count == 0 or classes == 0:
         return torch.empty(0, dtype=torch.int64, device=queries.unit.device)
     half = draw_classes(queries.target.new_empty(0), classes, -(-classes // 2), hash_key(key, 2))
     half = half[~torch.isin(half, queries.target)]
-    offsets = torch.arange(k, device=half.device)
-    looked_at = Rows(
-        rows.weight, rows.bias, (half[:, None] * k + offsets).flatten(), k, rows.cosine
-    )
-    scores = passes.closeness(looked_at, queries)
+    scores = TorchBackend(torch.float32, tile).closeness(rows.of_classes(half), queries)
     return half[scores.topk(min(count, len(half))).indices]
-
-
-def sample_size(classes: int, ratio: float) -> int:
-    """Return how many of a rank's classes take part."""
-    return math.ceil(classes * ratio)
 
 
 def _distinct(count: int, population: int, generator: torch.Generator) -> Tensor:

@@ -1,19 +1,17 @@
-"""The distributed head: every rank holds the rows of its own classes, and no others.
+"""The distributed head: every rank holds the weights of its own classes, and no others.
 
-Embeddings and labels are gathered (B x D numbers); each rank visits the rows of its own classes for the
-whole global batch, tile by tile (`passes.py`); a few numbers a sample make the softmax of all shards
+Embeddings and labels are gathered (B x D numbers); each rank computes the logits of its own classes for the
+whole global batch, tile by tile (softmax.py); a few numbers per sample make the softmax of all shards
 whole. Nothing that travels grows with the number of classes, and no matrix [B, classes] exists.
 
-The gradient for the embeddings is there before any for the rows. The rows are visited once more when the
-optimizer steps, and changed tile by tile (`optimizers.py`): a gradient of all rows never exists.
+The gradient of the embeddings exists before any of the class weights. The weights are read a second time
+when their optimizer steps, and changed tile by tile (optimizers.py): a gradient of all of them never exists.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +20,13 @@ from torch import Tensor, nn
 
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, effective_rank, gather_batch
-from plsc.heads.engines import Passes, choose_passes
+from plsc.heads.context import EmbeddingGradient, ForwardContext, HeadLoss, SavedContexts
+from plsc.heads.geometry import normalised, norms
 from plsc.heads.margins import Margin
-from plsc.heads.norms import normalised, norms
-from plsc.heads.offload import fetch
-from plsc.heads.passes import Queries, Rows, Sums, TorchPasses
-from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
+from plsc.heads.sampling import Sampling, draw_classes, nearest_classes
+from plsc.heads.softmax import Execution, Queries, Sums, TorchBackend, choose_backend
 from plsc.heads.target import Target, find_target, regulariser
-from plsc.heads.types import PRODUCTS, read_dtype
-from plsc.heads.visit import EmbeddingGradient, Loss, Visit
-from plsc.keys import hash_key
+from plsc.heads.weights import Rows, fetch, hash_key
 from plsc.parallel.collectives import (
     ScatteredSum,
     class_range,
@@ -41,65 +36,17 @@ from plsc.parallel.collectives import (
 )
 from plsc.spans import span
 
-_MANY_PENDING = 256  # more micro-batches than anyone accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How the head computes; none of it changes what is computed, but for rounding.
-
-    products: 'float32' or 'bfloat16', by name or as torch's, the type of the factors of matrix products
-    (sums are float32); under autocast always bfloat16. keep_bytes: memory in which the first pass may leave
-    its terms for the second, in 16 bits; where they do not fit they are computed again. tile: rows at a
-    time, None: by the batch size. kernels: 'auto', 'torch', 'native' (CPU) or 'triton' (CUDA).
-    """
-
-    products: str | torch.dtype = "float32"
-    keep_bytes: int = 0
-    tile: int | None = None
-    kernels: str = "auto"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "products", read_dtype("products", self.products, PRODUCTS))
-        if self.keep_bytes < 0 or (self.tile is not None and self.tile < 1):
-            raise OptionError(
-                f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected 0 or more bytes, and 1 or "
-                "more rows or None"
-            )
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Which classes take part: `ratio` of them in each step, in (0, 1]; `hard`: the share of those that
-    are the nearest to the batch, in [0, 1), the others being drawn uniformly."""
-
-    ratio: float = 1.0
-    hard: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise OptionError(
-                f"the sample ratio is {self.ratio}; expected a share of the classes in (0, 1]"
-            )
-        if not 0 <= self.hard < 1:
-            raise OptionError(
-                f"the hard share of the sample is {self.hard}; expected a number in [0, 1)"
-            )
-        if self.hard and self.ratio == 1:
-            raise OptionError(
-                f"the hard share is {self.hard}, but all classes take part; set a sample ratio below 1"
-            )
 
 
 class ShardedHead(Head):
     """Softmax over C classes whose rows are split over the ranks of `group` (None: one process).
 
-    class_num: C; emb_size: D; margin: from plsc.heads.margins; centers: rows a class (sub-centres, Deng
+    class_num: C; emb_size: D; margin: from plsc.heads.margins; centers: rows per class (sub-centres, Deng
     et al. 2020), the nearest counts. `weight` is [C_local, D], or [C_local, K, D] with sub-centres.
     row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. initial_norm: expected norm of
     a class's initial weights, None: 0.01 sqrt(D). offload: the rows stay in CPU memory and those of a
-    step travel. on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
+    step are copied to the device. on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
 
     Margin warm-up: set `head.margin.share` before each step, from 0 (no margin) to 1 (the full margin).
 
@@ -144,13 +91,19 @@ class ShardedHead(Head):
         self.execution = execution
         self.offload = offload
         self.on_nonfinite = on_nonfinite
-        self.step = 0
+        self.contexts = SavedContexts(margin)
         self.computed_by: str | None = None  # kernels, products, tile: they decide the last bits
         self.resumed_from: str | None = None  # the same, of a checkpoint
-        self.updates_rows_itself = False  # a row optimizer sets it
-        self.pending: list[Visit] = []  # visited and backpropagated, not yet in the rows
-        self._margin_before: dict[str, Tensor] | None = None
-        self._said_more_positives = False
+        self._warned_of_positives = False
+
+    @property
+    def step(self) -> int:
+        """The steps so far, which key sampling and rounding."""
+        return self.contexts.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.contexts.step = step
 
     def forward(
         self,
@@ -170,13 +123,15 @@ class ShardedHead(Head):
         products = self._products(embeddings.device.type)
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
             batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
-            mean_loss, finite, visit, gradient = self._visit(batch, products, wants_gradient)
-            accuracy = self._accuracy(visit, batch, products) if with_accuracy else None
+            mean_loss, finite, context, gradient = self._forward(batch, products, wants_gradient)
+            accuracy = self._accuracy(context, batch, products) if with_accuracy else None
             gauge = effective_rank(batch.embeddings) if with_gauge else None
         loss = mean_loss
         if torch.is_grad_enabled():
             # The parameters are inputs so that backward() reaches them too, when they want gradients.
-            loss = Loss.apply(embeddings, self.weight, self.bias, self, mean_loss, visit, gradient)
+            loss = HeadLoss.apply(
+                embeddings, self.weight, self.bias, self, mean_loss, context, gradient
+            )
         return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, gauge, finite)
 
     def extra_repr(self) -> str:
@@ -199,7 +154,7 @@ class ShardedHead(Head):
         self.step = int(state[0])
 
     def all_rows(self) -> Rows:
-        """Return all rows of this rank, as the passes see them."""
+        """Return all rows of this rank, as a backend sees them."""
         return Rows(
             weight=self.weight.detach().view(-1, self.weight.shape[-1]),
             bias=None if self.bias is None else self.bias.detach(),
@@ -207,30 +162,6 @@ class ShardedHead(Head):
             cosine=self.margin.is_cosine,
             first_row=self.class_range[0] * self.centers,
         )
-
-    def leave(self, visit: Visit) -> None:
-        """Keep what backward() left until the row optimizer steps."""
-        self.pending.append(visit)
-        if len(self.pending) == _MANY_PENDING:
-            warnings.warn(
-                f"{len(self.pending)} backward passes went through the head since its row optimizer last "
-                "stepped, so the class weights do not learn and memory grows; call step() (or skip()) of the "
-                "row optimizer after each step of the backbone's optimizer",
-                stacklevel=2,
-            )
-
-    def take_pending(self) -> list[Visit]:
-        """Hand over what backward() left, for one update of the rows; the next step begins."""
-        pending, self.pending = self.pending, []
-        self._margin_before = None
-        self.step += 1
-        return pending
-
-    def skip(self) -> None:
-        """Forget what backward() left, and put the margin's running statistics back: a skipped step."""
-        if self._margin_before is not None:
-            self.margin.load_state_dict(self._margin_before)
-        self.take_pending()
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Move to a device or type, but for rows that are to stay in CPU memory."""
@@ -245,18 +176,19 @@ class ShardedHead(Head):
         assert isinstance(self.execution.products, torch.dtype)  # see its __post_init__
         return self.execution.products
 
-    def _visit(
+    def _forward(
         self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool
-    ) -> tuple[Tensor, Tensor, Visit, EmbeddingGradient | None]:
-        """Return the mean loss, whether all embeddings are finite, and what backward() and the rows need."""
+    ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None]:
+        """Return the mean loss, whether all embeddings are finite, and what backward() needs."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         x = batch.embeddings.to(compute)
         unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
         self._check_finite(length, batch)
-        passes = self._passes(x, products)
+        backend = self._backend(x, products)
         every = self.all_rows()
-        classes = self._classes_in_play(every, unit, batch.labels, passes)
-        is_training = self.training and self._remember_margin()
+        classes = self._classes_in_play(every, unit, batch.labels, backend.tile)
+        if self.training:
+            self.contexts.begin()
         target = find_target(
             self.margin,
             unit,
@@ -266,19 +198,19 @@ class ShardedHead(Head):
             every,
             classes,
             self.group,
-            is_training,
+            self.training,
         )
-        home = self._select(every, classes)
+        home = every if classes is None else every.of_classes(classes)
         rows = fetch(home, x.device) if self.offload else home
         queries = Queries(
             unit, target.place, self.margin.scale, target.threshold, target.hard_factor
         )
         with span("logits"):
-            sums = passes.forward(
+            sums = backend.forward(
                 rows,
                 queries,
                 fixed_shift=self._fixed_shift(),
-                want_mixed=wants_gradient,
+                want_weighted=wants_gradient,
                 keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
             )
         # [B] each: log of the sum over the other classes of all ranks; the label's logit; its slope in |x|.
@@ -286,8 +218,8 @@ class ShardedHead(Head):
         log_total = torch.logaddexp(log_others, logit)
         others = (log_others - log_total).exp()  # 1 - P of the label, without cancelling
         losses, radial = self._losses(log_others - logit, others, radial, length)
-        visit = Visit(
-            passes=passes,
+        context = ForwardContext(
+            backend=backend,
             rows=rows,
             home=home if self.offload else None,
             queries=queries,
@@ -299,8 +231,8 @@ class ShardedHead(Head):
         )
         gradient = None
         if wants_gradient:
-            gradient = self._send_gradient(batch, visit, sums, target, length, radial)
-        return losses.mean(), length.isfinite().all(), visit, gradient
+            gradient = self._send_gradient(batch, context, sums, target, length, radial)
+        return losses.mean(), length.isfinite().all(), context, gradient
 
     def _losses(
         self, excess: Tensor, others: Tensor, radial: Tensor | None, length: Tensor
@@ -321,45 +253,43 @@ class ShardedHead(Head):
     def _send_gradient(
         self,
         batch: GlobalBatch,
-        visit: Visit,
+        context: ForwardContext,
         sums: Sums,
         target: Target,
         length: Tensor,
         radial: Tensor | None,
     ) -> EmbeddingGradient:
-        """Send this rank's part of dL / de [B, D] on its way to the ranks that own the embeddings."""
-        assert sums.mixed is not None
-        partial = sums.mixed * (sums.shift - visit.log_total).exp()[:, None]
-        coefficients = visit.target_coefficient[target.samples, None]
+        """Send this rank's part of dL / de [B, D] to the ranks that own the embeddings."""
+        assert sums.weighted is not None
+        partial = sums.weighted * (sums.shift - context.log_total).exp()[:, None]
+        coefficients = context.target_coefficient[target.samples, None]
         partial.index_add_(0, target.samples, coefficients * target.w)
         partial *= self.margin.scale / len(length)
         mine = batch.mine
         return EmbeddingGradient(
             ScatteredSum(partial, batch.sizes, self.group),
-            visit.queries.unit[mine],
+            context.queries.unit[mine],
             length[mine] if self.margin.is_cosine else None,
             None if radial is None else radial[mine] / len(length),
         )
 
-    def _passes(self, x: Tensor, products: torch.dtype) -> Passes:
-        """Return what computes on this device, and remember its name."""
+    def _backend(self, x: Tensor, products: torch.dtype) -> TorchBackend:
+        """Return what computes on this device; warn if a checkpoint was computed by something else."""
         how = self.execution
-        passes = choose_passes(how.kernels, x.device, self.weight.dtype, products, how.tile, len(x))
-        self._note_kernels(passes)
-        return passes
-
-    def _note_kernels(self, passes: Passes) -> None:
-        """Remember what computes, and say so once if a checkpoint was computed by something else."""
-        before, self.computed_by = self.computed_by, str(passes)
+        backend = choose_backend(
+            how.kernels, x.device, self.weight.dtype, products, how.tile, len(x)
+        )
+        before, self.computed_by = self.computed_by, str(backend)
         if before not in (None, self.computed_by) and before == self.resumed_from:
             warnings.warn(
                 f"the checkpoint was computed by {before}, this run by {self.computed_by}: its results will "
                 "differ in the last bits from an uninterrupted run's",
-                stacklevel=7,  # who called the head
+                stacklevel=6,  # who called the head
             )
+        return backend
 
     def _classes_in_play(
-        self, every: Rows, unit: Tensor, labels: Tensor, passes: Passes
+        self, every: Rows, unit: Tensor, labels: Tensor, tile: int
     ) -> Tensor | None:
         """Return the local classes that take part, ascending; None: all."""
         start, stop = self.class_range
@@ -367,18 +297,16 @@ class ShardedHead(Head):
             return None
         device = every.weight.device
         positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
-        count = sample_size(stop - start, self.sampling.ratio)
+        count = math.ceil((stop - start) * self.sampling.ratio)
         rank = 0 if self.group is None else self.group.rank()
-        key = hash_key(self.seed, self.step, len(self.pending), rank)
+        key = hash_key(self.seed, self.step, len(self.contexts), rank)
         near = None
         if self.sampling.hard:
             wanted = min(int(count * self.sampling.hard), max(0, count - len(positives.unique())))
-            here = Queries(unit.to(device), positives)
-            plain = TorchPasses(torch.float32, passes.tile)
-            near = nearest_classes(every, here, wanted, plain, key)
+            near = nearest_classes(every, Queries(unit.to(device), positives), wanted, tile, key)
         classes = draw_classes(positives, stop - start, count, key, near)
-        if len(classes) > count and not self._said_more_positives:
-            self._said_more_positives = True
+        if len(classes) > count and not self._warned_of_positives:
+            self._warned_of_positives = True
             warnings.warn(
                 f"the batch has {len(classes)} classes of this rank, more than the {count} that the "
                 f"sample ratio {self.sampling.ratio:g} asks for; all of them take part",
@@ -386,22 +314,8 @@ class ShardedHead(Head):
             )
         return classes
 
-    def _select(self, every: Rows, classes: Tensor | None) -> Rows:
-        if classes is None:
-            return every
-        offsets = torch.arange(self.centers, device=classes.device)
-        selected = (classes[:, None] * self.centers + offsets).flatten()
-        return dataclasses.replace(every, selected=selected)
-
-    def _remember_margin(self) -> bool:
-        """Keep the margin's running statistics of before this step, for `skip`; return True."""
-        if self._margin_before is None:
-            state = self.margin.state_dict()
-            self._margin_before = {name: value.clone() for name, value in state.items()}
-        return True
-
     def _reduce(self, sums: Sums, target: Target) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Make the sums of all ranks whole: one collective of two or three numbers a sample."""
+        """Make the sums of all ranks whole: one collective of two or three numbers per sample."""
         parts = [target.logit] + ([] if target.radial is None else [target.radial])
         shift = self._fixed_shift()
         if shift is not None:
@@ -439,12 +353,16 @@ class ShardedHead(Head):
                 "rate, or look at that image"
             )
 
-    def _accuracy(self, visit: Visit, batch: GlobalBatch, products: torch.dtype) -> Tensor:
+    def _accuracy(
+        self, context: ForwardContext, batch: GlobalBatch, products: torch.dtype
+    ) -> Tensor:
         """Return the share of samples whose best class over all shards is the label's."""
-        value, place = TorchPasses(products, visit.passes.tile).best(visit.rows, visit.queries)
+        value, place = TorchBackend(products, context.backend.tile).best(
+            context.rows, context.queries
+        )
         index = torch.full_like(batch.labels, self.class_num)
-        if len(visit.rows):
-            selected = visit.rows.selected
+        if len(context.rows):
+            selected = context.rows.selected
             local = place if selected is None else selected[place * self.centers] // self.centers
             index = local + self.class_range[0]
         best = max_over_ranks(value.clone(), self.group)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plsc.heads.geometry import normalised
 from plsc.heads.margins import Margin
-from plsc.heads.norms import normalised
-from plsc.heads.passes import Rows
+from plsc.heads.weights import Rows
 from plsc.parallel.collectives import sum_over_ranks
 
 

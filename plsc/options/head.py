@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from plsc.option import at_least, between, more_than, of_run, one_of
 
-_MARGINS = (
-    "arcface",
-    "softmax",
-    "normface",
-    "cosface",
-    "sphereface",
-    "combined",
-    "adaface",
-    "magface",
-    "curricularface",
-)
 
+def _margin_names() -> tuple[str, ...]:
+    """Return the names of the margins in plsc/heads/margins.py, from its source: to import it takes torch."""
+    source = Path(__file__).parents[1] / "heads" / "margins.py"
+    found = re.findall(r'^    name = "(\w+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    return tuple(found)
+
+
+_MARGINS = _margin_names()
 LOSS_TYPES = tuple(f"dist_{name}" for name in _MARGINS) + _MARGINS
 
 
@@ -58,8 +57,8 @@ class HeadOptions:
     )
     margin: float = of_run(
         0.5,
-        "margin of arcface, adaface, curricularface (radians), cosface (of the cosine), sphereface "
-        "(factor of the angle); when not set, 0.5 for arcface and its paper's for each other one",
+        "margin of the loss: an angle in radians; of cosface, of the cosine; of sphereface, a factor of the "
+        "angle; when not set, 0.5 for arcface and its paper's for each other one",
         "set_margin(margin)",
         at_least(0),
     )

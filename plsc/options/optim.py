@@ -15,7 +15,7 @@ from plsc.patterns import check_pattern
 DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024
 """The default learning rate, for this global batch; others scale it in proportion (Goyal et al. 2017)."""
 
-WARMUP_STEPS, WARMUP_SHARE = 1000, 0.2
+WARMUP_STEPS, WARMUP_SHARE = 1000, 0.1
 """The default warm-up: this share of the run's steps, at most so many steps."""
 
 WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100

@@ -238,6 +238,10 @@ _POLL_SECONDS = 0.02
 def fresh_store(store: dist.Store, rank: int, ranks: int, timeout_seconds: float) -> dist.Store:
     """Return a part of ``store`` that no earlier process has used, the same on all ranks; a collective.
 
+    torchrun hosts one store for all its attempts. What a group of dead ranks left there (the addresses at
+    which they listened) would be taken for that of the ranks that replace them, and the environment does not
+    identify an attempt: each launcher has its own count of restarts.
+
     Rank 0 draws the name of the part. Every other rank leaves a number of its own and waits for an answer to
     just that number; rank 0 answers each number that it finds, those of dead processes too, until
     every rank has confirmed. Raises TimeoutError if some rank never comes.

@@ -18,7 +18,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _OPTIMIZERS = ("sgd", "adamw", "adagrad")
 _FLOAT, _INDEX = 4, 8  # bytes of a float32, in which sums are kept, and of an int64
 
-# As plsc.heads.rounding.BLOCK and the tiles of plsc.heads.engines.choose_passes; a test compares them.
+# As plsc.heads.rules.BLOCK and the tiles of plsc.heads.softmax.choose_backend; a test compares them.
 _BLOCK = 256
 _TILE_ELEMENTS, _LEAST_TILE, _LARGEST_TILE = 2**20, 256, 16384
 

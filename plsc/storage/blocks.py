@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plsc.errors import DataError
-from plsc.storage.cache import BLOCK_BYTES, BlockCache, FileStamp, local_stamp, stamp_of
+from plsc.storage.cache import (
+    BLOCK_BYTES,
+    BlockCache,
+    Fingerprint,
+    fingerprint_of,
+    local_fingerprint,
+)
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_url, open_filesystem, shown
 
@@ -44,7 +50,7 @@ class LocalBytes:
     def __init__(self, path: str | Path) -> None:
         self.location = str(path)
         self._open()
-        self.size = self._stamp.size
+        self.size = self._fingerprint.size
 
     def _open(self) -> None:
         try:
@@ -53,7 +59,7 @@ class LocalBytes:
             raise DataError(f"{self.location} does not exist") from None
         except (OSError, ValueError) as error:
             raise DataError(f"{self.location} cannot be read ({error})") from error
-        self._stamp = local_stamp(Path(self.location), self._descriptor)
+        self._fingerprint = local_fingerprint(Path(self.location), self._descriptor)
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`; DataError if they are not in the file."""
@@ -81,14 +87,14 @@ class LocalBytes:
             os.close(descriptor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"location": self.location, "stamp": self._stamp}
+        return {"location": self.location, "fingerprint": self._fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.location = state["location"]
         self._open()
-        if self._stamp != state["stamp"]:
+        if self._fingerprint != state["fingerprint"]:
             raise DataError(f"{self.location} changed while it was in use; start again")
-        self.size = self._stamp.size
+        self.size = self._fingerprint.size
 
 
 class RemoteBytes:
@@ -98,12 +104,14 @@ class RemoteBytes:
     is_kept: False for a file that is read once, from its start to its end, by whole blocks.
     """
 
-    def __init__(self, url: str, stamp: FileStamp | None = None, *, is_kept: bool = True) -> None:
+    def __init__(
+        self, url: str, fingerprint: Fingerprint | None = None, *, is_kept: bool = True
+    ) -> None:
         self.location = url
-        self._stamp = stamp or stamp_of(url)
-        self.size = self._stamp.size
+        self._fingerprint = fingerprint or fingerprint_of(url)
+        self.size = self._fingerprint.size
         self._is_kept = is_kept
-        self._cache = BlockCache(url, self._stamp, is_kept=is_kept)
+        self._cache = BlockCache(url, self._fingerprint, is_kept=is_kept)
         self._process = -1
         self._connect()
 
@@ -152,10 +160,14 @@ class RemoteBytes:
         return with_retries(fetch, f"{shown(self.location)} cannot be read at byte {start}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"location": self.location, "stamp": self._stamp, "is_kept": self._is_kept}
+        return {
+            "location": self.location,
+            "fingerprint": self._fingerprint,
+            "is_kept": self._is_kept,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["location"], state["stamp"], is_kept=state["is_kept"])  # type: ignore[misc]
+        self.__init__(state["location"], state["fingerprint"], is_kept=state["is_kept"])  # type: ignore[misc]
 
 
 class BytesFile(io.RawIOBase):

@@ -52,28 +52,32 @@ def folder_for(kind: str, url: str) -> Path:
 
 
 # What fsspec's clients call the thing that changes with the content, best first.
-_STAMP_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
+_CONTENT_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
 _TIME_KEYS = ("modificationTime", "modification_time", "modified", "created")
 
 
 @dataclass(frozen=True)
-class FileStamp:
+class Fingerprint:
     """The size of a file in bytes, and a string that changes when its content does.
 
     Locally that is the time of the last change in nanoseconds; remotely the store's ETag, or its time.
     """
 
     size: int
-    stamp: str
+    version: str
 
 
-def stamp_of(location: str | Path) -> FileStamp:
-    """Return the stamp of a local file or fsspec URL; DataError if it is missing or no plain file."""
-    return _remote_stamp(str(location)) if is_url(location) else local_stamp(Path(location))
+def fingerprint_of(location: str | Path) -> Fingerprint:
+    """Return the fingerprint of a local file or fsspec URL; DataError if it is missing or no plain file."""
+    return (
+        _remote_fingerprint(str(location))
+        if is_url(location)
+        else local_fingerprint(Path(location))
+    )
 
 
-def local_stamp(path: Path, descriptor: int | None = None) -> FileStamp:
-    """Return the stamp of a local file, or of the open file `descriptor`."""
+def local_fingerprint(path: Path, descriptor: int | None = None) -> Fingerprint:
+    """Return the fingerprint of a local file, or of the open file `descriptor`."""
     try:
         status = path.stat() if descriptor is None else os.fstat(descriptor)
     except FileNotFoundError:
@@ -82,10 +86,10 @@ def local_stamp(path: Path, descriptor: int | None = None) -> FileStamp:
         raise DataError(f"{path} cannot be read ({error})") from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a plain file")
-    return FileStamp(status.st_size, str(status.st_mtime_ns))
+    return Fingerprint(status.st_size, str(status.st_mtime_ns))
 
 
-def _remote_stamp(url: str) -> FileStamp:
+def _remote_fingerprint(url: str) -> Fingerprint:
     filesystem, inside = open_filesystem(url)
     info: dict[str, Any] = with_retries(
         lambda: filesystem.info(inside), f"{shown(url)} cannot be looked up"
@@ -93,8 +97,8 @@ def _remote_stamp(url: str) -> FileStamp:
     size = info.get("size")
     if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
         raise DataError(f"{shown(url)} is not a plain file of known size")
-    found = next((str(info[key]) for key in (*_STAMP_KEYS, *_TIME_KEYS) if info.get(key)), "")
-    return FileStamp(size, found.strip('"'))
+    found = next((str(info[key]) for key in (*_CONTENT_KEYS, *_TIME_KEYS) if info.get(key)), "")
+    return Fingerprint(size, found.strip('"'))
 
 
 BLOCK_BYTES = 4 * 2**20
@@ -110,13 +114,15 @@ class BlockCache:
     not used for longest until an eighth is free. A full disk keeps nothing, and reading continues.
     """
 
-    def __init__(self, url: str, stamp: FileStamp, *, is_kept: bool = True) -> None:
+    def __init__(self, url: str, fingerprint: Fingerprint, *, is_kept: bool = True) -> None:
         self._limit = cache_limit() if is_kept else 0
-        self._size = stamp.size
-        key = hashlib.sha256(f"{url}\n{stamp.size}\n{stamp.stamp}".encode()).hexdigest()[:32]
+        self._size = fingerprint.size
+        key = hashlib.sha256(
+            f"{url}\n{fingerprint.size}\n{fingerprint.version}".encode()
+        ).hexdigest()[:32]
         self._root: Path | None = None
-        # Without a stamp a new version could not be distinguished from the old one.
-        if self._limit > 0 and stamp.stamp:
+        # Without a fingerprint a new version could not be distinguished from the old one.
+        if self._limit > 0 and fingerprint.version:
             with contextlib.suppress(DataError):
                 self._root = cache_folder("blocks")
         self._folder = self._root / key if self._root else None

@@ -34,9 +34,15 @@ from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded
 from plsc.parallel.world import World
-from plsc.train.acceleration import check_speed, compiled, lay_out
-from plsc.train.backbone import shard_size, spread_backbone, will_be_sharded
-from plsc.train.build_head import build_heads, margin_of
+from plsc.train.acceleration import (
+    check_speed,
+    compiled,
+    lay_out,
+    shard_size,
+    spread_backbone,
+    will_be_sharded,
+)
+from plsc.train.build_head import TrainingSet, build_heads, margin_of
 from plsc.train.build_optim import (
     ScheduleFunction,
     build_schedule,
@@ -47,7 +53,7 @@ from plsc.train.build_optim import (
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.feed import Loader, build_feed, join_notes
-from plsc.train.notes import batch_note, frozen_note, idle_note, threads_note
+from plsc.train.hints import batch_note, frozen_note, idle_note, threads_note
 from plsc.train.precision import (
     build_scaler,
     check_precision,
@@ -57,7 +63,6 @@ from plsc.train.precision import (
 )
 from plsc.train.several import build_joint_feed
 from plsc.train.state import Position, collect_group_numbers
-from plsc.train.training_set import TrainingSet
 
 
 @dataclass
@@ -279,7 +284,7 @@ def global_batch_size(options: Config, ranks: int) -> int:
 def build_network(
     options: Config, world: World, custom: BaseModel | None, place: torch.device | None = None
 ) -> BaseModel:
-    """Return the backbone, checked with a dry run; its weights follow the seed.
+    """Return the backbone, one of the user's checked with a dry run; its weights follow the seed.
 
     place: where it is put; by default on the rank's device, where it will compute.
     """
@@ -299,7 +304,10 @@ def build_network(
             neck=options.model.neck,
             arguments=options.arguments,
         )
-    check_model(model, options.model.image_shape, options.model.emb_size)
+    if (
+        custom is not None or ":" in options.model.name
+    ):  # those of plsc fit, and adapted ones were run once
+        check_model(model, options.model.image_shape, options.model.emb_size)
     separate_buffers(model)
     model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)

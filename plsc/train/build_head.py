@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from plsc.heads.joint import JointHead, JointRows
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
 from plsc.train.precision import head_products
-from plsc.train.training_set import TrainingSet
 
 MARGIN_OPTIONS = {
     "head.scale": "scale",
@@ -51,6 +51,23 @@ ONLY_SHARDED = (
     "head.kernels",
     "head.tile",
 )
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """A data set that was opened.
+
+    options: the run's, with those of this data set and its head in place; class_num: its classes;
+    num_samples: its images; per_step: how many of them a step has, over all ranks; seed: of its order and of
+    its head.
+    """
+
+    name: str
+    options: Config
+    class_num: int
+    num_samples: int
+    per_step: int
+    seed: int
 
 
 def margin_of(options: Config) -> Margin:
@@ -99,23 +116,21 @@ def with_margin(options: Config) -> Config:
 def build_heads(
     options: Config, class_num: int, sets: Sequence[TrainingSet], world: World
 ) -> tuple[Head | JointHead, RowOptimizer | JointRows | None]:
-    """Return the head, or one of the heads of several data sets, and the optimizer of the sharded rows."""
+    """Return the head on its device, or one of the heads of several data sets, and its row optimizer."""
     if not sets:
-        head = build_head_of(options, class_num, world)
-        return head, build_row_optimizer(options, head) if isinstance(head, ShardedHead) else None
+        return _build_one(options, class_num, world, options.train.seed)
     heads, rows = {}, {}
     for one in sets:
-        built = build_head_of(one.options, one.class_num, world, one.seed)
-        heads[one.name] = built
-        if isinstance(built, ShardedHead):
-            rows[one.name] = build_row_optimizer(one.options, built)
+        heads[one.name], optimizer = _build_one(one.options, one.class_num, world, one.seed)
+        if optimizer is not None:
+            rows[one.name] = optimizer
     return JointHead(heads, world.head_group), JointRows(rows) if rows else None
 
 
-def build_head_of(options: Config, class_num: int, world: World, seed: int | None = None) -> Head:
-    """Return the head on its device; seed: of its rows, by default the run's."""
+def _build_one(
+    options: Config, class_num: int, world: World, seed: int
+) -> tuple[Head, RowOptimizer | None]:
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
-    margin = margin_of(options)
     is_sharded = head.loss_type.startswith("dist_")
     if dtype is not torch.float64:
         dtype = getattr(torch, head.row_dtype)
@@ -123,7 +138,7 @@ def build_head_of(options: Config, class_num: int, world: World, seed: int | Non
         head.loss_type,
         class_num,
         options.model.emb_size,
-        margin=margin,
+        margin=margin_of(options),
         centers=head.sub_centers,
         sampling=Sampling(head.sample_ratio, head.hard_share) if is_sharded else None,
         execution=Execution(
@@ -133,13 +148,13 @@ def build_head_of(options: Config, class_num: int, world: World, seed: int | Non
         initial_norm=head.initial_norm,
         offload=head.offload,
         on_nonfinite="pass",  # the loop sees it in the loss, and names the images
-        seed=options.train.seed if seed is None else seed,
+        seed=seed,
         group=world.head_group,
-    )
-    return built.to(world.device)
+    ).to(world.device)
+    return built, _row_optimizer(options, built) if isinstance(built, ShardedHead) else None
 
 
-def build_row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:
+def _row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:
     """Return the optimizer of the sharded rows; `build_updates` gives it its learning rate."""
     optim = options.optim
     decay = options.head.weight_decay

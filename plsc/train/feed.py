@@ -12,8 +12,9 @@ import numpy as np
 
 from plsc.config import Config
 from plsc.data.augment import Augmentation
-from plsc.data.cache import CachedSource, DiskCache, MemoryCache, SampleCache
+from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames, first_and_last_class
+from plsc.data.file_list import read_file_list
 from plsc.data.loader import SourceLoader, choose_kind
 from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
@@ -21,15 +22,15 @@ from plsc.data.reader import ReaderLoader
 from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, check_labels, open_source
 from plsc.data.sources.base import Source
+from plsc.data.sources.base64_lines import Base64Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError
 from plsc.keys import hash_key
 from plsc.options.data import DataOptions
 from plsc.parallel.world import World
+from plsc.train.build_head import TrainingSet
 from plsc.train.class_numbers import OpenedCheckpoint, number_classes
-from plsc.train.rank_files import open_rank_source
-from plsc.train.training_set import TrainingSet
 
 Loader = SourceLoader | ReaderLoader
 
@@ -252,7 +253,7 @@ def source_loader(
     )
 
 
-def _open_cache(data: DataOptions, num_samples: int) -> SampleCache:
+def _open_cache(data: DataOptions, num_samples: int) -> MemoryCache | DiskCache:
     if data.cache == "memory":
         return MemoryCache(data.cache_bytes)
     folder = Path(data.cache_dir or tempfile.gettempdir())
@@ -353,3 +354,49 @@ def _image_shape(options: Config) -> tuple[int, int, int]:
 def join_notes(*notes: str) -> str:
     """Return the notes that are not empty, a line each."""
     return "\n".join(note for note in notes if note)
+
+
+def open_rank_source(data_dir: str, world: World) -> Source:
+    """Return the source of this rank's part: the r-th of those that ``data_dir/file_list.txt`` names.
+
+    The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
+    part for each rank, if one cannot be opened, or if their counts differ: then the ranks would not make
+    the same steps. A collective.
+    """
+    source: Source | None = None
+    problem = ""
+    try:
+        source = _open_part(data_dir, _own_part(data_dir, world))
+    except DataError as error:
+        problem = str(error)
+    everywhere = world.all_gather_object((0 if source is None else len(source), problem))
+    for rank, (_, text) in enumerate(everywhere):
+        if text:
+            raise DataError(f"rank {rank}: {text}")
+    counts = [count for count, _ in everywhere]
+    few, many = counts.index(min(counts)), counts.index(max(counts))
+    if counts[few] != counts[many] or source is None:
+        raise DataError(
+            f"data.order 'rank_files' needs as many samples on every rank, but rank {few} has "
+            f"{counts[few]} and rank {many} has {counts[many]}; partition the data for {world.size} "
+            "ranks anew, or use another order"
+        )
+    return source
+
+
+def _open_part(data_dir: str, part: str) -> Source:
+    """Return the source of one part: base64 lines, unless its name tells another format."""
+    is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
+    if is_plain_text and not Path(part).is_dir():
+        return Base64Source(data_dir, files=[part])
+    return open_source(part)
+
+
+def _own_part(data_dir: str, world: World) -> str:
+    parts = read_file_list(data_dir, must_exist=False)
+    if len(parts) != world.size:
+        raise DataError(
+            f"data.order 'rank_files' needs a part for each rank, but {data_dir}/file_list.txt names "
+            f"{len(parts)} for {world.size} ranks; start {len(parts)} ranks, or partition the data anew"
+        )
+    return parts[world.rank]

@@ -28,15 +28,13 @@ from plsc.train.acceleration import evaluated
 from plsc.train.adopt import adopt
 from plsc.train.build import Run, UserParts, build_network, build_run, global_batch_size
 from plsc.train.class_numbers import OpenedCheckpoint
+from plsc.train.directories import Places, open_load_dir, open_places, open_start
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
-from plsc.train.find import open_load_dir, open_start
 from plsc.train.logs import RunLog, print_on_main
-from plsc.train.loop import Trainer
-from plsc.train.places import Places, open_places
+from plsc.train.loop import Trainer, TrainResult
 from plsc.train.precision import evaluation_context, look_up_lists, training_mode, use_lists
 from plsc.train.randomness import seed_generators
-from plsc.train.result import TrainResult
 from plsc.train.resume import resolve_run, restore
 from plsc.train.saving import Saver
 from plsc.train.warm_start import WarmStart, start_from_pretrained

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from plsc.data.batch import Batch
-from plsc.data.device_copies import copied_aside
+from plsc.data.batch import Batch, copied_aside
+from plsc.data.samples import BadSample, BadSampleList
+from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.sharding import whole_parameters
+from plsc.parallel.world import World
 from plsc.spans import span
-from plsc.train.advice import WorkerAdvice
-from plsc.train.agreement import agree
-from plsc.train.bad_samples import BadSampleReport
 from plsc.train.build import Run
 from plsc.train.evaluation import evaluate_targets
 from plsc.train.guards import (
@@ -30,11 +31,11 @@ from plsc.train.guards import (
     slow_start,
     stop_at_bad_weights,
 )
-from plsc.train.logs import RunLog
-from plsc.train.meter import Mean, Meter
-from plsc.train.result import TrainResult
+from plsc.train.hints import WorkerAdvice
+from plsc.train.logs import Mean, Meter, RunLog
 from plsc.train.saving import Saver
 from plsc.train.step import Step, StepResult
+from plsc.train.warm_start import WarmStart
 
 
 class StepWatch(Protocol):
@@ -53,6 +54,29 @@ class StepWatch(Protocol):
         there; step: seconds in all.
         """
         ...
+
+
+@dataclass
+class TrainResult:
+    """The outcome of a training run.
+
+    steps: steps made in all; epochs: epochs finished; metrics: the last logged step, as in
+    metrics.jsonl; evaluation: the last result for each pair file; checkpoint: the last one saved.
+    best_model_path: the best checkpoint that is there; best_model_score: its value of best_metric
+    (checkpoint.monitor). unsent: checkpoints that are whole on this machine and could not be sent to
+    the store. warm_start: what of `model.pretrained` the run began with.
+    """
+
+    steps: int
+    epochs: int
+    metrics: dict[str, Any]
+    evaluation: dict[str, VerificationResult] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    best_model_path: Path | None = None
+    best_model_score: float = float("nan")
+    best_metric: str = ""
+    unsent: list[Path] = field(default_factory=list)
+    warm_start: WarmStart | None = None
 
 
 class Trainer:
@@ -326,3 +350,86 @@ def _finite(value: Tensor | float | None) -> float | None:
     """Return a measure as a number; None where there is none, as of a step whose embeddings overflowed."""
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The same on all ranks.
+
+    signal: the number of one that told any rank to stop, 0 for none; has_ended: some rank's reader has no
+    more batches; is_saving: some rank still writes a checkpoint; sizes: how many images each rank has in
+    this step, None where a label is out of range (the head looks for it, and says which).
+    """
+
+    signal: int
+    has_ended: bool
+    is_saving: bool
+    sizes: list[int] | None
+
+
+def agree(
+    world: World, batch: Batch | None, class_num: int, signal: int = 0, is_saving: bool = False
+) -> Agreement:
+    """Return what the ranks agree on; the arguments are this rank's. A collective.
+
+    batch: None where the reader has ended.
+    """
+    labels = None if batch is None else batch.labels
+    is_wrong = labels is not None and bool(((labels < 0) | (labels >= class_num)).any())
+    told = world.gather_numbers(
+        signal,
+        int(labels is None),
+        int(is_saving),
+        0 if labels is None else len(labels),
+        int(is_wrong),
+    )
+    signals, ended, saving, sizes, wrong = zip(*told, strict=True)
+    return Agreement(
+        max(signals), any(ended), any(saving), None if any(wrong) else [int(size) for size in sizes]
+    )
+
+
+_SHOWN = 10  # lines on the terminal, a rank; a dataset may be bad altogether
+
+
+class BadSampleReport:
+    """Collects what each rank met; rank 0 writes ``bad_samples.txt`` in the run's folder."""
+
+    def __init__(self, world: World, folder: Path, log: RunLog, policy: str) -> None:
+        self._world = world
+        self._log = log
+        self._done = "replaced" if policy == "replace" else "skipped"
+        self._list = BadSampleList(folder) if world.is_main else None
+        self._pending: list[BadSample] = []
+        self._shown: set[str] = set()
+        self._is_cut = False
+
+    def note(self, problems: list[BadSample]) -> None:
+        """Take what a batch of this rank met; the first few are printed, each in one epoch alone."""
+        for problem in problems:
+            if problem.text in self._shown:
+                continue
+            if len(self._shown) < _SHOWN:
+                self._shown.add(problem.text)
+                self._log.problem(f"{self._done}: {problem.text}")
+            elif not self._is_cut:
+                self._is_cut = True
+                self._log.problem("further ones are in bad_samples.txt alone")
+        self._pending.extend(problems)
+
+    def gather(self) -> int:
+        """Bring what all ranks met since the last time into the file; a collective.
+
+        Returns how many different bad samples the run has met, on rank 0; 0 on the others.
+        """
+        everywhere = self._world.all_gather_object(self._pending)
+        self._pending = []
+        if self._list is None:
+            return 0
+        self._list.add([problem for part in everywhere for problem in part])
+        return sum(self._list.counts.values())
+
+    def say(self) -> None:
+        """Print how many there are of each kind, if there are some."""
+        if self._list is not None and self._list.counts:
+            self._log.say(f"bad samples: {self._list.summary()}; listed in {self._list.path}")

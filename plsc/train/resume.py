@@ -18,12 +18,18 @@ from plsc.heads.joint import each_head
 from plsc.models import BaseModel
 from plsc.optim.optimizers import FULL_RATE, describe_implementation
 from plsc.option import is_finite_number
-from plsc.train.adopt import adopt, check_batch
+from plsc.train.adopt import (
+    HeadMatch,
+    adopt,
+    check_batch,
+    check_data_sets,
+    match_heads,
+    saved_heads,
+)
 from plsc.train.build import Run, global_batch_size
 from plsc.train.build_head import with_margin
 from plsc.train.precision import restore_scaler
 from plsc.train.randomness import seed_generators
-from plsc.train.saved_heads import HeadMatch, check_data_sets, match_heads, saved_heads
 from plsc.train.snapshot import own_tensors, take_own
 from plsc.train.state import (
     Position,

@@ -20,7 +20,7 @@ from plsc.heads import MARGINS
 from plsc.keys import hash_key
 from plsc.options.data_set import HEAD_OPTIONS, DataSet
 from plsc.parallel.world import World
-from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, margin_of
+from plsc.train.build_head import MARGIN_OPTIONS, ONLY_SHARDED, TrainingSet, margin_of
 from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.feed import (
     Feed,
@@ -31,7 +31,6 @@ from plsc.train.feed import (
     open_training_source,
     source_loader,
 )
-from plsc.train.training_set import TrainingSet
 
 
 def build_joint_feed(

@@ -19,10 +19,9 @@ from plsc.models.sync_batch_norm import equal_buffers
 from plsc.optim.optimizers import describe_implementation
 from plsc.parallel.collectives import class_ranges
 from plsc.storage.urls import without_secrets
-from plsc.train.adopt import ARGUMENTS_KEY
+from plsc.train.adopt import ARGUMENTS_KEY, heads_to_save
 from plsc.train.build import Run, global_batch_size
 from plsc.train.randomness import LARGEST_STATE, pack_generators, unpack_generators
-from plsc.train.saved_heads import heads_to_save
 from plsc.train.state import collect_group_numbers, collect_numbers, collect_tensors
 from plsc.version import __version__
 

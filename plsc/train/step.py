@@ -1,11 +1,16 @@
-"""One step of training: forward, head, backward, and the update of backbone and class rows."""
+"""One step of training: forward, head, backward, clipping, and the update of backbone and class weights."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
@@ -16,13 +21,14 @@ from plsc.optim.loss_scaling import scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
-from plsc.parallel.sharding import is_sharded
+from plsc.parallel.sharding import gradient_norm, is_sharded, local_part
+from plsc.parallel.world import World
 from plsc.spans import span
 from plsc.train.build import Run
-from plsc.train.clipping import clip_gradients
-from plsc.train.losses import LossReader
+from plsc.train.guards import stop_at_bad_loss
 from plsc.train.precision import BufferCopy, hopeless, training_mode
 from plsc.train.randomness import number_samples, seed_step
+from plsc.train.state import Position
 
 
 @dataclass
@@ -184,3 +190,108 @@ class Step:
 def _of_part(sizes: list[int], part: int, parts: int) -> list[int]:
     """Return how many images each rank has in one of the micro-batches, as `Tensor.tensor_split` has it."""
     return [size // parts + (part < size % parts) for size in sizes]
+
+
+def clip_gradients(run: Run) -> float | Tensor:
+    """Scale the gradients down to `optim.clip_norm` if their norm is larger; return the factor for the rows.
+
+    Scope backbone: its norm alone counts, and the class rows are not scaled. Scope all: the norm is that of
+    all parameters, the rows of all ranks among them, which costs one more pass over the rows. A collective.
+
+    On a GPU the factor is a tensor there, so that nobody waits for it.
+    """
+    limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
+    assert limit is not None  # see with_rate
+    every = [p for group in run.optimizer.param_groups for p in group["params"]]
+    wanted = every if scope == "all" else run.network.parameters()
+    gradients = [p.grad for p in wanted if p.grad is not None]
+    # The gradients are summed over the ranks by now; a sharded backbone's are split over them.
+    norm = gradient_norm(gradients)
+    if scope == "all" and run.rows is not None:
+        norm = torch.hypot(norm, run.rows.gradient_norm().to(norm))
+    # Gradients that are not finite stay as they are: `stop_at_bad_weights` names those alone.
+    factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    if not factor.is_cuda and factor == 1:
+        return 1.0
+    if gradients:
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+    if scope == "backbone" or run.rows is None:
+        return 1.0
+    return factor if factor.is_cuda else float(factor)
+
+
+@dataclass
+class _Coming:
+    """The loss of a step, and what to say if it is bad. arrived: None where it is here already."""
+
+    value: Tensor
+    arrived: torch.cuda.Event | None
+    images: int
+    position: Position
+    rate: float
+    names: Sequence[str]
+    is_excused: bool
+
+
+class LossReader:
+    """Takes the losses of steps and gives them back as numbers, in order.
+
+    save_dir: for the names of a bad batch; is_late: whether a loss may be read a step after it was made.
+    """
+
+    def __init__(self, world: World, save_dir: Path, is_late: bool) -> None:
+        self._world = world
+        self._save_dir = save_dir
+        self.is_late = is_late
+        self._coming: deque[_Coming] = deque()
+        self._read: list[tuple[float, int]] = []
+
+    def note(
+        self,
+        loss: Tensor,
+        images: int,
+        position: Position,
+        rate: float,
+        names: Sequence[str],
+        is_excused: bool = False,
+    ) -> None:
+        """Take the loss of a step over so many images, at a position; names: this rank's samples.
+
+        is_excused: the step is skipped, and its loss need not be finite.
+        """
+        value, arrived = loss.detach(), None
+        if loss.is_cuda:
+            value = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            value.copy_(loss.detach(), non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._coming.append(
+            _Coming(value, arrived, images, replace(position), rate, names, is_excused)
+        )
+
+    def read(self, everything: bool) -> list[tuple[float, int]]:
+        """Return losses with the images they are of: all of them, or those that may not come later.
+
+        Raises TrainingError, on every rank alike, for one that is not finite and not excused.
+        """
+        self.check(kept_back=1 if self.is_late and not everything else 0)
+        losses, self._read = self._read, []
+        return losses
+
+    def check(self, kept_back: int = 0) -> None:
+        """Look at the losses but for the last so many; they are still to be read. Raises as `read`."""
+        while len(self._coming) > kept_back:
+            coming = self._coming.popleft()
+            if coming.arrived is not None:
+                coming.arrived.synchronize()
+            loss = float(coming.value)
+            if not (math.isfinite(loss) or coming.is_excused):
+                stop_at_bad_loss(
+                    self._world,
+                    self._save_dir,
+                    coming.position,
+                    loss,
+                    coming.rate,
+                    list(coming.names),
+                )
+            self._read.append((loss, coming.images))

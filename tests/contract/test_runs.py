@@ -13,8 +13,8 @@ from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.parallel.world import World
 from plsc.storage.store import Store
-from plsc.train.find import open_load_dir
-from plsc.train.result import TrainResult
+from plsc.train.directories import open_load_dir
+from plsc.train.loop import TrainResult
 from tests.images import write_dataset
 from tests.resuming import losses_of, options_of, train
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from plsc.checkpoint.snapshot import local_of
 from plsc.config import Options
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run
+from plsc.train.loop import agree
 from plsc.train.state import collect_tensors
 from plsc.train.step import Step
 

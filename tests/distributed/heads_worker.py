@@ -75,7 +75,7 @@ def check_sharded(
     output = head(local, labels[mine], with_accuracy=True, with_gauge=True)
     output.loss.backward()
 
-    drawn = head.pending[0].rows.selected
+    drawn = head.contexts[0].rows.selected
     allowed = torch.zeros(classes, dtype=torch.bool)
     allowed[start:stop] = True
     if drawn is not None:

@@ -17,9 +17,9 @@ from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
+from plsc.train.directories import open_places
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
-from plsc.train.places import open_places
 from plsc.train.saving import Saver
 
 STEPS = 5

@@ -20,10 +20,10 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.sharding import bytes_here, local_part
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import Run, UserParts, build_run
+from plsc.train.directories import open_checkpoint
 from plsc.train.evaluation import Target, evaluate_targets
-from plsc.train.find import open_checkpoint
+from plsc.train.loop import agree
 from plsc.train.resume import resolve_run, restore
 from plsc.train.snapshot import take_snapshot
 from plsc.train.step import Step

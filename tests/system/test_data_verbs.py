@@ -84,7 +84,7 @@ def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
 SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background
-import plsc.data.convert as convert
+import plsc.data.writers as convert
 original = convert._samples
 def slowly(*arguments):
     for number, sample in enumerate(original(*arguments)):

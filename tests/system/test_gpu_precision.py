@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run
+from plsc.train.loop import agree
 from plsc.train.step import Step
 from tests.devices import NEEDS_GPU
 from tests.images import write_dataset

@@ -63,7 +63,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_image_shape", (112, 112), "channels, height, width"),
         ("set_image_shape", (2, 112, 112), "1 or 3 channels"),
         ("set_image_shape", "3,112,112", "sequence of integers"),
-        ("set_loss_type", "cosine", "one of dist_arcface"),
+        ("set_loss_type", "cosine", "one of dist_softmax"),
         ("set_step_boundaries", (5, 5), "increasing"),
         ("set_max_last_checkpoint_num", 0, "at least 1, or -1"),
         ("set_model_save_dir", " ", "not empty"),

@@ -48,6 +48,14 @@ def test_no_room_imports_from_a_room_above_it():
     assert not offenders, "\n".join(offenders)
 
 
+def test_the_head_can_be_taken_out_with_errors_and_collectives_alone():
+    allowed = {"plsc.errors", "plsc.parallel.collectives", "plsc.spans"}
+    for path in (ROOT / "plsc/heads").rglob("*.py"):
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+        found = {n.module for n in nodes if n.module and n.module.startswith("plsc.")}
+        assert not {m for m in found if not m.startswith("plsc.heads")} - allowed, path
+
+
 def test_importing_plsc_does_nothing_and_is_light():
     code = (
         "import sys, plsc; assert plsc.__version__; "

@@ -14,8 +14,8 @@ from plsc.checkpoint.classes.plan import Plan
 from plsc.checkpoint.load import StoredTensor
 from plsc.checkpoint.shard_file import Chunks, bytes_of
 from plsc.errors import CheckpointError, DataError
-from plsc.heads.initial import initial_rows
-from plsc.heads.norms import normalised
+from plsc.heads.geometry import normalised
+from plsc.heads.weights import initial_rows
 
 _BLOCK = 4096  # rows that `initial_rows` draws at once
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from ctypes import c_char_p, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 Kept = TypeVar("Kept")
 
-_ABI = 5  # PLSC_DATA_ABI of native.h
+_ABI = 6  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 
@@ -57,3 +61,124 @@ def kept_by_thread(make: Callable[[], Kept]) -> Callable[[], Kept]:
         return value
 
     return kept
+
+
+_FIND = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+_READ = (c_void_p, c_int64, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 6)
+_newlines = kept_by_thread(lambda: np.empty(4096, np.int64))
+
+
+def find_newlines(data: np.ndarray) -> np.ndarray | None:
+    """Return the positions of the newlines in uint8 data, int64; None where there is no library."""
+    call = function("plsc_find_newlines", _FIND)
+    if call is None:
+        return None
+    found, following = _newlines(), np.zeros(1, np.int64)
+    pieces = [np.empty(0, np.int64)]
+    while following[0] < len(data):
+        place = (found.ctypes.data, len(found), following.ctypes.data)
+        count = call(data.ctypes.data, int(following[0]), len(data), *place)
+        pieces.append(found[:count].copy())
+    return np.concatenate(pieces)
+
+
+def read_lines(
+    data: np.ndarray, begin: int, newlines: np.ndarray, first_number: int, longest: int
+) -> tuple[np.ndarray, int] | None:
+    """Return (int64 [5, n]: starts, ends, tabs, labels, numbers; how many tabs are -1), or None.
+
+    Raises ValueError if the newlines are not places in the data in rising order.
+    """
+    call = function("plsc_read_lines", _READ)
+    if call is None:
+        return None
+    newlines = np.ascontiguousarray(newlines, dtype=np.int64)
+    rows, suspects = np.empty((5, len(newlines)), np.int64), np.empty(1, np.int64)
+    places = [rows.ctypes.data + row * rows.strides[0] for row in range(5)]
+    what = (newlines.ctypes.data, len(newlines), first_number, longest)
+    kept = call(data.ctypes.data, len(data), begin, *what, *places, suspects.ctypes.data)
+    if kept < 0:
+        raise ValueError(f"the ends of lines do not rise within {len(data)} bytes")
+    return rows[:, :kept], int(suspects[0])
+
+
+_BUFFER = (c_void_p, c_int64, c_void_p)
+_buffer = kept_by_thread(lambda: np.empty(2**20, np.uint8))
+
+
+def read_files(
+    folder: bytes, text: np.ndarray, ends: np.ndarray, chosen: np.ndarray
+) -> Iterator[bytes | None]:
+    """Yield the bytes of the chosen files of a table of paths below a folder, read by one call for many.
+
+    None stands for what cannot be read so: missing, empty, no plain file, longer than the memory, or there is
+    no library. The plain way then reads it, or says what is wrong with it.
+
+    text: uint8, all paths; ends: int64 [paths + 1], from 0, where each ends in it; chosen: int64 [n].
+    """
+    call = function(
+        "plsc_read_files",
+        (c_char_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, *_BUFFER),
+    )
+    table = (folder, len(folder), text.ctypes.data, ends.ctypes.data, len(ends) - 1)
+    return _read(call, table, (np.ascontiguousarray(chosen, np.int64),))
+
+
+def read_ranges(
+    descriptors: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
+) -> Iterator[bytes | None]:
+    """Yield lengths[i] bytes at offsets[i] of the open file descriptors[i] (int32; -1: none); else None.
+
+    The caller keeps the files open until the last value has come.
+    """
+    call = function("plsc_read_ranges", (c_void_p, c_void_p, c_void_p, c_int64, *_BUFFER))
+    places = tuple(np.ascontiguousarray(array, np.int64) for array in (offsets, lengths))
+    return _read(call, (), (np.ascontiguousarray(descriptors, np.int32), *places))
+
+
+def _read(
+    call: Any, table: tuple[Any, ...], wanted: tuple[np.ndarray, ...]
+) -> Iterator[bytes | None]:
+    count = len(wanted[0])
+    if call is None:
+        yield from [None] * count
+        return
+    buffer, sizes = _buffer(), np.empty(count, np.int64)
+    done = 0
+    while done < count:
+        places = [array[done:].ctypes.data for array in wanted]
+        room = (buffer.ctypes.data, len(buffer), sizes.ctypes.data)
+        more = call(*table, *places, count - done, *room)
+        # All of it at once: before the next value is asked for, the buffer may be in other use.
+        yield from _cut(buffer, sizes[:more].tolist())
+        done += more
+
+
+def _cut(buffer: np.ndarray, sizes: list[int]) -> list[bytes | None]:
+    view, position = buffer.data, 0
+    found: list[bytes | None] = []
+    for size in sizes:
+        found.append(bytes(view[position : position + size]) if size >= 0 else None)
+        position += max(size, 0)
+    return found
+
+
+_CRC = (c_void_p, c_int64, c_uint32)
+_SMALLEST_CRC = 4096  # bytes for which the call is worth its while
+
+
+def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
+    """Return zlib's CRC-32 of contiguous bytes; `value` is that of the bytes before them.
+
+    Several times as fast where the processor multiplies without carry, and without the interpreter lock.
+    """
+    view = memoryview(data)
+    call = function("plsc_crc32", _CRC) if view.nbytes >= _SMALLEST_CRC else None
+    if call is None:
+        return zlib.crc32(view, value)
+    view = view.cast("B")
+    blocks = len(view) - len(view) % 16
+    found: int = call(np.frombuffer(view, np.uint8).ctypes.data, blocks, value)
+    if found < 0:
+        return zlib.crc32(view, value)
+    return zlib.crc32(view[blocks:], found)

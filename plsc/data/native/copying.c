@@ -112,16 +112,16 @@ static int put(struct output *out, const uint8_t *from, int64_t size) {
     return 0;
 }
 
-/* Writes the lines order[0, count), which are lengths[i] bytes at data + starts[i], each with a newline, to a
-   file from `offset` on. *checksum: what they add to the file's; not summed without factors. Returns errno. */
-PLSC_API int64_t plsc_copy_lines(const uint8_t *data, const int64_t *starts, const int64_t *lengths,
+/* Writes the lines order[0, count), which are lengths[i] bytes at places[i], each with a newline, to a file
+   from `offset` on. *checksum: what they add to the file's; not summed without factors. Returns errno. */
+PLSC_API int64_t plsc_copy_lines(const uint8_t *const *places, const int64_t *lengths,
                                  const int64_t *order, int64_t count, int32_t handle, int64_t offset,
                                  const uint64_t *factors, uint64_t *checksum) {
     int64_t lead = offset % CAPACITY;
     struct output out = {handle, offset - lead, lead, lead, malloc((size_t)CAPACITY), factors, 0};
     int error = out.buffer ? 0 : ENOMEM;
     for (int64_t i = 0; i < count && !error; i++) {
-        error = put(&out, data + starts[order[i]], lengths[order[i]]);
+        error = put(&out, places[order[i]], lengths[order[i]]);
         if (!error)
             error = put(&out, (const uint8_t *)"\n", 1);
     }

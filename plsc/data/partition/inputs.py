@@ -23,14 +23,14 @@ from plsc.data.lines import Lines
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
-from plsc.storage.cache import FileStamp, stamp_of
+from plsc.storage.cache import Fingerprint, fingerprint_of
 from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, shown
 
 _FAILURES = (OSError, EOFError, zlib.error)
 _CLIENTS = ("pyarrow", "botocore", "aiobotocore", "hdfs_native")  # have exceptions of their own
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-_MOST_MESSAGES = 20
+MOST_MESSAGES = 20
 _HEAVY = 64  # bytes: lines shorter than this have numbers that weigh more than they do
 Result = TypeVar("Result")
 
@@ -40,12 +40,12 @@ class Input:
     """One data file, and what shows whether it is still the one that was listed."""
 
     location: str
-    stamp: FileStamp
+    fingerprint: Fingerprint
 
     @property
     def size(self) -> int:
         """Bytes as stored."""
-        return self.stamp.size
+        return self.fingerprint.size
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class Input:
 
     def check_unchanged(self) -> None:
         """Raise DataError if the file is not what it was when it was listed."""
-        if stamp_of(self.location) != self.stamp:
+        if fingerprint_of(self.location) != self.fingerprint:
             raise self.changed()
 
     def changed(self) -> DataError:
@@ -132,7 +132,7 @@ def list_inputs(data_dir: str, file_list: str) -> list[Input]:
     A file that is listed under two names is refused too.
     """
     locations = read_file_list(data_dir, file_list)
-    inputs = [Input(location, stamp_of(location)) for location in locations]
+    inputs = [Input(location, fingerprint_of(location)) for location in locations]
     seen: dict[tuple[int, int], Input] = {}
     for one in inputs:
         if is_url(one.location):
@@ -171,7 +171,7 @@ class InputCount:
         for name in ("lines", "blanks", "skipped", "content_bytes"):
             setattr(self, name, getattr(self, name) + getattr(more, name))
         self.checksum = (self.checksum + more.checksum) % 2**64
-        self.messages = (self.messages + more.messages)[:_MOST_MESSAGES]
+        self.messages = (self.messages + more.messages)[:MOST_MESSAGES]
 
 
 def total_of(counts: list[InputCount]) -> InputCount:
@@ -206,7 +206,7 @@ def read_counted(
         count.lines += 1 if isinstance(lines, LongLine) else len(lines)
         yield lines
     count.blanks, count.skipped = reader.blanks, len(reader.skipped)
-    count.messages = reader.skipped[:_MOST_MESSAGES]
+    count.messages = reader.skipped[:MOST_MESSAGES]
 
 
 def share_out(

@@ -1,6 +1,6 @@
 """The shuffle on one machine: in memory, or, for what does not fit, by bucket files.
 
-In memory, the files are read into one array. Otherwise their lines are spread over bucket files by the first
+In memory, the files are mapped. Otherwise their lines are spread over bucket files by the first
 bits of their keys, and the buckets are read one after another. Either way lines at hand are sorted by their
 keys and copied to the parts.
 """
@@ -19,6 +19,7 @@ import numpy as np
 from plsc.data.line_reader import Buffers, LongLine
 from plsc.data.lines import BOM, Lines, find_newlines, read_lines
 from plsc.data.partition.inputs import (
+    MOST_MESSAGES,
     Input,
     InputCount,
     pool_of,
@@ -33,6 +34,7 @@ from plsc.data.partition.parts import (
     Run,
     copy_lines,
     copy_range,
+    map_file,
     put,
     read_exactly,
 )
@@ -40,9 +42,10 @@ from plsc.errors import DataError
 
 OnBytes = Callable[[int], object]
 
-_SPARE = 8 * 2**20
-_PIECE_BYTES = 2**24  # of a file, read by one thread
-_BLOCK_BYTES = 2**19  # read at once: it is summed and searched while it is in the cache
+_SPARE = 10 * 2**20
+_MOST_FILES = 512  # mapped at once: each keeps a file open
+_PIECE_BYTES = 2**22  # of a file, searched by one thread
+_BLOCK_BYTES = 2**19  # summed, then searched while it is in the cache
 _MOST_BUCKETS = 256
 _RECORD = np.dtype([("number", "<u8"), ("size", "<u4")])  # of a line in a bucket; with newline
 
@@ -115,86 +118,69 @@ class TooManyLines(Exception):
 
 def fits(inputs: list[Input], budget: Budget) -> bool:
     """Whether the inputs fit the memory as a whole; their lines may still turn out too many."""
-    room = budget.total - _SPARE - 2 * budget.workers * _BLOCK_BYTES
-    return all(one.is_plain for one in inputs) and sum(one.size for one in inputs) <= room
+    is_mappable = len(inputs) <= _MOST_FILES and all(one.is_plain for one in inputs)
+    return is_mappable and sum(one.size for one in inputs) <= budget.total - _SPARE
 
 
-def read_to_memory(
+def map_inputs(
     inputs: list[Input], options: PartitionOptions, on_bytes: OnBytes, pool: Executor
 ) -> tuple[Loaded, list[InputCount]]:
-    """Return the lines and what was read. Raises DataError for a bad line, TooManyLines."""
-    return _Reader(inputs, options, on_bytes).run(pool)
+    """Map plain files and find their lines. Raises DataError for a bad one, TooManyLines."""
+    files = [_map(one) for one in inputs]
+    room = (options.budget.total - _SPARE - sum(map(len, files))) // BYTES_PER_LINE
+    pieces = [
+        (index, begin)
+        for index, file in enumerate(files)
+        for begin in range(0, len(file), _PIECE_BYTES)
+    ]
+    counts = [InputCount() for _ in inputs]
+    newlines: list[list[np.ndarray]] = [[] for _ in inputs]
+    searched = pool.map(lambda piece: _search(files[piece[0]], piece[1], on_bytes), pieces)
+    for (index, _), (found, count) in zip(pieces, searched, strict=True):
+        counts[index].add(count)
+        newlines[index].append(found)
+        room -= len(found)
+        if room < 0:
+            raise TooManyLines
+    places = []
+    for one, file, count in zip(inputs, files, counts, strict=True):
+        places.append(_cut(file, newlines.pop(0), one.name, options.skip_bad, count))
+    addresses, lengths = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
+    return Loaded(LinePlaces(addresses, lengths, files), np.arange(len(lengths))), counts
 
 
-class _Reader:
-    """Reads plain files into one array, by several threads, and finds their lines."""
+def _search(file: np.ndarray, first: int, on_bytes: OnBytes) -> tuple[np.ndarray, InputCount]:
+    """Return (where newlines are, bytes and checksum) of the piece of a file that begins at `first`."""
+    piece, newlines, count = file[first : first + _PIECE_BYTES], [], InputCount()
+    for begin in range(0, len(piece), _BLOCK_BYTES):
+        block = piece[begin : begin + _BLOCK_BYTES]
+        count.see(block, first + begin)
+        newlines.append(find_newlines(block) + (first + begin))
+        on_bytes(len(block))
+    return np.concatenate(newlines), count
 
-    def __init__(self, inputs: list[Input], options: PartitionOptions, on_bytes: OnBytes) -> None:
-        self._inputs = inputs
-        self._skip_bad = options.skip_bad
-        self._on_bytes = on_bytes
-        self._starts = np.cumsum([0, *(one.size for one in inputs)]).tolist()
-        self._room = (options.budget.total - _SPARE - self._starts[-1]) // BYTES_PER_LINE
-        self._lock = threading.Lock()
 
-    def run(self, pool: Executor) -> tuple[Loaded, list[InputCount]]:
-        self._data = np.empty(self._starts[-1], dtype=np.uint8)
-        counts = [InputCount() for _ in self._inputs]
-        newlines: list[list[np.ndarray]] = [[] for _ in self._inputs]
-        pieces = [
-            (index, begin, min(one.size, begin + _PIECE_BYTES))
-            for index, one in enumerate(self._inputs)
-            for begin in range(0, one.size, _PIECE_BYTES)
-        ]
-        for index, found, count in pool.map(self._read_piece, pieces):
-            newlines[index] += found
-            counts[index].add(count)
-        places = [self._cut(index, counts[index], newlines[index]) for index in range(len(counts))]
-        starts, ends = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
-        lines = LinePlaces(self._data, starts, ends - starts)
-        return Loaded(lines, np.arange(len(starts))), counts
+def _cut(
+    data: np.ndarray, found: list[np.ndarray], name: str, skip_bad: bool, count: InputCount
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the addresses and lengths of the lines of a file, and count them. found: its newlines."""
+    newlines = np.concatenate([np.empty(0, dtype=np.int64), *found])
+    begin = len(BOM) if data[: len(BOM)].tobytes() == BOM else 0
+    if len(data) > begin and data[-1] != ord("\n"):
+        newlines = np.append(newlines, len(data))  # the last newline is missing
+    lines = read_lines(data, begin, newlines, name, 1, skip_bad)
+    count.lines, count.blanks, count.skipped = len(lines), lines.blanks, len(lines.skipped)
+    count.messages = lines.skipped[:MOST_MESSAGES]
+    return lines.starts + data.ctypes.data, lines.ends - lines.starts
 
-    def _read_piece(self, piece: tuple[int, int, int]) -> tuple[int, list[np.ndarray], InputCount]:
-        """Return (the input, positions of newlines in it, bytes and checksum) of bytes [begin, end) of it."""
-        index, begin, end = piece
-        one, newlines = self._inputs[index], []
-        count = InputCount()
-        with one.open() as stream:
-            stream.seek(begin)
-            while begin < end:
-                at = self._starts[index] + begin
-                block = self._data[at : at + min(_BLOCK_BYTES, end - begin)]
-                got = stream.readinto(block.data)
-                if not got:
-                    raise one.changed()
-                count.see(block[:got], begin)
-                newlines.append(find_newlines(block[:got]) + begin)
-                self._take(len(newlines[-1]))
-                self._on_bytes(got)
-                begin += got
-        return index, newlines, count
 
-    def _take(self, lines: int) -> None:
-        with self._lock:
-            self._room -= lines
-            if self._room < 0:
-                raise TooManyLines
-
-    def _cut(
-        self, index: int, count: InputCount, found: list[np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the lines of an input start and end in the array, and count them."""
-        one, start = self._inputs[index], self._starts[index]
-        data = self._data[start : start + one.size]
-        newlines = np.concatenate([np.empty(0, dtype=np.int64), *found])
-        found.clear()
-        begin = 3 if data[:3].tobytes() == BOM else 0
-        if len(data) > begin and data[-1] != ord("\n"):
-            newlines = np.append(newlines, len(data))  # the last newline is missing
-        lines = read_lines(data, begin, newlines, one.name, 1, self._skip_bad)
-        count.lines, count.blanks = len(lines), lines.blanks
-        count.skipped, count.messages = len(lines.skipped), lines.skipped[:20]
-        return lines.starts + start, lines.ends + start
+def _map(one: Input) -> np.ndarray:
+    try:
+        return map_file(one.location, one.size)
+    except ValueError:
+        raise one.changed() from None
+    except OSError as error:
+        raise DataError(f"{one.name} cannot be read: {error.strerror}; check the file") from error
 
 
 # By buckets.
@@ -227,10 +213,10 @@ class Bucket:
         """Read it."""
         records = np.fromfile(self.path("records"), _RECORD)
         numbers, sizes = (records[name].astype(np.int64) for name in ("number", "size"))
-        data = np.fromfile(self.path("lines"), np.uint8)
-        if len(records) != self.lines or len(data) != self.size or sizes.sum() != self.size:
+        data = map_file(self.path("lines"), self.size, populates=True)
+        if len(records) != self.lines or sizes.sum() != self.size:
             raise DataError(f"{self.path('lines')} was changed while in use; start again")
-        return Loaded(LinePlaces(data, np.cumsum(sizes) - sizes, sizes - 1), numbers)
+        return Loaded(LinePlaces.within(data, np.cumsum(sizes) - sizes, sizes - 1), numbers)
 
     def remove(self) -> None:
         """Delete the files."""
@@ -334,7 +320,7 @@ def spread_inputs(
     buffers = Buffers(budget.workers + 1, budget.block)
 
     def add(lines: Lines, number: int) -> None:
-        places = LinePlaces(lines.data, lines.starts, lines.ends - lines.starts)
+        places = LinePlaces.within(lines.data, lines.starts, lines.ends - lines.starts)
         spread.add(places, np.arange(number, number + len(lines)))
 
     def add_long(line: LongLine, number: int) -> None:
@@ -417,7 +403,7 @@ def _move(
             content = read_exactly(source, int(stops[end - 1]) - before, at + before)
             starts = stops[begin:end] - sizes[begin:end] - before
             data = np.frombuffer(content, dtype=np.uint8)
-            spread.add(LinePlaces(data, starts, sizes[begin:end] - 1), numbers[begin:end])
+            spread.add(LinePlaces.within(data, starts, sizes[begin:end] - 1), numbers[begin:end])
         begin = end
     return at + int(stops[-1])
 

@@ -12,11 +12,11 @@ intent. (zlib.crc32 and sha256 would take longer than the shuffle.)
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +30,11 @@ _WORDS = 2**15
 _CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
 _LINES_AT_ONCE = 2**14  # copied by one call; the progress bar moves in between
 _MODULUS = 2**64
+_FACTORS = splitmix64(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)  # c(j) of the first words
 
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CHECKSUM = ("plsc_checksum", (_pointer, _long, _long, _pointer))
-_COPY = ("plsc_copy_lines", (*[_pointer] * 4, _long, _int, _long, *[_pointer] * 2))
-
-
-@cache
-def factors() -> np.ndarray:
-    """Return c(j) of the first words, uint64."""
-    return splitmix64(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)
+_COPY = ("plsc_copy_lines", (*[_pointer] * 3, _long, _int, _long, *[_pointer] * 2))
 
 
 def checksum(data: np.ndarray | bytes | bytearray | memoryview, offset: int = 0) -> int:
@@ -51,7 +46,7 @@ def checksum(data: np.ndarray | bytes | bytearray | memoryview, offset: int = 0)
     native = function(*_CHECKSUM)
     if native is None:
         return checksum_plainly(array, offset)
-    total: int = native(array.ctypes.data, len(array), offset, factors().ctypes.data)
+    total: int = native(array.ctypes.data, len(array), offset, _FACTORS.ctypes.data)
     return total % _MODULUS
 
 
@@ -67,7 +62,7 @@ def checksum_plainly(array: np.ndarray, offset: int) -> int:
     while done < len(words):
         block, inside = divmod(first + done, _WORDS)
         count = min(_WORDS - inside, len(words) - done)
-        product = np.dot(words[done : done + count], factors()[inside : inside + count])
+        product = np.dot(words[done : done + count], _FACTORS[inside : inside + count])
         total += int(product) * (keys.splitmix64(block) | 1)
         done += count
     return total % _MODULUS
@@ -75,11 +70,31 @@ def checksum_plainly(array: np.ndarray, offset: int) -> int:
 
 @dataclass(frozen=True)
 class LinePlaces:
-    """Where lines lie in `data` (uint8): starts and lengths, newline excluded, int64 [n]."""
+    """Where lines lie in memory: addresses and lengths, newline excluded, int64 [n].
 
-    data: np.ndarray
-    starts: np.ndarray
+    arrays: what holds the lines.
+    """
+
+    addresses: np.ndarray
     lengths: np.ndarray
+    arrays: list[np.ndarray]
+
+    @classmethod
+    def within(cls, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> LinePlaces:
+        """Return the places of lines that start at `starts` in data (uint8, contiguous)."""
+        return cls(starts + data.ctypes.data, lengths, [data])
+
+
+def map_file(path: str | Path, size: int, *, populates: bool = False) -> np.ndarray:
+    """Return the first `size` bytes of a file, mapped, uint8. populates: all of them are read now.
+
+    Raises OSError, and ValueError if the file is shorter. If it is cut short later, reading it is SIGBUS.
+    """
+    if size == 0:  # cannot be mapped
+        return np.empty(0, dtype=np.uint8)
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
+    with Path(path).open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ), dtype=np.uint8)
 
 
 def copy_lines(
@@ -95,9 +110,9 @@ def copy_lines(
     order = np.ascontiguousarray(order)
     total = ctypes.c_uint64()
     error = native(
-        lines.data.ctypes.data, lines.starts.ctypes.data, lines.lengths.ctypes.data,
-        order.ctypes.data, len(order), handle, offset,
-        factors().ctypes.data if is_summed else None, ctypes.byref(total),
+        lines.addresses.ctypes.data, lines.lengths.ctypes.data, order.ctypes.data, len(order),
+        handle, offset,
+        _FACTORS.ctypes.data if is_summed else None, ctypes.byref(total),
     )  # fmt: skip
     if error:
         raise OSError(error, os.strerror(error))
@@ -108,14 +123,15 @@ def copy_lines_plainly(lines: LinePlaces, order: np.ndarray, handle: int, offset
     """Do the same without the library."""
     total, waiting, size = 0, [], 0
     for line in order.tolist():
-        start, end = int(lines.starts[line]), int(lines.starts[line] + lines.lengths[line])
-        pieces = [(at, min(at + _CHUNK_BYTES, end)) for at in range(start, end, _CHUNK_BYTES)]
-        for piece in (*(lines.data[begin:stop].tobytes() for begin, stop in pieces), b"\n"):
-            waiting.append(piece)
-            size += len(piece)
+        address, length = int(lines.addresses[line]), int(lines.lengths[line])
+        for begin in range(0, length, _CHUNK_BYTES):
+            waiting.append(ctypes.string_at(address + begin, min(_CHUNK_BYTES, length - begin)))
+            size += len(waiting[-1])
             if size >= _CHUNK_BYTES:
                 total += put(handle, b"".join(waiting), offset)
                 offset, waiting, size = offset + size, [], 0
+        waiting.append(b"\n")
+        size += 1
     return (total + put(handle, b"".join(waiting), offset)) % _MODULUS
 
 

@@ -86,10 +86,7 @@ def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
                 ):  # fmt: skip
                     if not isinstance(lines, LongLine):
                         buffers.give_back(lines.data)
-    total = total_of(counts)
-    _require_samples(total.lines, options)
-    if warning := _warning_of_repeats(total.lines, options.nranks):
-        _say(warning)
+    total = _report(counts, options)
     return manifests.counts_of(options, total) | {"content_bytes": total.content_bytes}
 
 
@@ -106,14 +103,13 @@ def _write(
             if local.fits(inputs, budget):
                 _check_room(folder, None, expected, 0)
                 with contextlib.suppress(local.TooManyLines):
-                    loaded, counts = local.read_to_memory(inputs, options, progress.update, pool)
+                    loaded, counts = local.map_inputs(inputs, options, progress.update, pool)
             if loaded is None:
                 _check_room(folder, temporary, expected, budget.workers * budget.bucket)
                 buckets, counts = local.spread_inputs(
                     inputs, options, expected, temporary, progress.update
                 )
-        lines = total_of(counts).lines
-        _require_samples(lines, options)
+        lines = _report(counts, options).lines
         padding = padding_lines(options.seed, lines, options.nranks)
         with progress_bar("writing", sum(one.content_bytes for one in counts)) as progress:
             each = lines_per_rank(lines, options.nranks)
@@ -124,7 +120,6 @@ def _write(
             else:
                 local.write_buckets(buckets, writer, options.seed, budget, pool)
             writer.pad()
-    _report(counts, options.nranks)
     manifest = manifests.build(options, inputs, counts, parts.sizes, parts.checksums)
     manifests.write(folder, manifest)
     return manifest
@@ -139,7 +134,7 @@ def _run_on_spark(
     def finish(target: str) -> dict[str, Any]:
         counts, sizes, checksums = spark.write(options, inputs, target)
         _check_unchanged(inputs)
-        _report(counts, options.nranks)
+        _report(counts, options)
         for stray in workspace.path.glob(f"{SAVING}part_*"):
             stray.unlink()  # of a task that was killed, and run again elsewhere
         manifest = manifests.build(options, inputs, counts, sizes, checksums)
@@ -161,36 +156,31 @@ def _check_unchanged(inputs: list[Input]) -> None:
         one.check_unchanged()
 
 
-def _require_samples(lines: int, options: PartitionOptions) -> None:
-    if lines == 0:
+def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
+    """Print what was left out, and a warning if more places are filled with repeats than there are lines.
+
+    Returns the sum of the counts. Raises DataError if there are no samples.
+    """
+    total, nranks = total_of(counts), options.nranks
+    if total.lines == 0:
         raise DataError(
             f"the files of {options.file_list} hold no samples; expected lines of '<base64>TAB<label>'"
         )
-
-
-def _warning_of_repeats(lines: int, nranks: int) -> str | None:
-    """Return a warning if more places are filled with repeats than there are lines."""
-    each = lines_per_rank(lines, nranks)
-    repeats = each * nranks - lines
-    if repeats <= lines:
-        return None
-    return (
-        f"warning: {nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
-        f"{repeats / (each * nranks):.0%} are repeats: there are {lines} lines only; a smaller --nranks has "
-        "fewer"
-    )
-
-
-def _report(counts: list[InputCount], nranks: int) -> None:
-    total = total_of(counts)
-    if warning := _warning_of_repeats(total.lines, nranks):
-        _say(warning)
+    each = lines_per_rank(total.lines, nranks)
+    repeats = each * nranks - total.lines
+    if repeats > total.lines:
+        _say(
+            f"warning: {nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
+            f"{repeats / (each * nranks):.0%} are repeats: there are {total.lines} lines only; a smaller "
+            "--nranks has fewer"
+        )
     if total.blanks:
         _say(f"{total.blanks} blank lines were left out")
     for message in total.messages:
         _say(f"skipped: {message}")
     if total.skipped > len(total.messages):
         _say(f"skipped: {total.skipped - len(total.messages)} more lines")
+    return total
 
 
 def _say(text: str) -> None:

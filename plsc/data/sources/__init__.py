@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from plsc.data.sources.base import Source, check_labels
 from plsc.data.sources.base64_lines import Base64Source
-from plsc.data.sources.image_folder import ImageFolderSource
-from plsc.data.sources.label_file import LabelFileSource
+from plsc.data.sources.image_folders import ImageFolderSource, LabelFileSource
 from plsc.data.sources.opening import open_source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 

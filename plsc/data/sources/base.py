@@ -1,20 +1,21 @@
-"""The protocol of all sources, and what the sources of image files share."""
+"""The protocol of all sources, and what the sources that read stored images share."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES, Image
-from plsc.data.native.files import read_files
-from plsc.data.sources.paths import PathTable, printable
+from plsc.data.native import read_files, read_ranges
 from plsc.errors import DataError
+from plsc.storage.blocks import Bytes, LocalBytes
 
 # Opening a named pipe without a writer would wait for ever; O_NONBLOCK does not.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -178,3 +179,63 @@ def check_labels(source: Source, class_num: int) -> None:
         f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} "
         f"({len(bad)} of {len(labels)} samples are); {advice}"
     )
+
+
+def check_image_bytes(length: int) -> None:
+    """Raise DataError, without the sample's name, for an image of 0 bytes or of over 64 MiB."""
+    if length <= 0:
+        raise DataError("the image is empty (0 bytes); replace it or take it out", kind="empty")
+    if length > MAX_FILE_BYTES:
+        raise DataError(
+            f"the image has {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it",
+            kind="too large",
+        )
+
+
+def read_from(
+    files: Sequence[Bytes], offsets: np.ndarray, lengths: np.ndarray
+) -> Iterator[bytes | None]:
+    """Yield lengths[i] bytes at offsets[i] of files[i]; None for what is remote, or cannot be read so.
+
+    The files stay open for as long as values come.
+    """
+    numbers = [file.fileno() if isinstance(file, LocalBytes) else -1 for file in files]
+    yield from read_ranges(np.array(numbers, np.int32), offsets, lengths)
+
+
+class PathTable:
+    """A list of paths as one run of bytes and its offsets.
+
+    Ten million paths as Python strings take over a gigabyte, and reading them in forked workers
+    copies that memory again, because each use writes a reference count. Here they take their own
+    length plus eight bytes each, and reading writes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._ends = array("q", [0])
+
+    def append(self, path: bytes) -> None:
+        """Add a path at the end."""
+        self._text += path
+        self._ends.append(len(self._text))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of all paths, uint8, and where each ends in them, int64 [paths + 1], from 0.
+
+        They are the table's own memory: nothing can be added to it while they are in use.
+        """
+        return np.frombuffer(self._text, np.uint8), np.frombuffer(self._ends, np.int64)
+
+    def __getitem__(self, index: int) -> bytes:
+        return bytes(self._text[self._ends[index] : self._ends[index + 1]])
+
+
+def printable(text: bytes | str) -> str:
+    """Return a path as one line of text that any terminal can show."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

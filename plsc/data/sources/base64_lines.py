@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import binascii
-import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pybase64
 
 from plsc.data.file_list import read_file_list
-from plsc.data.line_reader import Buffers, LineReader, LongLine, Stream
+from plsc.data.line_reader import Buffers, LineReader, LongLine
 from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.shards import Shards
 from plsc.errors import DataError
-from plsc.storage.blocks import Bytes
-from plsc.storage.urls import base_name, is_url, shown
+from plsc.storage.blocks import BytesFile
+from plsc.storage.urls import base_name, shown
 
 KIND = "base64-1"
 _BLOCK = 4 * 2**20
@@ -101,8 +99,7 @@ class Base64Source(IndexedSource):
         """Read all files: places and lengths of the base64, labels, and where blank lines were left out."""
         builder = _Builder()
         for number, location in enumerate(self.locations):
-            with _stream(location, self._files[number]) as stream:
-                builder.read(stream, base_name(shown(location)))
+            builder.read(BytesFile(self._files[number]), base_name(shown(location)))
         if not builder.firsts[-1]:
             raise DataError(
                 f"the files of {shown(self.locations[0])} and others hold no samples; expected lines of "
@@ -120,7 +117,7 @@ class _Builder:
         self.firsts, self.first_blanks = [0], [0]
         self._buffers = Buffers(1, _BLOCK)
 
-    def read(self, stream: Stream, name: str) -> None:
+    def read(self, stream: BytesFile, name: str) -> None:
         """Add a file."""
         reader = LineReader(stream, name, self._buffers)
         count, blanks, last_line = self.firsts[-1], self.first_blanks[-1], 0
@@ -156,30 +153,3 @@ class _Builder:
             "blanks": np.concatenate(self._blanks).astype(np.int64),
             "first_blanks": np.array(self.first_blanks, dtype=np.int64),
         }
-
-
-class _Sequential:
-    """Reads bytes with random access from their start to their end."""
-
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
-        self._position = 0
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        """Fill the buffer; return how many bytes came."""
-        count = min(len(buffer), self._data.size - self._position)
-        buffer[:count] = self._data.read_at(self._position, count)
-        self._position += count
-        return count
-
-
-@contextmanager
-def _stream(location: str, data: Bytes) -> Iterator[Stream]:
-    if is_url(location):
-        yield _Sequential(data)
-        return
-    try:
-        with io.FileIO(location) as file:
-            yield file
-    except OSError as error:
-        raise DataError(f"{location} cannot be read: {error.strerror}") from error

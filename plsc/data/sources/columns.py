@@ -1,7 +1,8 @@
-"""Columns by name, and labels that are numbers or names of classes: what tables of samples share."""
+"""Columns by name; labels that are numbers or names of classes; label maps."""
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,9 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.sources.base import IndexedSource
-from plsc.data.sources.image_folder import with_label_map
-from plsc.data.sources.paths import printable
+from plsc.data.sources.base import IndexedSource, printable
 from plsc.errors import DataError, OptionError
 
 IMAGE_COLUMNS = (
@@ -116,6 +115,63 @@ def _is_class_id(value: Label) -> bool:
     if isinstance(value, bytes):
         return value.isdigit() and len(value) <= _MAX_DIGITS
     return isinstance(value, int) and 0 <= value < 10**_MAX_DIGITS
+
+
+def with_label_map(
+    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
+) -> np.ndarray:
+    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
+    if label_map is None:
+        return labels
+    ids = read_label_map(Path(label_map))
+    missing = [name for name in names or [] if name not in ids]
+    if missing:
+        raise DataError(
+            f"{label_map} has no id for the class '{printable(missing[0])}' "
+            f"({len(missing)} of {len(names or [])} have none); add it"
+        )
+    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
+
+
+def read_label_map(path: Path) -> dict[str, int]:
+    """Return class name -> id from a ``.json`` object, or else from lines of ``name<TAB>id``.
+
+    Raises DataError if the file cannot be read or an id is not a whole number of 0 or more. Several
+    names may share an id.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        found = json.loads(text) if path.suffix.lower() == ".json" else _parse_lines(path, text)
+    except OSError as error:
+        raise DataError(f"the label map {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the label map {path} is not valid: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"the label map {path} must be an object {{name: id}}")
+    for name, class_id in found.items():
+        if isinstance(class_id, bool) or not isinstance(class_id, int) or not 0 <= class_id < 2**62:
+            raise DataError(
+                f"the label map {path} gives '{printable(name)}' the id {class_id!r}; "
+                "expected a whole number of 0 or more"
+            )
+    return found
+
+
+def _parse_lines(path: Path, text: str) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.rstrip("\r")
+        if not line.strip():
+            continue
+        name, _, label = line.rpartition("\t")
+        if not name or not (label.isascii() and label.isdigit() and len(label) <= 18):
+            raise DataError(
+                f"{path}:{number}: expected 'name<TAB>id', got '{printable(line[:200])}'"
+            )
+        if name in ids:
+            raise DataError(f"{path}:{number}: the name '{printable(name)}' comes a second time")
+        ids[name] = int(label)
+    return ids
 
 
 def pack_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

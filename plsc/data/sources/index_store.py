@@ -2,7 +2,7 @@
 
 An index is a handful of named arrays, such as the place and label of every record. It is kept in one
 file: the magic, the length and CRC-32 of a JSON header, the header, then the raw arrays, each at a
-multiple of 64 bytes. The header has the names, sizes and stamps of the data files, and of each array its
+multiple of 64 bytes. The header has the names and fingerprints of the data files, and of each array its
 type, shape, place and CRC-32. No part of it can run code.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import DataError
-from plsc.storage.cache import FileStamp, cache_folder, stamp_of
+from plsc.storage.cache import Fingerprint, cache_folder, fingerprint_of
 from plsc.storage.publish import replacing
 from plsc.storage.urls import base_name, is_url, shown
 
@@ -60,21 +60,21 @@ def load_or_build(
 
     The index lies beside the first file as ``.<name>.<kind>.plsc-index``; in the cache folder when the
     data are remote or their folder cannot be written. It is built again when a file's name, size or
-    stamp is another one, or when it is damaged. Several processes may build it at once: each publishes
+    fingerprint is another one, or when it is damaged. Several processes may build it at once: each publishes
     the same content by a rename. When it can be kept nowhere, the arrays stay in memory.
 
     Raises DataError when a data file is missing, or changed while it was being read.
     """
     names = _names(files)
-    stamps = [stamp_of(file) for file in files]
-    identity = [[name, s.size, s.stamp] for name, s in zip(names, stamps, strict=True)]
+    fingerprints = [fingerprint_of(file) for file in files]
+    identity = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
     places = _places(files, kind)
     for place in places:
         found = _load(place, kind, identity)
         if found is not None:
             return found
-    arrays = {name: _plain(name, array) for name, array in build().items()}
-    _check_unchanged(files, stamps)
+    arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
+    _check_unchanged(files, fingerprints)
     for place in places:
         with contextlib.suppress(DataError, OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +87,6 @@ def load_or_build(
 
 def _names(files: Sequence[str | Path]) -> list[str]:
     """Return the files' names below their common folder, so that a folder may be moved with its index."""
-    if not files:
-        raise DataError("an index needs at least one data file")
     if any(is_url(file) for file in files):
         return [shown(str(file)) for file in files]  # an index holds no secrets
     paths = [Path(file).absolute() for file in files]
@@ -116,16 +114,9 @@ def _digest_of_names(files: Sequence[str | Path]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
-def _plain(name: str, array: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(array)
-    if array.dtype.str not in _DTYPES:
-        raise TypeError(f"index array {name} is {array.dtype.str}; expected one of {_DTYPES}")
-    return array
-
-
-def _check_unchanged(files: Sequence[str | Path], before: list[FileStamp]) -> None:
-    for file, stamp in zip(files, before, strict=True):
-        if stamp_of(file) != stamp:
+def _check_unchanged(files: Sequence[str | Path], before: list[Fingerprint]) -> None:
+    for file, fingerprint in zip(files, before, strict=True):
+        if fingerprint_of(file) != fingerprint:
             raise DataError(
                 f"{file} changed while its index was built; start again when it is whole"
             )

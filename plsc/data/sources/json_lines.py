@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from plsc.data.sources.base import printable
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -15,7 +16,6 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.paths import printable
 from plsc.data.sources.rows import RowSource, text_lines
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import open_bytes

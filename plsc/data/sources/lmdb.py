@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from plsc.data.sources.base import check_image_bytes
 from plsc.data.sources.columns import LabelReader, NamedLabelSource
-from plsc.data.sources.limits import check_image_bytes
 from plsc.errors import DataError
 from plsc.storage.urls import base_name, is_url
 

@@ -1,19 +1,18 @@
-"""Recognise where samples lie: by a file's suffix, by what a folder holds."""
+"""The registry of formats, and how a set is recognised: by a file's suffix, by what a folder holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from plsc.data.sources.base import Source
 from plsc.data.sources.base64_lines import Base64Source
 from plsc.data.sources.csv_rows import CsvSource
-from plsc.data.sources.image_folder import ImageFolderSource, holds_image
+from plsc.data.sources.image_folders import ImageFolderSource, LabelFileSource, holds_image
 from plsc.data.sources.json_lines import JsonLinesSource
-from plsc.data.sources.label_file import LabelFileSource
 from plsc.data.sources.lmdb import LmdbSource
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
@@ -22,25 +21,32 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, open_filesystem, shown
 
-_Make = Callable[..., Source]
-# By suffix, with the names of the options that the format takes.
-_ALL = ("image_column", "label_column", "label_map")
-_FORMATS: dict[str, tuple[_Make, tuple[str, ...]]] = {
-    ".rec": (RecordIOSource, ()),
-    ".csv": (CsvSource, _ALL),
-    ".tsv": (CsvSource, _ALL),
-    ".jsonl": (JsonLinesSource, _ALL),
-    ".ndjson": (JsonLinesSource, _ALL),
-    ".parquet": (ParquetSource, _ALL),
-    ".tar": (TarSource, _ALL),
-    ".lmdb": (LmdbSource, ("label_map",)),
+_COLUMNS = ("image_column", "label_column", "label_map")
+
+
+class Format(NamedTuple):
+    """The source of a suffix, the options it takes, and whether the files beside one belong to its set."""
+
+    make: Callable[..., Source]
+    options: tuple[str, ...] = ()
+    has_shards: bool = False
+
+
+# To add a format: a line here, by its suffix.
+FORMATS = {
+    ".rec": Format(RecordIOSource),
+    ".csv": Format(CsvSource, _COLUMNS),
+    ".tsv": Format(CsvSource, _COLUMNS),
+    ".jsonl": Format(JsonLinesSource, _COLUMNS),
+    ".ndjson": Format(JsonLinesSource, _COLUMNS),
+    ".parquet": Format(ParquetSource, _COLUMNS, has_shards=True),
+    ".tar": Format(TarSource, _COLUMNS, has_shards=True),
+    ".lmdb": Format(LmdbSource, ("label_map",)),
 }
-# Files that are a set together with their neighbours in a folder.
-_SHARDED = (".parquet", ".tar")
 _LAYOUTS = (
     "expected a folder with label.txt (lines of '<path> <label>') and its images, one with file_list.txt and "
     "files of '<base64>TAB<label>' lines, or one with a folder of images for each class, or a file or folder "
-    f"of {', '.join(_FORMATS)}"
+    f"of {', '.join(FORMATS)}"
 )
 
 
@@ -70,7 +76,7 @@ def open_source(
     options = {name: value for name, value in given.items() if value is not None}
     suffix = _suffix(str(location))
     folder = Path(location)
-    if suffix in _FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
+    if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
         return _make(suffix, str(location), options)
     if not is_url(location) and not folder.is_dir():
         raise DataError(f"{folder} {_why_none(folder)}; {_LAYOUTS}")
@@ -131,9 +137,9 @@ def _why_none(path: Path) -> str:
 
 
 def _make(suffix: str, location: str, options: dict[str, Any]) -> Source:
-    make, accepted = _FORMATS[suffix]
-    _refuse(options, accepted)
-    return make(location, **options)
+    found = FORMATS[suffix]
+    _refuse(options, found.options)
+    return found.make(location, **options)
 
 
 def _refuse(options: dict[str, Any], accepted: tuple[str, ...]) -> None:
@@ -147,12 +153,12 @@ def _only_set(location: str, names: list[str]) -> str | None:
     """Return the one file of a known format in a folder, or the folder if it has shards of one."""
     by_suffix: dict[str, list[str]] = {}
     for name in names:
-        if _suffix(name) in _FORMATS and not name.startswith("."):
+        if _suffix(name) in FORMATS and not name.startswith("."):
             by_suffix.setdefault(_suffix(name), []).append(name)
     if len(by_suffix) != 1:
         return None
     ((suffix, found),) = by_suffix.items()
-    if suffix in _SHARDED:
+    if FORMATS[suffix].has_shards:
         return f"{location.rstrip('/')}/*{suffix}"
     return f"{location.rstrip('/')}/{found[0]}" if len(found) == 1 else None
 

@@ -11,8 +11,10 @@ follow and replace the one in the header. The rest is the encoded image.
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.sources.base import IndexedSource
+from plsc.data.sources.base import IndexedSource, check_image_bytes, read_from
 from plsc.data.sources.index_store import load_or_build
-from plsc.data.sources.limits import check_image_bytes
-from plsc.data.sources.ranges import read_from
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
 from plsc.storage.urls import base_name, exists, shown
@@ -37,13 +37,8 @@ HEADER = struct.Struct("<IfQQ")
 _HEAD = struct.Struct("<IIIfQQf")  # a part, an image header, the first label behind it
 _FLOAT = struct.Struct("<f")
 _MAX_JOINED = MAX_FILE_BYTES + 2**20  # of a record in several parts
-_IDX_CHUNK = 4 * 2**20
 _MAX_IDX_LINE = 1000
-# Numbers of at most 18 digits: all of them fit int64.
-_PAIRS = re.compile(
-    rb"(?:[0-9]{1,18}[ \t]+[0-9]{1,18}[ \t]*\r?\n)*[0-9]{1,18}[ \t]+[0-9]{1,18}[ \t]*\r?"
-)
-_NO_PAIRS = np.zeros((0, 2), np.int64)
+_IDX_LINE = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})\s*")  # such numbers fit int64
 
 
 class RecordIOSource(IndexedSource):
@@ -205,22 +200,18 @@ def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     that comes twice.
     """
     name = shown(data.location)
-    keys, found, lines = [], [], 0
-    file = buffered(data, _IDX_CHUNK)
-    rest = b""
-    while chunk := file.read(_IDX_CHUNK):
-        text, newline, rest = (rest + chunk).rpartition(b"\n")
-        numbers = _read_pairs(text, lines, name)
-        lines += text.count(b"\n") + len(newline)
-        keys.append(numbers[:, 0])
-        found.append(numbers[:, 1])
-        if len(rest) > _MAX_IDX_LINE:
-            raise DataError(
-                f"{name}:{lines + 1} is over {_MAX_IDX_LINE} bytes long; expected 'key<TAB>offset'"
-            )
-    numbers = _read_pairs(rest, lines, name)
-    all_keys = np.concatenate([*keys, numbers[:, 0]])
-    all_found = np.concatenate([*found, numbers[:, 1]])
+    numbers = array("q")
+    file = buffered(data)
+    for line in itertools.count(1):
+        text = file.readline(_MAX_IDX_LINE)
+        if not text:
+            break
+        found = _IDX_LINE.fullmatch(text)
+        if found:
+            numbers.extend((int(found[1]), int(found[2])))
+        elif text.strip() or len(text) == _MAX_IDX_LINE:
+            raise DataError(f"{name}:{line}: expected 'key<TAB>offset', got {text[:100]!r}")
+    all_keys, all_found = np.array(numbers, np.int64).reshape(-1, 2).T
     rows = np.minimum(np.searchsorted(offsets, all_found), max(0, len(offsets) - 1))
     bad = np.flatnonzero(offsets[rows] != all_found) if len(offsets) else np.arange(len(rows))
     if len(bad):
@@ -234,16 +225,6 @@ def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             f"{name}: key {unique[counts > 1][0]} comes twice; remove the .idx, it is not needed"
         )
     return all_keys, rows
-
-
-def _read_pairs(text: bytes, lines_before: int, name: str) -> np.ndarray:
-    """Return the numbers of lines of two, int64 [lines, 2]; blank lines are passed over."""
-    if not _PAIRS.fullmatch(text):
-        for number, line in enumerate(text.split(b"\n"), start=lines_before + 1):
-            if line.strip() and not _PAIRS.fullmatch(line):
-                raise DataError(f"{name}:{number}: expected 'key<TAB>offset', got {line[:100]!r}")
-    numbers = text.split()
-    return np.array(numbers, dtype=bytes).astype(np.int64).reshape(-1, 2) if numbers else _NO_PAIRS
 
 
 def insightface_images(

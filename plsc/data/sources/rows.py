@@ -13,12 +13,9 @@ import numpy as np
 import pybase64
 
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.sources.base import read_image_file
+from plsc.data.sources.base import check_image_bytes, printable, read_from, read_image_file
 from plsc.data.sources.columns import ColumnSource, Label, LabelReader
 from plsc.data.sources.index_store import load_or_build
-from plsc.data.sources.limits import check_image_bytes
-from plsc.data.sources.paths import printable
-from plsc.data.sources.ranges import read_from
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.sources.ranges import read_from
+from plsc.data.sources.base import read_from
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.retry import with_retries

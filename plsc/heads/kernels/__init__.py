@@ -1,5 +1,5 @@
-"""Kernels for the passes over the class rows: C for x86-64 processors, Triton for CUDA devices.
+"""Kernels for the softmax over the class weights: C for x86-64 processors, Triton for CUDA devices.
 
-Each does what `plsc.heads.passes.TorchPasses` does, in fewer visits of memory. Where one cannot be used,
-its module says why (`unavailable()`), and the head runs the plain passes.
+Each backend derives from `plsc.heads.softmax.TorchBackend` and does the same with fewer memory accesses.
+Where one cannot be used, its module says why (`unavailable()`), and the head runs in plain PyTorch.
 """

@@ -81,7 +81,7 @@ INLINE void pack_pair(const struct plan *plan, struct scratch *scratch, int64_t 
                       const float inverse[2], int is_bf16, int both_ways) {
   int64_t dimension = plan->rows.dimension, depth = plan->padded_dimension / DEPTH;
   char *left = (char *)scratch->rows + (r / 16) * depth * FACTOR_TILE + (r % 16) * 64;
-  char *right = (char *)scratch->rows_for_mixed + (r / DEPTH) * FACTOR_TILE + (r % DEPTH) / 2 * 64;
+  char *right = (char *)scratch->rows_for_weighted + (r / DEPTH) * FACTOR_TILE + (r % DEPTH) / 2 * 64;
   int64_t stride = plan->capacity / DEPTH * FACTOR_TILE;
   __m512 by[2] = {_mm512_set1_ps(inverse[0]), _mm512_set1_ps(inverse[1])};
   for (int64_t i = 0; i < depth; i++) {
@@ -111,9 +111,9 @@ void plsc_bf16_pack_rows(const struct plan *plan, struct scratch *scratch, struc
       if (plan->rows.cosine) inverse[p] = inverse_length(row[p], is_bf16, dimension);
     }
     if (is_bf16)
-      pack_pair(plan, scratch, r, row, inverse, 1, plan->want_mixed);
+      pack_pair(plan, scratch, r, row, inverse, 1, plan->want_weighted);
     else
-      pack_pair(plan, scratch, r, row, inverse, 0, plan->want_mixed);
+      pack_pair(plan, scratch, r, row, inverse, 0, plan->want_weighted);
   }
 }
 
@@ -155,7 +155,7 @@ void plsc_bf16_mix(plsc_multiply *multiply, const struct plan *plan, struct scra
   pack_terms_by_sample(plan, scratch, block, panels);
   struct factors factors = {
       .left = scratch->operand, .left_stride = bytes,
-      .right = scratch->rows_for_mixed, .right_stride = bytes,
+      .right = scratch->rows_for_weighted, .right_stride = bytes,
       .result = scratch->result + panel * tiles * TILE, .result_m = tiles * TILE, .result_n = TILE,
       .m = panels, .n = (int)tiles, .k = (block.rows + DEPTH - 1) / DEPTH, .adds = 1,
   };

@@ -67,7 +67,7 @@ static void keep_winners(float *panel, int rows, int centers) {
 }
 
 /* Multiplies what samples of a panel have summed so far. */
-static void rescale_mixed(const struct plan *plan, struct scratch *scratch, int64_t panel, __m512 by,
+static void rescale_weighted(const struct plan *plan, struct scratch *scratch, int64_t panel, __m512 by,
                           __mmask16 which) {
   float factors[LANES];
   _mm512_storeu_ps(factors, by);
@@ -110,7 +110,7 @@ static void raise_maximum(const struct plan *plan, struct scratch *scratch, stru
   __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(by, 1));
   _mm512_storeu_pd(total, _mm512_mul_pd(_mm512_loadu_pd(total), low));
   _mm512_storeu_pd(total + 8, _mm512_mul_pd(_mm512_loadu_pd(total + 8), high));
-  if (plan->want_mixed) rescale_mixed(plan, scratch, panel, by, raised);
+  if (plan->want_weighted) rescale_weighted(plan, scratch, panel, by, raised);
 }
 
 /* Products become terms exp(z - shift) slope; their sums without the slope are added to the totals. */
@@ -254,19 +254,19 @@ void plsc_reduce_panel(const struct plan *plan, int64_t panel) {
         by = _mm512_cvtss_f32(exp_vector(_mm512_set1_ps(scratch->maximum[b] - highest)));
       }
       total += scratch->total[b] * by;
-      if (!plan->want_mixed) continue;
+      if (!plan->want_weighted) continue;
       const float *tile = scratch->result + (panel * tiles * LANES + (b - first)) * LANES;
       for (int64_t i = 0; i < (dimension + 15) / 16; i++) {
         __mmask16 mask = row_mask(i, dimension);
-        float *out = plan->mixed_out + b * dimension + 16 * i;
+        float *out = plan->weighted_out + b * dimension + 16 * i;
         __m512 x = _mm512_mul_ps(_mm512_load_ps(tile + i * TILE), _mm512_set1_ps(by));
         if (!is_first) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, out));
         _mm512_mask_storeu_ps(out, mask, x);
       }
       is_first = 0;
     }
-    if (is_first && plan->want_mixed)
-      for (int64_t d = 0; d < dimension; d++) plan->mixed_out[b * dimension + d] = 0;
+    if (is_first && plan->want_weighted)
+      for (int64_t d = 0; d < dimension; d++) plan->weighted_out[b * dimension + d] = 0;
     plan->total_out[b] = (float)total;
     if (!plan->fixed) plan->shift_out[b] = highest;
   }

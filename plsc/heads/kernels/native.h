@@ -1,6 +1,6 @@
 /* What plsc/heads/kernels/native.py hands to the library, and what it gets back.
  *
- * Notation of docs/head.md and plsc/heads/passes.py: B samples, D embedding size, n rows in play.
+ * Notation of docs/head.md and plsc/heads/softmax.py: B samples, D embedding size, n rows in play.
  * Every array is contiguous. PLSC_ABI must grow whenever a structure or a function here changes.
  */
 #ifndef PLSC_NATIVE_H
@@ -72,10 +72,10 @@ PLSC_API int32_t plsc_abi(void);
 PLSC_API int32_t plsc_supports(int32_t engine);
 
 /* First pass. fixed: whether shift [B] is given; otherwise it is the running maximum, and written.
- * total [B]; mixed [B, D] or NULL; kept [2 ceil(B / 32), n, 16] bfloat16 or NULL (only if fixed). */
+ * total [B]; weighted [B, D] or NULL; kept [2 ceil(B / 32), n, 16] bfloat16 or NULL (only if fixed). */
 PLSC_API int32_t plsc_forward(const struct plsc_rows *, const struct plsc_queries *,
                               const struct plsc_run *, int32_t fixed, float *shift, float *total,
-                              float *mixed, uint16_t *kept);
+                              float *weighted, uint16_t *kept);
 
 /* Second pass over the rows [begin, end). With a rule rows and states change; with kind PLSC_NO_RULE
  * the gradients go to out [end - begin, D]. bias_out [end - begin] or NULL. */

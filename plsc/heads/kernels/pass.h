@@ -52,7 +52,7 @@ struct engine {
   void (*pack_rows)(const struct plan *, struct scratch *, struct block);
   /* logits[row][sample] of a chunk of panels. */
   void (*logits)(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
-  /* mixed[sample][d] += sum over rows of what logits became. */
+  /* weighted[sample][d] += sum over rows of what logits became. */
   void (*mix)(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
   /* gradient[row][d] (+)= sum over samples of what logits became. */
   void (*combine)(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
@@ -66,7 +66,7 @@ struct plan {
   struct plsc_rule rule;
   const struct engine *engine;
   int threads;
-  int is_update, fixed, want_mixed;
+  int is_update, fixed, want_weighted;
   int64_t begin, end;      /* rows */
   int64_t block_rows;      /* a multiple of K, at most capacity */
   int64_t capacity;        /* a multiple of 32 */
@@ -78,7 +78,7 @@ struct plan {
   /* Queries in the engine's layout: for logits, and for the update. */
   void *packed, *packed_for_rows;
   float *out, *bias_out;
-  float *mixed_out, *total_out, *shift_out;
+  float *weighted_out, *total_out, *shift_out;
   uint16_t *kept;
   struct scratch *scratch; /* [threads] */
   int64_t next_block;      /* of the update, atomic */
@@ -86,8 +86,8 @@ struct plan {
 
 struct scratch {
   float *logits;       /* [panels of a chunk][capacity][16] */
-  float *result;       /* tiles: mixed [panels][D / 16], or row gradients [capacity / 16][D / 16] */
-  void *rows, *rows_for_mixed;
+  float *result;       /* tiles: weighted [panels][D / 16], or row gradients [capacity / 16][D / 16] */
+  void *rows, *rows_for_weighted;
   void *operand;
   float *bias_sums;    /* [capacity][16] */
   double *total;       /* [samples] */

@@ -44,7 +44,7 @@ static void take_scratch(const struct plan *plan, struct scratch *scratch, struc
   memset(&mine, 0, sizeof mine);
   mine.logits = take(arena, chunk * capacity * sizeof(float));
   mine.rows = take(arena, rows);
-  mine.rows_for_mixed = take(arena, plan->want_mixed ? rows : 0);
+  mine.rows_for_weighted = take(arena, plan->want_weighted ? rows : 0);
   mine.operand = take(arena, chunk * capacity * plan->engine->operand_bytes);
   if (plan->is_update) {
     mine.result = take(arena, capacity * dimension * sizeof(float));
@@ -52,7 +52,7 @@ static void take_scratch(const struct plan *plan, struct scratch *scratch, struc
   } else {
     mine.total = take(arena, batch * sizeof(double));
     mine.maximum = take(arena, batch * sizeof(float));
-    if (plan->want_mixed) mine.result = take(arena, batch * dimension * sizeof(float));
+    if (plan->want_weighted) mine.result = take(arena, batch * dimension * sizeof(float));
   }
   if (arena->base) *scratch = mine;
 }
@@ -174,7 +174,7 @@ static void look_ahead(const struct plan *plan, struct ahead *ahead, int64_t num
   ahead->position = plan->rows.position;
   int64_t lines = 0, chunks = (plan->panels * LANES + CHUNK - 1) / CHUNK;
   for (int i = 0; i < ahead->arrays; i++) lines += (int64_t)(ahead->row_bytes[i] + 63) / 64;
-  int two = plan->is_update ? !plan->gradient.kept : plan->want_mixed;
+  int two = plan->is_update ? !plan->gradient.kept : plan->want_weighted;
   if (chunks) ahead->lines_a_product = lines * block.rows / (chunks * (1 + two)) + 1;
   ahead->row = block.first;
   ahead->end = block.first + block.rows;
@@ -190,7 +190,7 @@ static void forward_share(void *context, int thread) {
     scratch->total[b] = 0;
     scratch->maximum[b] = -__builtin_inff();
   }
-  if (plan->want_mixed)
+  if (plan->want_weighted)
     memset(scratch->result, 0, (size_t)(batch * plan->padded_dimension) * sizeof(float));
   if (engine->uses_tiles) plsc_tiles_begin();
   for (int64_t number = blocks * thread / plan->threads; number < stop; number++) {
@@ -202,7 +202,7 @@ static void forward_share(void *context, int thread) {
       int panels = (int)(left < CHUNK / LANES ? left : CHUNK / LANES);
       engine->logits(plan, scratch, block, panel, panels);
       plsc_exponentials(plan, scratch, block, panel, panels);
-      if (plan->want_mixed) engine->mix(plan, scratch, block, panel, panels);
+      if (plan->want_weighted) engine->mix(plan, scratch, block, panel, panels);
     }
   }
   if (engine->uses_tiles) plsc_tiles_end();
@@ -240,17 +240,17 @@ static void update_share(void *context, int thread) {
 int32_t plsc_abi(void) { return PLSC_ABI; }
 
 int32_t plsc_forward(const struct plsc_rows *rows, const struct plsc_queries *queries,
-                     const struct plsc_run *run, int32_t fixed, float *shift, float *total, float *mixed,
+                     const struct plsc_run *run, int32_t fixed, float *shift, float *total, float *weighted,
                      uint16_t *kept) {
   struct plan plan;
   memset(&plan, 0, sizeof plan);
   plan.engine = engine_of(run);
   if (!plan.engine) return PLSC_NO_ENGINE;
   plan.fixed = fixed;
-  plan.want_mixed = mixed != 0;
+  plan.want_weighted = weighted != 0;
   plan.end = rows->count;
   plan_shapes(&plan, rows, queries, run, plan.engine->forward_rows);
-  plan.mixed_out = mixed;
+  plan.weighted_out = weighted;
   plan.total_out = total;
   plan.shift_out = shift;
   plan.kept = kept;

@@ -1,6 +1,6 @@
-"""The element-wise parts of the passes as Triton kernels. Importing this needs triton.
+"""The element-wise parts of the softmax as Triton kernels. Importing this needs triton.
 
-`triton_rows` launches them. Notation of docs/head.md. A pass goes over tiles of `count` rows, the first of
+`triton_backend` launches them. Notation of docs/head.md. A launch is for a tile of `count` rows, the first of
 them at position `start` of the rows in play; c [B, count] are their products with the batch, in float32,
 columns side by side. An argument that may be None is left out of the compiled kernel where it is.
 """
@@ -121,35 +121,65 @@ def update(
         row_number = (_position(number, start + program) + first_row).to(tl.int64)
         noise_key = key.to(tl.uint32, bitcast=True)
         if kind == "sgd":
-            g += weight_decay * w
-            if state is not None:
-                m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32) * momentum + g
-                _store(state + place, m, inside, row_number, column, noise_key + 1)
-                g = g + momentum * m if nesterov else m
-            w -= lr * g
+            w = _sgd(
+                w, g, state, place, inside, row_number, column, noise_key, lr, momentum,
+                weight_decay, nesterov,
+            )  # fmt: skip
         elif kind == "adamw":
-            step = tl.load(steps + row) + 1
-            tl.debug_barrier()  # every warp has read the number before one writes it
-            tl.store(steps + row, step)
-            m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(second_state + place, mask=inside, other=0.0).to(tl.float32)
-            m += rest1 * (g - m)
-            v = (1 - rest2) * v + rest2 * (g * g)  # which may overflow
-            _store(state + place, m, inside, row_number, column, noise_key + 1)
-            _store(second_state + place, v, inside, row_number, column, noise_key + 2)
-            w *= 1 - lr * weight_decay
-            denominator = tl.sqrt(v / _one_minus_exp(step * log_beta2)) + eps
-            w -= lr * (m / _one_minus_exp(step * log_beta1)) / denominator
+            w = _adamw(
+                w, g, state, second_state, steps + row, place, inside, row_number, column,
+                noise_key, lr, weight_decay, rest1, rest2, log_beta1, log_beta2, eps,
+            )  # fmt: skip
         else:
-            g += weight_decay * w
-            square = tl.sum(tl.where(inside, g * g, 0.0)) / dimension
-            h = tl.load(state + row).to(tl.float32) + square
-            tl.debug_barrier()  # as above
-            only = tl.arange(0, 1)
-            values = h + tl.zeros_like(only)
-            _store(state + row + only, values, only == 0, row_number, only, noise_key + 1)
-            w -= lr * g / (tl.sqrt(h) + eps)
+            w = _adagrad(
+                w, g, state + row, inside, row_number, noise_key, lr, weight_decay, eps, dimension
+            )
         _store(weight + place, w, inside, row_number, column, noise_key)
+
+
+# The rules, as in plsc/heads/rules.py and rules.c.
+
+
+@triton.jit
+def _sgd(
+    w, g, state, place, inside, row_number, column, key, lr, momentum, weight_decay,
+    nesterov: tl.constexpr,
+):  # fmt: skip
+    g += weight_decay * w
+    if state is not None:
+        m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32) * momentum + g
+        _store(state + place, m, inside, row_number, column, key + 1)
+        g = g + momentum * m if nesterov else m
+    return w - lr * g
+
+
+@triton.jit
+def _adamw(
+    w, g, state, second_state, steps, place, inside, row_number, column, key, lr, weight_decay,
+    rest1, rest2, log_beta1, log_beta2, eps,
+):  # fmt: skip
+    t = tl.load(steps) + 1
+    tl.debug_barrier()  # every warp has read the number before one writes it
+    tl.store(steps, t)
+    m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(second_state + place, mask=inside, other=0.0).to(tl.float32)
+    m += rest1 * (g - m)
+    v = (1 - rest2) * v + rest2 * (g * g)  # which may overflow
+    _store(state + place, m, inside, row_number, column, key + 1)
+    _store(second_state + place, v, inside, row_number, column, key + 2)
+    w *= 1 - lr * weight_decay
+    denominator = tl.sqrt(v / _one_minus_exp(t * log_beta2)) + eps
+    return w - lr * (m / _one_minus_exp(t * log_beta1)) / denominator
+
+
+@triton.jit
+def _adagrad(w, g, state, inside, row_number, key, lr, weight_decay, eps, dimension: tl.constexpr):
+    g += weight_decay * w
+    h = tl.load(state).to(tl.float32) + tl.sum(tl.where(inside, g * g, 0.0)) / dimension
+    tl.debug_barrier()  # as above
+    first = tl.arange(0, 1)
+    _store(state + first, h + tl.zeros_like(first), first == 0, row_number, first, key + 1)
+    return w - lr * g / (tl.sqrt(h) + eps)
 
 
 @triton.jit
@@ -164,7 +194,7 @@ def _position(positions, index):
 def _logits(
     c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
 ):  # fmt: skip
-    """Return z of some columns of a sample, and dz / dc / scale: `TorchPasses._logits`."""
+    """Return z of some columns of a sample, and dz / dc / scale: `TorchBackend._logits`."""
     cosine = tl.load(c + sample * count + column, mask=inside, other=0.0)
     if bias is not None:
         place = start + column
@@ -183,7 +213,7 @@ def _logits(
 
 @triton.jit
 def _inverse_length(w):
-    """Return 1 / |w|, and 0 for what has no direction: plsc/heads/norms.py."""
+    """Return 1 / |w|, and 0 for what has no direction: plsc/heads/geometry.py."""
     length = tl.sqrt(tl.sum(w * w))
     if (length < 2.0**-40) | (length == float("inf")):
         by = tl.where(length < 1.0, 2.0**100, 2.0**-100)
@@ -202,7 +232,7 @@ def _one_minus_exp(x):
 
 @triton.jit
 def _store(place, values, inside, row_number, column, key):
-    """Write float32 values in the type of `place`; bfloat16 is rounded as plsc/heads/rounding.py does."""
+    """Write float32 values in the type of `place`; bfloat16 is rounded as plsc/heads/rules.py does."""
     if place.dtype.element_ty == tl.bfloat16:
         row_key = _mix((row_number >> 32).to(tl.uint32) ^ key)
         row_key = _mix(row_number.to(tl.uint32) ^ row_key)

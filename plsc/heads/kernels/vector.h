@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define SHORTEST 0x1p-120f /* of plsc/heads/norms.py */
+#define SHORTEST 0x1p-120f /* of plsc/heads/geometry.py */
 
 /* e^x with a relative error of 1e-7; 0 where the result would be below the normal range (denormal
  * numbers are slow), infinity above the range, NaN for NaN. */
@@ -68,7 +68,7 @@ static __attribute__((noinline, unused)) float inverse_of_extreme(const void *ro
   return length >= SHORTEST ? 1.0f / length : 0;
 }
 
-/* 1 / |row|, 0 for what has no direction: plsc/heads/norms.py. */
+/* 1 / |row|, 0 for what has no direction: plsc/heads/geometry.py. */
 INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   __m512 sum = _mm512_setzero_ps();
   for (int64_t i = 0; 16 * i < dimension; i++) {
@@ -80,7 +80,7 @@ INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   return inverse_of_extreme(row, is_bf16, dimension);
 }
 
-/* The hash of plsc/heads/rounding.py. */
+/* The hash of plsc/heads/rules.py. */
 #define GOLDEN 0x9e3779b9u
 
 INLINE uint32_t mix_number(uint32_t x) {

@@ -7,7 +7,7 @@ import torch
 
 from plsc.checkpoint.manifest import Manifest, TensorInfo, role_of_key
 from plsc.checkpoint.shard_file import DTYPES, entry_of, shard_name, write_shard
-from plsc.heads.initial import initial_rows
+from plsc.heads.weights import initial_rows
 
 SEED = 11
 

@@ -21,7 +21,7 @@ from plsc.checkpoint.remote import verify
 from plsc.checkpoint.snapshot import local_of
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.heads.initial import initial_rows
+from plsc.heads.weights import initial_rows
 from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
 from tests.unit.checkpoint.classes_reference import (

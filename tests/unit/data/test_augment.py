@@ -8,8 +8,7 @@ import torch
 from conftest import smooth_picture
 
 from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augment, is_mirrored
-from plsc.data.isolated import IsolatedRandom
-from plsc.data.transform import apply_transform, takes_image_by_name
+from plsc.data.transform import IsolatedRandom, apply_transform, takes_image_by_name
 from plsc.errors import DataError
 from plsc.keys import hash_key, splitmix64
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from plsc.data import lines as lines_module
 from plsc.data.decode import MAX_FILE_BYTES
 from plsc.data.line_reader import Buffers, LineReader, LongLine
-from plsc.data.lines import BOM, MAX_LINE_BYTES, find_newlines, parse_line
+from plsc.data.lines import BOM, MAX_LINE_BYTES, parse_line
 from plsc.errors import DataError
 
 
@@ -150,10 +149,3 @@ def test_a_line_too_long_can_be_skipped(monkeypatch):
 
 def test_the_longest_line_holds_the_largest_image_that_is_decoded():
     assert -(-MAX_FILE_BYTES // 3) * 4 + len("\t") + 18 <= MAX_LINE_BYTES
-
-
-def test_newlines_are_found_across_pieces_of_the_search():
-    data = np.full(700_001, 65, dtype=np.uint8)
-    places = [0, 1, 2**18 - 1, 2**18, 2**19, 700_000]
-    data[places] = 10
-    assert find_newlines(data).tolist() == places

@@ -20,7 +20,7 @@ from plsc.data.loader import Batch, SourceLoader, to_input
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import TorchDatasetSource, open_source
-from plsc.data.threads import THREAD_NAME
+from plsc.data.workers import THREAD_NAME
 from plsc.errors import DataError, OptionError
 
 SHAPE = (3, 24, 20)

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.data import lines as lines_module
-from plsc.data.lines import MAX_LINE_BYTES, find_newlines_plainly
-from plsc.data.native import lines as native_lines
+from plsc.data import native as native_lines
+from plsc.data.lines import MAX_LINE_BYTES, parse_line
 from plsc.data.partition import parts
 from plsc.data.partition.local import Spread
 from plsc.data.partition.order import line_keys
@@ -30,10 +30,8 @@ from plsc.data.partition.parts import (
     copy_lines_plainly,
 )
 
-FUNCTIONS = native_lines.functions()
-if FUNCTIONS is None:
+if native_lines.library() is None:
     pytest.skip("the C library is not built here", allow_module_level=True)
-FIND, READ = FUNCTIONS
 
 
 class Fenced:
@@ -70,42 +68,41 @@ texts = st.one_of(
 def test_newlines_are_those_that_python_finds(data, at_end):
     array = FENCED.holding(data, at_end)
     expected = [match.start() for match in re.finditer(b"\n", data)]
-    assert native_lines.find_newlines(FIND, array).tolist() == expected
-    assert find_newlines_plainly(array).tolist() == expected
+    assert native_lines.find_newlines(array).tolist() == expected
 
 
 def test_more_newlines_than_one_call_finds_are_all_found():
     data = np.full(50_000, 10, dtype=np.uint8)
-    assert native_lines.find_newlines(FIND, data).tolist() == list(range(50_000))
+    assert native_lines.find_newlines(data).tolist() == list(range(50_000))
 
 
 @given(texts, st.booleans(), st.integers(0, 3), st.sampled_from([5, 20, MAX_LINE_BYTES]))
-def test_lines_and_labels_are_those_of_the_array_operations(data, at_end, begin, longest):
+def test_lines_and_labels_are_those_of_the_naive_reader(data, at_end, begin, longest):
     array = FENCED.holding(data, at_end)
-    newlines = find_newlines_plainly(array)
+    newlines = np.flatnonzero(array == 10)
     newlines = newlines[newlines >= begin]
     if len(data) >= begin and not data.endswith(b"\n"):
         newlines = np.append(newlines, len(data))
-    found, suspects = native_lines.read_lines(READ, array, begin, newlines, 7, longest)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines_module, "MAX_LINE_BYTES", longest)
-        padded = np.append(array, np.uint8(0))  # where a missing newline would be
-        expected, count = lines_module._cut_plainly(padded, begin, newlines, 7)
-    starts, ends, tabs, labels, numbers = found
-    for ours, theirs in zip(
-        (starts, ends, tabs, numbers), (*expected[:3], expected[4]), strict=True
-    ):
-        assert ours.tolist() == theirs.tolist()
-    good = tabs >= 0
-    assert labels[good].tolist() == expected[3][good].tolist()
-    assert suspects == count == int((~good).sum())
+    found, suspects = native_lines.read_lines(array, begin, newlines, 7, longest)
+    padded = np.append(array, np.uint8(0))  # where a missing newline would be
+    expected, _ = lines_module._cut_plainly(padded, begin, newlines, 7)
+    assert found[[0, 1, 4]].tolist() == expected[[0, 1, 4]].tolist()
+    for start, end, tab, label, _ in found.T.tolist():
+        if tab >= 0:
+            assert parse_line(data[start:end]) == (tab - start, label)
+            assert end - start <= longest
+        elif end - start <= longest and re.fullmatch(
+            rb".+\t[0-9]{1,18}", data[start:end], re.DOTALL
+        ):
+            raise AssertionError("a usual line is left to the naive reader")
+    assert suspects == int((found[2] < 0).sum())
 
 
 @pytest.mark.parametrize("newlines", [[5, 3], [3, 3], [-2], [11], [2**62], [-(2**62)]])
 def test_ends_of_lines_that_are_no_places_in_the_data_are_refused(newlines):
     data = FENCED.holding(b"QUJD\t1\nQUJ")
     with pytest.raises(ValueError, match="do not rise within 10 bytes"):
-        native_lines.read_lines(READ, data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
+        native_lines.read_lines(data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
 
 
 @given(st.binary(max_size=300), st.one_of(st.integers(0, 50), st.integers(2**18 - 99, 2**18 + 9)))
@@ -119,16 +116,18 @@ def test_checksums_agree_over_many_blocks():
     assert checksum(data, 262_141) == checksum_plainly(data, 262_141)
 
 
-def some_places(lengths: list[int]) -> LinePlaces:
-    """Return lines of random bytes, in any order, with gaps between."""
+def some_places(lengths: list[int]) -> tuple[LinePlaces, list[bytes]]:
+    """Return lines of random bytes, in any order, with gaps between; and their content."""
     rng = np.random.default_rng(sum(lengths))
     sizes = np.array(lengths, np.int64)
     order = rng.permutation(len(lengths))
     starts = np.empty_like(sizes)
     starts[order] = np.cumsum(sizes[order] + 3) - sizes[order]
-    return LinePlaces(
-        rng.integers(0, 256, sum(lengths) + 3 * len(lengths), np.uint8), starts, sizes
-    )
+    data = rng.integers(0, 256, sum(lengths) + 3 * len(lengths), np.uint8)
+    contents = [
+        data[start:][:size].tobytes() for start, size in zip(starts.tolist(), lengths, strict=True)
+    ]
+    return LinePlaces.within(data, starts, sizes), contents
 
 
 def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
@@ -147,7 +146,7 @@ def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
 def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(
     tmp_path, lengths, offset
 ):
-    lines = some_places(lengths)
+    lines, contents = some_places(lengths)
     order = np.random.default_rng(1).permutation(len(lengths))
     ours = copied(
         lambda handle, at: copy_lines(lines, order, handle, at), tmp_path / "ours", offset
@@ -155,9 +154,8 @@ def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(
     plain = copied(
         lambda handle, at: copy_lines_plainly(lines, order, handle, at), tmp_path / "plain", offset
     )
-    pieces = [lines.data[lines.starts[i] :][: lines.lengths[i]].tobytes() + b"\n" for i in order]
     assert ours == plain
-    assert ours[1][offset:] == b"".join(pieces)
+    assert ours[1][offset:] == b"".join(contents[i] + b"\n" for i in order)
 
 
 @pytest.fixture
@@ -170,7 +168,7 @@ def tiny_files() -> Iterator[None]:
 
 
 def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
-    lines = some_places([5000] * 100)
+    lines, _ = some_places([5000] * 100)
     with (
         (tmp_path / "full").open("wb") as full,
         pytest.raises(OSError, match=os.strerror(errno.EFBIG)),
@@ -183,7 +181,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
 def test_buckets_hold_the_lines_whose_keys_begin_so_with_the_library_and_without(
     tmp_path, monkeypatch, lengths, above, bits
 ):
-    lines, numbers = some_places(lengths), np.arange(len(lengths)) * 3
+    (lines, contents), numbers = some_places(lengths), np.arange(len(lengths)) * 3
     found = {}
     for name in ("ours", "plain"):
         if name == "plain":
@@ -199,23 +197,14 @@ def test_buckets_hold_the_lines_whose_keys_begin_so_with_the_library_and_without
             loaded = bucket.load()
             keys = [int(key) for key in line_keys(5, loaded.numbers)]
             assert {key << above >> (64 - bits) & (2**bits - 1) for key in keys} <= {index}
-            found[name].append(
-                [
-                    (number, loaded.lines.data[start : start + length].tobytes())
-                    for number, start, length in zip(
-                        loaded.numbers.tolist(),
-                        loaded.lines.starts.tolist(),
-                        loaded.lines.lengths.tolist(),
-                        strict=True,
-                    )
-                ]
-            )
+            held = loaded.lines
+            places = zip(held.addresses.tolist(), held.lengths.tolist(), strict=True)
+            pieces = [ctypes.string_at(address, length) for address, length in places]
+            found[name].append(list(zip(loaded.numbers.tolist(), pieces, strict=True)))
     assert found["ours"] == found["plain"]
     expected = {
-        (number + more, lines.data[start : start + length].tobytes())
-        for number, start, length in zip(
-            numbers.tolist(), lines.starts.tolist(), lines.lengths.tolist(), strict=True
-        )
+        (number + more, content)
+        for number, content in zip(numbers.tolist(), contents, strict=True)
         for more in (0, 10_000)
     }
     assert {line for bucket in found["ours"] for line in bucket} == expected

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.data.contact_sheet import write_contact_sheet
-from plsc.data.overview import class_counts, drawn, look_at
+from plsc.data.overview import class_counts, drawn, look_at, write_contact_sheet
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError, OptionError
 from tests.images import write_dataset

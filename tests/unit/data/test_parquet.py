@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from plsc.data.sources import parquet_groups
+from plsc.data.sources import parquet
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.writers import write_parquet
 from plsc.errors import DataError, OptionError
@@ -103,7 +103,7 @@ def test_the_writer_keeps_its_groups_small(tmp_path):
 
 
 def test_decoded_groups_are_kept_within_their_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet_groups, "CACHE_BYTES", 3000)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 3000)
     path = tmp_path / "a.parquet"
     pq.write_table(
         pa.table({"image": [bytes(500)] * 40, "label": [1] * 40}), path, row_group_size=2
@@ -165,7 +165,7 @@ def test_a_missing_image_is_named_when_it_is_read(tmp_path):
 
 
 def test_a_group_too_large_to_decode_for_one_image_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet_groups, "GROUP_BYTES", 100)
+    monkeypatch.setattr(parquet, "GROUP_BYTES", 100)
     with pytest.raises(DataError, match=r"row group 0 .* smaller groups, as `plsc data convert`"):
         ParquetSource(write(tmp_path / "a.parquet"))
 

@@ -84,7 +84,7 @@ def choose(monkeypatch, way: str, workers: int = 2) -> None:
         monkeypatch.setattr(local, "_PIECE_BYTES", 100)
         monkeypatch.setattr(local, "_BLOCK_BYTES", 64)
     if "plain" in way:
-        monkeypatch.setattr("plsc.data.native.lines.functions", lambda: None)
+        monkeypatch.setattr("plsc.data.native.function", lambda *_: None)
         monkeypatch.setattr(parts, "function", lambda *_: None)
 
 
@@ -420,27 +420,10 @@ def test_an_input_that_changes_meanwhile_stops_the_run(tmp_path, monkeypatch):
     assert not (folder / "partition_2").exists()
 
 
-@pytest.mark.parametrize("moment", ["read", "copied"])
-def test_an_input_that_is_cut_short_while_it_is_read_or_copied_stops_the_run(
-    tmp_path, monkeypatch, moment
-):
-    folder = write_set(tmp_path, some_lines(300, longest=2000))
-
-    def cut_before(owner, name):
-        function = getattr(owner, name)
-
-        def cut(*arguments):
-            for file in folder.glob("data*.txt"):
-                os.truncate(file, file.stat().st_size // 2)
-            return function(*arguments)
-
-        monkeypatch.setattr(owner, name, cut)
-
-    if moment == "read":
-        cut_before(local, "read_to_memory")
-    else:
-        cut_before(local.Writer, "write")
-    with pytest.raises(DataError, match=r"data[012]\.txt changed while it was read"):
+def test_an_input_that_is_shorter_than_it_was_when_listed_stops_the_run(tmp_path, monkeypatch):
+    folder = write_set(tmp_path, some_lines(300))
+    monkeypatch.setattr(local, "fits", lambda *_: os.truncate(folder / "data1.txt", 50) or True)
+    with pytest.raises(DataError, match=r"data1\.txt changed while it was read"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
 
@@ -476,7 +459,7 @@ def test_more_lines_than_the_memory_may_hold_go_through_buckets(tmp_path, monkey
     lines = some_lines(300, longest=2)
     folder = write_set(tmp_path, lines)
     monkeypatch.setattr(local, "BYTES_PER_LINE", 10**7)
-    monkeypatch.setattr(local._Reader, "_cut", None)
+    monkeypatch.setattr(local, "_cut", None)
     partition(PartitionOptions(str(folder), 2))
     assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
 

@@ -221,7 +221,7 @@ def test_damage_is_named_with_its_record(rec, damage, message):
         ("0\t999999999\n", "at byte 999999999, where no record begins"),
         ("0\t" + "9" * 30, r"train\.idx:1: expected"),
         ("0\t0\n0\t0\n", "key 0 comes twice"),
-        ("9" * 5000, r"train\.idx:1 is over 1000 bytes"),
+        ("9" * 5000, r"train\.idx:1: expected"),
     ],
 )
 def test_an_index_file_that_does_not_fit_is_named(rec, text, message):

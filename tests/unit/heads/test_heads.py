@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plsc import keys
 from plsc.errors import DataError, OptionError
 from plsc.heads import (
     LOSS_TYPES,
@@ -21,7 +22,7 @@ from plsc.heads import (
     build_margin,
 )
 from plsc.heads.base import effective_rank
-from plsc.heads.initial import initial_rows
+from plsc.heads.weights import hash_key, initial_rows
 from tests import reference
 from tests.devices import GPU, group_of_one
 
@@ -220,11 +221,11 @@ def test_a_sampled_head_equals_the_textbook_on_the_classes_it_drew(name, centers
     )
     filled(head)
     embeddings, labels = batch(5, 6, 40)
-    # The head itself draws; what it drew is read off a visit of the same step.
+    # The head itself draws; what it drew is read off a forward context of the same step.
     probe = copy.deepcopy(head)
     RowSGD(probe)
     probe(embeddings.detach().requires_grad_(), labels).loss.backward()
-    drawn = probe.pending[0].rows.selected[::centers] // centers
+    drawn = probe.contexts[0].rows.selected[::centers] // centers
     assert len(drawn) == 12
     assert set(labels.tolist()) <= set(drawn.tolist())
     allowed = torch.zeros(40, dtype=torch.bool)
@@ -385,6 +386,11 @@ def test_kernels_that_cannot_be_used_are_refused_with_the_reason():
 def test_a_class_has_the_same_initial_row_in_any_shard(start, length):
     whole = initial_rows(3, 0, 14000, 2)
     assert torch.equal(initial_rows(3, start, start + length, 2), whole[start : start + length])
+
+
+def test_seeds_are_those_of_the_rest_of_plsc():
+    for parts in ((), (0,), (3, -1, 2**70), (1, 2)):
+        assert hash_key(*parts) == keys.hash_key(*parts)
 
 
 def test_initial_rows_differ_by_seed_and_by_class():

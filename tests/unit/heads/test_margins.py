@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import plsc.heads
 from plsc.errors import OptionError
-from plsc.heads.angles import COSINE_LIMIT
+from plsc.heads.geometry import COSINE_LIMIT
 from plsc.heads.margins import MARGINS, build_margin
+from plsc.options.head import LOSS_TYPES
 from tests import reference
 
 COSINE_MARGINS = [
@@ -393,6 +395,10 @@ def test_the_textbook_loss_leaves_out_classes_that_are_not_sampled_and_adds_the_
         z = fewer[label]
         right += math.log(sum(map(math.exp, z))) - z[label] + 35 * (norm / 110**2 + 1 / norm)
     assert loss.item() == pytest.approx(right / 2, rel=1e-12)
+
+
+def test_the_names_that_the_options_read_from_the_source_are_those_of_the_margins():
+    assert LOSS_TYPES == plsc.heads.LOSS_TYPES
 
 
 def test_an_unknown_margin_gets_the_nearest_name():

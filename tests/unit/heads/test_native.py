@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plsc.heads.kernels import native
-from plsc.heads.passes import Queries, RowGradient, Rows
-from plsc.heads.rounding import to_bfloat16
-from plsc.heads.rules import Rule, apply_rule
+from plsc.heads.rules import Rule, apply_rule, to_bfloat16
+from plsc.heads.softmax import Queries, RowGradient
+from plsc.heads.weights import Rows
 
 pytestmark = pytest.mark.skipif(
     native.unavailable() is not None, reason=f"native kernels: {native.unavailable()}"
@@ -103,8 +103,8 @@ def make(shape: Shape) -> tuple[Rows, Queries]:
     return rows, queries
 
 
-def passes(shape: Shape) -> native.NativePasses:
-    return native.NativePasses(shape.products, threads=shape.threads)
+def backend(shape: Shape) -> native.NativeBackend:
+    return native.NativeBackend(shape.products, threads=shape.threads)
 
 
 def unit_rows(rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -204,12 +204,12 @@ def tolerance(shape: Shape) -> float:
 
 
 @given(shapes, st.booleans(), st.booleans())
-def test_sums_are_those_of_the_formula(shape: Shape, is_fixed: bool, want_mixed: bool) -> None:
+def test_sums_are_those_of_the_formula(shape: Shape, is_fixed: bool, want_weighted: bool) -> None:
     rows, queries = make(shape)
     if near_threshold(rows, queries, shape.products):
         return
     shift = SHIFT if is_fixed else None
-    sums = passes(shape).forward(rows, queries, fixed_shift=shift, want_mixed=want_mixed)
+    sums = backend(shape).forward(rows, queries, fixed_shift=shift, want_weighted=want_weighted)
     z, slope = logits(rows, queries, shape.products)
     highest = z.amax(dim=1) if z.shape[1] else z.new_full((len(z),), -math.inf)
     if is_fixed:
@@ -224,10 +224,10 @@ def test_sums_are_those_of_the_formula(shape: Shape, is_fixed: bool, want_mixed:
     finite = torch.where(sums.shift.isfinite(), sums.shift, 0).double()
     p = (z - finite[:, None]).exp()
     assert_near(sums.total, p.sum(dim=1), p.sum(dim=1), tolerance(shape))
-    assert (sums.mixed is not None) == want_mixed
-    if sums.mixed is not None:
+    assert (sums.weighted is not None) == want_weighted
+    if sums.weighted is not None:
         w, _ = unit_rows(rows, shape.products)
-        assert_near(sums.mixed, (p * slope) @ w, (p * slope).abs() @ w.abs(), tolerance(shape))
+        assert_near(sums.weighted, (p * slope) @ w, (p * slope).abs() @ w.abs(), tolerance(shape))
 
 
 @given(shapes, st.booleans())
@@ -238,12 +238,12 @@ def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -
     gradient = some_gradient(shape, rows, queries)
     allowed = tolerance(shape)
     if with_kept:
-        sums = passes(shape).forward(rows, queries, fixed_shift=SHIFT, keep=True)
+        sums = backend(shape).forward(rows, queries, fixed_shift=SHIFT, keep=True)
         gradient = replace(gradient, shift=sums.shift, kept=sums.kept)
         allowed = max(allowed, 2**-8)
     middle = shape.classes // 2 * shape.centers
     parts = [
-        passes(shape).gradients(rows, queries, gradient, tile)
+        backend(shape).gradients(rows, queries, gradient, tile)
         for tile in (slice(0, middle), slice(middle, len(rows)))
     ]
     dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
@@ -292,7 +292,7 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     gradient = some_gradient(shape, rows, queries)
     states = states_of(rule, rows, state_dtype)
     all_rows = slice(0, len(rows))
-    dw, _ = passes(shape).gradients(rows, queries, gradient, all_rows)
+    dw, _ = backend(shape).gradients(rows, queries, gradient, all_rows)
     plain = replace(rows, weight=rows.weight.clone())
     plain_states = {name: state.clone() for name, state in states.items()}
     apply_rule(rule, plain, all_rows, dw, plain_states)
@@ -300,7 +300,7 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     untouched[rows.positions(all_rows)] = False
     before = {name: x.clone() for name, x in {"": rows.weight, **states}.items()}
 
-    passes(shape).fused_update(rows, queries, gradient, rule, states)
+    backend(shape).update(rows, queries, gradient, rule, states)
 
     for name, actual in {"": rows.weight, **states}.items():
         expected = {"": plain.weight, **plain_states}[name]
@@ -324,9 +324,9 @@ def test_rounding_noise_is_that_of_the_key_the_row_number_and_the_column(is_comp
     gradient = some_gradient(shape, rows, queries)
     momentum = torch.zeros_like(rows.weight)
     everything = slice(0, len(rows))
-    dw, _ = passes(shape).gradients(rows, queries, gradient, everything)
+    dw, _ = backend(shape).gradients(rows, queries, gradient, everything)
     rule = Rule("sgd", lr=1.0, momentum=0.9, key=2**40 + 2**32 - 1)
-    passes(shape).fused_update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
+    backend(shape).update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
     numbers, where = rows.numbers(everything), rows.positions(everything)
     assert torch.equal(rows.weight[where], to_bfloat16(-dw, numbers, rule.key))
     assert torch.equal(momentum[where], to_bfloat16(dw, numbers, rule.key + 1))
@@ -337,8 +337,8 @@ def test_the_one_number_of_a_row_is_rounded_as_column_0() -> None:
     rows, queries = make(shape)
     gradient = some_gradient(shape, rows, queries)
     everything, states = slice(0, len(rows)), {"sum_of_squares": torch.zeros(90, dtype=BF16)}
-    dw, _ = passes(shape).gradients(rows, queries, gradient, everything)
-    passes(shape).fused_update(rows, queries, gradient, Rule("adagrad", lr=0.1, key=5), states)
+    dw, _ = backend(shape).gradients(rows, queries, gradient, everything)
+    backend(shape).update(rows, queries, gradient, Rule("adagrad", lr=0.1, key=5), states)
     squares = dw.square().mean(dim=1, keepdim=True)
     expected = to_bfloat16(squares, rows.numbers(everything), 6)[:, 0]
     assert (
@@ -353,12 +353,12 @@ def test_the_same_call_gives_the_same_bits(products: torch.dtype, is_fixed: bool
     shape = Shape(batch=140, classes=3000, products=products, cosine=is_fixed)
     rows, queries = make(shape)
     shift = SHIFT if is_fixed else None
-    first, second = (passes(shape).forward(rows, queries, fixed_shift=shift) for _ in range(2))
+    first, second = (backend(shape).forward(rows, queries, fixed_shift=shift) for _ in range(2))
     assert torch.equal(first.total, second.total)
     assert torch.equal(first.shift, second.shift)
-    assert first.mixed is not None
-    assert second.mixed is not None
-    assert torch.equal(first.mixed, second.mixed)
+    assert first.weighted is not None
+    assert second.weighted is not None
+    assert torch.equal(first.weighted, second.weighted)
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
@@ -369,8 +369,8 @@ def test_an_update_does_not_depend_on_the_number_of_threads(products: torch.dtyp
         rows, queries = make(shape)
         gradient = some_gradient(shape, rows, queries)
         states = states_of(RULES[1], rows, BF16)
-        runner = passes(replace(shape, threads=threads))
-        runner.fused_update(rows, queries, gradient, RULES[1], states)
+        runner = backend(replace(shape, threads=threads))
+        runner.update(rows, queries, gradient, RULES[1], states)
         changed.append((rows.weight, states["momentum_buffer"]))
     for weight, momentum in changed[1:]:
         assert torch.equal(weight, changed[0][0])
@@ -384,17 +384,17 @@ def test_logits_in_the_hundreds_overflow_nothing_with_a_running_maximum(
     shape = Shape(cosine=False, classes=900, batch=33, products=products)
     rows, queries = make(shape)
     rows.weight *= torch.linspace(1, 40, len(rows))[:, None]
-    sums = passes(shape).forward(rows, queries, fixed_shift=None)
+    sums = backend(shape).forward(rows, queries, fixed_shift=None)
     z, _ = logits(rows, queries, products)
     assert z.max() > 500
     log_total = sums.total.double().log() + sums.shift.double()
     torch.testing.assert_close(
         log_total, z.logsumexp(dim=1), rtol=1e-5 if products is FLOAT else 1e-2, atol=0
     )
-    assert sums.mixed is not None
+    assert sums.weighted is not None
     w, _ = unit_rows(rows, products)
     p = (z - sums.shift.double()[:, None]).exp()
-    assert_near(sums.mixed, p @ w, p @ w.abs(), 1e-3 if products is FLOAT else 3e-2)
+    assert_near(sums.weighted, p @ w, p @ w.abs(), 1e-3 if products is FLOAT else 3e-2)
 
 
 @pytest.mark.parametrize("engine", [native._BF16_VECTOR, native._BF16_TILES])
@@ -407,15 +407,15 @@ def test_both_kinds_of_bfloat16_instructions_agree(
     for seed in range(3):
         shape = Shape(products=BF16, batch=150 + seed, classes=700, dimension=100 - seed, seed=seed)
         rows, queries = make(shape)
-        sums = passes(shape).forward(rows, queries, fixed_shift=SHIFT)
+        sums = backend(shape).forward(rows, queries, fixed_shift=SHIFT)
         z, _ = logits(rows, queries, BF16)
         w, _ = unit_rows(rows, BF16)
         p = (z - SHIFT).exp()
-        assert sums.mixed is not None
-        assert_near(sums.mixed, p @ w, p @ w.abs(), 1e-2)
+        assert sums.weighted is not None
+        assert_near(sums.weighted, p @ w, p @ w.abs(), 1e-2)
         gradient = some_gradient(shape, rows, queries)
         dw, _, size, _ = expected_gradients(shape, rows, queries, gradient)
-        actual, _ = passes(shape).gradients(rows, queries, gradient, slice(0, len(rows)))
+        actual, _ = backend(shape).gradients(rows, queries, gradient, slice(0, len(rows)))
         assert_near(times_norms(actual, rows), dw, size, 1e-2)
 
 
@@ -424,7 +424,7 @@ def test_exponentials_are_exact_to_float32_over_the_whole_range_of_logits() -> N
     x = torch.linspace(-84, 84, 4001)
     queries = Queries(x[:, None].clone(), torch.full((len(x),), -1))
     rows = Rows(torch.ones(1, 1), cosine=False)
-    sums = native.NativePasses().forward(rows, queries, fixed_shift=0.0, want_mixed=False)
+    sums = native.NativeBackend().forward(rows, queries, fixed_shift=0.0, want_weighted=False)
     torch.testing.assert_close(sums.total.double(), x.double().exp(), rtol=2e-7, atol=0)
 
 
@@ -433,7 +433,7 @@ def test_exponentials_are_exact_to_float32_over_the_whole_range_of_logits() -> N
 def test_what_is_not_finite_shows_in_the_sums(bad: float, products: torch.dtype) -> None:
     rows, queries = make(Shape())
     queries.unit[3, 5] = bad
-    sums = native.NativePasses(products, threads=2).forward(rows, queries, fixed_shift=SHIFT)
+    sums = native.NativeBackend(products, threads=2).forward(rows, queries, fixed_shift=SHIFT)
     assert sums.total.isfinite().tolist() == [i != 3 for i in range(21)]
 
 
@@ -442,34 +442,42 @@ def test_a_row_that_is_not_finite_stays_so_when_it_is_rounded() -> None:
     gradient = some_gradient(Shape(cosine=False), rows, queries)
     rows.weight[7, 3], rows.weight[8, 3] = math.nan, math.inf
     gradient.weight.zero_()
-    native.NativePasses().fused_update(rows, queries, gradient, Rule("sgd", lr=0.0), {})
+    native.NativeBackend().update(rows, queries, gradient, Rule("sgd", lr=0.0), {})
     assert rows.weight[7, 3].isnan()
     assert not rows.weight[8, 3].isfinite()
 
 
 def test_tensors_that_c_must_not_read_are_refused() -> None:
     rows, queries = make(Shape())
-    runner = native.NativePasses()
-    with pytest.raises(TypeError, match="float64"):
+    runner = native.NativeBackend()
+    with pytest.raises(ValueError, match="float64"):
         runner.forward(replace(rows, weight=rows.weight.double()), queries, fixed_shift=0.0)
     with pytest.raises(ValueError, match="contiguous"):
         runner.forward(replace(rows, weight=rows.weight[:, ::2]), queries, fixed_shift=0.0)
-    with pytest.raises(ValueError, match=r"expected contiguous \[21, 37\]"):
+    with pytest.raises(ValueError, match=r"expected contiguous torch.float32 \[21, 37\]"):
         runner.forward(rows, replace(queries, unit=queries.unit[:, 1:]), fixed_shift=0.0)
     with pytest.raises(ValueError, match="selected"):
         runner.forward(replace(rows, selected=torch.tensor([3, 50])), queries, fixed_shift=0.0)
-    with pytest.raises(ValueError, match="3 to a class"):
-        runner.forward(replace(rows, centers=3), queries, fixed_shift=0.0)
 
 
-def test_a_state_without_a_kernel_is_refused_before_anything_is_changed() -> None:
+def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> (
+    None
+):
     rows, queries = make(Shape())
     gradient = some_gradient(Shape(), rows, queries)
-    before = rows.weight.clone()
-    states = {"momentum_buffer": torch.zeros(rows.weight.shape, dtype=torch.int8)}
-    with pytest.raises(NotImplementedError, match="int8"):
-        native.NativePasses().fused_update(rows, queries, gradient, RULES[1], states)
-    assert torch.equal(rows.weight, before)
+    everything, plain = slice(0, len(rows)), replace(rows, weight=rows.weight.clone())
+    states, plain_states = (
+        {
+            "momentum_buffer": torch.zeros(rows.weight.shape, dtype=torch.int8),
+            "momentum_scale": torch.zeros(len(rows), 1),
+        }
+        for _ in range(2)
+    )
+    dw, _ = native.NativeBackend().gradients(rows, queries, gradient, everything)
+    apply_rule(RULES[1], plain, everything, dw, plain_states)
+    native.NativeBackend().update(rows, queries, gradient, RULES[1], states)
+    assert torch.equal(rows.weight, plain.weight)
+    assert torch.equal(states["momentum_buffer"], plain_states["momentum_buffer"])
 
 
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

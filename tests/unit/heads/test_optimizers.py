@@ -140,10 +140,10 @@ def test_accumulated_micro_batches_give_the_rows_of_the_sum_of_their_gradients(s
     shares, touched = (0.5, 0.3, 0.2), torch.zeros(CLASSES, dtype=torch.bool)
     for share, (x, y) in zip(shares, batches(3), strict=True):
         (head(x, y).loss * share).backward()
-        visit = head.pending[-1]
-        touched[visit.rows.selected if sampling else slice(None)] = True
+        context = head.contexts[-1]
+        touched[context.rows.selected if sampling else slice(None)] = True
         # The truth sees the same classes: the others are left out of its softmax by hand.
-        allowed = visit.rows.selected if sampling else torch.arange(CLASSES)
+        allowed = context.rows.selected if sampling else torch.arange(CLASSES)
         mask = torch.zeros(CLASSES, dtype=torch.bool)
         mask[allowed] = True
         loss = reference.mean_loss(
@@ -175,7 +175,7 @@ def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps
         before = [t.clone() for t in tensors]
         head(x, y).loss.backward()
         drawn = torch.zeros(CLASSES, dtype=torch.bool)
-        drawn[head.pending[0].rows.selected] = True
+        drawn[head.contexts[0].rows.selected] = True
         rows.step()
         sampled |= drawn
         changed = 0
@@ -265,7 +265,7 @@ def test_a_skipped_step_leaves_rows_states_and_running_statistics_as_they_were()
     assert torch.equal(after[0]["weight"], before[0]["weight"])
     momentum = [s["state"][0]["momentum_buffer"] for s in (after[1], before[1])]
     assert torch.equal(*momentum)
-    assert not head.pending
+    assert not head.contexts
 
 
 def test_clipping_multiplies_the_gradients_of_the_rows():
@@ -315,7 +315,9 @@ def test_wrong_settings_are_refused():
         RowSGD(head, lr=-1.0)
     with pytest.raises(OptionError, match="state_dtype is 'float8'"):
         RowSGD(head, state_dtype="float8")
-    with pytest.raises(OptionError, match="RowAdamW has no int8 state"):
+    with pytest.raises(
+        OptionError, match="state_dtype is 'int8'; expected one of float32, bfloat16"
+    ):
         RowAdamW(head, state_dtype="int8")
 
 

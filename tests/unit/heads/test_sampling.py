@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.heads.passes import Queries, Rows, TorchPasses
 from plsc.heads.sampling import draw_classes, nearest_classes
+from plsc.heads.softmax import Queries
+from plsc.heads.weights import Rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -51,7 +52,7 @@ def test_the_nearest_classes_are_those_with_the_highest_cosines_in_the_half_look
     positives = torch.tensor([0, 5, 9])
     found, often = [], torch.zeros(40)
     for key in range(40):
-        near = nearest_classes(Rows(weight), Queries(unit, positives), 6, TorchPasses(tile=7), key)
+        near = nearest_classes(Rows(weight), Queries(unit, positives), 6, 7, key)
         assert len(near) == 6
         assert not set(near.tolist()) & set(positives.tolist())
         found.append(scores[near].mean())

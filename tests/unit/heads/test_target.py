@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plsc.heads import build_margin, target
-from plsc.heads.passes import Rows
+from plsc.heads.weights import Rows
 
 
 @pytest.mark.parametrize("is_sampled", [False, True])

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from plsc.errors import OptionError
-from plsc.heads.engines import choose_passes
-from plsc.heads.kernels import triton_rows
+from plsc.heads.kernels import triton_backend
+from plsc.heads.softmax import choose_backend
 from tests.devices import GPU, VISIBLE
 from tests.distributed.launch import clean_environment
 
@@ -50,7 +50,7 @@ def test_interpreted_kernels_compute_what_the_formulas_say() -> None:
 
 @pytest.mark.parametrize("device", [GPU])
 def test_compiled_kernels_compute_what_the_formulas_say(device: str) -> None:
-    reason = triton_rows.unavailable(torch.device(device, torch.cuda.current_device()))
+    reason = triton_backend.unavailable(torch.device(device, torch.cuda.current_device()))
     if reason is not None:
         pytest.skip(reason)
     cases(TRITON_INTERPRET="0")
@@ -72,9 +72,9 @@ def test_every_launch_compiles_for_a_gpu_and_no_step_compiles_again(
 
 def test_on_a_cpu_the_kernels_say_why_they_cannot_be_used() -> None:
     cpu = torch.device("cpu")
-    assert "cpu" in str(triton_rows.unavailable(cpu))
+    assert "cpu" in str(triton_backend.unavailable(cpu))
     with pytest.raises(OptionError, match=r"triton kernels .* rows are on cpu"):
-        choose_passes("triton", cpu, torch.float32, torch.float32, None, 32)
+        choose_backend("triton", cpu, torch.float32, torch.float32, None, 32)
 
 
 def test_a_gpu_on_which_no_kernel_can_be_built_has_a_reason(monkeypatch) -> None:
@@ -85,18 +85,18 @@ def test_a_gpu_on_which_no_kernel_can_be_built_has_a_reason(monkeypatch) -> None
             raise RuntimeError("Failed to find C compiler.\nSet CC")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_rows, "_kernels", Kernels)
-    monkeypatch.setattr(triton_rows, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton_backend, "_kernels", Kernels)
+    monkeypatch.setattr(triton_backend, "_on", lambda device: contextlib.nullcontext())
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-    reason = triton_rows.unavailable(torch.device("cuda", 9))
+    reason = triton_backend.unavailable(torch.device("cuda", 9))
     assert reason == "triton cannot run a kernel here: RuntimeError: Failed to find C compiler."
 
 
 def test_without_triton_the_head_can_be_imported_and_the_reason_names_it() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import torch, plsc.heads; "
-        "from plsc.heads.kernels.triton_rows import unavailable; "
+        "from plsc.heads.kernels.triton_backend import unavailable; "
         "assert 'triton cannot be imported' in unavailable(torch.device('cuda', 0))"
     )
     run("-c", code)

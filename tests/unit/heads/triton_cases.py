@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from plsc.heads import Execution, RowSGD, ShardedHead, build_margin
-from plsc.heads.kernels.triton_rows import TritonPasses, _matrix
-from plsc.heads.passes import Queries, RowGradient, Rows, Sums, TorchPasses
-from plsc.heads.rounding import to_bfloat16
-from plsc.heads.rules import Rule, apply_rule
+from plsc.heads.kernels.triton_backend import TritonBackend, _matrix
+from plsc.heads.rules import Rule, apply_rule, to_bfloat16
+from plsc.heads.softmax import Queries, RowGradient, Sums, TorchBackend
+from plsc.heads.weights import Rows
 from tests.unit.heads.test_native import (
     BF16,
     FLOAT,
@@ -60,53 +60,53 @@ def tolerance(shape: Shape) -> float:
     return 2e-5 if shape.products is FLOAT else 6e-2 if IS_INTERPRETED else 3e-2
 
 
-def case(shape: Shape) -> tuple[Rows, Queries, RowGradient, TritonPasses]:
+def case(shape: Shape) -> tuple[Rows, Queries, RowGradient, TritonBackend]:
     rows, queries = make(shape)
     assert not (shape.has_hard and near_threshold(rows, queries, shape.products)), "another seed"
     gradient = some_gradient(shape, rows, queries)
-    return rows, queries, gradient, TritonPasses(shape.products, TILE)
+    return rows, queries, gradient, TritonBackend(shape.products, TILE)
 
 
-def forward(passes: TritonPasses, rows: Rows, queries: Queries, **how: bool) -> Sums:
-    return passes.forward(there(rows), there(queries), fixed_shift=SHIFT, **how)
+def forward(backend: TritonBackend, rows: Rows, queries: Queries, **how: bool) -> Sums:
+    return backend.forward(there(rows), there(queries), fixed_shift=SHIFT, **how)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_are_those_of_the_formula(shape: Shape, keep: bool) -> None:
-    rows, queries, _, passes = case(shape)
-    sums = forward(passes, rows, queries, keep=keep)
+    rows, queries, _, backend = case(shape)
+    sums = forward(backend, rows, queries, keep=keep)
     z, slope = logits(rows, queries, shape.products)
     w, _ = unit_rows(rows, shape.products)
     p = (z - SHIFT).exp()
     assert_near(sums.total.cpu(), p.sum(dim=1), p.sum(dim=1), tolerance(shape))
-    assert sums.mixed is not None
-    assert_near(sums.mixed.cpu(), (p * slope) @ w, (p * slope).abs() @ w.abs(), tolerance(shape))
+    assert sums.weighted is not None
+    assert_near(sums.weighted.cpu(), (p * slope) @ w, (p * slope).abs() @ w.abs(), tolerance(shape))
     assert (sums.kept is not None) == keep
     if sums.kept is not None:
         kept = (p * slope).abs()
         assert_near(sums.kept.cpu(), p * slope, kept, max(2**-7, tolerance(shape)))
 
 
-def test_without_mixed_only_the_totals_are_computed_and_are_the_same() -> None:
-    rows, queries, _, passes = case(SHAPES[0])
-    sums = forward(passes, rows, queries, want_mixed=False)
-    assert sums.mixed is None
-    assert torch.equal(sums.total, forward(passes, rows, queries).total)
+def test_without_weighted_only_the_totals_are_computed_and_are_the_same() -> None:
+    rows, queries, _, backend = case(SHAPES[0])
+    sums = forward(backend, rows, queries, want_weighted=False)
+    assert sums.weighted is None
+    assert torch.equal(sums.total, forward(backend, rows, queries).total)
 
 
 @pytest.mark.parametrize("with_kept", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -> None:
-    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient, backend = case(shape)
     allowed = tolerance(shape)
     there_gradient = there(gradient)
     if with_kept:
-        sums = forward(passes, rows, queries, keep=True)
+        sums = forward(backend, rows, queries, keep=True)
         there_gradient = replace(there_gradient, shift=sums.shift, kept=sums.kept)
         allowed = max(allowed, 2**-7)
     parts = [
-        passes.gradients(there(rows), there(queries), there_gradient, tile)
+        backend.gradients(there(rows), there(queries), there_gradient, tile)
         for tile in (slice(0, 3), slice(3, len(rows)))
     ]
     dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
@@ -127,11 +127,11 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
 ) -> None:
     is_sampled = row_dtype is BF16
     shape = Shape(18, 40, 21, row_dtype=row_dtype, is_sampled=is_sampled, cosine=not is_sampled)
-    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient, backend = case(shape)
     rows, queries, gradient = there(rows), there(queries), there(gradient)
     states = {name: state.to(DEVICE) for name, state in states_of(rule, rows, state_dtype).items()}
     everything = slice(0, len(rows))
-    dw, db = passes.gradients(rows, queries, gradient, everything)
+    dw, db = backend.gradients(rows, queries, gradient, everything)
     plain = replace(rows, weight=rows.weight.clone())
     plain_states = {name: state.clone() for name, state in states.items()}
     apply_rule(rule, plain, everything, dw, plain_states)
@@ -139,7 +139,7 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     untouched[rows.positions(everything)] = False
     before = {name: x.clone() for name, x in {"": rows.weight, **states}.items()}
 
-    biases = passes.fused_update(rows, queries, gradient, rule, states)
+    biases = backend.update(rows, queries, gradient, rule, states)
 
     torch.testing.assert_close(biases, db)
     for name, actual in {"": rows.weight, **states}.items():
@@ -159,7 +159,7 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
 ) -> None:
     # From rows of zeros a step of 1 leads to the negative momentum, exactly; then it is rounded.
     shape = Shape(cosine=False, is_sampled=True, dimension=21, classes=18, batch=12)
-    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient, backend = case(shape)
     assert rows.selected is not None
     rows.bias, rows.weight = None, torch.zeros(len(rows.weight), 21, dtype=BF16)
     if is_compact:
@@ -171,10 +171,10 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
     momentum = torch.zeros_like(rows.weight)
     row = 0 if isinstance(where, slice) else int(where[0])
     momentum[row, 0], momentum[row, 1] = torch.inf, torch.nan
-    dw, _ = passes.gradients(rows, queries, gradient, everything)
+    dw, _ = backend.gradients(rows, queries, gradient, everything)
     expected = momentum[where].float() + dw
     rule = Rule("sgd", lr=1.0, momentum=1.0, key=key)
-    passes.fused_update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
+    backend.update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
     for actual, value, used in ((rows.weight, -expected, key), (momentum, expected, key + 1)):
         rounded = to_bfloat16(value, numbers, used)
         torch.testing.assert_close(actual[where], rounded, rtol=0, atol=0, equal_nan=True)
@@ -182,12 +182,12 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
 
 def test_a_nan_of_any_bits_stays_one() -> None:
     # The NaN of a GPU has all bits set: noise would carry it over to -0.
-    rows, queries, gradient, passes = case(Shape(row_dtype=BF16, classes=20))
+    rows, queries, gradient, backend = case(Shape(row_dtype=BF16, classes=20))
     rows = there(rows)
     momentum = torch.zeros(rows.weight.shape, device=DEVICE)
     momentum[3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(FLOAT)
     states, rule = {"momentum_buffer": momentum}, Rule("sgd", lr=1.0, momentum=1.0)
-    passes.fused_update(rows, there(queries), there(gradient), rule, states)
+    backend.update(rows, there(queries), there(gradient), rule, states)
     assert rows.weight[3].isnan().all()
     assert rows.weight[4:].isfinite().all()
 
@@ -195,43 +195,59 @@ def test_a_nan_of_any_bits_stays_one() -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.9999])
 def test_the_bias_correction_of_adamw_keeps_its_digits(beta: float) -> None:
     # From zeros, with eps 0, the first step of Adam is lr in each direction, whatever the betas.
-    rows, queries, gradient, passes = case(Shape(classes=9))
+    rows, queries, gradient, backend = case(Shape(classes=9))
     before = rows.weight.clone()
     states = {name: torch.zeros_like(rows.weight).to(DEVICE) for name in ("exp_avg", "exp_avg_sq")}
     states["steps"] = torch.zeros(len(rows), dtype=torch.int32, device=DEVICE)
     rows = there(rows)
     rule = Rule("adamw", lr=0.5, beta1=beta, beta2=beta, eps=1e-30)
-    passes.fused_update(rows, there(queries), there(gradient), rule, states)
+    backend.update(rows, there(queries), there(gradient), rule, states)
     changed = (rows.weight.cpu() - before)[1:]  # row 0 has no direction
     torch.testing.assert_close(changed.abs(), torch.full_like(changed, 0.5), rtol=1e-5, atol=1e-6)
 
 
-def test_what_has_no_kernel_is_refused_unchanged_or_computed_by_the_plain_passes() -> None:
+def test_what_has_no_kernel_is_computed_in_plain_pytorch() -> None:
     shape = Shape(centers=2, classes=20)
-    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient, backend = case(shape)
     rows, queries, gradient = there(rows), there(queries), there(gradient)
-    plain = TorchPasses(passes.products, passes.tile)
+    plain = TorchBackend(backend.products, backend.tile)
     for shift in (None, SHIFT):
-        mine, theirs = (x.forward(rows, queries, fixed_shift=shift) for x in (passes, plain))
+        mine, theirs = (x.forward(rows, queries, fixed_shift=shift) for x in (backend, plain))
         assert torch.equal(mine.total, theirs.total)
     tile = slice(0, 14)
-    mine, theirs = (x.gradients(rows, queries, gradient, tile)[0] for x in (passes, plain))
+    mine, theirs = (x.gradients(rows, queries, gradient, tile)[0] for x in (backend, plain))
     assert torch.equal(mine, theirs)
-    before = rows.weight.clone()
-    with pytest.raises(NotImplementedError):
-        passes.fused_update(rows, queries, gradient, Rule("sgd", lr=1.0), {})
-    single, _, _, _ = case(Shape(classes=20))
-    single = there(single)
-    levels = {"momentum_buffer": torch.zeros_like(single.weight, dtype=torch.int8)}
-    with pytest.raises(NotImplementedError, match="int8"):
-        passes.fused_update(single, queries, gradient, Rule("sgd", lr=1.0, momentum=0.9), levels)
-    assert torch.equal(rows.weight, before)
+    same = replace(rows, weight=rows.weight.clone())
+    backend.update(rows, queries, gradient, Rule("sgd", lr=1.0), {})
+    plain.update(same, queries, gradient, Rule("sgd", lr=1.0), {})
+    assert torch.equal(rows.weight, same.weight)
+
+
+def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> (
+    None
+):
+    rows, queries, gradient, backend = case(Shape(classes=20))
+    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    rule = Rule("sgd", lr=1.0, momentum=0.9)
+    same = replace(rows, weight=rows.weight.clone())
+    states, plain_states = (
+        {
+            "momentum_buffer": torch.zeros_like(rows.weight, dtype=torch.int8),
+            "momentum_scale": torch.zeros(len(rows), 1, device=DEVICE),
+        }
+        for _ in range(2)
+    )
+    for tile in rows.tiles(TILE):
+        dw, _ = backend.gradients(same, queries, gradient, tile)
+        apply_rule(rule, same, tile, dw, plain_states)
+    backend.update(rows, queries, gradient, rule, states)
+    assert torch.equal(rows.weight, same.weight)
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
-    rows, queries, _, passes = case(Shape(classes=40, batch=18, products=BF16))
-    first, second = (forward(passes, rows, queries, keep=True) for _ in range(2))
-    for name in ("total", "mixed", "kept"):
+    rows, queries, _, backend = case(Shape(classes=40, batch=18, products=BF16))
+    first, second = (forward(backend, rows, queries, keep=True) for _ in range(2))
+    for name in ("total", "weighted", "kept"):
         assert torch.equal(getattr(first, name), getattr(second, name))
 
 
@@ -245,7 +261,7 @@ def test_a_matrix_of_terms_has_rows_that_begin_aligned() -> None:
 def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str) -> None:
     # 4.3 GB of bfloat16, of which a CPU's memory holds but the pages that are touched.
     shape = Shape(classes=20, dimension=512, row_dtype=BF16)
-    rows, queries, gradient, passes = case(shape)
+    rows, queries, gradient, backend = case(shape)
     rows, queries, gradient = there(rows), there(queries), there(gradient)
     first = 2**31 // 512 + 40
     far = replace(rows, weight=torch.empty(first + 20, 512, dtype=BF16, device=DEVICE))
@@ -253,11 +269,11 @@ def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str
     some = replace(far, selected=torch.arange(first, first + 20, device=DEVICE))
     rows.first_row += first
 
-    near = passes.gradients(rows, queries, gradient, slice(0, 20))[0]
+    near = backend.gradients(rows, queries, gradient, slice(0, 20))[0]
     last = slice(first, first + 20)
     far_queries = replace(queries, target=queries.target + first)
     far_gradient = replace(gradient, target_row=gradient.target_row + first)
-    behind = passes.gradients(far, far_queries, far_gradient, last)[0]
+    behind = backend.gradients(far, far_queries, far_gradient, last)[0]
     assert torch.equal(behind, near)
 
     rule, states, far_states = Rule(kind, lr=0.1, momentum=0.9), {}, {}
@@ -268,9 +284,9 @@ def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str
     else:
         states["sum_of_squares"] = torch.zeros(20, device=DEVICE)
         far_states["sum_of_squares"] = torch.zeros(first + 20, device=DEVICE)
-    assert torch.equal(forward(passes, some, queries).total, forward(passes, rows, queries).total)
-    passes.fused_update(rows, queries, gradient, rule, states)
-    passes.fused_update(some, queries, gradient, rule, far_states)
+    assert torch.equal(forward(backend, some, queries).total, forward(backend, rows, queries).total)
+    backend.update(rows, queries, gradient, rule, states)
+    backend.update(some, queries, gradient, rule, far_states)
     assert torch.equal(far.weight[first:], rows.weight)
     for name, state in states.items():
         assert torch.equal(far_states[name][first:], state)
@@ -279,7 +295,7 @@ def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str
 @pytest.mark.skipif(IS_INTERPRETED, reason="the head takes these kernels on a CUDA device only")
 @pytest.mark.parametrize("margin", ["arcface", "softmax", "curricularface"])
 @pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
-def test_a_head_trains_as_with_the_plain_passes(margin: str, row_dtype: torch.dtype) -> None:
+def test_a_head_trains_as_with_the_plain_backend(margin: str, row_dtype: torch.dtype) -> None:
     losses = {}
     for kernels in ("torch", "triton"):
         generator = torch.Generator().manual_seed(0)

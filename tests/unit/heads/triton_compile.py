@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from plsc.heads.kernels.triton_rows import TritonPasses
+from plsc.heads.kernels.triton_backend import TritonBackend
 from plsc.heads.rules import Rule
 from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_gradient, states_of
 
@@ -52,7 +52,7 @@ for shape in (
 ):
     rows, queries = make(shape)
     rows.weight = rows.weight.contiguous()
-    passes = TritonPasses(shape.products, tile=32)
+    passes = TritonBackend(shape.products, tile=32)
     gradient = some_gradient(shape, rows, queries)
     for keep in (False, True):
         sums = passes.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
@@ -61,7 +61,7 @@ for shape in (
     gradient.kept = None
     for number, rule in enumerate(RULES):
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
-        passes.fused_update(rows, queries, gradient, rule, states)
+        passes.update(rows, queries, gradient, rule, states)
 
 # A new step must not compile anything: neither its key, nor its learning rate, nor where tiles begin.
 shape = Shape(dimension=64, row_dtype=BF16)
@@ -69,7 +69,7 @@ rows, queries = make(shape)
 gradient, before = some_gradient(shape, rows, queries), None
 for key in (1, 16, 2**31, 2**32 - 1):
     rule = Rule("sgd", lr=1 / key, key=key)
-    passes.fused_update(rows, queries, gradient, rule, {})
+    passes.update(rows, queries, gradient, rule, {})
     assert before is None or len(compiled) == before, key
     before = len(compiled)
 

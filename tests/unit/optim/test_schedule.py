@@ -65,10 +65,10 @@ def test_gradients_are_clipped_the_more_the_higher_the_rate_unless_it_is_set(cha
 @pytest.mark.parametrize(
     ("changes", "total", "epochs_and_steps"),
     [
-        ({}, 370, (0, 74)),
+        ({}, 370, (0, 37)),
         ({}, 10**6, (0, 1000)),
         ({}, None, (0, 100)),
-        ({"decay_steps": 50}, 370, (0, 10)),
+        ({"decay_steps": 50}, 370, (0, 5)),
         ({"schedule": "my_package.rates:falling"}, 370, (0, 0)),
         ({"warmup_steps": 0}, 370, (0, 0)),
         ({"warmup_epochs": 0}, 370, (0, 0)),

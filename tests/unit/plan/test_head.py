@@ -13,7 +13,7 @@ from plsc.cli import main
 from plsc.config import all_options
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
-from plsc.heads.engines import choose_passes
+from plsc.heads.softmax import choose_backend
 from plsc.plan import ARGUMENTS, plan, plan_head, run, tile_rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +44,7 @@ def step(head, batch, embedding):
     embeddings = torch.randn(batch, embedding, generator=generator).requires_grad_()
     labels = torch.randint(head.class_num, (batch,), generator=generator)
     head(embeddings, labels).loss.backward()
-    return head.pending[-1]
+    return head.contexts[-1]
 
 
 @pytest.mark.parametrize("centers", [1, 3])
@@ -96,7 +96,7 @@ def test_rows_in_play_and_offloaded_copies_are_those_of_a_real_step():
         sampling=Sampling(ratio=0.3),
         centers=2,
     )
-    visit = step(head, 4, 8)
+    context = step(head, 4, 8)
     planned = plan_head(
         101,
         embedding=8,
@@ -107,9 +107,9 @@ def test_rows_in_play_and_offloaded_copies_are_those_of_a_real_step():
         centers=2,
         offload=True,
     )
-    assert planned.rows_in_play == len(visit.rows)
-    assert planned.step["copy of weight"] == visit.rows.weight.nbytes
-    share = len(visit.rows) / (101 * 2)
+    assert planned.rows_in_play == len(context.rows)
+    assert planned.step["copy of weight"] == context.rows.weight.nbytes
+    share = len(context.rows) / (101 * 2)
     for name, tensor in updates.state[head.weight].items():
         assert planned.step[f"copy of {name}"] == round(tensor.nbytes * share)
     assert planned.device_bytes == sum(planned.step.values())
@@ -161,7 +161,7 @@ def test_operations_are_those_of_the_real_products(keep_bytes, factor):
 
 @pytest.mark.parametrize("batch", [1, 64, 100, 1000, 5000, 100_000])
 def test_tiles_are_those_of_the_plain_kernels(batch):
-    passes = choose_passes("torch", torch.device("cpu"), torch.float32, torch.float32, None, batch)
+    passes = choose_backend("torch", torch.device("cpu"), torch.float32, torch.float32, None, batch)
     assert tile_rows(batch) == passes.tile
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.data.batch import Batch
-from plsc.data.device_copies import copied_aside
+from plsc.data.batch import Batch, copied_aside
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.compiled import CompiledNetwork

@@ -6,7 +6,7 @@ import pytest
 
 from plsc.options.data import DataOptions
 from plsc.parallel import machine
-from plsc.train.advice import Reading, advise
+from plsc.train.hints import Reading, advise
 
 # 8 cores, one rank with one thread: 10 ms of computing wait for a batch that takes 30.
 STARVING = Reading(

@@ -18,8 +18,7 @@ from plsc.data.cache import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
-from plsc.train.feed import NO_AUGMENTATION, build_feed, make_recipe
-from plsc.train.rank_files import open_rank_source
+from plsc.train.feed import NO_AUGMENTATION, build_feed, make_recipe, open_rank_source
 from plsc.utils import base64_reader
 from tests.images import write_dataset
 

@@ -9,7 +9,7 @@ from plsc.checkpoint.manifest import role_of_key
 from plsc.cli import _parse, _read_options, render_options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.train import places
+from plsc.train import directories
 from plsc.train.build import UserParts, build_run
 from plsc.train.state import check_counts
 from tests.images import write_dataset
@@ -155,7 +155,7 @@ def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
 
 def test_a_run_that_its_steps_end_may_have_any_number_of_epochs(dataset, tmp_path, monkeypatch):
     looked_at = []
-    monkeypatch.setattr(places, "check_replaceable", lambda _, name: looked_at.append(name))
+    monkeypatch.setattr(directories, "check_replaceable", lambda _, name: looked_at.append(name))
     (tmp_path / "run/7").mkdir(parents=True)
     endless = {"train__epochs": 10**6, "train__steps": 1, "train__batch_size": 6}
     train(options_of(dataset, tmp_path / "run", **endless), WORLD)

@@ -16,12 +16,12 @@ from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.guards import LearningCheck, interrupted, slow_start, stop_at_bad_loss
+from plsc.train.hints import batch_note, idle_note, threads_note
 from plsc.train.job import run_training
 from plsc.train.logs import RunLog
-from plsc.train.notes import batch_note, idle_note, threads_note
+from plsc.train.loop import agree
 from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step

@@ -14,13 +14,12 @@ from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
 from plsc.train import job, precision
 from plsc.train import step as step_module
-from plsc.train.agreement import agree
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
-from plsc.train.losses import LossReader
+from plsc.train.loop import agree
 from plsc.train.precision import head_products, restore_scaler
 from plsc.train.resume import restore
-from plsc.train.step import Step
+from plsc.train.step import LossReader, Step
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import Scripted, logged, train_scripted
 from tests.resuming import different, options_of, saved_at, tensors_of, train

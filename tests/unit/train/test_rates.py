@@ -35,15 +35,15 @@ def rates_of(save_dir):
 def test_a_longer_resumed_run_keeps_the_default_rate_and_warm_up(dataset, tmp_path, capsys):
     train(options(dataset, tmp_path / "a", train__epochs=4), WORLD)
     said = "learning rate 0.0005859 (default: 0.1 x global batch 6 / 1024), schedule constant, "
-    assert said + "warm-up 3 steps, scale " in capsys.readouterr().out
+    assert said + "warm-up 1 step, scale " in capsys.readouterr().out
     base = 0.1 * 6 / 1024
-    assert rates_of(tmp_path / "a") == pytest.approx([base / 3, base * 2 / 3] + [base] * 14)
+    assert rates_of(tmp_path / "a") == pytest.approx([base] * 16)
     load_dir = str(saved_at(tmp_path / "a", 4))
     train(options(dataset, tmp_path / "b", train__epochs=40, checkpoint__load_dir=load_dir), WORLD)
-    said = "learning rate 0.0005859 (from the checkpoint), schedule constant, warm-up 3 steps, "
+    said = "learning rate 0.0005859 (from the checkpoint), schedule constant, warm-up 1 step, "
     assert said in capsys.readouterr().out
     saved = read_manifest(tmp_path / "b/39").options["optim"]
-    assert (saved["lr"], saved["warmup_epochs"], saved["warmup_steps"]) == (base, 0, 3)
+    assert (saved["lr"], saved["warmup_epochs"], saved["warmup_steps"]) == (base, 0, 1)
 
 
 def test_the_rate_that_is_set_is_that_of_backbone_and_class_weights(dataset, tmp_path, capsys):

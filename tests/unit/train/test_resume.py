@@ -15,7 +15,7 @@ from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
-from plsc.train.find import open_load_dir, open_to_resume
+from plsc.train.directories import open_load_dir, open_to_resume
 from plsc.train.randomness import pack_generators, unpack_generators
 from plsc.train.resume import resolve_run
 from tests.images import write_dataset, write_pair_file

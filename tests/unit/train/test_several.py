@@ -17,7 +17,7 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads import DenseHead, ShardedHead
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.centers import run_dominant
+from plsc.train.class_tools import run_dominant
 from plsc.train.job import run_prediction
 from plsc.train.resume import restore
 from plsc.train.several import options_of

@@ -167,7 +167,7 @@ def test_data_sets_are_options_like_any_other(tmp_path):
         ({"name": "b", "path": "x", "weight": 0}, r"data set b: .*weight.* more than 0"),
         ({"name": "b", "path": "x", "weight": float("nan")}, "expected a number"),
         ({"name": "b", "path": "x", "weight": "2"}, "expected a number"),
-        ({"name": "b", "path": "x", "loss_type": "cos"}, "data set b: .* one of dist_arcface"),
+        ({"name": "b", "path": "x", "loss_type": "cos"}, "data set b: .* one of dist_softmax"),
         ({"name": "b", "path": "x", "sample_ratio": 2.0}, r"in \(0, 1\]"),
     ],
 )

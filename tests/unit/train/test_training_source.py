@@ -8,8 +8,8 @@ import fsspec
 import pytest
 
 from plsc.config import Options
-from plsc.data.convert import convert
 from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.writers import convert
 from plsc.errors import OptionError
 from plsc.parallel.world import World
 from plsc.train.build import UserParts

@@ -1,0 +1,225 @@
+"""Folders of images: with a label.txt, as the original has it, or with a folder for each class."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from plsc.data.lines import parse_label
+from plsc.data.sources.base import FileSource, PathTable, printable
+from plsc.data.sources.columns import with_label_map
+from plsc.errors import DataError
+
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".bmp", ".gif"),
+    *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
+)
+_MAX_LINE_BYTES = 8192  # of a label.txt
+
+
+class LabelFileSource(FileSource):
+    """``label.txt``: a path and a label a line, separated by spaces or a tab.
+
+    A path may hold spaces: the line is split at its last run of blanks. Paths are relative to the
+    folder, or to its ``images/`` if the first line's file is found only there. Blank lines, CRLF and
+    a UTF-8 byte order mark are accepted. Raises DataError that names the line otherwise.
+    """
+
+    def __init__(self, dataset_dir: str | Path) -> None:
+        folder = Path(dataset_dir)
+        self._blank_lines = array("q")  # how many samples precede each blank line
+        paths, labels = self._read(folder / "label.txt")
+        root = folder
+        first = os.fsdecode(paths[0])
+        if not (folder / first).exists() and (folder / "images" / first).exists():
+            root = folder / "images"
+        self._prefix = "" if root == folder else "images/"
+        super().__init__(root, paths, labels)
+
+    def line(self, index: int) -> int:
+        """Return the number of the sample's line in label.txt, from 1."""
+        return index + 1 + bisect_right(self._blank_lines, index)
+
+    def name(self, index: int) -> str:
+        """Return ``images/a.jpg (label.txt:12)``."""
+        return f"{self._prefix}{super().name(index)} (label.txt:{self.line(index)})"
+
+    def _read(self, label_file: Path) -> tuple[PathTable, np.ndarray]:
+        paths, labels = PathTable(), array("q")
+        number = 0
+        try:
+            with label_file.open("rb") as lines:
+                # readline with a bound: a file without line ends must not fill the memory
+                while line := lines.readline(_MAX_LINE_BYTES):
+                    number += 1
+                    if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                        raise DataError(
+                            f"label.txt:{number} is over {_MAX_LINE_BYTES} bytes long; fix it"
+                        )
+                    if number == 1:
+                        line = line.removeprefix(b"\xef\xbb\xbf")
+                    line = line.strip()
+                    if line:
+                        path, label = _parse(line, number)
+                        paths.append(path)
+                        labels.append(label)
+                    else:
+                        self._blank_lines.append(len(paths))
+        except OSError as error:
+            raise DataError(f"{label_file} cannot be read: {error.strerror}") from error
+        if len(paths) == 0:
+            raise DataError(f"{label_file} holds no samples; expected lines of '<path> <label>'")
+        return paths, np.frombuffer(labels, dtype=np.int64)
+
+
+def _parse(line: bytes, number: int) -> tuple[bytes, int]:
+    try:
+        path, label = line.rsplit(None, 1)
+    except ValueError:
+        raise _error(number, "expected '<path> <label>', the label is missing in", line) from None
+    try:
+        found = parse_label(label)
+    except ValueError as problem:
+        raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+    if path[:1] == b"/":
+        raise _error(number, "a path must be relative to the dataset folder, got", path)
+    if b"\0" in path:
+        raise _error(number, "a path must not hold a zero byte, got", path)
+    if b".." in path:
+        path = posixpath.normpath(path)
+        if path == b".." or path.startswith(b"../"):
+            raise _error(number, "the path leaves the dataset folder:", path)
+    return path, found
+
+
+def _error(number: int, problem: str, text: bytes) -> DataError:
+    return DataError(f"label.txt:{number}: {problem} '{printable(text[:200])}'; fix the line")
+
+
+class ImageFolderSource(FileSource):
+    """``<folder>/<class>/<image>``; class ids are the ranks of the sorted class names.
+
+    class_depth: None: class folders hold their images directly, and folders in them are refused; n: the
+    folders at depth n are the classes, with all images in and below them. A class is named by its path below
+    the folder: ``alphabet/character``. ``label_map``, a JSON object or lines of ``name<TAB>id``, gives the
+    ids instead. Hidden folders and files are passed over; ``ignored_files`` counts the files in class
+    folders that do not end like an image. A link to a file inside the folder is followed; a link that leads
+    out, or to a folder, raises DataError.
+    """
+
+    def __init__(
+        self,
+        dataset_dir: str | Path,
+        label_map: str | Path | None = None,
+        class_depth: int | None = None,
+    ) -> None:
+        root = Path(dataset_dir).resolve()
+        self.ignored_files = 0
+        paths = PathTable()
+        counts: dict[str, int] = {}  # images in each folder, by its path below the root
+        for folder, names in _walk(root, ""):
+            before = len(paths)
+            for name in names if folder else ():
+                if _is_image(name):
+                    paths.append(os.fsencode(f"{folder}/{name}"))
+                else:
+                    self.ignored_files += 1
+            counts[folder] = len(paths) - before
+        if len(paths) == 0:
+            raise DataError(
+                f"{root} holds no images; expected <class>/<image> files that end in "
+                + ", ".join(sorted(IMAGE_SUFFIXES))
+            )
+        depth = _checked_depth(root, counts, class_depth)
+        names = _folders_at(counts, depth)
+        self.class_names = names if label_map is None else None
+        ranks = {name: rank for rank, name in enumerate(names)}
+        filled = {folder: count for folder, count in counts.items() if count}
+        labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
+        every = np.repeat(np.array(labels, np.int64), list(filled.values()))
+        super().__init__(root, paths, with_label_map(every, names, label_map))
+
+
+def holds_image(root: Path, folder: str) -> bool:
+    """Whether there is an image in a folder below ``root``, at any depth."""
+    return any(_is_image(name) for _, names in _walk(root, folder) for name in names)
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _depth(folder: str) -> int:
+    return folder.count("/") + 1
+
+
+def _folders_at(folders: Iterable[str], depth: int) -> list[str]:
+    return sorted(folder for folder in folders if folder and _depth(folder) == depth)
+
+
+def _checked_depth(root: Path, counts: Mapping[str, int], class_depth: int | None) -> int:
+    """Return the depth of the class folders; DataError for images above it, or unless it is clear."""
+    filled = [folder for folder, count in counts.items() if count]
+    shallowest = min(filled, key=_depth)
+    if class_depth is not None:
+        if _depth(shallowest) < class_depth:
+            raise DataError(
+                f"{root}/{printable(shallowest)} holds images above the class folders, which are at depth "
+                f"{class_depth}; move them, or set_class_depth({_depth(shallowest)})"
+            )
+        return class_depth
+    nested = {folder.partition("/")[0] for folder in filled if "/" in folder}
+    if nested:
+        choices = range(1, min(5, _depth(shallowest)) + 1)
+        classes = {n: len(_folders_at(counts, n)) for n in choices}
+        there = [
+            f"with set_class_depth({n}) there are {count} classes" for n, count in classes.items()
+        ]
+        raise DataError(
+            f"in {len(nested)} of {classes[1]} class folders of {root} images lie in further folders; "
+            f"{', '.join(there)}"
+        )
+    return 1
+
+
+def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder's path below the root, and the names of its files, both sorted; `folder` first."""
+    folders, files = _entries(root, root / folder)
+    yield folder, files
+    for name in folders:
+        yield from _walk(root, f"{folder}/{name}" if folder else name)
+
+
+def _entries(root: Path, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the sorted names of the folders and of the files in a folder, hidden ones left out."""
+    _check_link(root, folder)
+    folders: list[str] = []
+    files: list[str] = []
+    try:
+        with os.scandir(folder) as found:
+            for entry in sorted(found, key=lambda entry: entry.name):
+                if entry.name.startswith("."):
+                    continue
+                is_folder = entry.is_dir()
+                if entry.is_symlink() and not is_folder and folder != root:
+                    _check_link(root, Path(entry.path))
+                (folders if is_folder else files).append(entry.name)
+    except OSError as error:
+        raise DataError(f"{printable(str(folder))} cannot be read: {error.strerror}") from error
+    return folders, files
+
+
+def _check_link(root: Path, path: Path) -> None:
+    if not path.is_symlink():
+        return
+    shown = printable(str(path))
+    if path.is_dir():  # following these could walk in circles
+        raise DataError(f"{shown} is a link to a folder; put the folder itself there")
+    if not path.resolve().is_relative_to(root):
+        raise DataError(f"{shown} is a link that leaves the dataset folder; copy the image instead")

@@ -1,0 +1,210 @@
+"""Class weights by means of the trained network: dominant sub-centres, new classes from images."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from plsc.checkpoint import Manifest, read_manifest, save_checkpoint
+from plsc.checkpoint.classes import change_classes
+from plsc.checkpoint.classes.change import refuse_several_heads
+from plsc.config import Config, Options
+from plsc.data.class_names import class_names_of
+from plsc.data.sources import Source, open_source
+from plsc.errors import DataError, OptionError
+from plsc.evaluate.embed import embed_images
+from plsc.heads import ShardedHead
+from plsc.heads.centers import copy_dominant, count_choices, new_counts
+from plsc.heads.geometry import normalised
+from plsc.heads.joint import JointRows
+from plsc.models import BaseModel
+from plsc.named import name_of
+from plsc.parallel.collectives import sum_over_ranks
+from plsc.parallel.sharding import whole_parameters
+from plsc.parallel.world import World
+from plsc.train.build import Run, UserParts, build_run
+from plsc.train.build_head import build_heads
+from plsc.train.directories import open_load_dir
+from plsc.train.feed import NO_AUGMENTATION
+from plsc.train.job import load_network
+from plsc.train.resume import resolve_run, restore
+from plsc.train.snapshot import take_snapshot
+
+
+def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:
+    """Keep of each class the row that most of its training images are nearest to; a collective.
+
+    The network of `checkpoint.load_dir` embeds the training set. Writes the checkpoint `output`: the same run
+    at the same step, with one row a class; training goes on from it. Raises OptionError if there are no
+    sub-centres, or something stands where the new checkpoint is to be.
+    """
+    path, manifest = open_load_dir(options.resolve(), world)
+    if output.exists() or output.is_symlink():
+        raise OptionError(f"{output} is there already; give a path that is not")
+    refuse_several_heads(path, manifest)
+    plain = resolve_run(options, (path, manifest), world.size, user.model)
+    as_predicted = plain.changed(NO_AUGMENTATION)
+    plain_user = dataclasses.replace(user, train_transform=None)
+    run = build_run(as_predicted, world, plain_user, (path, manifest))
+    head = run.head
+    if not isinstance(head, ShardedHead) or head.centers == 1:
+        raise OptionError(
+            f"{path} has one row a class; dropping the other sub-centres needs head.sub_centers of 2 or more"
+        )
+    restore(run, path, manifest)
+    counts = _count(run, head)
+    plain = plain.changed({"head.sub_centers": 1})
+    new_head, new_rows = build_heads(plain, head.class_num, (), world)
+    assert isinstance(new_head, ShardedHead)
+    assert not isinstance(new_rows, JointRows)
+    assert not isinstance(run.rows, JointRows)
+    copy_dominant(head, run.rows, counts, new_head, new_rows)
+    new_head.computed_by = head.computed_by
+    made = dataclasses.replace(run, options=plain, head=new_head, rows=new_rows)
+    save_checkpoint(output.parent, output.name, take_snapshot(made, {}), world)
+    _say(world, counts, output)
+    return output
+
+
+def _count(run: Run, head: ShardedHead) -> torch.Tensor:
+    """Return how many training images chose each row of this rank, [C_local, K]."""
+    counts = new_counts(head)
+    run.network.eval()
+    with whole_parameters(run.network):
+        for batch in run.loader.epoch(0):
+            images = batch.input(run.world.device, run.network.input_layout)
+            labels = batch.labels.to(run.world.device)
+            with torch.no_grad():
+                embeddings = run.network(images)
+            count_choices(head, embeddings, labels, counts)
+    return counts
+
+
+def _say(world: World, counts: torch.Tensor, output: Path) -> None:
+    chosen = counts.max(dim=1).values.sum() if len(counts) else counts.sum()
+    both = sum_over_ranks(torch.stack([chosen, counts.sum()]).double(), world.head_group)
+    if world.is_main:
+        share = float(both[0] / both[1])
+        print(f"{output}: one row a class; {share:.1%} of the images are nearest to it")
+
+
+_AT_A_TIME = 4096  # images whose embeddings are in memory
+
+
+def grow_from_images(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    count: int,
+    images: str | os.PathLike[str],
+    model: BaseModel | str | None = None,
+) -> Manifest:
+    """Write the checkpoint `source` with `count` more classes to `destination`, begun from images of them.
+
+    images: a set in any format (docs/formats.md) with one image or more of each new class. Its labels are the
+    new class numbers, or count the new classes from 0. model: the network, or the name of its class,
+    where it is one of your own. See `plsc.checkpoint.classes.change_classes`.
+
+    Raises OptionError, DataError, CheckpointError; nothing is published then.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
+    opened = open_source(os.fspath(images))
+    manifest = read_manifest(source)
+    refuse_several_heads(Path(source), manifest)
+    first = manifest.class_num
+    labels = _new_labels(opened, first, count, os.fspath(images))
+    options = Options()
+    options.set("checkpoint.load_dir", os.fspath(source))
+    world = World.single("cuda" if torch.cuda.is_available() else "cpu")
+    network = model if isinstance(model, BaseModel) else None
+    if model is not None:
+        options.set("model.name", model if network is None else name_of(type(network)))
+    network, config = load_network(options, world, UserParts(network))
+    with tempfile.TemporaryFile() as file:
+        sums = _sum_directions(
+            network, opened, labels, count, config, world, file, os.fspath(images)
+        )
+        names = class_names_of(opened)
+        return change_classes(
+            source,
+            destination,
+            grow=count,
+            directions=sums,
+            names=None if names is None else names.resized(count),
+        )
+
+
+def _sum_directions(
+    network: BaseModel,
+    source: Source,
+    labels: np.ndarray,
+    count: int,
+    options: Config,
+    world: World,
+    file: IO[bytes],
+    name: str,
+) -> np.ndarray:
+    """Return the sum of the unit embeddings of each class, float32 [count, D], which lies in `file`.
+
+    labels: int64 [N], of the images, in 0..count - 1; name: of the source, for messages.
+    """
+    sums = np.memmap(file, np.float32, "w+", shape=(count, options.model.emb_size))
+    channels, height, width = options.model.image_shape
+    for start in range(0, len(source), _AT_A_TIME):
+        some: Any = _Images(source, range(start, min(len(source), start + _AT_A_TIME)))
+        embeddings = embed_images(
+            network,
+            some,
+            (channels, height, width),
+            batch_size=options.train.test_batch_size,
+            device=world.device,
+            flip=options.data.flip,
+            name=f"{name}, counted from sample {start}" if start else name,
+            num_threads=options.data.num_workers,
+        )
+        unit, _ = normalised(torch.from_numpy(embeddings))
+        np.add.at(sums, labels[start : start + len(some)], unit.numpy())
+    return sums
+
+
+class _Images:
+    """Some images of a source without their labels."""
+
+    def __init__(self, source: Source, which: range) -> None:
+        self._source = source
+        self._which = which
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[self._which[index]][0]
+
+
+def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray:
+    """Return which new class each image shows, in 0..count - 1; DataError unless each has an image."""
+    labels = source.labels()
+    if not len(labels):
+        raise DataError(f"{name} holds no images")
+    lowest, highest = int(labels.min()), int(labels.max())
+    base = 0 if lowest == 0 else first
+    if lowest < base or highest >= base + count:
+        raise DataError(
+            f"the labels of {name} are {lowest}..{highest}; expected the {count} new classes, "
+            f"{first}..{first + count - 1}, or 0..{count - 1}"
+        )
+    has_image = np.zeros(count, dtype=bool)
+    has_image[labels - base] = True
+    if not has_image.all():
+        missing = int(np.argmin(has_image))
+        raise DataError(
+            f"{name} has no image of {count - int(has_image.sum())} of the {count} new classes, the first "
+            f"is {first + missing} (label {base + missing})"
+        )
+    return labels - base

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.data.batch import Batch, BufferRing
+from tests.devices import GPU
+
+SHAPE = (3, 4, 5)
+
+
+def address(images: torch.Tensor) -> int:
+    return images.untyped_storage().data_ptr()
+
+
+def test_pixels_and_images_are_the_same_memory():
+    pixels, images = BufferRing(8, SHAPE).take(6)
+    assert pixels.shape == (6, 4, 5, 3)
+    assert images.shape == (6, *SHAPE)
+    pixels[...] = np.arange(pixels.size).reshape(pixels.shape) % 256
+    assert np.array_equal(images.numpy(), pixels.transpose(0, 3, 1, 2))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_memory_is_used_again_once_nobody_holds_it():
+    ring = BufferRing(8, SHAPE)
+    _, images = ring.take(8)
+    first = address(images)
+    del images, _
+    _, images = ring.take(5)
+    assert address(images) == first
+
+
+def test_whoever_holds_any_part_of_a_batch_keeps_all_of_it():
+    ring = BufferRing(2, SHAPE)
+    holders = {
+        "the batch": lambda images: Batch(images, torch.zeros(2), []),
+        "one image": lambda images: images[1],
+        "a numpy view": lambda images: images.numpy()[0, 1:],
+        "a flattened view": lambda images: images.permute(0, 2, 3, 1).flatten(1),
+        "a tensor in inference mode": lambda images: images.detach().view_as(images),
+    }
+    kept = {}
+    for value, (name, hold) in enumerate(holders.items()):
+        pixels, images = ring.take(2)
+        pixels[...] = value
+        kept[name] = hold(images)
+        del pixels, images
+    for _ in range(10):
+        pixels, images = ring.take(2)
+        pixels[...] = 99
+        del pixels, images
+    for value, held in enumerate(kept.values()):
+        images = held.images if isinstance(held, Batch) else held
+        assert np.asarray(images).min() == np.asarray(images).max() == value
+
+
+def test_what_waits_to_be_used_again_is_bounded():
+    ring = BufferRing(2, SHAPE)
+    held = [ring.take(2)[1] for _ in range(100)]
+    del held
+    gc.collect()
+    assert len(ring._free) <= 16
+    assert not ring._lent
+
+
+@pytest.mark.parametrize("device", [GPU])
+def test_page_locked_memory_is_not_used_again_while_it_is_copied(device):
+    shape = (3, 1024, 1024)
+    ring = BufferRing(8, shape, pin=True)
+    arrived = []
+    for value in range(30):
+        pixels, images = ring.take(8)
+        assert images.is_pinned()
+        pixels[...] = value
+        arrived.append(images.to(device, non_blocking=True))
+        del pixels, images
+    for value, images in enumerate(arrived):
+        assert (images == value).all()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.data.workers import AHEAD_PER_THREAD, THREAD_NAME, Stopped, in_order
+
+
+def data_threads() -> int:
+    return sum(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate())
+
+
+def square(value: int, stopped) -> int:
+    time.sleep(0.002 * (value % 3))  # so that they do not end in order
+    return value * value
+
+
+@given(st.integers(0, 12), st.integers(0, 5))
+def test_results_come_in_the_order_of_the_requests(count, threads):
+    assert list(in_order(square, range(count), threads)) == [v * v for v in range(count)]
+    assert data_threads() == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_work_is_a_bounded_number_of_requests_ahead(threads):
+    taken = []
+
+    def requests():
+        for value in range(100):
+            taken.append(value)
+            yield value
+
+    results = in_order(square, requests(), threads)
+    for asked in range(1, 20):
+        next(results)
+        assert len(taken) <= asked + AHEAD_PER_THREAD * threads
+    results.close()
+
+
+def test_requests_are_taken_in_the_consumer_s_thread():
+    def requests():
+        for value in range(9):
+            assert threading.current_thread() is threading.main_thread()
+            yield value
+
+    assert len(list(in_order(square, requests(), 2))) == 9
+
+
+def fail_at_three(value: int, stopped) -> int:
+    if value == 3:
+        raise KeyError("three")
+    return value
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_an_error_comes_where_its_result_would_and_ends_the_threads(threads):
+    results = in_order(fail_at_three, range(50), threads)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError, match="three"):
+        next(results)
+    assert data_threads() == 0
+
+
+def test_an_error_of_the_requests_ends_the_threads():
+    def requests():
+        yield from range(6)
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        list(in_order(square, requests(), 2))
+    assert data_threads() == 0
+
+
+@pytest.mark.parametrize("leave", ["close", "delete", "interrupt"])
+def test_leaving_early_stops_work_that_is_under_way(leave):
+    began, stopped_early = threading.Event(), []
+
+    def work(value, stopped):
+        if value == 0:
+            return value
+        began.set()
+        while not stopped():
+            time.sleep(0.001)
+        stopped_early.append(value)
+        raise Stopped
+
+    def interrupt(results):
+        with pytest.raises(KeyboardInterrupt):
+            results.throw(KeyboardInterrupt)
+
+    results = in_order(work, range(100), 2)
+    assert next(results) == 0
+    assert began.wait(10)
+    assert data_threads() == 2
+    if leave == "close":
+        results.close()
+    elif leave == "interrupt":
+        interrupt(results)
+    del results
+    assert data_threads() == 0
+    assert 1 <= len(stopped_early) <= 2  # those under way; nothing else was begun
+
+
+def test_the_result_that_was_handed_out_is_not_held():
+    import weakref
+
+    class Result:
+        pass
+
+    results = in_order(lambda value, stopped: Result(), range(9), 1)
+    result = next(results)
+    gone = weakref.ref(result)
+    del result
+    assert gone() is None
+    results.close()

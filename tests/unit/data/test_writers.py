@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pybase64
+import pytest
+
+from plsc.data import writers as convert_module
+from plsc.data.sources import open_source
+from plsc.data.writers import convert, describe
+from plsc.errors import DataError, OptionError
+from tests.images import write_dataset
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    return write_dataset(tmp_path / "set", classes=3, per_class=4)
+
+
+def samples(location: str | Path) -> list[tuple[bytes, int]]:
+    source = open_source(location)
+    return [source[i] for i in range(len(source))]
+
+
+def base64_samples(folder: Path) -> list[tuple[bytes, int]]:
+    lines = [
+        line.split(b"\t")
+        for name in (folder / "file_list.txt").read_text().split()
+        for line in (folder / name).read_bytes().splitlines()
+    ]
+    return [(pybase64.b64decode(image), int(label)) for image, label in lines]
+
+
+def test_a_set_goes_round_all_formats_and_stays_the_same(dataset, tmp_path):
+    expected = samples(dataset)
+    location = str(dataset)
+    for name in ("a.rec", "b.parquet", "c.tar", "d.rec", "e.tar", "f.parquet", "g.rec"):
+        assert convert(location, str(tmp_path / name)).written == 12
+        location = str(tmp_path / name)
+        assert samples(location) == expected
+    convert(location, str(tmp_path / "lines"))
+    assert base64_samples(tmp_path / "lines") == expected
+
+
+def test_a_set_goes_to_and_from_a_remote_store(dataset):
+    expected = samples(dataset)
+    convert(str(dataset), "memory://converted/a.tar")
+    convert("memory://converted/a.tar", "memory://converted/b.rec")
+    convert("memory://converted/b.rec", "memory://converted/lines")
+    assert samples("memory://converted/b.rec") == expected
+    found = fsspec.filesystem("memory").cat("/converted/lines/part-00000")
+    assert len(found.splitlines()) == 12
+    assert fsspec.filesystem("memory").cat("/converted/lines/file_list.txt") == b"part-00000\n"
+    with pytest.raises(DataError, match="exists already"):
+        convert("memory://converted/b.rec", "memory://converted/a.tar")
+
+
+@pytest.mark.parametrize("name", ["a.rec", "a.parquet", "a.tar", "lines"])
+def test_a_broken_sample_stops_it_and_leaves_nothing_or_is_left_out(dataset, tmp_path, name):
+    (dataset / "images/1_2.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"1_2\.png \(label\.txt:7\): is empty"):
+        convert(str(dataset), str(tmp_path / name))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
+    done = convert(str(dataset), str(tmp_path / name), broken="skip")
+    assert (done.written, done.skipped) == (11, 1)
+    assert "label.txt:7" in describe(done, name)
+
+
+@pytest.mark.parametrize("name", ["a.rec", "a.parquet", "a.tar", "lines"])
+def test_nothing_is_overwritten(dataset, tmp_path, name):
+    convert(str(dataset), str(tmp_path / name))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(DataError, match="exists already"):
+        convert(str(dataset), str(tmp_path / name))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.tar.gz", "a.csv"])
+def test_a_format_that_cannot_be_written_is_refused(dataset, tmp_path, name):
+    with pytest.raises(DataError, match="no format is known"):
+        convert(str(dataset), str(tmp_path / name))
+
+
+def test_a_policy_that_is_none_is_refused(dataset, tmp_path):
+    with pytest.raises(OptionError, match="did you mean 'skip'"):
+        convert(str(dataset), str(tmp_path / "a.rec"), broken="skipp")
+
+
+def test_a_set_of_broken_samples_is_refused(dataset, tmp_path):
+    for path in (dataset / "images").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="none of the 12 samples can be read"):
+        convert(str(dataset), str(tmp_path / "a.rec"), broken="skip")
+
+
+CODE = """
+import sys, resource, signal
+from plsc.data.writers import convert
+from plsc.errors import DataError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for name in sys.argv[2:]:
+    try:
+        convert(sys.argv[1], name, progress=False)
+    except DataError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_leaves_nothing(dataset, tmp_path):
+    names = [str(tmp_path / name) for name in ("a.rec", "a.parquet", "a.tar", "lines")]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(dataset), *names],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.count("cannot write") == 4, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_samples_are_streamed_and_not_collected(dataset, tmp_path, monkeypatch):
+    alive: list[int] = []
+
+    def write(location: str, stream) -> int:
+        for _ in stream:
+            alive.append(len(reads))
+        return len(alive)
+
+    reads: list[int] = []
+    source = open_source(dataset)
+    monkeypatch.setattr(type(source), "name", lambda self, i: "x")
+    original = type(source).__getitem__
+    monkeypatch.setattr(
+        type(source), "__getitem__", lambda self, i: (reads.append(i), original(self, i))[1]
+    )
+    monkeypatch.setattr(convert_module, "writer_of", lambda name: write)
+    convert(str(dataset), str(tmp_path / "a.rec"))
+    assert alive == list(range(1, 13))
