@@ -205,7 +205,7 @@ def _watch(journal: Journal) -> None:
         setattr(module, name, wrapped)
 
     def of_save(folder: Path, name: str, *rest: Any) -> dict[str, object]:
-        return {"name": name, "step": rest[2].step}
+        return {"name": name, "step": rest[0].manifest.step}
 
     def of_upload(folder: Path, *rest: Any) -> dict[str, object]:
         return {"name": folder.name, "step": read_manifest(folder).step}

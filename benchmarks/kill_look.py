@@ -17,9 +17,8 @@ from typing import Any
 from kill_job import Job, Plan
 
 from plsc.checkpoint import list_checkpoints
-from plsc.checkpoint.remote import clean
+from plsc.checkpoint.remote import clean, verify
 from plsc.checkpoint.retention import checkpoints_in
-from plsc.checkpoint.tools import verify
 from plsc.storage.store import Store
 
 KNOWN = frozenset({"metrics.jsonl", "loss.png", "best.json", "bad_samples.txt"})
