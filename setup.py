@@ -5,6 +5,10 @@ In a checkout: ``python setup.py build_ext --inplace``. A failure is a warning: 
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +17,15 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-sys.path.insert(0, str(Path(__file__).with_name("tools")))
-import build_backend
-
-COMMON = ["-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden"]
-COMMON += ["-Wall", "-Wextra"]
+COMMON = [
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+]
 VECTORS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 BF16 = [*VECTORS, "-mavx512bf16"]
 # What a processor must have for a file; the library asks it before it calls anything in there.
@@ -39,24 +47,33 @@ class BuildLibraries(build_ext):
         """Return the path of the library: it does not depend on Python's version."""
         return fullname.replace(".", "/") + ".so"
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         """Compile and link; raises nothing, since plsc works without."""
-        target = Path(self.get_ext_fullpath(ext.name))
-        objects = Path(self.build_temp) / ext.name
-        objects.mkdir(parents=True, exist_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        compiler = build_backend.compiler()
-        try:
-            if compiler is None:
-                raise FileNotFoundError("no C compiler: neither $CC nor cc, gcc, clang or ziglang")
-            _build(compiler, ext.sources, objects, target)
-        except (OSError, subprocess.CalledProcessError) as error:
-            target.unlink(missing_ok=True)
-            reason = getattr(error, "stderr", None) or error
-            self.warn(f"{ext.name} is not built, plsc will run slower: {reason}")
+        compiler = _compiler()
+        if compiler is None:
+            self.warn(
+                "plsc will run slower: there is no C compiler, neither $CC nor cc, gcc or clang"
+            )
+            return
+        for extension in self.extensions:
+            target = Path(self.get_ext_fullpath(extension.name))
+            try:
+                _build(compiler, extension.sources, Path(self.build_temp, extension.name), target)
+            except subprocess.CalledProcessError as error:
+                self.warn(f"{extension.name} is not built, plsc will run slower: {error.stderr}")
+
+
+def _compiler() -> list[str] | None:
+    for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return words
+    return None
 
 
 def _build(compiler: list[str], sources: list[str], objects: Path, target: Path) -> None:
+    objects.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     compiled = []
     for source in sources:
         name = Path(source).name
@@ -68,9 +85,7 @@ def _build(compiler: list[str], sources: list[str], objects: Path, target: Path)
             if name not in OPTIONAL:
                 raise
             _run(command)
-    fresh = target.with_suffix(".new")  # a running process may have the old one mapped
-    _run([*compiler, "-shared", *compiled, "-o", str(fresh), "-Wl,-z,defs", "-lpthread", "-lm"])
-    fresh.replace(target)
+    _run([*compiler, "-shared", *compiled, "-o", str(target), "-Wl,-z,defs", "-lpthread", "-lm"])
 
 
 def _run(command: list[str]) -> None:
@@ -100,7 +115,8 @@ def _library(name: str) -> Extension:
 
 
 LIBRARIES = ["plsc.heads.kernels.libnative", "plsc.data.native.libdata"]
+HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
 setup(
-    ext_modules=[_library(name) for name in LIBRARIES] if build_backend.is_supported() else [],
+    ext_modules=[_library(name) for name in LIBRARIES] if HAS_KERNELS else [],
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
 )

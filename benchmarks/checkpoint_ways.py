@@ -24,8 +24,8 @@ from plsc.checkpoint import (
     save_checkpoint,
 )
 from plsc.checkpoint.layout import state_dict_of
-from plsc.parallel.background import Background
-from plsc.parallel.shard import class_range, class_ranges
+from plsc.parallel.collectives import class_range, class_ranges
+from plsc.parallel.machine import Background
 from plsc.parallel.world import World
 
 Action = Callable[[Snapshot, Path, World], float]  # returns the seconds that training waited

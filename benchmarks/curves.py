@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from plsc.evaluate.figure import add_legend, line_look, new_figure, save_png, style_axes
+from plsc.evaluate.plots import add_legend, line_look, new_figure, save_png, style_axes
 
 
 def read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

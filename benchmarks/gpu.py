@@ -199,7 +199,7 @@ def most_classes(batch: int, dimension: int) -> int:
     _, total = torch.cuda.mem_get_info()
     room = FILL * total - sum(plan.step.values())
     at_start = 0.85 * free_memory() / plan.stored["weight"] * plan.classes
-    most = min(room / plan.bytes_a_class, at_start)
+    most = min(room / plan.bytes_per_class, at_start)
     return int(most / 1e6) * 10**6
 
 
@@ -305,7 +305,7 @@ def measure_loader(here: Slice) -> list[str]:
     from train_ways import Case, build, ways
 
     from plsc.data.sources import open_source
-    from plsc.parallel.cores import usable_cores
+    from plsc.parallel.machine import usable_cores
     from plsc.parallel.world import World
 
     network, batches = "ResNet50", [128, 512]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plsc.errors import OptionError
 from plsc.models import build_model
-from plsc.optim.factory import build_optimizer
+from plsc.optim.optimizers import build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS
 

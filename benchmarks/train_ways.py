@@ -20,7 +20,7 @@ from plsc.data.batch import Batch
 from plsc.data.device_copies import copied_aside
 from plsc.heads.initial import initial_rows
 from plsc.models import build_model
-from plsc.models.modes import use_torchs_layers
+from plsc.models.convolution import use_torchs_layers
 from plsc.optim.autocast import autocast
 from plsc.parallel.world import World
 from plsc.train.agreement import agree

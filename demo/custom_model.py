@@ -59,8 +59,6 @@ def main() -> None:
     ins.set_flip(False)
     ins.set_num_workers(0)
     ins.set_loss_type("dist_arcface")
-    ins.set_margin(0.3)
-    ins.set_scale(32.0)
     ins.set_lr(0.1)
     ins.set_global_batch_size(128)
     ins.set_train_steps(options.steps)

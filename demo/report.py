@@ -21,8 +21,7 @@ from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
 from plsc.evaluate.embed import embed_images
-from plsc.evaluate.hardest import plot_hardest_pairs
-from plsc.evaluate.plots import plot_roc
+from plsc.evaluate.plots import plot_hardest_pairs, plot_roc
 from plsc.evaluate.verification import scores, verify
 from plsc.models import build_model
 

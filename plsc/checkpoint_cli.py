@@ -31,8 +31,7 @@ def run_list(folder: str) -> None:
     from plsc.checkpoint.retention import checkpoints_in, metrics_of
     from plsc.data.sources.paths import printable
     from plsc.errors import CheckpointError
-    from plsc.storage.store import Store
-    from plsc.storage.transfer import in_words
+    from plsc.storage.store import Store, in_words
     from plsc.storage.urls import shown
 
     found = checkpoints_in(Store(folder))
@@ -82,7 +81,7 @@ def run_show(checkpoint: str, tensors: bool) -> None:
 def run_verify(checkpoint: str) -> None:
     """Read a whole checkpoint and compare it with its manifest."""
     from plsc.checkpoint.tools import verify
-    from plsc.storage.transfer import in_words
+    from plsc.storage.store import in_words
     from plsc.storage.urls import shown
 
     manifest = verify(checkpoint)

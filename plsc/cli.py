@@ -18,11 +18,11 @@ import plsc.checkpoint_cli as checkpoint_cli
 import plsc.data_cli as data_cli
 from plsc.config import Options, all_options
 from plsc.config_file import check_config_files, place_in_config_file, refuse_aliases
-from plsc.errors import OptionError, PlscError, report, worded
+from plsc.errors import OptionError, PlscError, worded
 from plsc.flags import explain, in_flags, option_flags
 from plsc.plan import ARGUMENTS as PLAN_ARGUMENTS
 from plsc.plan import plan
-from plsc.verbs import in_words
+from plsc.verbs import in_words, report
 from plsc.version import __version__
 
 _VERBS = {
@@ -76,7 +76,7 @@ def _main(arguments: Sequence[str] | None) -> int:
                 check_config_files(arguments)
             return _run(_parse(arguments), arguments)
         except PlscError as error:
-            return report(error)
+            return report(error, in_flags)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

@@ -15,7 +15,7 @@ from plsc.verbs import Argument, Verb, run_verb
 
 def partition_arguments() -> list[Argument]:
     """Return the flags of `plsc data partition`, from the fields of PartitionOptions."""
-    from plsc.data.partition.options import PartitionOptions, fields
+    from plsc.data.partition import PartitionOptions
 
     kinds = typing.get_type_hints(PartitionOptions)
     return [
@@ -25,7 +25,7 @@ def partition_arguments() -> list[Argument]:
             option.default,
             option.metadata["meaning"],
         )
-        for option in fields()
+        for option in dataclasses.fields(PartitionOptions)
     ]
 
 

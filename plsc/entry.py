@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
 from plsc.config import Options
 from plsc.data.transform import Transform
-from plsc.errors import OptionError, UnknownNameError, did_you_mean, report, suggest
+from plsc.errors import OptionError, record_failure
 from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.named import name_of
-from plsc.optim.factory import Factory
+from plsc.optim.optimizers import Factory
 from plsc.options.initialization import Initialization
 from plsc.options.parameter_groups import ParameterGroup
 from plsc.options.precision import AutoMixedPrecisionLists
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
-from plsc.profiling.result import ProfileResult
-from plsc.profiling.run import run_profile
+from plsc.profiling import ProfileResult, run_profile
 from plsc.setters import Setters
 from plsc.storage.urls import set_hdfs_user
 from plsc.train.build import UserParts
@@ -36,7 +33,6 @@ from plsc.train.job import Prediction, run_prediction, run_test, run_training
 from plsc.train.result import TrainResult
 
 T = TypeVar("T")
-_ATTRIBUTES = ("options", "train_reader", "train_transform", "test_reader", "predict_reader")
 
 
 class Entry(Setters):
@@ -60,8 +56,7 @@ class Entry(Setters):
         test_reader: ``reader(dataset_dir, val_targets)``, as plsc.utils.jpeg_reader.test.
         predict_reader: as train_reader; a generator may yield images without labels.
 
-    Errors that a user can mend are PlscError. Where a script does not catch them they end it with one
-    line and without a traceback; PLSC_TRACEBACK=1 in the environment shows that, too.
+    Errors that a user can fix are subclasses of plsc.errors.PlscError.
     """
 
     def __init__(self) -> None:
@@ -74,20 +69,6 @@ class Entry(Setters):
         self._optimizer: Factory | None = None
         self._schedule: ScheduleFunction | None = None
         self._world: World | None = None
-        _print_errors_in_one_line()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in _ATTRIBUTES:
-            raise UnknownNameError(
-                f"Entry has no attribute {name!r} to set; {suggest(name, _ATTRIBUTES)}; options have "
-                "setters, such as set_dataset_dir"
-            )
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:  # only asked for what is not there
-        raise UnknownNameError(
-            f"this version of Entry has no {name!r}{did_you_mean(name, dir(Entry))}"
-        )
 
     def set_model(self, model: BaseModel) -> None:
         """Use a network of your own instead of `model.name`; OptionError unless it is a BaseModel."""
@@ -337,22 +318,10 @@ class Entry(Setters):
         try:
             with FailureWatch(world):
                 return verb(self.options, world, user)
-        except BaseException:
+        except BaseException as error:
+            record_failure(error)
             self._world = None  # what failed once is not used again
             # Its peers may hang in a collective: they hear of it when the connections close.
             atexit.unregister(world.close)
             atexit.register(world.close, wait=False)
             raise
-
-
-def _print_errors_in_one_line() -> None:
-    """Let a PlscError that nobody catches end the script with one line and its exit code."""
-    if sys.excepthook is not sys.__excepthook__ or os.environ.get("PLSC_TRACEBACK") == "1":
-        return
-
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        sys.exit(report(error))
-
-    sys.excepthook = hook

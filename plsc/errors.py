@@ -1,14 +1,15 @@
 """The errors that a user can cause or meet: what was expected, what came, and what to do.
 
-All of them derive from `PlscError`, whose text is one clear sentence or two. The command line, and a
-script that runs an `Entry`, print that text without a traceback; anything else is our own mistake and
-keeps its traceback.
+All of them derive from `PlscError`, whose text is one clear sentence or two. The command prints that text
+without a traceback; in a script they are ordinary exceptions. Anything else is a defect of the program.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import json
+import os
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 
@@ -26,10 +27,6 @@ class PlscError(Exception):
 
 class OptionError(PlscError, ValueError):
     """An option has the wrong type, is out of range, or contradicts another one."""
-
-
-class UnknownNameError(PlscError, AttributeError):
-    """Entry has no such setter or attribute."""
 
 
 class DataError(PlscError):
@@ -60,13 +57,15 @@ class DistributedError(PlscError):
     """Another rank failed or was lost; the text says which one and why, when that is known."""
 
 
-class TrainingInterrupted(PlscError):
-    """Training was stopped by a signal, after its state had been saved where that was possible."""
+class TrainingInterrupted(PlscError, SystemExit):
+    """Training was stopped by a signal, after its state had been saved where that was possible.
+
+    A script that does not catch it exits with 128 + the signal's number, as a shell reports a signal.
+    """
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
-        self.signal_number = signal_number
-        self.exit_code = 128 + signal_number
+        self.code = self.exit_code = 128 + signal_number
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -123,26 +122,22 @@ def kind_and_line(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
-def report(error: BaseException) -> int:
-    """Print an error that ends the program, once, to stderr; return the exit code.
+def failure_text(error: BaseException) -> str:
+    """Return what a failed program prints: a message for the user, or the traceback of a defect of ours."""
+    if isinstance(error, PlscError):
+        return f"plsc: error: {error}"
+    return shown("".join(traceback.format_exception(error))).rstrip()
 
-    A PlscError is one line; anything else is a mistake of the program and keeps its traceback.
+
+def record_failure(error: BaseException) -> None:
+    """Write an error to the file from which torchrun takes its failure summary, if torchrun started us.
+
+    torch.distributed.elastic's `record` does the same, but with all causes, whose texts may hold secrets.
     """
-    if not getattr(error, "is_reported", False):
-        if isinstance(error, PlscError):
-            kind = "" if isinstance(error, TrainingInterrupted) else "error: "
-            print(f"plsc: {kind}{_wording(str(error))}", file=sys.stderr, flush=True)
-        else:
-            print(
-                shown("".join(traceback.format_exception(error))),
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-        mark_reported(error)
-    return error.exit_code if isinstance(error, PlscError) else 1
-
-
-def mark_reported(error: BaseException) -> None:
-    """Let `report` stay silent about this error: it is known already."""
-    error.is_reported = True  # type: ignore[attr-defined]
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+        text = failure_text(error)
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        content = {"message": {"message": text, "extraInfo": extra}}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
+            json.dump(content, file)

@@ -8,12 +8,20 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from plsc.errors import OptionError, PlscError, did_you_mean, report
+from plsc.errors import (
+    OptionError,
+    PlscError,
+    as_worded,
+    did_you_mean,
+    failure_text,
+    record_failure,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class Verb:
     arguments: Callable[[], Sequence[Argument]]
     run: Callable[..., None]
 
+
+_HEAD_START_SECONDS = 1.0  # torchrun ends all ranks of a machine as soon as one has left
 
 _KINDS = {"int": "a whole number", "float": "a number"}
 
@@ -80,11 +90,23 @@ def run_verb(
             signal.signal(signal.SIGTERM, _leave)
         verbs[given.pop("verb")].run(**given)
     except PlscError as error:
-        return report(error)
+        return report(error, as_worded)
     except KeyboardInterrupt:
         print("plsc: stopped; nothing was published", file=sys.stderr)
         return 130
     return 0
+
+
+def report(error: PlscError, wording: Callable[[str], str] = str) -> int:
+    """Print an error that ends the command, unless another rank does; return the exit code."""
+    record_failure(error)
+    if isinstance(error, SystemExit):  # a run that a signal stopped has logged it
+        return error.exit_code
+    if getattr(error, "is_reported", False):
+        time.sleep(_HEAD_START_SECONDS)
+    else:
+        print(wording(failure_text(error)), file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def _unknown(word: str, program: str, verb: str, verbs: Mapping[str, Verb]) -> OptionError:

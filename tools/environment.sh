@@ -15,8 +15,7 @@ ensure_environment() {
   }
   stamp="$({
     "$python" --version
-    cat "$root/pyproject.toml" "$root/setup.py" "$root/tools/build_backend.py" \
-      "$root"/plsc/heads/kernels/*.[ch] "$root"/plsc/data/native/*.[ch]
+    cat "$root/pyproject.toml" "$root/setup.py" "$root"/plsc/heads/kernels/*.[ch] "$root"/plsc/data/native/*.[ch]
   } | cksum | cut -d' ' -f1)"
   if [ ! -f "$root/.venv/plsc-$extra-$stamp" ] && [ ! -f "$root/.venv/plsc-dev-$stamp" ]; then
     echo "making the environment in .venv (once; torch is large, this takes some minutes)"

@@ -13,10 +13,9 @@ from plsc.checkpoint.remote import check_replaceable, finish_folder
 from plsc.checkpoint.retention import manifest_in
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
-from plsc.storage.cache_folder import folder_for
+from plsc.storage.cache import folder_for
 from plsc.storage.publish import MANIFEST_NAME, replacing
-from plsc.storage.store import Store
-from plsc.storage.transfer import Transfer
+from plsc.storage.store import Store, Transfer
 from plsc.storage.urls import shown
 
 _FETCHING = ".fetching-"

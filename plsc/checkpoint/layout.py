@@ -27,7 +27,7 @@ from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorIn
 from plsc.checkpoint.roles import Role
 from plsc.data.crc import crc32
 from plsc.errors import CheckpointError
-from plsc.parallel.shard import class_range
+from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
 
 _PIECE_BYTES = 1 << 20  # read at once for a checksum: stays in the processor's cache

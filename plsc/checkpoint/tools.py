@@ -14,11 +14,9 @@ from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import Retention, checkpoints_in, list_checkpoints, prune
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
-from plsc.storage.names import base_name
 from plsc.storage.publish import FolderLock
-from plsc.storage.store import Store
-from plsc.storage.transfer import Transfer
-from plsc.storage.urls import is_url
+from plsc.storage.store import Store, Transfer
+from plsc.storage.urls import base_name, is_url
 
 Say = Callable[[str], None]
 

@@ -6,9 +6,8 @@ import posixpath
 from pathlib import Path
 
 from plsc.errors import DataError
-from plsc.storage.names import exists
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import exists, is_url, open_filesystem, shown
 
 _MAX_BYTES = 64 * 2**20
 

@@ -1,6 +1,6 @@
 """The members of a tar archive (POSIX ustar and pax, GNU), read without trust.
 
-Python's own tarfile allocates what a header announces, and reads 8,000 members a second.
+Python's own tarfile allocates what a header announces, and reads 8,000 members per second.
 """
 
 from __future__ import annotations
@@ -34,21 +34,18 @@ class Member(NamedTuple):
 class TarReader:
     """Iterates over the members of an archive, in their order; `read` gives the content of the last one.
 
-    file: a binary file at the archive's start, or where a member's headers begin: at byte `position`. skip:
-    moves it on by some bytes. title: the archive's name, for messages.
+    file: a binary file at the archive's start. skip: moves it on by some bytes. title: the archive's name,
+    for messages.
 
     Raises DataError for a damaged or truncated archive; for a link, device or sparse file; and for a name
     that is absolute or climbs out.
     """
 
-    def __init__(
-        self, file: Any, skip: Callable[[int], object], title: str, position: int = 0
-    ) -> None:
+    def __init__(self, file: Any, skip: Callable[[int], object], title: str) -> None:
         self._file = file
         self._skip = skip
         self._title = title
-        self._position = position
-        self.headers_at = position  # of the last member, with the remarks before it
+        self._position = 0
         self._left = 0  # of the member's content
         self._padding = 0
 
@@ -94,7 +91,6 @@ class TarReader:
             yield self._member(kind, name, size)
             if self._left + self._padding:
                 self._pass_over(self._left + self._padding)
-            self.headers_at = self._position
 
     def read(self, length: int) -> bytes:
         """Return up to `length` bytes of the last member's content; nothing at its end."""

@@ -15,8 +15,8 @@ from plsc.data.decode import decode_into
 from plsc.data.ring import BufferRing
 from plsc.data.threads import Stopped, in_order
 from plsc.errors import DataError, DistributedError, OptionError
-from plsc.models.modes import evaluating
-from plsc.parallel.shard import class_range
+from plsc.models.base_model import evaluating
+from plsc.parallel.collectives import class_range
 
 if TYPE_CHECKING:
     from plsc.parallel.world import World

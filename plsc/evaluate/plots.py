@@ -1,29 +1,33 @@
-"""Pictures of verification (ROC) and of training (loss, learning rate, accuracy)."""
+"""Pictures of verification (ROC, hardest pairs) and of training, without any global state of matplotlib."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
+from plsc.data.decode import decode_image
 from plsc.errors import DataError
-from plsc.evaluate.figure import (
-    COLOURS,
-    INK,
-    add_legend,
-    line_look,
-    new_figure,
-    save_png,
-    style_axes,
-)
 from plsc.evaluate.verification import area_under_roc, roc_curve
+from plsc.storage.publish import replacing
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINE_STYLES = ("-", "--", "-.", ":")  # they change when the colours start over
+INK = "#333333"
+FAINT = "#D9D9D9"
+_SIDE = 128  # pixels of an image on the sheet
+_GAP = 6  # white pixels between the two of a pair
+_COLUMNS = 3
 
 
 def plot_roc(
@@ -59,13 +63,8 @@ def plot_roc(
     axes.set(xscale="log", xlim=(lowest, 1), ylim=(0, 1.0))
     axes.set(xlabel="False accept rate", ylabel="True accept rate")
     axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
-    add_legend(
-        axes,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.01),
-        ncols=1 if len(curves) < 3 else 2,
-        fontsize=9,
-    )
+    columns = 1 if len(curves) < 3 else 2
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=columns, fontsize=9)
     figure.set_layout_engine("tight")
     save_png(figure, path)
 
@@ -81,27 +80,22 @@ def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[
         DataError: the file cannot be read, holds no loss yet, or the picture cannot be written.
     """
     series, evaluations = _read_metrics(Path(metrics_jsonl))
-    rows = [name for name in ("loss", "accuracy", "eval", "lr") if name in series or name == "eval"]
-    if not evaluations:
-        rows.remove("eval")
-    heights = {"loss": 2.4, "accuracy": 1.7, "eval": 1.7, "lr": 1.2}
-    height = sum(heights[row] for row in rows) + 0.6
-    figure = new_figure(6.4, height)
+    drawn: dict[str, Any] = {**series, **({"eval": evaluations} if evaluations else {})}
+    rows = [name for name in _PANELS if name in drawn]
+    heights = [_PANELS[row][1] for row in rows]
+    figure = new_figure(6.4, sum(heights) + 0.6)
     panels = figure.subplots(
-        len(rows),
-        1,
-        sharex=True,
-        squeeze=False,
-        gridspec_kw={"height_ratios": [heights[row] for row in rows]},
+        len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
     for row, axes in zip(rows, panels, strict=True):
         style_axes(axes)
-        _PANELS[row](axes, evaluations if row == "eval" else series[row])
+        label, _, draw = _PANELS[row]
+        draw(axes, drawn[row])
+        axes.set_ylabel(label)
     panels[-1].set_xlabel("Step")
     panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    panels[-1].set_xlim(
-        0, 1.01 * max(1, *series["loss"], *(s for e in evaluations.values() for s in e))
-    )
+    last = max(step for points in (*series.values(), *evaluations.values()) for step in points)
+    panels[-1].set_xlim(0, 1.01 * max(1, last))
     figure.set_layout_engine("tight", h_pad=0.6)
     figure.align_ylabels(panels)
     save_png(figure, path)
@@ -180,36 +174,166 @@ def _draw_noisy(axes: Axes, points: _Points, colour: str) -> None:
 
 def _draw_loss(axes: Axes, points: _Points) -> None:
     _draw_noisy(axes, points, COLOURS[0])
-    axes.set_ylabel("Loss")
 
 
 def _draw_accuracy(axes: Axes, points: _Points) -> None:
     _draw_noisy(axes, points, COLOURS[2])
-    axes.set_ylabel("Batch accuracy")
 
 
 def _draw_learning_rate(axes: Axes, points: _Points) -> None:
     steps, values = _arrays(points)
     axes.plot(steps, values, color=INK, linewidth=1.4)
-    axes.set_ylabel("Learning rate")
     axes.set_ylim(0, 1.1 * max(values.max(), 1e-12))
 
 
 def _draw_evaluations(axes: Axes, evaluations: dict[str, _Points]) -> None:
     for index, (name, points) in enumerate(evaluations.items()):
         steps, values = _arrays(points)
-        label = f" {name}  (last {values[-1]:.3f})"
         axes.plot(
-            steps, values, marker="o", markersize=3.5, linewidth=1.5, label=label,
-            **line_look(index + 1),
+            steps, values, marker="o", markersize=3.5, linewidth=1.5,
+            label=f" {name}  (last {values[-1]:.3f})", **line_look(index + 1),
         )  # fmt: skip
-    axes.set_ylabel("Verification")
     add_legend(axes, fontsize=8.5, loc="best")
 
 
-_PANELS: dict[str, Any] = {
-    "loss": _draw_loss,
-    "accuracy": _draw_accuracy,
-    "eval": _draw_evaluations,
-    "lr": _draw_learning_rate,
+# What is drawn, from the top: label, height in inches, function.
+_PANELS: dict[str, tuple[str, float, Any]] = {
+    "loss": ("Loss", 2.4, _draw_loss),
+    "accuracy": ("Batch accuracy", 1.7, _draw_accuracy),
+    "eval": ("Verification", 1.7, _draw_evaluations),
+    "lr": ("Learning rate", 1.2, _draw_learning_rate),
 }
+
+
+def plot_hardest_pairs(
+    images: Sequence[bytes],
+    is_same: np.ndarray,
+    scores: np.ndarray,
+    path: str | os.PathLike[str],
+    count: int = 12,
+) -> None:
+    """Draw the different pairs of highest and the same pairs of lowest cosine, worst first, each once.
+
+    Args:
+        images: 2P encoded images; pair p is images 2p and 2p + 1.
+        is_same: bool [P].
+        scores: cosine of each pair, [P].
+        path: the PNG to write.
+        count: pairs of each kind; fewer where there are fewer.
+
+    Raises:
+        DataError: the lengths do not fit, an image cannot be decoded, or the file cannot be written.
+    """
+    is_same, scores = np.asarray(is_same, dtype=bool), np.asarray(scores)
+    if not len(images) == 2 * len(is_same) == 2 * len(scores) or not len(images):
+        raise DataError(
+            f"{len(images)} images, {len(is_same)} flags and {len(scores)} scores do not fit; "
+            "expected two images, one flag and one score for each pair"
+        )
+    ranked = np.argsort(scores, kind="stable")
+    different = _distinct(images, ranked[~is_same[ranked]][::-1], count)
+    same = _distinct(images, ranked[is_same[ranked]], count)
+    blocks = (
+        ("Different classes, highest cosine", COLOURS[1], different),
+        ("Same class, lowest cosine", COLOURS[0], same),
+    )
+    rows = max(1, *(-(-len(pairs) // _COLUMNS) for _, _, pairs in blocks))
+    figure = new_figure(10, 0.6 + rows * 1.02)
+    halves = figure.subfigures(1, 2, squeeze=False, wspace=0.02)[0]
+    for half, (title, colour, pairs) in zip(halves, blocks, strict=True):
+        _draw_block(
+            half, title, colour, [(_pair(images, p), float(scores[p])) for p in pairs], rows
+        )
+    save_png(figure, path)
+
+
+def _distinct(images: Sequence[bytes], pairs: np.ndarray, count: int) -> list[int]:
+    """Return the first pairs that do not show the same two images again, in whatever order."""
+    chosen: dict[frozenset[bytes], int] = {}
+    for pair in pairs:
+        if len(chosen) == count:
+            break
+        chosen.setdefault(frozenset(images[2 * pair : 2 * pair + 2]), int(pair))
+    return list(chosen.values())
+
+
+def _draw_block(
+    half: SubFigure, title: str, colour: str, pairs: list[tuple[np.ndarray, float]], rows: int
+) -> None:
+    inches = 0.6 + rows * 1.02
+    half.text(0.5, 1 - 0.27 / inches, title, ha="center", va="center", size=12, color=colour,
+              weight="bold")  # fmt: skip
+    grid = half.subplots(
+        rows,
+        _COLUMNS,
+        squeeze=False,
+        gridspec_kw={
+            "left": 0.03, "right": 0.97, "bottom": 0.26 / inches, "top": 1 - 0.5 / inches,
+            "hspace": 0.32, "wspace": 0.08,
+        },
+    )  # fmt: skip
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, (picture, cosine) in zip(grid.flat, pairs, strict=False):
+        axes.imshow(picture, interpolation="antialiased")
+        caption = f"{cosine:.3f}".replace("-", "\N{MINUS SIGN}")
+        axes.text(0.5, -0.05, caption, transform=axes.transAxes, ha="center", va="top",
+                  size=9, color=INK)  # fmt: skip
+    if not pairs:
+        half.text(0.5, 0.5, "none", ha="center", size=10, color=INK)
+
+
+def _pair(images: Sequence[bytes], pair: int) -> np.ndarray:
+    """Return both images as the network takes them, squeezed to a square, with a thin frame."""
+    sheet = np.full((_SIDE, 2 * _SIDE + _GAP, 3), 255, np.uint8)
+    for place, left in enumerate((0, _SIDE + _GAP)):
+        index = 2 * int(pair) + place
+        try:
+            picture = decode_image(images[index], (3, _SIDE, _SIDE))
+        except DataError as error:
+            raise DataError(f"image {index} of the pairs: {error}") from error
+        square = sheet[:, left : left + _SIDE]
+        square[:] = 200
+        square[1:-1, 1:-1] = picture.permute(1, 2, 0).numpy()[1:-1, 1:-1]
+    return sheet
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty white figure of ``width`` x ``height`` inches that draws through Agg."""
+    figure = Figure(figsize=(width, height), facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def line_look(index: int) -> dict[str, Any]:
+    """Return the colour and the line style of curve number ``index``."""
+    style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": style}
+
+
+def style_axes(axes: Axes) -> None:
+    """Give axes a light grid and only the two spines that carry numbers."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#808080")
+    axes.tick_params(which="both", color="#808080", labelcolor=INK, labelsize=9)
+    axes.xaxis.label.set(color=INK, size=10)
+    axes.yaxis.label.set(color=INK, size=10)
+    axes.grid(True, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def add_legend(axes: Axes, **placement: Any) -> None:
+    """Add a frameless legend whose names are taken as they are, never as TeX."""
+    legend = axes.legend(frameon=False, labelcolor=INK, **placement)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def save_png(figure: Figure, path: str | os.PathLike[str], dpi: int = 160) -> None:
+    """Write ``figure`` as PNG, whole or not at all.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=dpi)

@@ -9,7 +9,7 @@ threshold on nine folds, the first one where several are best, judges the tenth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -39,17 +39,9 @@ class VerificationResult:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; a FAR becomes a key like ``"0.001"``."""
         return {
-            "accuracy": self.accuracy,
-            "accuracy_std": self.accuracy_std,
-            "threshold": self.threshold,
-            "threshold_cosine": self.threshold_cosine,
+            **asdict(self),
             "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
             "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
-            "auc": self.auc,
-            "pairs": self.pairs,
-            "positives": self.positives,
-            "negatives": self.negatives,
-            "mean_norm": self.mean_norm,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,11 +12,9 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.initial import initial_rows
-from plsc.heads.margin_options import read_number
 from plsc.heads.margins import Margin
 from plsc.heads.norms import normalised
-from plsc.heads.types import ROW_DTYPES, check_kind, read_count, read_dtype
-from plsc.option import more_than
+from plsc.heads.types import ROW_DTYPES, read_dtype
 from plsc.parallel.collectives import gather_rows, gather_sizes
 
 _EQUAL = 1e-6  # variance of unit vectors below which they count as equal
@@ -73,9 +72,9 @@ class Head(nn.Module):
         initial_norm: float | None = None,
     ) -> None:
         super().__init__()
-        class_num, emb_size = read_count("class_num", class_num), read_count("emb_size", emb_size)
-        centers = read_count("centers", centers)
-        check_kind("margin", margin, Margin)
+        for name, count in (("class_num", class_num), ("emb_size", emb_size), ("centers", centers)):
+            if count < 1:
+                raise OptionError(f"{name} is {count}; expected 1 or more")
         row_dtype = read_dtype("row_dtype", row_dtype, ROW_DTYPES)
         if centers > 1 and not margin.is_cosine:
             raise OptionError(
@@ -91,8 +90,8 @@ class Head(nn.Module):
         self.group = group
         self.centers = centers
         start, stop = class_range
-        if initial_norm is not None:
-            initial_norm = read_number("the head", "initial_norm", initial_norm, more_than(0))
+        if initial_norm is not None and not 0 < initial_norm < math.inf:
+            raise OptionError(f"initial_norm is {initial_norm}; expected a number above 0")
         rows = initial_rows(
             seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm
         )
@@ -164,9 +163,6 @@ class GlobalBatch:
 
 def check_batch(embeddings: Tensor, labels: Tensor, emb_size: int) -> None:
     """Raise DataError unless these are embeddings [b, D], floating, and labels [b], int64."""
-    for name, value in (("embeddings", embeddings), ("labels", labels)):
-        if not isinstance(value, Tensor):
-            raise DataError(f"the {name} are a {type(value).__name__}; expected a tensor")
     if (
         embeddings.ndim != 2
         or embeddings.shape[1] != emb_size

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plsc.keys import hash_key
-from plsc.parallel.cores import usable_cores
+from plsc.parallel.machine import usable_cores
 
 _BLOCK = 4096
 _STANDARD_DEVIATION = 0.01  # of every element, as in the margin-softmax code bases

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, suggest
 from plsc.heads.angles import add_angle, angle_of, falling_cosine, held, sine_of
-from plsc.heads.margin_options import below_two, read_flag, read_number, read_numbers
-from plsc.option import at_least, between, more_than
+
+_RIGHT_ANGLE = math.pi / 2
 
 MANY_CLASSES = 10_000
 """From here on the automatic scale is the papers'."""
@@ -50,15 +50,23 @@ class Margin(nn.Module):
     def __init__(self, scale: float | str) -> None:
         super().__init__()
         self.is_auto_scale = scale == "auto"
-        self.scale = (
-            math.nan if self.is_auto_scale else read_number(self.name, "scale", scale, more_than(0))
-        )
+        self.scale = math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
 
     def set_class_num(self, class_num: int) -> None:
         """Take the number of classes, before anything is computed; the head's constructor calls it."""
         if self.is_auto_scale:
             few = max(1.0, math.sqrt(2) * math.log(max(1, class_num - 1)))
             self.scale = few if class_num < MANY_CLASSES else 64.0
+
+    def _number(
+        self, option: str, value: float, low: float, high: float = math.inf, above: bool = False
+    ) -> float:
+        """Return an option of this margin: finite, in [low, high], and not `low` itself if `above`."""
+        if math.isfinite(value) and low <= value <= high and not (above and value == low):
+            return float(value)
+        least = f"more than {low:g}" if above else f"at least {low:g}"
+        most = "" if high == math.inf else f" and at most {high:g}"
+        raise OptionError(f"{option} of {self.name} is {value:g}; expected a number of {least}{most}")
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit is scale * psi.
@@ -143,9 +151,8 @@ class ArcFace(Margin):
         straight_through: bool = False,
     ) -> None:
         super().__init__(scale)
-        self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
-        self.easy_margin = read_flag(self.name, "easy_margin", easy_margin)
-        self.straight_through = read_flag(self.name, "straight_through", straight_through)
+        self.margin = self._number("margin", margin, 0, _RIGHT_ANGLE)
+        self.easy_margin, self.straight_through = easy_margin, straight_through
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return cos(acos(c) + m) or what stands in for it."""
@@ -154,13 +161,13 @@ class ArcFace(Margin):
 
 
 class CosFace(Margin):
-    """psi = c - m (Wang et al. 2018, "CosFace", eq. 4). margin: m in [0, 2)."""
+    """psi = c - m (Wang et al. 2018, "CosFace", eq. 4). margin: m in [0, 2]."""
 
     name = "cosface"
 
     def __init__(self, scale: float | str = 64.0, margin: float = 0.35) -> None:
         super().__init__(scale)
-        self.margin = read_number(self.name, "margin", margin, below_two)
+        self.margin = self._number("margin", margin, 0, 2)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return c - m."""
@@ -179,7 +186,7 @@ class SphereFace(Margin):
 
     def __init__(self, scale: float | str = 64.0, margin: float = 1.7) -> None:
         super().__init__(scale)
-        self.margin = read_number(self.name, "margin", margin, at_least(1))
+        self.margin = self._number("margin", margin, 1)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi, which falls all the way from 1 at theta = 0 to below -1 at theta = pi."""
@@ -189,7 +196,7 @@ class SphereFace(Margin):
 class CombinedMargin(Margin):
     """psi = cos(m1 theta + m2) - m3 (Deng et al. 2019, "ArcFace", eq. 4).
 
-    margins: (m1, m2, m3), m1 > 0, m2 in [0, pi/2], m3 in [0, 2); the default and (0.9, 0.4, 0.15) are the
+    margins: (m1, m2, m3), m1 > 0, m2 in [0, pi/2], m3 in [0, 2]; the default and (0.9, 0.4, 0.15) are the
     paper's. Where the angle phi = m1 theta + m2 passes pi, psi goes on falling without a jump, as
     SphereFace does: (-1)^k cos(phi) - 2 k - m3. So (1, 0, m) is CosFace, (m, 0, 0) SphereFace, and
     (1, m, 0) ArcFace up to pi; past it ArcFace jumps down to c - m sin m, a line of slope 1 in c.
@@ -201,8 +208,12 @@ class CombinedMargin(Margin):
         self, scale: float | str = 64.0, margins: Sequence[float] = (1.0, 0.3, 0.2)
     ) -> None:
         super().__init__(scale)
-        checks = (more_than(0), between(0, math.pi / 2), below_two)
-        self.margins = read_numbers(self.name, "margins", margins, checks)
+        m1, m2, m3 = margins
+        self.margins = (
+            self._number("margins[0]", m1, 0, above=True),
+            self._number("margins[1]", m2, 0, _RIGHT_ANGLE),
+            self._number("margins[2]", m3, 0, 2),
+        )
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi."""
@@ -233,9 +244,9 @@ class AdaFace(Margin):
         momentum: float = 0.99,
     ) -> None:
         super().__init__(scale)
-        self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
-        self.h = read_number(self.name, "h", h, at_least(0))
-        self.momentum = read_number(self.name, "momentum", momentum, between(0, 1))
+        self.margin = self._number("margin", margin, 0, _RIGHT_ANGLE)
+        self.h = self._number("h", h, 0)
+        self.momentum = self._number("momentum", momentum, 0, 1)
         self.register_buffer("mean", torch.tensor(20.0))
         self.register_buffer("std", torch.tensor(100.0))
 
@@ -279,15 +290,17 @@ class MagFace(Margin):
         easy_margin: bool = True,
     ) -> None:
         super().__init__(scale)
-        positive, angle = more_than(0), between(0, math.pi / 2)
-        self.norm_range = read_numbers(self.name, "norm_range", norm_range, (positive, positive))
-        self.margin_range = read_numbers(self.name, "margin_range", margin_range, (angle, angle))
-        read_number(self.name, "norm_range[1]", self.norm_range[1], more_than(self.norm_range[0]))
-        read_number(
-            self.name, "margin_range[1]", self.margin_range[1], at_least(self.margin_range[0])
+        (low, high), (low_margin, high_margin) = norm_range, margin_range
+        self.norm_range = (
+            self._number("norm_range[0]", low, 0, above=True),
+            self._number("norm_range[1]", high, low, above=True),
         )
-        self.regularisation = read_number(self.name, "regularisation", regularisation, at_least(0))
-        self.easy_margin = read_flag(self.name, "easy_margin", easy_margin)
+        self.margin_range = (
+            self._number("margin_range[0]", low_margin, 0, _RIGHT_ANGLE),
+            self._number("margin_range[1]", high_margin, low_margin, _RIGHT_ANGLE),
+        )
+        self.regularisation = self._number("regularisation", regularisation, 0)
+        self.easy_margin = easy_margin
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi, differentiable in cosine and norm."""
@@ -319,8 +332,8 @@ class CurricularFace(Margin):
         self, scale: float | str = 64.0, margin: float = 0.5, momentum: float = 0.99
     ) -> None:
         super().__init__(scale)
-        self.margin = read_number(self.name, "margin", margin, between(0, math.pi / 2))
-        self.momentum = read_number(self.name, "momentum", momentum, between(0, 1))
+        self.margin = self._number("margin", margin, 0, _RIGHT_ANGLE)
+        self.momentum = self._number("momentum", momentum, 0, 1)
         self.register_buffer("t", torch.tensor(0.0))
 
     @torch.no_grad()

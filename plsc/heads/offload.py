@@ -9,10 +9,10 @@ from torch import Tensor
 
 from plsc.heads.passes import Rows
 from plsc.heads.rules import States
-from plsc.marks import Part, mark
+from plsc.spans import span
 
 
-@mark(Part.COPY)
+@span("copy to device")
 def fetch(home: Rows, device: torch.device) -> Rows:
     """Return a copy on the device of the rows in play; `selected` goes on naming their places at home."""
     selected = home.selected
@@ -27,7 +27,7 @@ def fetch(home: Rows, device: torch.device) -> Rows:
     )
 
 
-@mark(Part.COPY)
+@span("copy to device")
 def fetch_states(states: States, home: Rows, device: torch.device) -> States:
     """Return copies on the device of the states of the rows in play."""
     selected = home.selected
@@ -36,7 +36,7 @@ def fetch_states(states: States, home: Rows, device: torch.device) -> States:
     return {name: _copy_of(state, selected, device) for name, state in states.items()}
 
 
-@mark(Part.COPY)
+@span("copy to device")
 def bring_back(rows: Rows, home: Rows, copies: States, states: States) -> None:
     """Write the rows in play and their states back to where `fetch` found them."""
     assert rows.selected is not None

@@ -7,16 +7,11 @@ They are torch optimizers over the head's parameters, so learning-rate schedules
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads.engines import update_rows
@@ -30,28 +25,20 @@ from plsc.heads.visit import Visit
 from plsc.keys import hash_key
 from plsc.parallel.collectives import sum_over_ranks
 
-_HEADS: weakref.WeakSet[ShardedHead] = weakref.WeakSet()  # that have a row optimizer
-_CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that are no row optimizers
-
 
 class RowOptimizer(torch.optim.Optimizer):
     """Base: updates the rows of a head from the forward passes that were backpropagated since the last step.
 
     head: from now on its backward() leaves no `weight.grad`. Several passes before a step accumulate.
-    Raises OptionError for a head that already has one, and for settings out of range.
+    Raises OptionError for settings out of range.
     """
 
     kind: str
 
     def __init__(self, head: ShardedHead, state_dtype: str | torch.dtype, **settings: Any) -> None:
-        if not isinstance(head, ShardedHead):
-            raise OptionError(
-                f"a row optimizer is for a ShardedHead, not a {type(head).__name__}; give the parameters of "
-                "a dense head to a torch optimizer"
-            )
-        if head.updates_rows_itself:
-            raise OptionError("this head has a row optimizer already; use that one")
-        _check_settings(settings)
+        for name, value in settings.items():
+            if min(value if isinstance(value, tuple) else (value,)) < 0:
+                raise OptionError(f"{name} is {value}; expected 0 or more")
         self.head = head
         self._dtype = read_dtype("state_dtype", state_dtype, STATE_DTYPES)
         if head.weight.dtype is torch.float64:
@@ -59,9 +46,6 @@ class RowOptimizer(torch.optim.Optimizer):
         parameters = [head.weight] + ([] if head.bias is None else [head.bias])
         super().__init__([{"params": parameters}], dict(settings))
         head.updates_rows_itself = True
-        _watch_other_optimizers()
-        _HEADS.add(head)
-        _CHECKED.clear()
         for parameter in parameters:
             self.state[parameter] = self._empty_states(parameter)
 
@@ -86,11 +70,6 @@ class RowOptimizer(torch.optim.Optimizer):
             for visit in self.head.pending:
                 visit.weight = visit.weight * clip.to(visit.weight)
             clip = 1.0
-        if not (0 < grad_scale < math.inf and 0 <= clip < math.inf):
-            raise OptionError(
-                f"grad_scale is {grad_scale}, clip is {clip}; expected a finite scale above 0, and a finite "
-                "factor of 0 or more"
-            )
         outcome = None
         if closure is not None:
             with torch.enable_grad():
@@ -308,29 +287,6 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 }
 
 
-@functools.cache
-def _watch_other_optimizers() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Mark the heads whose rows should step now; warn once if class weights were given to this one too."""
-    if isinstance(optimizer, RowOptimizer):
-        return
-    for head in _HEADS:
-        head.is_overdue = bool(head.pending)
-    if optimizer in _CHECKED:
-        return
-    _CHECKED.add(optimizer)
-    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(head.weight) in given for head in _HEADS):
-        warnings.warn(
-            f"{type(optimizer).__name__} was given the class weights of a head that has a row optimizer; it "
-            "gets no gradients for them, so leave the head's parameters out of it",
-            stacklevel=4,  # who called step()
-        )
-
-
 def _union(visits: list[Visit]) -> Rows:
     """Return the rows that took part in any of the visits, where they live."""
     homes = [visit.home or visit.rows for visit in visits]
@@ -375,19 +331,6 @@ def _part_of(visit: Visit, union: Rows, tile: slice) -> tuple[slice, Tensor | sl
     )
     part = slice(int(low), int(high))
     return part, torch.searchsorted(wanted, mine[part]).to(visit.rows.weight.device)
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        values = value if isinstance(value, tuple) else (value,)
-        low, high = {"lr": (0, math.inf), "eps": (0, math.inf), "weight_decay": (0, math.inf)}.get(
-            name, (0, 1)
-        )
-        if not all(math.isfinite(v) and low <= v <= high for v in values):
-            raise OptionError(
-                f"{name} is {value}; expected a number of {low} or more"
-                + ("" if high == math.inf else f", below {high}")
-            )
 
 
 def _refuse_int8(state_dtype: str | torch.dtype, name: str) -> None:

@@ -29,17 +29,17 @@ from plsc.heads.offload import fetch
 from plsc.heads.passes import Queries, Rows, Sums, TorchPasses
 from plsc.heads.sampling import draw_classes, nearest_classes, sample_size
 from plsc.heads.target import Target, find_target, regulariser
-from plsc.heads.types import PRODUCTS, check_kind, read_count, read_dtype
+from plsc.heads.types import PRODUCTS, read_dtype
 from plsc.heads.visit import EmbeddingGradient, Loss, Visit
 from plsc.keys import hash_key
-from plsc.marks import Part, mark
 from plsc.parallel.collectives import (
     ScatteredSum,
+    class_range,
     gather_rows,
     max_over_ranks,
     sum_over_ranks,
 )
-from plsc.parallel.shard import class_range
+from plsc.spans import span
 
 _MANY_PENDING = 256  # more micro-batches than anyone accumulates
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
@@ -127,9 +127,6 @@ class ShardedHead(Head):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         sampling, execution = sampling or Sampling(), execution or Execution()
-        check_kind("sampling", sampling, Sampling)
-        check_kind("execution", execution, Execution)
-        class_num = read_count("class_num", class_num)
         if on_nonfinite not in ("raise", "pass"):
             raise OptionError(f"on_nonfinite is {on_nonfinite!r}; expected 'raise' or 'pass'")
         if group is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -152,10 +149,8 @@ class ShardedHead(Head):
         self.resumed_from: str | None = None  # the same, of a checkpoint
         self.updates_rows_itself = False  # a row optimizer sets it
         self.pending: list[Visit] = []  # visited and backpropagated, not yet in the rows
-        self.is_overdue = False  # another optimizer stepped while there were pending ones
         self._margin_before: dict[str, Tensor] | None = None
         self._said_more_positives = False
-        self._said_forgotten = False
 
     def forward(
         self,
@@ -214,15 +209,9 @@ class ShardedHead(Head):
         )
 
     def leave(self, visit: Visit) -> None:
-        """Keep what backward() left until the row optimizer steps; warn once if that seems to be forgotten.
-
-        It is where another optimizer stepped since the first of several backward passes, or after very many
-        of them: micro-batches that are accumulated come before the steps of all optimizers.
-        """
+        """Keep what backward() left until the row optimizer steps."""
         self.pending.append(visit)
-        is_forgotten = self.is_overdue or len(self.pending) == _MANY_PENDING
-        if is_forgotten and not self._said_forgotten:
-            self._said_forgotten = True
+        if len(self.pending) == _MANY_PENDING:
             warnings.warn(
                 f"{len(self.pending)} backward passes went through the head since its row optimizer last "
                 "stepped, so the class weights do not learn and memory grows; call step() (or skip()) of the "
@@ -233,7 +222,6 @@ class ShardedHead(Head):
     def take_pending(self) -> list[Visit]:
         """Hand over what backward() left, for one update of the rows; the next step begins."""
         pending, self.pending = self.pending, []
-        self.is_overdue = False
         self._margin_before = None
         self.step += 1
         return pending
@@ -285,13 +273,14 @@ class ShardedHead(Head):
         queries = Queries(
             unit, target.place, self.margin.scale, target.threshold, target.hard_factor
         )
-        sums = mark(Part.HEAD_PASSES)(passes.forward)(
-            rows,
-            queries,
-            fixed_shift=self._fixed_shift(),
-            want_mixed=wants_gradient,
-            keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
-        )
+        with span("logits"):
+            sums = passes.forward(
+                rows,
+                queries,
+                fixed_shift=self._fixed_shift(),
+                want_mixed=wants_gradient,
+                keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
+            )
         # [B] each: log of the sum over the other classes of all ranks; the label's logit; its slope in |x|.
         log_others, logit, radial = self._reduce(sums, target)
         log_total = torch.logaddexp(log_others, logit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,20 +20,3 @@ def read_dtype(name: str, value: Any, known: Mapping[str, torch.dtype]) -> torch
         if value is dtype or (isinstance(value, str) and value == text):
             return dtype
     raise OptionError(f"{name} is {value!r}; expected one of {', '.join(known)}")
-
-
-def read_count(name: str, value: Any) -> int:
-    """Return a whole number of 1 or more."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}; expected a whole number of 1 or more")
-    return number
-
-
-def check_kind(name: str, value: Any, kind: type) -> None:
-    """Raise OptionError unless the value is of this class."""
-    if not isinstance(value, kind):
-        raise OptionError(f"{name} is {value!r}; expected a {kind.__name__} of plsc.heads")

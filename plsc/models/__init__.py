@@ -2,10 +2,9 @@
 
 from plsc.models.base_model import BaseModel
 from plsc.models.dry_run import check_model, describe
-from plsc.models.registry import MODELS, build_model, load_custom
+from plsc.models.registry import build_model, load_custom
 
 __all__ = [
-    "MODELS",
     "BaseModel",
     "build_model",
     "check_model",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ _SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 
 
 class BaseModel(nn.Module):
-    """Base of the networks here and of people's own.
+    """Base class of the networks of plsc and of users.
 
     Make the layers in ``__init__`` and use them in `build_network`, which runs on every forward pass::
 
@@ -31,11 +32,8 @@ class BaseModel(nn.Module):
                 return self.fc(self.conv(input).mean((2, 3)))
 
     input_layout: the memory format in which the images reach `build_network`; see `use_channels_last`.
-    frozen_by_run: the parameters that a run does not train; see `plsc.models.freezing`. unfolded_because: why
-    its batch norms could not be folded, once that was said.
-
-    Raises:
-        OptionError: at construction, if the class does not implement `build_network`.
+    frozen_by_run: the parameters that a run does not train; see `plsc.models.parameters`. unfolded_because:
+    why its batch norms could not be folded, once that was said.
     """
 
     input_layout = torch.preserve_format
@@ -50,18 +48,16 @@ class BaseModel(nn.Module):
         object.__setattr__(self, "_given", (args, kwargs))
         return self
 
-    def __init__(self) -> None:
-        super().__init__()
-        if type(self).build_network is BaseModel.build_network:
-            raise _not_implemented(type(self).__name__)
-
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, D] of the images ``input`` [b, C, H, W].
 
         label: int64 [b], or None when the network predicts. is_train: whether this is a training step;
         ``self.training`` says the same unless the caller asks otherwise.
         """
-        raise _not_implemented(type(self).__name__)
+        raise OptionError(
+            f"{type(self).__name__} has no build_network; implement build_network(self, input, label, "
+            "is_train=True), which returns the embeddings [batch, emb_size]"
+        )
 
     def forward(
         self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None
@@ -86,6 +82,18 @@ class BaseModel(nn.Module):
         """Leave these modules of the network in evaluation mode from now on: frozen batch norms."""
         self.kept_in_evaluation = tuple(modules)
         self.train(self.training)
+
+
+@contextlib.contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module goes back to its own mode, frozen ones included."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:
@@ -128,16 +136,9 @@ def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:
     """Have a network keep its images channels last in memory, [b, H, W, C], from its input on; in place.
 
     torch's convolutions, batch norms and element-wise operations hand the layout on. Shapes, names and
-    numbers stay what they are. weights: lay out those of convolutions alike, so that none is re-ordered at
-    each step.
+    numbers stay what they are. weights: lay out those of convolutions in the same way, so that none is
+    re-ordered at each step.
     """
     network.input_layout = torch.channels_last
     if weights:
         network.to(memory_format=torch.channels_last)
-
-
-def _not_implemented(name: str) -> OptionError:
-    return OptionError(
-        f"{name} has no build_network; implement build_network(self, input, label, is_train=True), "
-        "which returns the embeddings [batch, emb_size]"
-    )

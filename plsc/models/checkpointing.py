@@ -130,7 +130,7 @@ class _Region:
         self._name = name
         self._module = module
         self._plain: Callable[..., Any] = module.forward
-        self._own_forward = module.__dict__.get("forward")  # where somebody else has replaced it
+        self._own_forward = module.__dict__.get("forward")  # where it was replaced before
         inner = list(module.modules())
         self._norms = [one for one in inner if isinstance(one, _NormBase)]
         self._dropouts = [one for one in inner if isinstance(one, SampleDropout)]
@@ -163,7 +163,7 @@ class _Region:
         return output
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Return what tells whether a buffer was changed or replaced; norms aside, which are looked after."""
+        """Return the identity and version of each buffer, but of norms, which are handled apart."""
         return [
             (id(buffer), buffer._version)
             for module in self._others

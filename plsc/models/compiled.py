@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plsc.parallel.world import World
-from plsc.storage.cache_folder import cache_folder
 
-_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _REASONS_SHOWN = 3
 
 
@@ -24,7 +19,7 @@ class CompiledNetwork(nn.Module):
 
     network: anything that is called as ``network(images, labels, is_train)``. sizes: the numbers of images
     that training gives it on this rank; a last smaller batch is computed by the plain network, since another
-    size would take minutes to compile. say: is told once whether it was compiled, into how many pieces, and
+    size would take minutes to compile. say: logs once whether it was compiled, into how many pieces, and
     why not. world: the ranks that train together. backend: of torch.compile.
 
     What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the
@@ -50,7 +45,6 @@ class CompiledNetwork(nn.Module):
         self._is_told = False
         self._say = say
         self._world = world or World.single()
-        keep_compiled_code()
         # Only this backend has random numbers of its own.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
         compiled = torch.compile(network, dynamic=False, backend=backend, options=options)
@@ -58,7 +52,7 @@ class CompiledNetwork(nn.Module):
         self._compiled: Callable[..., Tensor] | None = lambda *inputs: compiled(*inputs)
 
     def forward(self, input: Tensor, *others: Any) -> Tensor:
-        """Return the embeddings [b, D] of the images [b, C, H, W]; at first, in training, a collective."""
+        """Return the embeddings [b, D] of the images [b, C, H, W]; in the first steps a collective."""
         if self._compiled is None or not self.network.training:
             return self.network(input, *others)
         if not self._is_agreed:
@@ -86,7 +80,7 @@ class CompiledNetwork(nn.Module):
         put_back()  # the part before a failure may have run, or all of it, here
         self._compiled = None
         self._tell(trouble)
-        # An error of the network's own comes again, as itself.
+        # An error of the network itself is raised again here.
         return self.network(input, *others)
 
     def _remember(self) -> Callable[[], None]:
@@ -129,25 +123,7 @@ class CompiledNetwork(nn.Module):
         reasons = self._world.all_gather_object(mine)
         rank, reason = next((rank, text) for rank, text in enumerate(reasons) if text is not None)
         where = f"rank {rank}: " if self._world.size > 1 else ""
-        count = sum(text is not None for text in reasons)
-        others = f" (and {count - 1} more ranks)" if count > 1 else ""
-        self._say(f"the network is not compiled, and trains as it is: {where}{reason}{others}")
-
-
-def keep_compiled_code() -> None:
-    """Have torch keep compiled code in a folder of our cache, unless $TORCHINDUCTOR_CACHE_DIR names another.
-
-    torch's own place is a temporary folder, which a restart of the machine, or of a container, empties. It
-    puts that into the variable itself, as soon as anything (an optimizer) has loaded its compiler.
-    """
-    named = os.environ.get(_CACHE_VARIABLE)
-    if not named or _is_torchs_own(Path(named)):
-        os.environ[_CACHE_VARIABLE] = str(cache_folder("compiled"))
-
-
-def _is_torchs_own(folder: Path) -> bool:
-    is_temporary = folder.parent == Path(tempfile.gettempdir()).absolute()
-    return is_temporary and folder.name.startswith("torchinductor_")
+        self._say(f"the network is not compiled, and trains as it is: {where}{reason}")
 
 
 def describe_breaks(reasons: list[str]) -> str:
@@ -163,7 +139,7 @@ def describe_breaks(reasons: list[str]) -> str:
 
 
 def _counters() -> Any:
-    """Return torch's counts of the reasons for cuts, a Counter that goes on counting."""
+    """Return torch's counts of the reasons for cuts, a Counter that keeps counting."""
     from torch._dynamo.utils import counters  # imported late: it takes seconds
 
     return counters["graph_break"]

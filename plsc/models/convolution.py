@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plsc.models.activation import PReLU
+
 _FEW_CELLS = 49  # of an output map; measured by benchmarks/convolution.py
 _CAST = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -102,3 +104,12 @@ def _patches(
     cells = F.pad(input.permute(0, 2, 3, 1), (0, 0, right, right, down, down))
     seen = cells.unfold(1, high, stride[0]).unfold(2, wide, stride[1])  # [b, h', w', C, kh, kw]
     return seen.permute(0, 1, 2, 4, 5, 3).reshape(-1, high * wide * input.shape[1])
+
+
+def use_torchs_layers(network: nn.Module) -> None:
+    """Let the layers of ours that have ways of their own on a CPU go torch's way there, too, as on a GPU."""
+    for module in network.modules():
+        if isinstance(module, PReLU):
+            module.forward = super(PReLU, module).forward  # type: ignore[method-assign]
+        elif isinstance(module, Conv2d):
+            module.forward = super(Conv2d, module).forward  # type: ignore[method-assign]

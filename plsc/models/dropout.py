@@ -19,7 +19,7 @@ _DROPOUTS: dict[type[nn.Module], bool] = {
 class SampleNumbers:
     """The numbers of the samples that the network is being given; `layers` of it ask for them.
 
-    numbers: int64 [b], on the inputs' device, or None where nobody knows them.
+    numbers: int64 [b], on the inputs' device, or None where they are unknown.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class SampleNumbers:
 
 
 def draw_by_sample(network: nn.Module) -> SampleNumbers:
-    """Make a network's dropout layers `SampleDropout`, in place; return what tells them the samples.
+    """Make a network's dropout layers `SampleDropout`, in place; return what gives them the samples' numbers.
 
     Layers of exactly the types nn.Dropout, Dropout1d, Dropout2d and Dropout3d; calls of F.dropout in a
     network's code stay what they are.
@@ -51,7 +51,7 @@ class SampleDropout(nn.Module):
     """Dropout [b, ...] of single numbers, or of whole channels [b, C, ...].
 
     What is dropped is a function of the sample's number and of one draw from torch's CPU generator, which
-    is alike on all ranks; activation checkpointing, which puts that generator back, sees the same again.
+    is identical on all ranks; activation checkpointing, which puts that generator back, sees the same again.
     Where the input's first dimension is not that of the samples, it is ordinary dropout.
     """
 

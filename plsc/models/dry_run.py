@@ -9,7 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, PlscError, first_line
-from plsc.models.modes import evaluating
+from plsc.models.base_model import evaluating
+
+
+def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
+    """Return what a network gives for two blank images, in evaluation mode; nothing of it changes.
+
+    Raises:
+        OptionError: the network cannot take ``image_shape`` (C, H, W).
+    """
+    first = next(model.parameters(), None)
+    device = first.device if first is not None else torch.device("cpu")
+    dtype = first.dtype if first is not None and first.is_floating_point() else torch.float32
+    images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
+    # Without a graph first, and not in inference_mode: a network that keeps a tensor from its first call (a
+    # position grid, a lazy parameter) could not train with it later.
+    graph = torch.enable_grad() if with_graph else torch.no_grad()
+    with evaluating(model), torch.random.fork_rng(devices=[]), graph:
+        try:
+            return model(images)
+        except PlscError:
+            raise
+        except Exception as error:  # whatever a user's network may throw
+            raise OptionError(
+                f"{type(model).__name__} cannot take images of shape {tuple(image_shape)}: "
+                f"{type(error).__name__}: {first_line(error)}; change the network or set_image_shape"
+            ) from error
 
 
 def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -> None:
@@ -22,7 +47,7 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
             point embeddings of that size, or makes parameters at each call.
     """
     name = type(model).__name__
-    output = _dry_run(model, image_shape)
+    output = dry_run(model, image_shape)
     if not isinstance(output, Tensor):
         raise OptionError(
             f"{name} returns a {type(output).__name__}; expected one tensor of embeddings "
@@ -46,7 +71,7 @@ def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> 
     before = {
         id(parameter): parameter for parameter in model.parameters()
     }  # alive: ids stay theirs
-    output = _dry_run(model, image_shape, with_graph=True)
+    output = dry_run(model, image_shape, with_graph=True)
     after: dict[int, tuple[str, Tensor]] = {
         id(p): (name, p) for name, p in model.named_parameters()
     }
@@ -130,7 +155,7 @@ def _note_calls(
         for name, module in model.named_modules()
     ]
     try:
-        _dry_run(model, image_shape)
+        dry_run(model, image_shape)
     finally:
         for handle in handles:
             handle.remove()
@@ -157,23 +182,3 @@ def _totals(model: nn.Module) -> str:
         f"{sum(p.numel() for p in parameters):,} parameters, {trained:,} of them trained, "
         f"{size:,.1f} MiB; {sum(b.numel() for b in model.buffers()):,} numbers in buffers"
     )
-
-
-def _dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
-    first = next(model.parameters(), None)
-    device = first.device if first is not None else torch.device("cpu")
-    dtype = first.dtype if first is not None and first.is_floating_point() else torch.float32
-    images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
-    # Without a graph first, and not in inference_mode: a network that keeps a tensor from its first call (a
-    # position grid, a lazy parameter) could not train with it later.
-    graph = torch.enable_grad() if with_graph else torch.no_grad()
-    with evaluating(model), torch.random.fork_rng(devices=[]), graph:
-        try:
-            return model(images)
-        except PlscError:
-            raise
-        except Exception as error:  # whatever a user's network may throw
-            raise OptionError(
-                f"{type(model).__name__} cannot take images of shape {tuple(image_shape)}: "
-                f"{type(error).__name__}: {first_line(error)}; change the network or set_image_shape"
-            ) from error

@@ -11,10 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from plsc.models.activation import PReLU
-from plsc.models.base_model import BaseModel
+from plsc.models.base_model import BaseModel, evaluating
 from plsc.models.convolution import Conv2d
 from plsc.models.dropout import SampleDropout
-from plsc.models.modes import evaluating
 
 TOLERANCE = 1e-3  # of the embeddings of noise, as a part of the largest; folding itself changes 1e-6 in fp32
 _FOLDABLE = (nn.Conv2d, Conv2d, nn.Linear)  # these alone: another subclass may do something else
@@ -99,7 +98,7 @@ def _pairs(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[tuple[fx.
 
 
 def _is_foldable(layer: nn.Module, norm: _BatchNorm) -> bool:
-    """Whether these two kinds go together, and nobody looks at what is between them."""
+    """Whether these two kinds can be folded, and no hook reads what is between them."""
     is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in (layer, norm))
     is_pair = isinstance(layer, nn.Linear) != isinstance(norm, nn.BatchNorm2d)
     return type(layer) in _FOLDABLE and is_pair and not is_hooked

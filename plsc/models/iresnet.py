@@ -62,8 +62,7 @@ class IResNet(BaseModel):
     the last batch norm stays 1, as theirs.
 
     Raises:
-        OptionError: unknown depth, image shape that does not fit, emb_size below 1, dropout outside [0, 1),
-            another neck.
+        OptionError: an image shape that does not fit, or another neck.
     """
 
     def __init__(
@@ -75,9 +74,7 @@ class IResNet(BaseModel):
         neck: str = DEFAULT_NECK,
     ) -> None:
         super().__init__()
-        cells = count_cells(image_shape, emb_size, dropout)
-        if depth not in BLOCKS:
-            raise OptionError(f"depth is {depth}; expected one of {', '.join(map(str, BLOCKS))}")
+        cells = count_cells(image_shape)
         if neck != DEFAULT_NECK:
             raise OptionError(
                 f"neck is {neck!r}; IResNet{depth} ends as insightface's, in {DEFAULT_NECK!r}: leave "

@@ -9,12 +9,10 @@ from torch import nn
 
 from plsc.errors import OptionError
 from plsc.models.activation import PReLU
-from plsc.options.model import DEFAULT_NECK, check_neck
+from plsc.options.model import DEFAULT_NECK
 
 BATCH_NORM_EPS = 2e-5
-BATCH_NORM_MOMENTUM = (
-    0.1  # torch's sense: the weight of the new batch (0.9 in the original's sense)
-)
+BATCH_NORM_MOMENTUM = 0.1  # in torch's sense, the weight of the new batch; the original's 0.9
 DOWNSAMPLING = 16
 
 
@@ -24,7 +22,7 @@ def batch_norm(channels: int) -> nn.BatchNorm2d:
 
 
 def prelu() -> PReLU:
-    """Return a PReLU with one slope for all channels, 0.25 at first."""
+    """Return a PReLU with one slope for all channels; its first value is 0.25."""
     return PReLU(init=0.25)
 
 
@@ -32,7 +30,7 @@ class EmbeddingNeck(nn.Sequential):
     """Features [b, C], or maps [b, C, h, w] of h * w ``cells``, to embeddings [b, emb_size].
 
     parts: see `model.neck`; those of the default are the neck of ArcFace (Deng et al. 2019, section 3.1,
-    "option E"). Raises OptionError for others.
+    "option E").
     """
 
     def __init__(
@@ -44,9 +42,6 @@ class EmbeddingNeck(nn.Sequential):
         cells: int | None = None,
     ) -> None:
         super().__init__()
-        expected = check_neck(parts)
-        if expected is not None:
-            raise OptionError(f"neck is {parts!r}; expected {expected}")
         before, _, after = parts.partition("linear")
         if "norm" in before:
             self.norm = _vector_norm(channels) if cells is None else batch_norm(channels)
@@ -76,13 +71,12 @@ def initialise(model: nn.Module) -> None:
                 nn.init.zeros_(layer.bias)
 
 
-def count_cells(image_shape: Sequence[int], emb_size: int, dropout: float) -> int:
+def count_cells(image_shape: Sequence[int]) -> int:
     """Return h * w of the last feature map for images (C, H, W).
 
     Raises:
-        OptionError: not 1 or 3 channels, or a height or width that is no multiple of 16; as `check_sizes`.
+        OptionError: not 1 or 3 channels, or a height or width that is no multiple of 16.
     """
-    check_sizes(emb_size, dropout)
     fits = (
         len(image_shape) == 3
         and image_shape[0] in (1, 3)
@@ -94,15 +88,3 @@ def count_cells(image_shape: Sequence[int], emb_size: int, dropout: float) -> in
             f"with 1 or 3 channels and sides that are multiples of {DOWNSAMPLING}, such as (3, 112, 112)"
         )
     return math.prod(image_shape[1:]) // DOWNSAMPLING**2
-
-
-def check_sizes(emb_size: int, dropout: float) -> None:
-    """See that the embedding has a size and the dropout is a ratio.
-
-    Raises:
-        OptionError: emb_size below 1, or dropout outside [0, 1).
-    """
-    if emb_size < 1:
-        raise OptionError(f"emb_size is {emb_size}; expected at least 1")
-    if not 0 <= dropout < 1:
-        raise OptionError(f"dropout is {dropout}; expected a ratio from 0 up to, not including, 1")

@@ -1,29 +1,17 @@
-"""Networks by name."""
+"""Networks by name. The names of plsc's own are registered in `plsc.options.model.NETWORKS`."""
 
 from __future__ import annotations
 
-import functools
+import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plsc.errors import OptionError, PlscError, kind_and_line, suggest
+from plsc.models.adapted import TIMM, TORCHVISION, build_timm, build_torchvision
 from plsc.models.base_model import BaseModel
-from plsc.models.iresnet import BLOCKS, IResNet
-from plsc.models.resnet import DEPTHS, ResNet
-from plsc.models.small import SmallResNet
-from plsc.models.timm_models import PREFIX as TIMM
-from plsc.models.timm_models import build_timm
-from plsc.models.torchvision_models import PREFIX as TORCHVISION
-from plsc.models.torchvision_models import build_torchvision
 from plsc.named import load_function
-from plsc.options.model import DEFAULT_NECK
-
-MODELS: dict[str, Callable[..., BaseModel]] = {
-    **{f"ResNet{depth}": functools.partial(ResNet, depth) for depth in DEPTHS},
-    **{f"IResNet{depth}": functools.partial(IResNet, depth) for depth in BLOCKS},
-    "SmallResNet": SmallResNet,
-}
+from plsc.options.model import DEFAULT_NECK, NETWORKS
 
 
 def build_model(
@@ -36,8 +24,8 @@ def build_model(
 ) -> BaseModel:
     """Return the network of that name, with fresh weights.
 
-    A name of MODELS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``; arguments: more of
-    that class's.
+    name: of NETWORKS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``. arguments: more
+    of that class's.
 
     Raises:
         OptionError: an unknown name, or options that the network cannot take.
@@ -54,13 +42,16 @@ def build_model(
     }
     if ":" in name:
         return load_custom(name, **{**options, **(arguments or {})})
-    if name not in MODELS:
+    if name not in NETWORKS:
         raise OptionError(
-            f"no model is named {name!r}; {suggest(name, MODELS)}; "
+            f"no model is named {name!r}; {suggest(name, NETWORKS)}; "
             f"others are named '{TORCHVISION}resnet18', '{TIMM}vit_tiny_patch16_224', your own "
             "'package.module:Class'"
         )
-    return MODELS[name](**options)
+    reference, own = NETWORKS[name]
+    module, _, made = reference.partition(":")
+    network: BaseModel = getattr(importlib.import_module(module), made)(**own, **options)
+    return network
 
 
 def load_custom(reference: str, **options: object) -> BaseModel:

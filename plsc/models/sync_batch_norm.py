@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plsc.marks import Part, mark
+from plsc.spans import span
 
 
 def synchronise_batch_norm(
@@ -74,12 +74,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise ``input`` [b, C, ...].
 
         Raises:
-            ValueError: a wrong number of channels, or fewer than two values a channel in the global batch.
+            ValueError: fewer than two values per channel in the global batch.
         """
-        if input.dim() < 2 or input.size(1) != self.num_features:
-            raise ValueError(
-                f"input is {list(input.shape)}; expected [batch, {self.num_features}, ...]"
-            )
         if not self.training:
             return F.batch_norm(
                 input,
@@ -126,14 +122,14 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Te
         mine[1 : channels + 1] = mean
         mine[channels + 1 :] = variance.double() * local_count
     gathered = mine.new_empty(group.size() * mine.numel())
-    with mark(Part.BATCH_NORM):
+    with span("batch norm over ranks"):
         dist.all_gather_into_tensor(gathered, mine, group=group)
     gathered = gathered.view(group.size(), -1)
     counts, means, m2 = gathered.split([1, channels, channels], dim=1)
     count = int(counts.sum())
     if count < 2:
         raise ValueError(
-            f"batch norm needs at least 2 values a channel in training, the global batch has {count}"
+            f"batch norm needs at least 2 values per channel in training, the global batch has {count}"
         )
     mean = (counts * means).sum(0) / count
     m2 = m2.sum(0) + (counts * (means - mean) ** 2).sum(0)
@@ -181,7 +177,7 @@ class _Normalise(torch.autograd.Function):
         d_input = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([d_bias, d_weight])
-            with mark(Part.BATCH_NORM):
+            with span("batch norm over ranks"):
                 dist.all_reduce(sums, group=ctx.group)
             mean_d, mean_dz = sums / ctx.count
             scale = inverse if weight is None else inverse * weight

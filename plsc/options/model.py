@@ -15,6 +15,19 @@ def _image_shape(shape: tuple[int, ...]) -> str | None:
     return None if good else "(channels, height, width) with 1 or 3 channels, such as (3, 112, 112)"
 
 
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"ResNet{depth}": ("plsc.models.resnet:ResNet", {"depth": depth})
+        for depth in (18, 34, 50, 101, 152)
+    },
+    **{
+        f"IResNet{depth}": ("plsc.models.iresnet:IResNet", {"depth": depth})
+        for depth in (18, 34, 50, 100, 200)
+    },
+    "SmallResNet": ("plsc.models.resnet:SmallResNet", {}),
+}
+"""The networks of plsc by name: the class, imported when it is made, and arguments of its own."""
+
 DEFAULT_NECK = "norm-dropout-linear-norm"
 _NECK = re.compile(r"(norm-)?(dropout-)?linear(-norm)?")
 
@@ -39,8 +52,7 @@ class ModelOptions:
 
     name: str = of_model(
         "ResNet50",
-        "ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18, IResNet34, IResNet50, IResNet100, "
-        "IResNet200, SmallResNet, 'torchvision/<name>', 'timm/<name>', or 'package.module:Class' for a "
+        f"{', '.join(NETWORKS)}, 'torchvision/<name>', 'timm/<name>', or 'package.module:Class' for a "
         "BaseModel of your own",
         "set_model_name(name)",
         not_empty,

@@ -1,4 +1,4 @@
-"""Collectives that know uneven batches."""
+"""Which class rows are on which rank, and collectives over rows in batches of different sizes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plsc.marks import Part, mark
+from plsc.spans import span
 
 
-@mark(Part.GATHER)
 def gather_sizes(rows: int, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
     """Return how many rows every rank brings."""
     if group is None:
         return [rows]
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
     mine = torch.tensor([rows], dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, mine, group=group)
+    with span("gather batch"):
+        dist.all_gather_into_tensor(sizes, mine, group=group)
     return sizes.tolist()
 
 
-@mark(Part.GATHER)
 def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Return the rows of all ranks [sum(sizes), ...], in rank order, on every rank. Not differentiable."""
     if group is None:
         return tensor
     largest = max(sizes)  # equal blocks are moved, so smaller ones are padded
     gathered = tensor.new_empty((len(sizes) * largest, *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, _pad_rows(tensor, largest), group=group)
+    mine = _pad_rows(tensor, largest)
+    with span("gather batch"):
+        dist.all_gather_into_tensor(gathered, mine, group=group)
     if min(sizes) == largest:
         return gathered
     blocks = gathered.split(largest)
@@ -54,29 +55,29 @@ class ScatteredSum:
         self._work = dist.reduce_scatter_tensor(padded, blocks, group=group, async_op=True)
         self._mine = padded[: sizes[rank]]
 
-    @mark(Part.SCATTER)
     def wait(self) -> Tensor:
         """Return the rows [sizes[rank], ...]."""
         if self._work is not None:
-            self._work.wait()
+            with span("scatter embedding gradient"):
+                self._work.wait()
             self._work = None
             del self._sent
         return self._mine
 
 
-@mark(Part.REDUCE)
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Add the tensors of all ranks, in place, and return it. Not differentiable."""
     if group is not None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+        with span("sum over ranks"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
 
 
-@mark(Part.REDUCE)
 def max_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Take the element-wise maximum over all ranks, in place, and return it. Not differentiable."""
     if group is not None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        with span("sum over ranks"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
 
@@ -85,3 +86,18 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
     if missing == 0:
         return tensor.contiguous()
     return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+def class_range(class_num: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return ``(start, stop)``, the classes that ``rank`` of ``ranks`` owns; it may be empty.
+
+    Rank r owns [min(C, r k), min(C, (r + 1) k)) with k = ceil(C / R). That is exactly the split of
+    DTensor's ``Shard(0)``, so a shard can be wrapped as a DTensor without moving a row.
+    """
+    rows = -(-class_num // ranks)
+    return min(class_num, rank * rows), min(class_num, (rank + 1) * rows)
+
+
+def class_ranges(class_num: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the range of every rank, in rank order."""
+    return [class_range(class_num, rank, ranks) for rank in range(ranks)]

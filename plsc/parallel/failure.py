@@ -1,31 +1,32 @@
-"""When one rank fails, the others stop with its message within seconds.
+"""How the ranks stop together: when one fails, and on SIGINT or SIGTERM.
 
-A rank that waits in a collective cannot hear anything else, and a collective may wait for half an
-hour. So the failing rank puts its message into the rendezvous store, and a thread of every rank looks
-there once a second. What it finds is raised at the next chance; a rank that has none, because it hangs
-in a collective, is ended by the thread.
+A rank that waits in a collective cannot receive anything else, and a collective may wait for half an
+hour. So a failing rank puts its message into the rendezvous store, and a thread of every rank reads
+it there twice a second. What it finds is raised at the next chance; a rank that has none, because it hangs
+in a collective, is ended by the thread. A signal sets a flag, on which the ranks agree at a step boundary.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
+import signal
 import socket
+import sys
 import threading
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from plsc.errors import DistributedError, PlscError, mark_reported, report
+from plsc.errors import DistributedError, PlscError
 from plsc.parallel.world import World
 
 _FAILURE = "failure"  # the message of the first rank that failed
-_TOLD = "failure-told"  # set once that rank has printed it
 _POLL_SECONDS = 0.5
-_SPEAK_SECONDS = 3.0  # how long a failing rank may take to say why
+_POST_SECONDS = 3.0  # how long a failing rank may take to post its message
 _JOIN_SECONDS = 2.0  # the store's host may be gone
 _LEAVE_SECONDS = 10.0  # how long a rank may take to leave by itself, once a failure is known
 
@@ -33,7 +34,7 @@ _LEAVE_SECONDS = 10.0  # how long a rank may take to leave by itself, once a fai
 class FailureWatch:
     """Context manager around everything that the ranks do together.
 
-    Leaving it with an exception tells the other ranks. An exception that is only the echo of another
+    Leaving it with an exception stops the other ranks. An exception that only follows from another
     rank's failure (its connection closed) becomes a DistributedError with that rank's message.
     """
 
@@ -67,27 +68,19 @@ class FailureWatch:
                 self._thread.join(_JOIN_SECONDS)
 
     def _explain(self, error: BaseException) -> None:
-        """Tell the others of my failure, or learn of theirs; exactly one rank of a machine prints."""
+        """Post this rank's failure for the others, or raise that of the rank that failed first."""
         is_echo = _is_connection_failure(error)
         first = self._wait_for(_FAILURE) if is_echo else None
         message = _LOST if is_echo else _in_words(error)
         first = first or self._post(message)
         if first is None or first["rank"] == self._world.rank:
-            mine = DistributedError(_LOST) if is_echo else error
-            report(mine)
-            self._set(_TOLD)
-            if mine is not error:
-                raise mine from error
+            if is_echo:
+                raise DistributedError(_LOST) from error
             return
-        is_alike = message == first["message"]
-        raised = error if is_alike else DistributedError(_of_another(first))
-        if first["host"] == self._host:
-            # torchrun ends all ranks as soon as one has left: let the other one finish speaking.
-            self._wait_for(_TOLD)
-            mark_reported(raised)
-        elif self._world.local_rank != 0:
-            mark_reported(raised)
-        if not is_alike:
+        raised = error if message == first["message"] else DistributedError(_of_another(first))
+        # The command prints a failure once: on the rank that failed, and on one of each other machine.
+        raised.is_reported = first["host"] == self._host or self._world.local_rank != 0  # type: ignore[attr-defined]
+        if raised is not error:
             raise raised from error
 
     def _post(self, message: str) -> dict | None:
@@ -98,16 +91,11 @@ class FailureWatch:
         try:
             return json.loads(self._world.store.compare_set(_FAILURE, "", json.dumps(failure)))
         except (RuntimeError, ValueError):
-            return None  # the store went down with its host: nobody is left to tell
-
-    def _set(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._world.store is not None:
-                self._world.store.set(key, "1")
+            return None  # the store went down with its host: there is no rank left to inform
 
     def _wait_for(self, key: str) -> Any:
-        """Give the rank that failed a moment to say why."""
-        deadline = time.monotonic() + _SPEAK_SECONDS
+        """Give the rank that failed a moment to post its message."""
+        deadline = time.monotonic() + _POST_SECONDS
         while time.monotonic() < deadline:
             value = self._read(self._world.store, key)
             if value is not None:
@@ -131,10 +119,10 @@ class FailureWatch:
                 continue
             if self._left.wait(_LEAVE_SECONDS):
                 return
-            # The main thread hangs in a collective that nobody will complete; there is nothing of
+            # The main thread hangs in a collective that will never complete; there is nothing of
             # ours left to save, as a checkpoint is published by a rename only.
             if self._world.local_rank == 0 and failure["host"] != self._host:
-                report(DistributedError(_of_another(failure)))
+                logging.getLogger("plsc").error(_of_another(failure))
             os._exit(1)
 
 
@@ -160,3 +148,72 @@ def _is_connection_failure(error: BaseException) -> bool:
         return True
     text = str(error)
     return any(mark in text for mark in ("gloo", "Gloo", "NCCL", "Connection", "TCPStore"))
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignal:
+    """Context manager that turns the first SIGINT or SIGTERM into a request to stop.
+
+    `number` is the signal's, or 0. A second SIGINT raises KeyboardInterrupt at once. When the process is
+    still inside the context `deadline_seconds` after the first signal, it is ended: a peer may be
+    dead, and the collective that waits for it would never return. Outside the main thread, where Python
+    delivers no signals, it does nothing.
+    """
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self.number = 0
+        self._deadline_seconds = deadline_seconds
+        self._left = threading.Event()
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        # Python runs handlers between two bytecodes, so not while the main thread is inside a
+        # collective. The wake-up descriptor is written by the C handler itself, at once.
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._previous_descriptor = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        threading.Thread(target=self._watch, daemon=True, name="plsc-deadline").start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._previous:
+            return
+        self._left.set()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_descriptor)
+        os.close(self._write_end)  # ends the watching thread, which closes its own end
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def _watch(self) -> None:
+        try:
+            while received := os.read(self._read_end, 1):
+                number = received[0]
+                if number not in _SIGNALS:
+                    continue
+                if not self._left.wait(self._deadline_seconds):
+                    print(
+                        f"plsc: error: no step boundary within {self._deadline_seconds:g} s after "
+                        f"{signal.Signals(number).name}; stopped without saving",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os._exit(128 + number)
+                return
+        finally:
+            os.close(self._read_end)

@@ -20,7 +20,7 @@ def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> 
     The head gives the gradient of the mean loss of the GLOBAL batch, so the sum of what the ranks find
     is the gradient; DDP's average would be too small by the number of ranks.
 
-    bucket_mb: MiB of gradients that are summed at once, beside the rest of backward().
+    bucket_mb: MiB of gradients that are summed at once, while the rest of backward() runs.
     """
     if world.size == 1:
         return network

@@ -1,4 +1,4 @@
-"""Who am I: rank, world size, device and process groups, made once and passed along.
+"""Rank, world size, device and process groups, made once and passed along.
 
 Nothing else in the package reads the launcher's environment variables.
 """
@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 
 from plsc.errors import DistributedError, OptionError, first_line
-from plsc.marks import Part, mark
-from plsc.parallel.joining import fresh_store
 
 _LEAVE_SECONDS = 5.0  # a rank that failed never comes
 
@@ -32,7 +30,7 @@ class World:
 
     The groups are separate so that head traffic does not queue behind gradient buckets, and so that
     control messages travel over gloo on the CPU whatever the device is; a checkpoint is saved and another
-    one sent to a store beside training, in threads with a gloo group each. All are None in one process.
+    one sent to a store in the background, in threads with a gloo group each. All are None in one process.
     """
 
     rank: int
@@ -120,7 +118,7 @@ class World:
         return self.rank == 0
 
     def beside(self, group: dist.ProcessGroup | None) -> World:
-        """Return the same ranks as seen by a thread beside the main one, with a gloo group of its own."""
+        """Return the same ranks for a thread in the background, with a gloo group of its own."""
         return dataclasses.replace(
             self,
             device=torch.device("cpu"),
@@ -130,13 +128,11 @@ class World:
             owns_process_group=False,
         )
 
-    @mark(Part.CONTROL)
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
             dist.barrier(group=self.control_group)
 
-    @mark(Part.CONTROL)
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's small Python value, in rank order."""
         if self.size == 1:
@@ -145,7 +141,6 @@ class World:
         dist.all_gather_object(values, value, group=self.control_group)
         return values
 
-    @mark(Part.CONTROL)
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's small Python value on every rank."""
         if self.size == 1:
@@ -154,7 +149,6 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
 
-    @mark(Part.CONTROL)
     def gather_numbers(self, *values: int) -> list[list[int]]:
         """Return every rank's integers, as many on each, in rank order: one small collective on the CPU."""
         if self.size == 1:
@@ -164,7 +158,6 @@ class World:
         dist.all_gather_into_tensor(gathered, mine, group=self.control_group)
         return gathered.view(self.size, len(values)).tolist()
 
-    @mark(Part.CONTROL)
     def agree_max(self, *values: int) -> list[int]:
         """Return the largest of each integer over the ranks: one small collective."""
         if self.size == 1:
@@ -211,7 +204,7 @@ def _own_store(control_group: dist.ProcessGroup) -> dist.Store:
 
 
 def _launch() -> str:
-    """Return what tells torchrun's agent from all others; empty without one.
+    """Return what identifies torchrun's agent; empty without one.
 
     Each agent makes a new folder for the errors of its ranks: <folder>/attempt_<n>/<local rank>/error.json.
     Its run id is often that of other launches, too, and it is not always the parent process.
@@ -237,3 +230,50 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
             f"{torch.cuda.device_count()}; start that many ranks, or set_device('cpu')"
         )
     return torch.device("cuda", local_rank)
+
+
+_POLL_SECONDS = 0.02
+
+
+def fresh_store(store: dist.Store, rank: int, ranks: int, timeout_seconds: float) -> dist.Store:
+    """Return a part of ``store`` that no earlier process has used, the same on all ranks; a collective.
+
+    Rank 0 draws the name of the part. Every other rank leaves a number of its own and waits for an answer to
+    just that number; rank 0 answers each number that it finds, those of dead processes too, until
+    every rank has confirmed. Raises TimeoutError if some rank never comes.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    if rank == 0:
+        name = secrets.token_hex(8)
+        _answer(store, name, ranks, deadline)
+    else:
+        number = secrets.token_hex(8)
+        store.set(f"plsc/hello/{rank}", number)
+        _wait_for(store, f"plsc/answer/{number}", deadline, "rank 0 did not come")
+        name = store.get(f"plsc/answer/{number}").decode()
+        store.set(f"plsc/confirmed/{name}/{rank}", "1")
+    return dist.PrefixStore(f"plsc/{name}", store)
+
+
+def _answer(store: dist.Store, name: str, ranks: int, deadline: float) -> None:
+    missing = set(range(1, ranks))
+    answered: set[bytes] = set()
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"plsc/confirmed/{name}/{rank}"]):
+                missing.discard(rank)
+            elif store.check([f"plsc/hello/{rank}"]):
+                number = store.get(f"plsc/hello/{rank}")
+                if number not in answered:
+                    store.set(f"plsc/answer/{number.decode()}", name)
+                    answered.add(number)
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"rank {min(missing)} did not come")
+        time.sleep(_POLL_SECONDS if missing else 0)
+
+
+def _wait_for(store: dist.Store, key: str, deadline: float, problem: str) -> None:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(problem)
+        time.sleep(_POLL_SECONDS)

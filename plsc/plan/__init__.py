@@ -2,8 +2,7 @@
 
 from plsc.plan.arguments import ARGUMENTS, Argument
 from plsc.plan.backbone import BackbonePlan, plan_backbone
-from plsc.plan.head import HeadPlan, plan_head, tile_rows
-from plsc.plan.network import Transfer
+from plsc.plan.head import HeadPlan, Transfer, plan_head, tile_rows
 from plsc.plan.run import Plan, plan
 
 __all__ = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.options.optimizer_table import OPTIMIZERS
-from plsc.plan.checks import one_of, whole
-from plsc.plan.network import Transfer, backbone_transfers
+from plsc.plan.arguments import one_of, whole
+from plsc.plan.head import Transfer, all_gather, all_reduce, reduce_scatter
 
 PRECISIONS = {
     "float32": "float32",
@@ -27,7 +27,7 @@ class BackbonePlan:
     images: of a rank's step, computed in `parts` one after another; numbers: how many the parameters are.
     stored: what stays between the steps, gradients included. step: what else is there, at most. kept: of it,
     what the forward pass leaves for the backward pass. operations: of the products of a step, forward and
-    backward. moved: what its operators read and write, each for itself.
+    backward. transfers: the collectives that sum the gradients over the ranks.
     """
 
     name: str
@@ -39,18 +39,13 @@ class BackbonePlan:
     step: dict[str, int]
     kept: int
     operations: int
-    moved: int
-    gradient_bytes: int
     shards: int
+    transfers: tuple[Transfer, ...]
 
     @property
     def device_bytes(self) -> int:
         """What the device must hold for the backbone."""
         return sum(self.stored.values()) + sum(self.step.values())
-
-    def transfers(self, ranks: int) -> tuple[Transfer, ...]:
-        """Return the collectives that sum its gradients."""
-        return backbone_transfers(ranks, self.gradient_bytes, min(self.shards, ranks))
 
 
 def plan_backbone(
@@ -75,7 +70,7 @@ def plan_backbone(
     import torch
 
     from plsc.models import build_model
-    from plsc.optim.factory import build_optimizer
+    from plsc.optim.optimizers import build_optimizer
     from plsc.options.optim import DEFAULT_RATE
     from plsc.plan.measure import measure
 
@@ -129,7 +124,27 @@ def plan_backbone(
         step=step,
         kept=found.kept,
         operations=parts * found.operations,
-        moved=parts * found.moved,
-        gradient_bytes=found.trained,
         shards=shards,
+        transfers=_transfers(ranks, found.trained, shards),
     )
+
+
+def _transfers(ranks: int, gradients: int, shards: int) -> tuple[Transfer, ...]:
+    """Return the collectives that sum gradients of so many bytes.
+
+    shards: of how many ranks each has a part of the parameters (FSDP): these are gathered for forward and
+    backward, the gradients scattered, and summed over the copies.
+    """
+    if ranks == 1:
+        return ()
+    if shards == 1:
+        return (all_reduce("backbone's gradients", ranks, gradients),)
+    block = -(-gradients // shards)
+    found = [
+        all_gather("parameters, forward", shards, block),
+        all_gather("parameters, backward", shards, block),
+        reduce_scatter("backbone's gradients", shards, block),
+    ]
+    if ranks > shards:
+        found.append(all_reduce("backbone's gradients", ranks // shards, block))
+    return tuple(found)

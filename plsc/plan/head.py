@@ -1,7 +1,7 @@
 """What a sharded head will need: memory, arithmetic, network.
 
 Plain arithmetic; no tensor is made and torch is not loaded. Notation of docs/head.md: B samples in the
-global batch, D embedding size, n rows of a rank that take part in a step. A rank means the largest one.
+global batch, D embedding size, n rows of a rank that take part in a step. All is of the largest rank.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plsc.errors import OptionError
-from plsc.parallel.shard import class_range
-from plsc.plan.checks import batch_sizes, one_of, whole
-from plsc.plan.network import Transfer, head_transfers
+from plsc.parallel.collectives import class_range
+from plsc.plan.arguments import batch_sizes, one_of, whole
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _OPTIMIZERS = ("sgd", "adamw", "adagrad")
@@ -32,6 +31,35 @@ _DRAW_INDICES = 6
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """A collective of a step.
+
+    payload: bytes of the whole tensor, the gathered or the reduced one. sent: bytes that one rank sends
+    if the ranks form a ring.
+    """
+
+    collective: str
+    content: str
+    payload: int
+    sent: int
+
+
+def all_gather(content: str, ranks: int, block: int) -> Transfer:
+    """Return the transfer after which each rank has the blocks, of so many bytes, of all ranks."""
+    return Transfer("all-gather", content, ranks * block, (ranks - 1) * block)
+
+
+def reduce_scatter(content: str, ranks: int, block: int) -> Transfer:
+    """Return the transfer after which each rank has the sum over the ranks of one block."""
+    return Transfer("reduce-scatter", content, ranks * block, (ranks - 1) * block)
+
+
+def all_reduce(content: str, ranks: int, payload: int) -> Transfer:
+    """Return the transfer after which each rank has the sum over the ranks of a tensor."""
+    return Transfer("all-reduce", content, payload, 2 * (ranks - 1) * -(-payload // ranks))
+
+
+@dataclass(frozen=True)
 class HeadPlan:
     """The needs of a head. All sizes are bytes on the rank with most classes.
 
@@ -47,7 +75,7 @@ class HeadPlan:
     batch: int
     local_classes: int
     rows_in_play: int
-    bytes_a_class: int
+    bytes_per_class: int
     stored: dict[str, int]
     step: dict[str, int]
     is_offloaded: bool
@@ -73,16 +101,6 @@ class HeadPlan:
         """What CPU memory must hold for offloaded rows."""
         return self.stored_bytes + self.host_copies if self.is_offloaded else 0
 
-    @property
-    def payload(self) -> int:
-        """Bytes of all collectives of a step."""
-        return sum(transfer.payload for transfer in self.transfers)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a rank sends in a step, in rings."""
-        return sum(transfer.sent for transfer in self.transfers)
-
 
 def plan_head(
     classes: float,
@@ -101,181 +119,124 @@ def plan_head(
 ) -> HeadPlan:
     """Work out what a ShardedHead with a row optimizer needs, for a margin such as arcface.
 
-    See `plsc.plan.ARGUMENTS` for their meanings; classes may be a whole float. batch may be the sizes of
-    all ranks. Raises OptionError for what is out of range.
+    See `plsc.plan.ARGUMENTS` for the arguments; batch may be the sizes of all ranks. Raises OptionError for
+    what is out of range.
     """
     if not 0 < ratio <= 1:
         raise OptionError(f"ratio is {ratio}; expected a share of the classes in (0, 1]")
-    ranks = whole("ranks", ranks, 1)
-    head = _Head(
-        classes=whole("classes", classes, 1),
-        sizes=batch_sizes(batch, ranks),
-        d=whole("embedding", embedding, 1),
-        k=whole("centers", centers, 1),
-        ratio=ratio,
-        rows=one_of("rows", rows, ("float32", "bfloat16")),
-        optimizer=one_of("optimizer", optimizer, _OPTIMIZERS),
-        state=one_of("state", state, tuple(_BYTES)),
-        embedding_bytes=_BYTES[one_of("embedding_dtype", embedding_dtype, ("float32", "bfloat16"))],
-        offload=offload,
-        budget=whole("keep_bytes", keep_bytes, 0),
+    ranks, classes = whole("ranks", ranks, 1), whole("classes", classes, 1)
+    sizes = batch_sizes(batch, ranks)
+    d, k = whole("embedding", embedding, 1), whole("centers", centers, 1)
+    row = _row_bytes(d, rows, optimizer, state)
+    embedding_bytes = _BYTES[one_of("embedding_dtype", embedding_dtype, ("float32", "bfloat16"))]
+    budget = whole("keep_bytes", keep_bytes, 0)
+
+    b, local = sum(sizes), class_range(classes, 0, ranks)[1]  # no rank has more than the first
+    drawn = math.ceil(local * ratio)
+    n = max(drawn, min(b, local)) * k  # the classes of the batch always take part
+    kept = 2 * n * b
+    keeps_terms = 0 < kept <= budget
+    stored = {name: local * k * size for name, size in row.items()}
+
+    matrix = b * d * _FLOAT
+    step = {
+        "embeddings of all ranks": b * d * embedding_bytes
+        + (matrix if embedding_bytes < _FLOAT else 0),
+        "embeddings at length 1": matrix,
+        "rows of the labels": k * matrix,
+        "mixed rows": matrix,
+        "gradient of the embeddings": matrix + max(sizes) * d * _FLOAT,
+        "tiles": _tile_bytes(n, b, d, k, is_rounded={rows, state} != {"float32"}),
+    }
+    if keeps_terms:
+        step["kept terms"] = kept
+    if ratio < 1 or offload:
+        step["numbers of the rows in play"] = n * _INDEX * (_DRAW_INDICES if ratio < 1 else 1)
+    if offload:
+        step |= {f"copy of {name}": n * size for name, size in row.items()}
+        host_copies = n * sum(row.values())
+        moved = 2 * host_copies
+    else:
+        host_copies = 0
+        # The rows are read by both passes and written once, the states read and written once.
+        moved = n * (row["weight"] + 2 * sum(row.values())) + (2 * kept if keeps_terms else 0)
+
+    notes = []
+    if ratio < 1 and min(b, local) > drawn:
+        notes.append(
+            f"the classes of a batch always take part: up to {min(b, local):,} may, more than "
+            f"the {drawn:,} of ratio {ratio:g}"
+        )
+    if 0 < budget < kept:
+        notes.append(
+            f"the terms of the first pass need {kept:,} bytes, more than keep_bytes; they are computed twice"
+        )
+    if offload and ratio == 1:
+        notes.append(
+            "with ratio 1 all rows travel in each step, and the device holds them all; offload is for "
+            "sampled classes"
+        )
+    return HeadPlan(
+        classes=classes,
+        ranks=ranks,
+        batch=b,
+        local_classes=local,
+        rows_in_play=n,
+        bytes_per_class=k * sum(row.values()),
+        stored=stored,
+        step=step,
+        is_offloaded=offload,
+        host_copies=host_copies,
+        keeps_terms=keeps_terms,
+        operations=(6 if keeps_terms else 8) * b * n * d,
+        rows_moved=moved,
+        transfers=_transfers(sizes, d, embedding_bytes),
+        notes=tuple(notes),
     )
+
+
+def _row_bytes(d: int, rows: str, optimizer: str, state: str) -> dict[str, int]:
+    """Return the bytes of one row and of each of its states, by the optimizer's names."""
+    weight = d * _BYTES[one_of("rows", rows, ("float32", "bfloat16"))]
+    one_of("optimizer", optimizer, _OPTIMIZERS)
+    size = _BYTES[one_of("state", state, tuple(_BYTES))]
     if state == "int8" and optimizer != "sgd":
         raise OptionError(
             f"state is 'int8', which {optimizer} does not have; expected float32 or bfloat16, or "
             "optimizer sgd"
         )
-    return head.plan()
+    if optimizer == "adamw":
+        return {"weight": weight, "exp_avg": d * size, "exp_avg_sq": d * size, "steps": 4}
+    if optimizer == "adagrad":
+        return {"weight": weight, "sum_of_squares": size}
+    states = {"weight": weight, "momentum_buffer": d * size}
+    if state == "int8":
+        states["momentum_scale"] = -(-d // _BLOCK) * _FLOAT
+    return states
 
 
-@dataclass(frozen=True)
-class _Head:
-    """A head's settings, checked. sizes: samples of each rank; d: embedding size; k: rows a class."""
-
-    classes: int
-    sizes: list[int]
-    d: int
-    k: int
-    ratio: float
-    rows: str
-    optimizer: str
-    state: str
-    embedding_bytes: int
-    offload: bool
-    budget: int
-
-    def plan(self) -> HeadPlan:
-        step = self.step()
-        travelling = self.n * self.bytes_a_row if self.offload else 0
-        return HeadPlan(
-            classes=self.classes,
-            ranks=len(self.sizes),
-            batch=self.b,
-            local_classes=self.local,
-            rows_in_play=self.n,
-            bytes_a_class=self.k * self.bytes_a_row,
-            stored=self.stored(),
-            step=step,
-            is_offloaded=self.offload,
-            host_copies=travelling,
-            keeps_terms=self.keeps,
-            operations=(6 if self.keeps else 8) * self.b * self.n * self.d,
-            rows_moved=2 * travelling if self.offload else self.rows_moved(),
-            transfers=head_transfers(self.sizes, self.d, self.embedding_bytes),
-            notes=self.notes(),
-        )
-
-    @property
-    def b(self) -> int:
-        """Samples of the global batch."""
-        return sum(self.sizes)
-
-    @property
-    def local(self) -> int:
-        """Classes of the first rank; no rank has more."""
-        start, stop = class_range(self.classes, 0, len(self.sizes))
-        return stop - start
-
-    @property
-    def drawn(self) -> int:
-        """Classes of the sample that each step draws."""
-        return math.ceil(self.local * self.ratio)
-
-    @property
-    def n(self) -> int:
-        """Rows in play; the classes of the batch always are."""
-        return max(self.drawn, min(self.b, self.local)) * self.k
-
-    @property
-    def states(self) -> dict[str, int]:
-        """Bytes of a row's states."""
-        size = _BYTES[self.state]
-        if self.optimizer == "adamw":
-            return {"exp_avg": self.d * size, "exp_avg_sq": self.d * size, "steps": 4}
-        if self.optimizer == "adagrad":
-            return {"sum_of_squares": size}
-        if self.state == "int8":
-            blocks = -(-self.d // _BLOCK)
-            return {"momentum_buffer": self.d, "momentum_scale": blocks * _FLOAT}
-        return {"momentum_buffer": self.d * size}
-
-    @property
-    def weight(self) -> int:
-        """Bytes of a row."""
-        return self.d * _BYTES[self.rows]
-
-    @property
-    def bytes_a_row(self) -> int:
-        """Bytes of a row and its states."""
-        return self.weight + sum(self.states.values())
-
-    @property
-    def kept(self) -> int:
-        """Bytes of the terms that the first pass could leave."""
-        return self.n * self.b * 2
-
-    @property
-    def keeps(self) -> bool:
-        """Whether it leaves them."""
-        return 0 < self.kept <= self.budget
-
-    def stored(self) -> dict[str, int]:
-        sizes = {"weight": self.weight, **self.states}
-        return {name: self.local * self.k * size for name, size in sizes.items()}
-
-    def step(self) -> dict[str, int]:
-        matrix = self.b * self.d * _FLOAT
-        copy = matrix if self.embedding_bytes != _FLOAT else 0
-        step = {
-            "embeddings of all ranks": self.b * self.d * self.embedding_bytes + copy,
-            "embeddings at length 1": matrix,
-            "rows of the labels": self.b * self.k * self.d * _FLOAT,
-            "mixed rows": matrix,
-            "gradient of the embeddings": matrix + max(self.sizes) * self.d * _FLOAT,
-            "tiles": self.tiles(),
-        }
-        if self.keeps:
-            step["kept terms"] = self.kept
-        if self.ratio < 1 or self.offload:
-            indices = _DRAW_INDICES if self.ratio < 1 else 1
-            step["numbers of the rows in play"] = self.n * _INDEX * indices
-        if self.offload:
-            step["copy of weight"] = self.n * self.weight
-            step |= {f"copy of {name}": self.n * size for name, size in self.states.items()}
-        return step
-
-    def tiles(self) -> int:
-        rows = min(self.n, max(1, tile_rows(self.b) // self.k) * self.k)
-        logits = rows * (_LOGIT_PHASE[0] * self.d + _LOGIT_PHASE[1] * self.b)
-        is_rounded = {self.rows, self.state} != {"float32"}
-        update = rows * self.d * (_ROUNDED_UPDATE_PHASE if is_rounded else _UPDATE_PHASE)
-        return max(logits, update) * _FLOAT
-
-    def rows_moved(self) -> int:
-        # The rows are read by both passes and written once, the states read and written once.
-        moved = self.n * (3 * self.weight + 2 * sum(self.states.values()))
-        return moved + (2 * self.kept if self.keeps else 0)
-
-    def notes(self) -> tuple[str, ...]:
-        notes = []
-        if self.ratio < 1 and min(self.b, self.local) > self.drawn:
-            notes.append(
-                f"the classes of a batch always take part: up to {min(self.b, self.local):,} may, more than "
-                f"the {self.drawn:,} of ratio {self.ratio:g}"
-            )
-        if self.budget and self.kept > self.budget:
-            notes.append(
-                f"the terms of the first pass need {self.kept:,} bytes, more than keep_bytes; they are "
-                "computed twice"
-            )
-        if self.offload and self.ratio == 1:
-            notes.append(
-                "with ratio 1 all rows travel in each step, and the device holds them all; offload is for "
-                "sampled classes"
-            )
-        return tuple(notes)
+def _tile_bytes(n: int, b: int, d: int, k: int, *, is_rounded: bool) -> int:
+    """Return the most bytes that the plain kernels' tiles need, in a pass or in the update."""
+    rows = min(n, max(1, tile_rows(b) // k) * k)
+    logits = _LOGIT_PHASE[0] * d + _LOGIT_PHASE[1] * b
+    update = d * (_ROUNDED_UPDATE_PHASE if is_rounded else _UPDATE_PHASE)
+    return rows * max(logits, update) * _FLOAT
 
 
 def tile_rows(batch: int) -> int:
     """Return how many rows the plain kernels take at a time, for a global batch."""
     return max(_LEAST_TILE, min(_LARGEST_TILE, _TILE_ELEMENTS // max(1, batch)))
+
+
+def _transfers(sizes: list[int], d: int, embedding_bytes: int) -> tuple[Transfer, ...]:
+    """Return the collectives of a step; equal blocks move, so smaller ones are padded."""
+    ranks, most = len(sizes), max(sizes)
+    if ranks == 1:
+        return ()
+    return (
+        all_gather("batch sizes", ranks, _INDEX),
+        all_gather("labels", ranks, most * _INDEX),
+        all_gather("embeddings", ranks, most * d * embedding_bytes),
+        all_reduce("two sums per sample", ranks, 2 * sum(sizes) * _FLOAT),
+        reduce_scatter("embedding gradient", ranks, most * d * _FLOAT),
+    )

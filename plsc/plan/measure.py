@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from plsc.errors import OptionError, PlscError, first_line
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
-from plsc.models.modes import use_torchs_layers
+from plsc.models.convolution import use_torchs_layers
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Measured:
     parameters, trained, buffers: bytes of the tensors, of those with gradients; numbers: how many numbers
     the parameters are. kept: what the forward pass leaves for the backward pass. peak: the most that is
     there at once, images and outputs included, parameters and their gradients not. state: the optimizer's.
-    operations: of the products of both passes; moved: what their operators read and write, each for itself.
+    operations: of the products of both passes.
     largest_block, outside_blocks: parameters of the largest block, and of what is in none.
     """
 
@@ -45,7 +45,6 @@ class Measured:
     peak: int = 0
     state: int = 0
     operations: int = 0
-    moved: int = 0
 
 
 def measure(
@@ -67,17 +66,9 @@ def measure(
         OptionError: the network cannot be run without data.
     """
     try:
-        with torch.device("meta"):  # no memory, no time for initial weights
-            network = build().train()
-    except PlscError:
-        network = build().train()  # a constructor may want real numbers
-    except (RuntimeError, TypeError) as error:  # sizes beyond torch's
-        raise OptionError(
-            f"the network cannot be made: {type(error).__name__}: {first_line(error)[:200]}"
-        ) from error
-    use_torchs_layers(network)
-    checkpoint_activations(network, checkpoint, every)
-    try:
+        network = _build(build)
+        use_torchs_layers(network)
+        checkpoint_activations(network, checkpoint, every)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             _replace_tensors(network)
             found = _sizes(network)
@@ -87,18 +78,25 @@ def measure(
                     embeddings = network(images)
                 found.kept = count.live
                 embeddings.float().backward(torch.ones_like(embeddings, dtype=torch.float32))
-            found.peak, found.operations, found.moved = count.peak, count.operations, count.moved
+            found.peak, found.operations = count.peak, count.operations
     except PlscError:
         raise
     except Exception as error:  # whatever a network may do with its input
-        line = first_line(error)
         raise OptionError(
-            f"the network cannot be planned, for it does not run without data: {type(error).__name__}: "
-            f"{line[:200]}"
+            "the network cannot be planned, for it does not run without data: "
+            f"{type(error).__name__}: {first_line(error)[:200]}"
         ) from error
     if optimizer is not None:
         found.state = count_states(network, optimizer)
     return found
+
+
+def _build(build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with torch.device("meta"):  # no memory, no time for initial weights
+            return build().train()
+    except PlscError:
+        return build().train()  # a constructor may want real numbers
 
 
 def _replace_tensors(network: nn.Module) -> None:
@@ -154,7 +152,7 @@ def count_states(
 
 
 class MemoryCount(TorchDispatchMode):
-    """Counts the bytes that operators allocate while it is active, and the work that they do.
+    """Counts the bytes that operators allocate while it is active, and the operations of their products.
 
     Parameters and buffers of the network, and the gradients that gather in ``grad``, are left out of `live`
     and `peak`. Works on real tensors, too.
@@ -164,7 +162,7 @@ class MemoryCount(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self.operations = self.moved = 0
+        self.operations = 0
         self._sizes: dict[int, int] = {}  # by storage; 0 for what is left out
         self._watch = [
             p.register_post_accumulate_grad_hook(self._leave_gradient)
@@ -187,12 +185,9 @@ class MemoryCount(TorchDispatchMode):
         output = func(*args, **named)
         outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         new = [one for one in outputs if self._add(one)]
-        if new or func._schema.is_mutable:  # else it gave views
-            inputs = [one for one in tree_leaves((args, named)) if isinstance(one, Tensor)]
-            formula = flop_registry.get(func.overloadpacket)
-            if formula is not None:
-                self.operations += int(formula(*args, **named, out_val=output))
-            self.moved += sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None and (new or func._schema.is_mutable):  # else it gave views
+            self.operations += int(formula(*args, **named, out_val=output))
         return output
 
     def _add(self, tensor: Tensor) -> bool:

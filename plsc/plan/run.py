@@ -1,35 +1,61 @@
-"""The plan of a whole run: head and backbone."""
+"""The plan of a whole run, head and backbone, and how it is printed."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import OptionError
+from plsc.plan.arguments import batch_sizes, check_kinds, one_of, whole
 from plsc.plan.backbone import PRECISIONS, BackbonePlan, plan_backbone
-from plsc.plan.checks import batch_sizes, check_kinds, one_of, whole
-from plsc.plan.head import HeadPlan, plan_head
-from plsc.plan.report import render
+from plsc.plan.head import HeadPlan, Transfer, plan_head
+
+DEVICE = 80 * 10**9  # bytes of the device that the answer is about
+_MANY_RANKS = 2**16
+# What makes a head, or a backbone, smaller: changed arguments of `plan`.
+_SMALLER_HEAD: tuple[dict[str, Any], ...] = (
+    {"rows": "bfloat16", "state": "bfloat16"},
+    {"rows": "bfloat16", "optimizer": "adagrad", "state": "float32"},
+    {"ratio": 0.1, "offload": True},
+)
+_SMALLER_BACKBONE: tuple[dict[str, Any], ...] = (
+    {"precision": "bfloat16"},
+    {"checkpoint": "all"},
+    {"micro_batches": 4},
+    {"precision": "bfloat16", "checkpoint": "all", "micro_batches": 4},
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs; head and backbone are None where they were not asked for."""
+    """What a run needs; head and backbone are None where they were not asked for.
+
+    answer: whether it fits in a device of 80 GB, and what would make it fit.
+    """
 
     ranks: int
     head: HeadPlan | None
     backbone: BackbonePlan | None
+    answer: str
 
     @property
     def device_bytes(self) -> int:
         """What the device must hold for both."""
-        return sum(one.device_bytes for one in (self.head, self.backbone) if one is not None)
+        return _bytes_of(self.head, self.backbone)
 
     def render(self) -> str:
-        """Return the plan as tables of text."""
-        return render(self.head, self.backbone)
+        """Return the answer, and the plan as tables."""
+        lines = [self.answer, ""]
+        if self.head is not None:
+            lines += [*_render_head(self.head), ""]
+        if self.backbone is not None:
+            lines += [*_render_backbone(self.backbone), ""]
+        if self.head is not None and self.backbone is not None:
+            lines += ["Head and backbone, bytes per rank", _line("device", self.device_bytes), ""]
+        lines += [f"note: {note}" for note in (self.head.notes if self.head is not None else ())]
+        return "\n".join(lines).rstrip("\n")
 
 
 def plan(
@@ -50,39 +76,187 @@ def plan(
         raise OptionError(
             "nothing to plan; give classes for the head, model for the backbone, or both"
         )
-    of_head, of_backbone = _sort(more)
-    if classes is None:
-        _refuse_lone(of_head, of_backbone, "the head", "classes")
-    if model is None:
-        _refuse_lone(of_backbone, of_head, "the backbone", "model")
     check_kinds({"classes": classes, "model": model, "precision": precision, **more})
+    of_head, of_backbone = _sort(more, classes is not None, model is not None)
     ranks = whole("ranks", ranks, 1)
     one_of("precision", precision, PRECISIONS)
-    if "embedding" in more:
-        of_backbone["embedding"] = more["embedding"]
-    # The head first: a mistake there is noticed before torch is loaded.
-    head = None if classes is None else plan_head(classes, ranks=ranks, batch=batch, **of_head)
-    backbone = None
-    if model is not None:
-        one = max(batch_sizes(batch, ranks))
-        backbone = plan_backbone(model, batch=one, ranks=ranks, precision=precision, **of_backbone)
-    return Plan(ranks, head, backbone)
+
+    def head_with(**changes: Any) -> HeadPlan | None:
+        if classes is None:
+            return None
+        return plan_head(
+            **{"classes": classes, "ranks": ranks, "batch": batch, **of_head, **changes}
+        )
+
+    def backbone_with(**changes: Any) -> BackbonePlan | None:
+        if model is None:
+            return None
+        given = {"ranks": ranks, "batch": max(batch_sizes(batch, ranks)), "precision": precision}
+        return plan_backbone(model, **{**given, **of_backbone, **changes})
+
+    head = head_with()  # first: a mistake there is noticed before torch is loaded
+    backbone = backbone_with()
+    needed = _bytes_of(head, backbone)
+    if needed <= DEVICE:
+        answer = f"fits in {_gb(DEVICE)}: {_gb(needed)} per rank"
+    else:
+        ways = list(_ways_to_fit(head, backbone, head_with, backbone_with, isinstance(batch, int)))
+        answer = f"does not fit in {_gb(DEVICE)}: {_gb(needed)} per rank; " + (
+            f"fits with {' or '.join(ways)}" if ways else "combine more ranks with smaller types"
+        )
+    return Plan(ranks, head, backbone, answer)
 
 
-def _refuse_lone(own: dict[str, Any], other: dict[str, Any], what: str, wanted: str) -> None:
-    """Raise OptionError for an argument that is about nothing but what is not planned."""
-    lone = [name for name in own if name not in other]
-    if lone:
-        raise OptionError(f"{lone[0]} is about {what}, which is planned if {wanted} is given")
-
-
-def _sort(more: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of head and backbone."""
-    found = []
-    for function in (plan_head, plan_backbone):
-        known = inspect.signature(function).parameters
-        found.append({name: value for name, value in more.items() if name in known})
+def _sort(
+    more: Mapping[str, Any], has_head: bool, has_backbone: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of head and backbone; OptionError for one that is of nothing planned."""
+    of_head, of_backbone = (
+        {
+            name: value
+            for name, value in more.items()
+            if name in inspect.signature(function).parameters
+        }
+        for function in (plan_head, plan_backbone)
+    )
     for name in more:
-        if not any(name in arguments for arguments in found):
+        if name not in of_head and name not in of_backbone:
             raise OptionError(f"there is no argument {name!r} of a plan; see plsc plan --help")
-    return found[0], found[1]
+        if not has_head and name not in of_backbone:
+            raise OptionError(f"{name} is about the head, which is planned if classes is given")
+        if not has_backbone and name not in of_head:
+            raise OptionError(f"{name} is about the backbone, which is planned if model is given")
+    return of_head, of_backbone
+
+
+def _ways_to_fit(
+    head: HeadPlan | None,
+    backbone: BackbonePlan | None,
+    head_with: Callable[..., HeadPlan | None],
+    backbone_with: Callable[..., BackbonePlan | None],
+    is_even: bool,
+) -> Iterator[str]:
+    """Yield changes, each of which makes head and backbone fit in `DEVICE`, as flags.
+
+    is_even: all ranks have the same batch size, so that their number may change.
+    """
+    if head is not None and _bytes_of(backbone) < DEVICE:
+        for changes in _SMALLER_HEAD:
+            needed = _bytes_of(head_with(**changes), backbone)
+            if needed <= DEVICE:
+                yield _flags(changes, needed)
+        rest = (
+            backbone_with(ranks=2) if head.ranks == 1 else backbone
+        )  # alike for any number over 1
+        ranks = 2 * head.ranks
+        while is_even and ranks <= _MANY_RANKS:
+            needed = _bytes_of(head_with(ranks=ranks), rest)
+            if needed <= DEVICE:
+                yield _flags({"ranks": ranks}, needed)
+                break
+            ranks *= 2
+    if backbone is not None and _bytes_of(head) < DEVICE:
+        for changes in _SMALLER_BACKBONE:
+            if backbone.images < changes.get("micro_batches", 1):
+                continue
+            needed = _bytes_of(head, backbone_with(**changes))
+            if needed <= DEVICE:
+                yield _flags(changes, needed)
+
+
+def _bytes_of(*plans: HeadPlan | BackbonePlan | None) -> int:
+    return sum(one.device_bytes for one in plans if one is not None)
+
+
+def _flags(changes: Mapping[str, Any], needed: int) -> str:
+    flags = (
+        f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()
+    )
+    return f"{' '.join(flags)} ({_gb(needed)})"
+
+
+def _render_head(plan: HeadPlan) -> list[str]:
+    stored_at = "in CPU memory" if plan.is_offloaded else "on the device"
+    terms = "6 B n D, terms kept" if plan.keeps_terms else "8 B n D, terms computed twice"
+    moved = "copied to the device and back" if plan.is_offloaded else "read and written"
+    lines = [
+        f"Head: {plan.classes:,} classes; ranks: {plan.ranks:,}, {plan.local_classes:,} classes on the "
+        f"largest; global batch: {plan.batch:,}; rows per rank in a step: {plan.rows_in_play:,}",
+        "",
+        *_table(f"Stored {stored_at}, bytes per rank", plan.stored),
+        _line("per class", plan.bytes_per_class),
+        "",
+        *_table("On the device in a step, bytes per rank, upper bounds", plan.step),
+        "",
+        "Total of the head, bytes per rank",
+        _line("device", plan.device_bytes),
+    ]
+    if plan.is_offloaded:
+        lines.append(_line("CPU memory", plan.host_bytes))
+    return [
+        *lines,
+        "",
+        "Arithmetic of a step, per rank",
+        _operations(f"products, {terms}", plan.operations),
+        _line(f"class weights and states {moved}", plan.rows_moved),
+        "",
+        *_network(plan.transfers),
+    ]
+
+
+def _render_backbone(plan: BackbonePlan) -> list[str]:
+    shards = "" if plan.shards == 1 else f"; shards: {plan.shards}"
+    return [
+        f"Backbone: {plan.name}, {plan.numbers:,} parameters, {plan.precision}; images per "
+        f"rank: {plan.images:,}; micro-batches: {plan.parts}{shards}",
+        "",
+        *_table("Stored on the device, bytes per rank", plan.stored),
+        "",
+        *_table("On the device in a step, bytes per rank, upper bounds", plan.step),
+        _line("of it, kept for the backward pass", plan.kept),
+        "",
+        "Total of the backbone, bytes per rank",
+        _line("device", plan.device_bytes),
+        "",
+        "Arithmetic of a step, per rank",
+        _operations("products, forward and backward", plan.operations),
+        "",
+        *_network(plan.transfers),
+    ]
+
+
+def _network(transfers: Iterable[Transfer]) -> list[str]:
+    rows = [(f"{one.collective} {one.content}", one.payload, one.sent) for one in transfers]
+    if not rows:
+        return ["Network of a step: none, there is one rank"]
+    rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    return ["Network of a step, bytes: payload, and what a rank sends in a ring"] + [
+        f"  {name:<44}{_human(payload):>14}{payload:>18,}{_human(sent):>14}{sent:>18,}"
+        for name, payload, sent in rows
+    ]
+
+
+def _table(title: str, sizes: Mapping[str, int]) -> list[str]:
+    rows = [_line(name, size) for name, size in sizes.items()]
+    return [title, *rows, _line("together", sum(sizes.values()))]
+
+
+def _line(name: str, size: int) -> str:
+    return f"  {name:<44}{_human(size):>18}{size:>26,}"
+
+
+def _operations(name: str, number: int) -> str:
+    return f"  {name:<44}{number / 1e12:>12,.4g} TFLOP{number:>26,}"
+
+
+def _human(size: float) -> str:
+    """Return bytes in the unit in which they are a short number."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} B" if unit == "B" else f"{size:,.2f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.3g} GB"

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plsc.errors import DataError
-from plsc.storage.block_cache import BLOCK_BYTES, BlockCache
+from plsc.storage.cache import BLOCK_BYTES, BlockCache, FileStamp, local_stamp, stamp_of
 from plsc.storage.retry import with_retries
-from plsc.storage.stamp import FileStamp, local_stamp, stamp_of
 from plsc.storage.urls import is_url, open_filesystem, shown
 
 _LOCKS = 16
@@ -73,7 +72,7 @@ class LocalBytes:
         return data
 
     def fileno(self) -> int:
-        """Return the descriptor, for those who read the file by pread themselves."""
+        """Return the descriptor, for code that reads the file by pread itself."""
         return self._descriptor
 
     def __del__(self) -> None:

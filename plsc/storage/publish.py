@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plsc.errors import DataError, PlscError
-from plsc.storage.names import base_name, parent_of
 from plsc.storage.retry import reason_of, with_retries
-from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
+from plsc.storage.urls import base_name, is_object_store, is_url, open_filesystem, parent_of, shown
 
 if TYPE_CHECKING:
     from plsc.storage.store import Store
@@ -139,7 +138,7 @@ def lock_note(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], *, is_synced: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside the local file `path` that takes its place when the block succeeds.
+    """Yield a temporary path next to the local file `path` that takes its place when the block succeeds.
 
     When the block fails, `path` is unchanged and the temporary file is removed. Raises DataError if the file
     cannot be written (no such folder, no permission, a full disk).
@@ -179,7 +178,7 @@ def publishing(location: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def publishing_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a hidden folder beside a local path, which takes that name when the block succeeds.
+    """Yield a hidden folder next to a local path, which takes that name when the block succeeds.
 
     Raises DataError as `publishing` does.
     """
@@ -193,7 +192,7 @@ def publishing_folder(path: str | Path) -> Iterator[Path]:
 class Workspace:
     """``.<name>.plsc-partial`` in `parent`, locked while this process lives.
 
-    What an earlier run that was killed left in it is removed; `cleaned` tells whether there was any. Leaving
+    What an earlier run that was killed left in it is removed; `cleaned`: whether there was any. Leaving
     the context removes the folder unless it was published. Raises DataError if another run has it.
     """
 

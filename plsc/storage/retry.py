@@ -1,11 +1,15 @@
-"""Ask a remote store again when it fails for a moment, for a bounded time."""
+"""Calls of a remote store: repeated for a bounded time, and given up when the store is silent.
+
+A server may fail for a moment, or take a connection and never answer."""
 
 from __future__ import annotations
 
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from plsc.errors import DataError, PlscError
@@ -36,7 +40,7 @@ _UNREACHABLE = re.compile(
 )
 # A generator of its own: the global one belongs to the user's experiment.
 _jitter = random.Random()
-# Where HDFS goes on with the stack of its server; its client escapes the line ends.
+# Where the stack trace of an HDFS server begins; its client escapes the line ends.
 _JAVA_TRACE = re.compile(r"(?:\\n|\n)(?:\\t|\t)at ")
 
 
@@ -50,28 +54,27 @@ def with_retries(
     Raises DataError that names the last fault, how long it was tried, and what to check.
     """
     started = time.monotonic()
-    wait = _FIRST_WAIT
-    for attempt in range(1, attempts + 1):
+    pause = _FIRST_WAIT
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return call()
-        except (PlscError, KeyboardInterrupt):
+        except PlscError:
             raise
         except Exception as error:  # each client of a store has exceptions of its own
             advice = _advice(error)
-            if isinstance(error, _FINAL) or advice in (_SIGN_IN, _ALLOWED):
-                raise DataError(
-                    f"{what} ({reason_of(error)}){advice and f'; {advice}'}"
-                ) from _cause(error)
+            is_final = isinstance(error, _FINAL) or advice in (_SIGN_IN, _ALLOWED)
             passed = time.monotonic() - started
             left = total_seconds - passed
-            if attempt == attempts or left <= 0:
+            if is_final or attempt == attempts or left <= 0:
                 tries = f"{attempt} tries" if attempt > 1 else "one try"
+                after = "" if is_final else f" after {tries} in {passed:.0f} s"
                 raise DataError(
-                    f"{what} after {tries} in {passed:.0f} s ({reason_of(error)}){advice and f'; {advice}'}"
+                    f"{what}{after} ({reason_of(error)}){advice and f'; {advice}'}"
                 ) from _cause(error)
-            time.sleep(min(wait * _jitter.uniform(0.75, 1.25), left))
-            wait = min(2 * wait, _LONGEST_WAIT)
-    raise AssertionError("attempts must be at least 1")
+            time.sleep(min(pause * _jitter.uniform(0.75, 1.25), left))
+            pause = min(2 * pause, _LONGEST_WAIT)
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -97,7 +100,56 @@ def _advice(error: Exception) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a client's fault in a line: cut short, as some put whole requests into it; without passwords."""
+    """Return a client's fault in one line: cut short, as some quote whole requests; without passwords."""
     text = _JAVA_TRACE.split(str(getattr(error, "strerror", None) or error), maxsplit=1)[0]
     text = shown(" ".join(text[:10_000].split()), by_client=True)[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_LOOK_SECONDS = 0.5
+
+
+class Pulse:
+    """Counts the bytes of a transfer as they arrive, reports them, and keeps the time of the last."""
+
+    def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        self.last = time.monotonic()
+        self._on_bytes = on_bytes
+        self._count = 0
+
+    def begin(self) -> None:
+        """A try begins: what moved in an earlier one is taken back."""
+        self.beat(-self._count)
+
+    def beat(self, count: int) -> None:
+        """`count` more bytes have moved."""
+        self.last = time.monotonic()
+        self._count += count
+        if self._on_bytes is not None and count:
+            self._on_bytes(count)
+
+    def end(self, total: int) -> None:
+        """All `total` bytes have moved, whether the client reported them or not."""
+        self.beat(total - self._count)
+
+
+def watched(call: Callable[[], Answer], silence: float, pulse: Pulse | None = None) -> Answer:
+    """Return ``call()``, made in a thread of its own; TimeoutError after `silence` seconds without a beat.
+
+    The thread of a call that was given up stays behind, as nothing can end it; it keeps no process alive.
+    """
+    pulse = pulse or Pulse()
+    pulse.begin()
+    outcome: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="plsc-store").start()
+    while not wait([outcome], _LOOK_SECONDS).done:
+        if time.monotonic() - pulse.last > silence:
+            raise TimeoutError(f"no answer for {silence:g} s")
+    return outcome.result()

@@ -2,12 +2,16 @@
 
 Every call to a remote store is repeated for a bounded time, abandoned when the store stops answering, and
 checked afterwards where some client does not report its failure. Errors are DataError, without secrets.
-"""
+
+
+How far a transfer is, and how fast: a line now and then, and one at its end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +21,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
 from plsc.storage.publish import hidden_name, sync
-from plsc.storage.retry import with_retries
+from plsc.storage.retry import Pulse, watched, with_retries
 from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
-from plsc.storage.watch import Pulse, watched
 
 Answer = TypeVar("Answer")
 OnBytes = Callable[[int], None]
@@ -134,7 +137,7 @@ class Store:
         self._check_size(name, len(data))
 
     def put(self, local: Path, name: str, on_bytes: OnBytes | None = None) -> None:
-        """Send a local file. on_bytes is told how many more bytes went; less than 0 if a try failed."""
+        """Send a local file. on_bytes gets how many more bytes went; less than 0 if a try failed."""
         pulse = Pulse(on_bytes)
         size = local.stat().st_size
 
@@ -157,7 +160,7 @@ class Store:
         pulse.end(local.stat().st_size)
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder, and those above it, where the store knows folders.
+        """Make a folder, and those above it, where the store has folders.
 
         A bucket is not made: one that is not there is a mistake. Raises DataError for that, too.
         """
@@ -197,7 +200,7 @@ class Store:
         bucket = self._path.strip("/").split("/", 1)[0]
 
         def call() -> bool:
-            with contextlib.suppress(PermissionError):  # who may not list it may still write
+            with contextlib.suppress(PermissionError):  # it may be writable without being listable
                 return bool(self._filesystem.exists(bucket))
             return True
 
@@ -252,3 +255,59 @@ class _Telling(Callback):
 
     def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Any:
         return self
+
+
+_SECONDS_BETWEEN = 10.0
+
+
+class Transfer:
+    """Counts the bytes of one rank's share of a transfer and logs them.
+
+    what: begins each line. total: bytes of this share. say: prints a line; None stays silent.
+    """
+
+    def __init__(self, what: str, total: int, say: Callable[[str], None] | None) -> None:
+        self._what = what
+        self._total = total
+        self._say = say
+        self._done = 0
+        self._began = self._told = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """`count` more bytes have moved; from any thread."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            is_due = now - self._told >= _SECONDS_BETWEEN
+            if is_due:
+                self._told = now
+        if is_due and self._say is not None:
+            share = min(1.0, self._done / max(1, self._total))
+            left = (self._total - self._done) / max(1.0, self.rate)
+            self._say(
+                f"{self._what}: {share:.0%} of {in_words(self._total)}, {in_words(self.rate)}/s, "
+                f"{max(0.0, left):.0f} s left"
+            )
+
+    def end(self) -> None:
+        """All has moved."""
+        if self._say is not None:
+            seconds = time.monotonic() - self._began
+            self._say(
+                f"{self._what}: {in_words(self._total)} in {seconds:.1f} s, {in_words(self.rate)}/s"
+            )
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second so far."""
+        return self._done / max(1e-3, time.monotonic() - self._began)
+
+
+def in_words(count: float) -> str:
+    """Return a number of bytes in words, such as ``1.4 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,14 +1,17 @@
-"""Local paths and fsspec URLs, told apart in one place."""
+"""Local paths and fsspec URLs: which is which, their names, and the clients behind them."""
 
 from __future__ import annotations
 
 import os
+import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError
 from plsc.redaction import shown as shown
 from plsc.redaction import without_secrets as without_secrets
+from plsc.storage.retry import with_retries
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 # Their "rename" copies every byte and is seen half done. Memory is one of them for its renames of folders.
@@ -99,3 +102,35 @@ def _open_hdfs(url: str) -> tuple[Any, str]:
 
 def _protocol(url: str) -> str:
     return url.split("://", 1)[0].lower()
+
+
+def base_name(location: str) -> str:
+    """Return the last part of a path or URL."""
+    return location.rstrip("/").rsplit("/", 1)[-1]
+
+
+def parent_of(location: str) -> str:
+    """Return the folder of a path or URL."""
+    return (
+        location.rstrip("/").rsplit("/", 1)[0] if is_url(location) else str(Path(location).parent)
+    )
+
+
+def join(folder: str, name: str) -> str:
+    """Return a path or URL below a folder."""
+    return posixpath.join(folder, name)
+
+
+def exists(location: str) -> bool:
+    """Whether there is a file at a path or URL; DataError if the store does not answer."""
+    if not is_url(location):
+        return Path(location).is_file()
+    filesystem, inside = open_filesystem(location)
+
+    def look() -> bool:  # isfile() of the clients says no when the store does not answer
+        try:
+            return bool(filesystem.info(inside)["type"] == "file")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    return with_retries(look, f"{shown(location)} cannot be looked up")

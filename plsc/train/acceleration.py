@@ -7,9 +7,10 @@ from torch import nn
 
 from plsc.config import Config
 from plsc.errors import OptionError
-from plsc.models import BaseModel, check_model
+from plsc.models import BaseModel
 from plsc.models.base_model import use_channels_last
 from plsc.models.compiled import CompiledNetwork
+from plsc.models.dry_run import dry_run
 from plsc.models.folding import fold_batch_norm
 from plsc.parallel.world import World
 from plsc.train.logs import print_on_main
@@ -55,7 +56,7 @@ def lay_out(network: BaseModel, options: Config, device: torch.device) -> None:
     # FSDP takes no parameters of another layout than torch's usual one.
     use_channels_last(network, weights=options.parallel.backbone == "replicated")
     try:
-        check_model(network, options.model.image_shape, options.model.emb_size)
+        dry_run(network, options.model.image_shape)
     except OptionError as error:
         network.input_layout = torch.preserve_format
         network.to(memory_format=torch.contiguous_format)

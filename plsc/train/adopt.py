@@ -16,9 +16,8 @@ from plsc.checkpoint.roles import BACKBONE, CLASS_WEIGHTS
 from plsc.config import Config, Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model
+from plsc.models.adapted import TIMM, TORCHVISION
 from plsc.models.base_model import harmless_arguments
-from plsc.models.timm_models import PREFIX as TIMM
-from plsc.models.torchvision_models import PREFIX as TORCHVISION
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
 _LARGEST_BATCH = 2**30  # numbers in the images of a rank's batch

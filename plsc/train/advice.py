@@ -13,7 +13,7 @@ from plsc.data.batch import Batch
 from plsc.data.loader import SourceLoader
 from plsc.errors import as_worded
 from plsc.options.data import DataOptions
-from plsc.parallel.cores import usable_cores
+from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 
 SMALL_WAIT = 0.05  # of a step: below, nothing is said

@@ -10,11 +10,10 @@ from torch import nn
 from plsc.config import Config
 from plsc.errors import OptionError, first_line
 from plsc.models import BaseModel
+from plsc.models.base_model import evaluating
 from plsc.models.dry_run import count_calls
-from plsc.models.modes import evaluating
 from plsc.parallel.gradients import sum_gradients
-from plsc.parallel.sharding import shard_network, split_again
-from plsc.parallel.units import choose_units, match_units
+from plsc.parallel.sharding import choose_units, match_units, shard_network, split_again
 from plsc.parallel.world import World
 
 _KEPT_WHOLE = "its parameters stay whole on each rank"

@@ -20,14 +20,16 @@ from plsc.models import BaseModel, build_model, check_model
 from plsc.models.base_model import constructor_arguments
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.dropout import SampleNumbers, draw_by_sample
-from plsc.models.freezing import freeze, thaw
-from plsc.models.initial import initialise_by_rule
+from plsc.models.parameters import (
+    freeze,
+    initialise_by_rule,
+    separate_buffers,
+    thaw,
+)
 from plsc.models.sync_batch_norm import synchronise_batch_norm
-from plsc.models.tensors import prepare_tensors, refuse_sparse_gradients
 from plsc.optim.autocast import remove_lists
-from plsc.optim.factory import Factory
-from plsc.optim.groups import Assignment, assign_parameters
-from plsc.optim.precision import LossScaler
+from plsc.optim.loss_scaling import LossScaler
+from plsc.optim.optimizers import Assignment, Factory, assign_parameters
 from plsc.optim.schedule import Schedule
 from plsc.options.initialization import read_initializations
 from plsc.parallel.sharding import is_sharded
@@ -208,8 +210,6 @@ def _build_trained_network(
     is_split = will_be_sharded(options, world.size)
     place = torch.device("cpu") if is_split else world.device
     network = build_network(options, world, custom, place)
-    if ":" not in options.optim.optimizer:
-        refuse_sparse_gradients(network)
     _undo_earlier_run(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
@@ -300,7 +300,7 @@ def build_network(
             arguments=options.arguments,
         )
     check_model(model, options.model.image_shape, options.model.emb_size)
-    prepare_tensors(model)
+    separate_buffers(model)
     model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,16 @@ from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.named import load_function
 from plsc.optim import schedule as shapes
-from plsc.optim.factory import FULL_RATE, Factory, build_custom, build_optimizer
-from plsc.optim.groups import LR_FACTOR, Assignment
+from plsc.optim.optimizers import (
+    FULL_RATE,
+    LR_FACTOR,
+    Assignment,
+    Factory,
+    build_custom,
+    build_optimizer,
+)
 from plsc.optim.schedule import Schedule, Shape
-from plsc.optim.trial import try_settings
+from plsc.option import specs_of
 from plsc.options.optim import (
     CLIP_NORM,
     CLIPPED_STEP,
@@ -27,10 +33,14 @@ from plsc.options.optim import (
     WARMUP_SHARE,
     WARMUP_STEPS,
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+    OptimOptions,
 )
 from plsc.options.optimizer_table import OPTIMIZERS
+from plsc.options.parameter_groups import ParameterGroup, read_parameter_groups
 
 ScheduleFunction = Callable[..., float]
+
+_OPTIONS = specs_of("optim", OptimOptions)
 
 
 def check_optim(options: Config) -> None:
@@ -60,13 +70,22 @@ def check_optim(options: Config) -> None:
         raise OptionError(
             f"optim.betas is set, but the optimizer {optim.optimizer} does not take it; leave it out"
         )
-    if not is_custom:
-        try_settings(optim)
-    elif "optim.implementation" in options.explicit:
+    for group in read_parameter_groups(optim.groups):
+        _check_group(group, takes)
+    if is_custom and "optim.implementation" in options.explicit:
         raise OptionError(
             f"optim.implementation is set, but the factory {optim.optimizer} makes the optimizer; have it "
             "set foreach or fused, and leave this out"
         )
+
+
+def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:
+    """Check the settings that are options of the run, too: torch checks an optimizer's defaults alone."""
+    for name in group.arguments.keys() & set(takes):
+        try:
+            _OPTIONS[f"optim.{name}"].checked(group.arguments[name])
+        except OptionError as error:
+            raise OptionError(f"parameter group {group.pattern!r}: {error}") from error
 
 
 def default_rate(global_batch: int) -> float:

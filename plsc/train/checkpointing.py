@@ -16,7 +16,7 @@ from plsc.checkpoint.retention import METRICS_KEY
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
 from plsc.models.base_model import constructor_arguments
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges
 from plsc.storage.urls import without_secrets
 from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run

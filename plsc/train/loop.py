@@ -13,10 +13,10 @@ from plsc.data.batch import Batch
 from plsc.data.device_copies import copied_aside
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
-from plsc.marks import Part, mark
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.parallel.failure import StopSignal
 from plsc.parallel.sharding import whole_parameters
-from plsc.parallel.signals import StopSignal
+from plsc.spans import span
 from plsc.train.advice import WorkerAdvice
 from plsc.train.agreement import agree
 from plsc.train.bad_samples import BadSampleReport
@@ -119,12 +119,13 @@ class Trainer:
             while not self._made_all_steps():
                 self._watch.begin_step()
                 window.start_step()
-                with mark(Part.DATA):
+                with span("data"):
                     batch = next(batches, None)
                 window.batch_arrived()
-                agreed = agree(
-                    run.world, batch, run.head.class_num, stop.number, not self._saver.is_done()
-                )
+                with span("synchronise ranks"):
+                    agreed = agree(
+                        run.world, batch, run.head.class_num, stop.number, not self._saver.is_done()
+                    )
                 if not agreed.is_saving:
                     self._saver.settle()
                 if agreed.signal:
@@ -148,7 +149,7 @@ class Trainer:
                     self._log.say(line)
                 self._read_losses(everything=is_logged)
                 del batch  # its memory is used again for the next one
-                with mark(Part.LOGGING):
+                with span("log"):
                     self._log.advance()
                     if is_logged:
                         self._write_metrics(made)
@@ -284,7 +285,9 @@ class Trainer:
             self._save(wait=True)
         self._saver.close(seconds=self._options.stop_deadline / 2)
         self._note_saved()
-        raise interrupted(signal_number, position.step, self._result.checkpoint)
+        error = interrupted(signal_number, position.step, self._result.checkpoint)
+        self._log.say(f"plsc: {error}")
+        raise error
 
     def _note_saved(self) -> None:
         result, position, best = self._result, self._position, self._saver.best

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from plsc.config import Config, find_option
-from plsc.parallel.cores import usable_cores
+from plsc.parallel.machine import usable_cores
 from plsc.parallel.sharding import plain_name
 
 _STEPS = ("step", "multi_step")

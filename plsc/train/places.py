@@ -19,11 +19,10 @@ from plsc.config import Config
 from plsc.data.bad_samples import LIST_NAME
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.storage.cache_folder import folder_for
-from plsc.storage.names import base_name, join, parent_of
+from plsc.storage.cache import folder_for
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 from plsc.train.logs import METRICS_NAME, PLOT_NAME
 
 SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # that a run writes next to its checkpoints

@@ -13,7 +13,7 @@ from plsc.checkpoint.check import Checker
 from plsc.config import Config
 from plsc.errors import OptionError, TrainingError
 from plsc.optim.autocast import PrecisionLists, apply_lists, autocast
-from plsc.optim.precision import COUNTS, MOST_SKIPS, LossScaler
+from plsc.optim.loss_scaling import COUNTS, MOST_SKIPS, LossScaler
 
 
 def check_precision(options: Config) -> None:

@@ -15,7 +15,7 @@ from plsc.errors import CheckpointError, OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
-from plsc.optim.factory import FULL_RATE, describe_implementation
+from plsc.optim.optimizers import FULL_RATE, describe_implementation
 from plsc.option import is_finite_number
 from plsc.train.adopt import adopt, check_batch
 from plsc.train.build import Run, global_batch_size

@@ -22,7 +22,7 @@ from plsc.config import Config
 from plsc.errors import CheckpointError
 from plsc.heads.joint import JointHead
 from plsc.options.data_set import is_name
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges
 from plsc.train.build import Run
 
 

@@ -19,10 +19,8 @@ from plsc.checkpoint import (
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.retention import best_in, mode_of, prune, write_best
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
-from plsc.parallel.background import Background
-from plsc.parallel.memory import available_memory
-from plsc.storage.store import Store
-from plsc.storage.transfer import in_words
+from plsc.parallel.machine import Background, available_memory
+from plsc.storage.store import Store, in_words
 from plsc.train.build import Run
 from plsc.train.checkpointing import take_state
 from plsc.train.logs import RunLog

@@ -18,9 +18,8 @@ from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import is_shard_of
 from plsc.errors import CheckpointError, PlscError
-from plsc.parallel.background import Background
-from plsc.storage.store import Store
-from plsc.storage.transfer import Transfer
+from plsc.parallel.machine import Background
+from plsc.storage.store import Store, Transfer
 from plsc.train.build import Run
 from plsc.train.logs import RunLog
 from plsc.train.places import SMALL_FILES, Places

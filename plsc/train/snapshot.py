@@ -13,7 +13,7 @@ from plsc.checkpoint.classes.names import class_name_tensors
 from plsc.checkpoint.roles import BACKBONE, RANK, Role
 from plsc.errors import CheckpointError
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.optim.factory import describe_implementation
+from plsc.optim.optimizers import describe_implementation
 from plsc.train.build import Run, global_batch_size
 from plsc.train.randomness import LARGEST_STATE, pack_generators, unpack_generators
 from plsc.train.saved_heads import heads_to_save

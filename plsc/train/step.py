@@ -11,13 +11,13 @@ from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.heads.joint import each_head
-from plsc.marks import Part, mark, mark_backward
 from plsc.optim.autocast import autocast
-from plsc.optim.factory import cannot_update_sharded, set_rates
-from plsc.optim.precision import scale_gradient, unscale
+from plsc.optim.loss_scaling import scale_gradient, unscale
+from plsc.optim.optimizers import cannot_update_sharded, set_rates
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.gradients import without_sum
 from plsc.parallel.sharding import is_sharded
+from plsc.spans import span
 from plsc.train.build import Run
 from plsc.train.clipping import clip_gradients
 from plsc.train.losses import LossReader
@@ -69,7 +69,7 @@ class Step:
             self._before.take()
         output = self._forward_backward(batch, sizes, is_logged)
         run.head.sync_gradients()
-        with mark(Part.CLIPPING):
+        with span("clip gradients"):
             is_skipped, is_excused = self._judge(output)
         self.losses.note(
             output.mean_loss, output.batch, run.position, rate, batch.names, is_excused
@@ -106,7 +106,7 @@ class Step:
         """
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         scale = 1.0 if run.scaler is None else run.scaler.scale
-        with mark(Part.COPY):
+        with span("copy to device"):
             images = batch.input(device, run.network.input_layout).tensor_split(parts)
             labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
@@ -119,10 +119,9 @@ class Step:
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
-                with mark(Part.FORWARD), autocast(self._mode, device):
+                with span("forward"), autocast(self._mode, device):
                     embeddings = run.forward(images[part], labels[part], True)
-                mark_backward(embeddings)
-                with mark(Part.HEAD):
+                with span("head"):
                     output = run.head(
                         scale_gradient(embeddings, scale),
                         labels[part],
@@ -131,7 +130,7 @@ class Step:
                         sizes=_of_part(sizes, part, parts) if sizes else None,
                     )
                 share = output.batch / total if total else 1.0
-                with mark(Part.HEAD_BACKWARD):
+                with span("backward"):
                     (output.loss if parts == 1 else output.loss * share).backward()
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
@@ -153,12 +152,12 @@ class Step:
 
     def _update(self) -> None:
         run = self._run
-        with mark(Part.CLIPPING):
+        with span("clip gradients"):
             clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
-        with mark(Part.OPTIMIZER):
+        with span("optimizer"):
             self._update_backbone()
         if run.rows is not None:
-            with mark(Part.HEAD_ROWS):
+            with span("update class weights"):
                 run.rows.step(clip=clip)
 
     def _update_backbone(self) -> None:

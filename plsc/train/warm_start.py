@@ -30,9 +30,8 @@ from plsc.checkpoint.importers.state_dict import read_state_dict
 from plsc.checkpoint.roles import head_prefix
 from plsc.heads import Head
 from plsc.heads.joint import JointHead, each_head
-from plsc.storage.names import base_name, parent_of
 from plsc.storage.store import Store
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, parent_of, shown
 from plsc.train.build import Run
 
 _NONE = np.empty(0, np.int64)

@@ -1,8 +1,8 @@
 """The original's reader of base64 lines, under its old import path; thin over ``plsc.data``.
 
-In the list of files, those of rank r of R are the r-th of R equal runs. Rank and R are those that the reader
-is called with, as plsc does (``reader.shards_itself``); else come from the arguments, else from what the
-launcher set: RANK and WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
+Of the list of files, rank r of R reads the r-th of R equal runs. Rank and R are those that the reader is
+called with, as plsc does (``reader.shards_itself``), else the arguments, else what the launcher set: RANK and
+WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def train(
     """Return a reader of this rank's parts: each call yields (image, label), in the order of the lines.
 
     An image is float32 [C, H, W], (x - 127.5) / 128, mirrored at random (from ``random``). Raises DataError
-    for a label outside 0..num_classes - 1, and for a list that cannot be shared out equally.
+    for a label outside 0..num_classes - 1, and for a list that cannot be divided equally.
     """
     source = Base64Source(data_dir, file_list)
     options = {"rand_mirror": True, "normalize": True}
@@ -74,16 +74,16 @@ def _reader(
     rand_mirror: bool,
     normalize: bool,
 ) -> Reader:
-    rank, ranks = _who_am_i(rank, ranks)
-    _checked_share(source, rank, ranks, num_classes)
+    rank, ranks = _rank_and_world_size(rank, ranks)
+    _share(source, rank, ranks, num_classes)  # errors come now, not with the first image
 
     def reader(rank: int = rank, ranks: int = ranks) -> Iterator[tuple[np.ndarray, int]]:
-        for index in _checked_share(source, rank, ranks, num_classes):
+        for index in _share(source, rank, ranks, num_classes):
             data, label = source[index]
             try:
                 image = decode_image(data, image_shape)
             except DataError as error:
-                raise DataError(f"{source.name(index)}: {error}") from error
+                raise error.at(source.name(index)) from error
             if rand_mirror and random.random() < 0.5:
                 image = image.flip(-1)
             pixels = to_input(image, "cpu") if normalize else image.float()
@@ -93,9 +93,16 @@ def _reader(
     return reader
 
 
-def _checked_share(source: Base64Source, rank: int, ranks: int, num_classes: int) -> range:
-    """Return the samples of a rank's files, whose labels are all below `num_classes`."""
-    share = _share(source, rank, ranks)
+def _share(source: Base64Source, rank: int, ranks: int, num_classes: int) -> range:
+    """Return the samples of a rank's files, after a check of their labels."""
+    counts = source.lines_per_file
+    lines = counts.reshape(ranks, -1).sum(axis=1) if len(counts) % ranks == 0 else None
+    if lines is None or (lines != lines[0]).any():
+        raise DataError(
+            f"{len(counts)} files of {', '.join(map(str, counts[:20]))} lines cannot be divided equally over "
+            f"{ranks} ranks; run tools/process_base64_files.py --nranks {ranks} first"
+        )
+    share = range(rank * int(lines[0]), (rank + 1) * int(lines[0]))
     labels = source.labels()[share.start : share.stop]
     bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(bad):
@@ -106,25 +113,7 @@ def _checked_share(source: Base64Source, rank: int, ranks: int, num_classes: int
     return share
 
 
-def _share(source: Base64Source, rank: int, ranks: int) -> range:
-    """Return the samples of a rank's files."""
-    counts = source.lines_per_file
-    if len(counts) % ranks:
-        raise DataError(
-            f"{len(counts)} files cannot be shared out equally over {ranks} ranks; run "
-            f"tools/process_base64_files.py --nranks {ranks} first"
-        )
-    each = len(counts) // ranks
-    of_ranks = counts.reshape(ranks, each).sum(axis=1)
-    if (of_ranks != of_ranks[0]).any():
-        raise DataError(
-            f"the files of the ranks hold {', '.join(map(str, of_ranks[:20]))} lines; they must hold as many "
-            f"each: run tools/process_base64_files.py --nranks {ranks} first"
-        )
-    return range(int(of_ranks[:rank].sum()), int(of_ranks[: rank + 1].sum()))
-
-
-def _who_am_i(rank: int | None, ranks: int | None) -> tuple[int, int]:
+def _rank_and_world_size(rank: int | None, ranks: int | None) -> tuple[int, int]:
     if (rank is None) != (ranks is None):
         raise OptionError("rank and ranks belong together; give both or neither")
     if rank is None or ranks is None:

@@ -23,7 +23,7 @@ from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.checkpoint.tools import push, verify
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
-from plsc.storage.cache_folder import folder_for
+from plsc.storage.cache import folder_for
 from plsc.storage.store import Store
 from plsc.storage.urls import set_hdfs_user
 from tests.s3_server import s3_server

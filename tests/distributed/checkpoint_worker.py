@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors, save_checkpoint
 from plsc.errors import CheckpointError, DistributedError
-from plsc.parallel.shard import class_range, class_ranges
+from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.world import World
 from tests.distributed.worker import run_worker, smaller_world
 

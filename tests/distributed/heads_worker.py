@@ -19,8 +19,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
-from plsc.parallel.collectives import gather_rows
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 from tests import reference
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges
 from tests.distributed.launch import run_ranks
 from tests.distributed.train_worker import CASES, STEPS
 from tests.images import write_dataset

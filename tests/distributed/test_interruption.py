@@ -184,7 +184,7 @@ def test_a_deadline_ends_a_process_that_reaches_no_step_boundary(tmp_path):
     script = tmp_path / "stuck.py"
     script.write_text(
         "import threading, time, sys\n"
-        "from plsc.parallel.signals import StopSignal\n"
+        "from plsc.parallel.failure import StopSignal\n"
         "with StopSignal(deadline_seconds=0.5):\n"
         "    print('ready', flush=True)\n"
         "    time.sleep(60)\n"

@@ -277,7 +277,6 @@ def test_another_ranks_state_is_refused():
         (torch.randn(4, 8), torch.zeros(4), r"labels are torch.float32 \[4\]"),
         (torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.int64), r"\[4, 1\]; expected int64 \[4\]"),
         (torch.randn(4, 8), torch.zeros(3, dtype=torch.int64), r"\[3\]; expected int64 \[4\]"),
-        (torch.randn(4, 8), [0, 1, 2, 3], "labels are a list"),
         (torch.randn(4, 7), torch.zeros(4, dtype=torch.int64), r"\[4, 7\]; expected .* \[b, 8\]"),
         (torch.ones(4, 8).long(), torch.zeros(4).long(), "expected floating numbers"),
     ],
@@ -292,14 +291,9 @@ def test_a_batch_of_another_kind_is_refused_in_words(loss_type, embeddings, labe
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"class_num": 0}, "class_num is 0; expected a whole number"),
-        ({"class_num": 1e3}, "class_num is 1000.0"),
+        ({"class_num": 0}, "class_num is 0; expected 1 or more"),
         ({"emb_size": 0}, "emb_size is 0"),
         ({"centers": -1}, "centers is -1"),
-        ({"centers": 2.5}, "centers is 2.5"),
-        ({"margin": "arcface"}, "margin is 'arcface'; expected a Margin"),
-        ({"sampling": "0.1"}, "sampling is '0.1'; expected a Sampling"),
-        ({"execution": "bfloat16"}, "execution is 'bfloat16'; expected a Execution"),
         ({"row_dtype": "half"}, "row_dtype is 'half'; expected one of float32, bfloat16, float64"),
     ],
 )
@@ -320,34 +314,7 @@ def test_types_are_given_by_name_or_as_torchs():
         assert head.execution == Execution(products="bfloat16")
 
 
-def warned(action):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(one.message) for one in caught]
-
-
-def test_a_loop_that_forgets_the_step_of_the_rows_is_warned_of_it_once():
-    forgetful = LOOP.replace("    rows.step()\n", "")
-    assert forgetful != LOOP
-    (message,) = warned(lambda: train(SETUP, forgetful))
-    assert re.match(r"2 backward passes .* call step\(\) \(or skip\(\)\) of the row", message)
-    halves = [[batch, batch, batch] for batch in alone.make_batches()]
-    for loop in (LOOP, *BLOCKS["Accumulation"], *BLOCKS["GradScaler"], *BLOCKS["Clipping"]):
-        assert not warned(lambda: train(SETUP, loop, micro_batches=halves, max_norm=20.0))  # noqa: B023
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_class_weights_that_are_given_to_two_optimizers_are_warned_of_once(is_first):
-    rows, two = SETUP.splitlines()[-2:], "two = torch.optim.SGD(head.parameters(), lr=0.1)"
-    setup = SETUP.replace(rows[0], "\n".join([two, rows[0]] if is_first else [rows[0], two]))
-    (message,) = warned(
-        lambda: train(setup, LOOP.replace("rows.step()", "two.step(); rows.step()"))
-    )
-    assert message.startswith("SGD was given the class weights of a head that has a row optimizer")
-
-
-def test_very_many_backward_passes_without_a_step_are_noticed_where_there_is_no_other_optimizer():
+def test_very_many_backward_passes_without_a_step_are_warned_of():
     head = ShardedHead(10, 8, build_margin("arcface"))
     rows = RowSGD(head)
 
@@ -362,6 +329,3 @@ def test_very_many_backward_passes_without_a_step_are_noticed_where_there_is_no_
         go(255)
     with pytest.warns(UserWarning, match=r"256 backward passes .* call step\(\)"):
         go(1)
-    for wrong in ({"grad_scale": 0}, {"clip": -1.0}, {"grad_scale": float("inf")}):
-        with pytest.raises(OptionError, match="expected a finite scale above 0"):
-            rows.step(**wrong)

@@ -36,7 +36,7 @@ HOSTILE = {int: 7, float: 0.123, bool: None, str: FOREIGN_STRING}
 @pytest.fixture
 def work(tmp_path, monkeypatch):
     """A folder with data, a copy of the checkpoint, and a module that must not run, as the current one."""
-    monkeypatch.setattr("plsc.models.small.WIDTHS", (4, 4, 4, 4))
+    monkeypatch.setattr("plsc.models.resnet.WIDTHS", (4, 4, 4, 4))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     faces = write_dataset(tmp_path / "faces", 5, 4)

@@ -251,7 +251,7 @@ def test_a_disk_that_fills_up_half_way_is_told_and_left_clean(tmp_path, small_di
     temporary = small_disk if full == "buckets" else tmp_path
     # What fills it comes from elsewhere, after the free space was looked at.
     code = (
-        "import sys; from plsc.data.partition import space; space._require = lambda *_: None; "
+        "import sys; from plsc.data.partition import run; run._require_room = lambda *_: None; "
         "from plsc.data_cli import main; sys.exit(main(sys.argv[1:]))"
     )
     (small_disk / "other").write_bytes(bytes(25_000_000))

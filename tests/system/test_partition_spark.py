@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plsc.data.partition.inputs import list_inputs
-from plsc.data.partition.split import open_split, split_inputs
+from plsc.data.partition.spark import open_split, split_inputs
 from tests.hdfs_server import hdfs_server
 from tests.s3_server import s3_server, use_s3
 from tests.system.test_partition import (

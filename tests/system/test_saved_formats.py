@@ -23,7 +23,7 @@ SAVED = Path(__file__).parents[1] / "saved" / "format_1"
 
 @pytest.fixture
 def ins(tmp_path, monkeypatch):
-    monkeypatch.setattr("plsc.models.small.WIDTHS", (4, 4, 4, 4))
+    monkeypatch.setattr("plsc.models.resnet.WIDTHS", (4, 4, 4, 4))
     faces = write_dataset(tmp_path / "faces", 5, 4)
     write_pair_file(faces / "lfw.bin", faces, 40)
     entry = Entry()

@@ -1,7 +1,9 @@
 """One option table; setters, flags and checkpoints derive from it."""
 
 import inspect
+import os
 import pathlib
+import sys
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from plsc.cli import _parse, _read_options, main, render_options
 from plsc.config import Options, all_options
 from plsc.entry import Entry
-from plsc.errors import OptionError, UnknownNameError
+from plsc.errors import OptionError
 
 SPECS = list(all_options())
 
@@ -122,12 +124,13 @@ def test_an_unknown_option_gets_the_nearest_name():
         Options().set("train.batchsize", 3)
 
 
-def test_a_misspelt_attribute_or_setter_is_not_swallowed():
+def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
+    hook, environment = sys.excepthook, dict(os.environ)
     ins = Entry()
-    with pytest.raises(UnknownNameError, match="did you mean 'train_reader'"):
-        ins.train_readr = None
-    with pytest.raises(UnknownNameError, match="did you mean 'set_emb_size'"):
+    assert (sys.excepthook, dict(os.environ)) == (hook, environment)
+    with pytest.raises(AttributeError, match="no attribute 'set_emb_sise'"):
         ins.set_emb_sise(3)
+    ins.note = "a script's own"
     assert not hasattr(ins, "set_distfc_attr")
 
 

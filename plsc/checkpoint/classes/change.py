@@ -47,7 +47,7 @@ from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.keys import hash_key
-from plsc.parallel.shard import class_range, class_ranges
+from plsc.parallel.collectives import class_range, class_ranges
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.version import __version__

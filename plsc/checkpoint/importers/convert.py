@@ -31,7 +31,7 @@ from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_s
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges
 from plsc.storage.publish import publishing_folder
 from plsc.version import __version__
 

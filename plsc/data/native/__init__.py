@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 Kept = TypeVar("Kept")
 
-_ABI = 4  # PLSC_DATA_ABI of native.h
+_ABI = 5  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 

@@ -1,6 +1,6 @@
 /* Lines of <base64>TAB<label>: where they end, and what their labels are. The Python counterparts are
    find_newlines and read_lines of plsc/data/lines.py. */
-#include "lines.h"
+#include "native.h"
 
 #include <string.h>
 
@@ -25,7 +25,9 @@ PLSC_API int64_t plsc_find_newlines(const uint8_t *data, int64_t begin, int64_t 
     return count;
 }
 
-int64_t read_label(const uint8_t *data, int64_t start, int64_t end, int64_t *label) {
+/* Reads the digits at the end of data[start, end) and the tab before them. Returns where the tab is, or -1
+   if the line is not that simple: then the naive reader tells what it is. */
+static int64_t read_label(const uint8_t *data, int64_t start, int64_t end, int64_t *label) {
     int64_t at = end, value = 0, scale = 1;
     while (at > start && end - at < MOST_DIGITS) {
         unsigned digit = (unsigned)data[at - 1] - '0';

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PLSC_DATA_ABI 4 /* _ABI of __init__.py: raised when a function changes */
+#define PLSC_DATA_ABI 5 /* _ABI of __init__.py: raised when a function changes */
 #define PLSC_API __attribute__((visibility("default")))
 
 #endif

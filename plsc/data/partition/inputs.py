@@ -1,4 +1,4 @@
-"""The files that are partitioned: plain, gzip or zstd, local or behind an fsspec URL."""
+"""The files that are partitioned: plain, gzip or zstd, local or behind an fsspec URL; and what is in them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import gzip
 import io
 import posixpath
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from tqdm import tqdm
 
 from plsc.data.file_list import read_file_list
+from plsc.data.line_reader import Buffers, LineReader, LongLine, Stream
+from plsc.data.lines import Lines
+from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.cache import FileStamp, stamp_of
 from plsc.storage.retry import reason_of
-from plsc.storage.stamp import FileStamp, stamp_of
 from plsc.storage.urls import is_url, shown
 
 _FAILURES = (OSError, EOFError, zlib.error)
 _CLIENTS = ("pyarrow", "botocore", "aiobotocore", "hdfs_native")  # have exceptions of their own
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+_MOST_MESSAGES = 20
+_HEAVY = 64  # bytes: lines shorter than this have numbers that weigh more than they do
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,11 @@ class Input:
     def check_unchanged(self) -> None:
         """Raise DataError if the file is not what it was when it was listed."""
         if stamp_of(self.location) != self.stamp:
-            raise DataError(f"{self.name} changed while it was read; start again when it is whole")
+            raise self.changed()
+
+    def changed(self) -> DataError:
+        """Return the error for a file that is not what it was when it was listed."""
+        return DataError(f"{self.name} changed while it was read; start again when it is whole")
 
     def _open(self, stack: ExitStack) -> Any:
         if is_url(self.location):
@@ -130,3 +145,117 @@ def list_inputs(data_dir: str, file_list: str) -> list[Input]:
             )
         seen[identity] = one
     return inputs
+
+
+@dataclass
+class InputCount:
+    """What inputs hold: samples, blank and skipped lines, bytes and checksum of the content.
+
+    messages: about the first bad lines that were skipped.
+    """
+
+    lines: int = 0
+    blanks: int = 0
+    skipped: int = 0
+    content_bytes: int = 0
+    checksum: int = 0
+    messages: list[str] = field(default_factory=list)
+
+    def see(self, piece: np.ndarray | bytes, offset: int) -> None:
+        """Count and sum a piece of the content."""
+        self.content_bytes += len(piece)
+        self.checksum = (self.checksum + checksum(piece, offset)) % 2**64
+
+    def add(self, more: InputCount) -> None:
+        """Add what another piece, or another input, holds."""
+        for name in ("lines", "blanks", "skipped", "content_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+        self.checksum = (self.checksum + more.checksum) % 2**64
+        self.messages = (self.messages + more.messages)[:_MOST_MESSAGES]
+
+
+def total_of(counts: list[InputCount]) -> InputCount:
+    """Return the sum over all inputs."""
+    total = InputCount()
+    for one in counts:
+        total.add(one)
+    return total
+
+
+def read_counted(
+    stream: Stream,
+    name: str,
+    count: InputCount,
+    buffers: Buffers,
+    skip_bad: bool,
+    on_bytes: Callable[[int], object] | None = None,
+    **options: Any,
+) -> Iterator[Lines | LongLine]:
+    """Yield the samples of a stream as LineReader does, and add to `count` what they are.
+
+    on_bytes: called with the size of each piece that was read. options: those of LineReader.
+    """
+
+    def see(piece: np.ndarray, offset: int) -> None:
+        count.see(piece, offset)
+        if on_bytes is not None:
+            on_bytes(len(piece))
+
+    reader = LineReader(stream, name, buffers, see, skip_bad, **options)
+    for lines in reader:
+        count.lines += 1 if isinstance(lines, LongLine) else len(lines)
+        yield lines
+    count.blanks, count.skipped = reader.blanks, len(reader.skipped)
+    count.messages = reader.skipped[:_MOST_MESSAGES]
+
+
+def share_out(
+    samples: Iterable[Lines | LongLine],
+    first: int,
+    pool: Executor,
+    buffers: Buffers,
+    work: Callable[[Lines, int], Result],
+    work_long: Callable[[LongLine, int], Result],
+) -> Iterator[Result]:
+    """Yield the results of work(lines, number of the first of them), in order; threads of the pool run it.
+
+    first: number of the first sample. A long line is worked on here. Gives the data of lines back to buffers.
+    """
+    under_way: deque[Future[Result]] = deque()
+
+    def run(lines: Lines, number: int) -> Result:
+        try:
+            return work(lines, number)
+        finally:
+            buffers.give_back(lines.data)
+
+    for some in samples:
+        if isinstance(some, LongLine):
+            yield work_long(some, first)
+            first += 1
+            continue
+        under_way.append(pool.submit(run, some, first))
+        first += len(some)
+        is_heavy = len(some) * _HEAVY > buffers.block_bytes
+        while under_way and (is_heavy or under_way[0].done()):
+            yield under_way.popleft().result()
+    for future in under_way:
+        yield future.result()
+
+
+@contextmanager
+def pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool that, when the block fails, begins nothing more and waits for what has begun."""
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="partition")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def progress_bar(what: str, total: int | None) -> tqdm:
+    """Return a bar of bytes on a terminal, nothing elsewhere."""
+    return tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024,
+        dynamic_ncols=True, disable=None,
+    )  # fmt: skip

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from plsc.data.partition.counts import Counts
+from plsc.data.partition.inputs import Input, InputCount, total_of
 from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import ALGORITHM, lines_per_rank
-from plsc.data.partition.parts import Parts
+from plsc.data.partition.parts import part_names
 from plsc.errors import DataError
-
-if TYPE_CHECKING:
-    from plsc.data.partition.spark import WrittenParts
 
 NAME = "manifest.json"
 FILE_LIST = "file_list.txt"
@@ -21,33 +18,47 @@ FORMAT = "plsc-partition-1"
 _MOST_BYTES = 256 * 2**20
 
 
+def counts_of(options: PartitionOptions, total: InputCount) -> dict[str, int]:
+    """Return the counts of a manifest. total: of all inputs."""
+    each = lines_per_rank(total.lines, options.nranks)
+    return {
+        "seed": options.seed,
+        "nranks": options.nranks,
+        "lines": total.lines,
+        "lines_per_rank": each,
+        "padding_lines": each * options.nranks - total.lines,
+        "blank_lines": total.blanks,
+        "skipped_lines": total.skipped,
+    }
+
+
 def build(
-    options: PartitionOptions, counts: Counts, parts: Parts | WrittenParts, padding: int
+    options: PartitionOptions,
+    inputs: list[Input],
+    counts: list[InputCount],
+    sizes: list[int],
+    checksums: list[int],
 ) -> dict[str, Any]:
-    """Return the manifest. Checksums are those of plsc.data.partition.checksum, in hexadecimal."""
+    """Return the manifest. counts: of the inputs; sizes, checksums: of the parts (see parts.checksum)."""
     return {
         "format": FORMAT,
         "algorithm": ALGORITHM,
-        "seed": options.seed,
-        "nranks": options.nranks,
-        "lines": counts.lines,
-        "lines_per_rank": lines_per_rank(counts.lines, options.nranks),
-        "padding_lines": padding,
-        "blank_lines": counts.blanks,
-        "skipped_lines": counts.skipped,
+        **counts_of(options, total_of(counts)),
         "inputs": [
             {
-                "name": one.source.name,
-                "size": one.source.size,
-                "lines": one.lines,
-                "content_bytes": one.content_bytes,
-                "checksum": f"{one.checksum:016x}",
+                "name": one.name,
+                "size": one.size,
+                "lines": count.lines,
+                "content_bytes": count.content_bytes,
+                "checksum": f"{count.checksum:016x}",
             }
-            for one in counts.inputs
+            for one, count in zip(inputs, counts, strict=True)
         ],
         "parts": [
-            {"name": path.name, "size": size, "checksum": f"{checksum:016x}"}
-            for path, size, checksum in zip(parts.paths, parts.sizes, parts.checksums, strict=True)
+            {"name": name, "size": size, "checksum": f"{checksum:016x}"}
+            for name, size, checksum in zip(
+                part_names(options.nranks), sizes, checksums, strict=True
+            )
         ],
     }
 

@@ -1,51 +1,158 @@
-"""The files of the ranks, while they are written: who writes where, their sizes and checksums."""
+"""The files of the ranks, while they are written: who writes where, their sizes and checksums.
+
+The checksum keeps up with copying and can be summed in any order. The file is taken as little-endian 64-bit
+words, the last one filled with zeros. Word j counts ``word[j] * c(j)`` modulo 2**64, with odd factors
+c(j) = splitmix64(j mod 32768) | 1 times splitmix64(j div 32768) | 1; the checksum is the sum. Changing one
+word always changes it; other damage goes unnoticed with a chance of about 2**-60. It is no protection against
+intent. (zlib.crc32 and sha256 would take longer than the shuffle.)
+
+`plsc/data/native/copying.c` sums and copies where it is built, the plain functions here elsewhere.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from plsc.data.native.partition import LinePlaces, start_writeback
-from plsc.data.partition.copying import copy_lines, put
-from plsc.data.partition.files import open_direct, read_exactly
-from plsc.storage.publish import sync
+from plsc import keys
+from plsc.data.native import function
+from plsc.data.partition.order import splitmix64
+from plsc.errors import DataError
 
-_TASK_BYTES = 2**24  # of a run that is cut up: what one thread writes in a few milliseconds
-_CHUNK_BYTES = 2**18
-_DIRECT_BYTES = 2**20  # of a run from which on it is written past the system's cache
-_MASK = 2**64 - 1
+_WORDS = 2**15
+_CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
+_LINES_AT_ONCE = 2**14  # copied by one call; the progress bar moves in between
+_MODULUS = 2**64
+
+_pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_CHECKSUM = ("plsc_checksum", (_pointer, _long, _long, _pointer))
+_COPY = ("plsc_copy_lines", (*[_pointer] * 4, _long, _int, _long, *[_pointer] * 2))
+
+
+@cache
+def factors() -> np.ndarray:
+    """Return c(j) of the first words, uint64."""
+    return splitmix64(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)
+
+
+def checksum(data: np.ndarray | bytes | bytearray | memoryview, offset: int = 0) -> int:
+    """Return what the bytes that lie at `offset` of a file add to its checksum.
+
+    The checksum of the file is the sum over its pieces modulo 2**64.
+    """
+    array = np.frombuffer(data, dtype=np.uint8)
+    native = function(*_CHECKSUM)
+    if native is None:
+        return checksum_plainly(array, offset)
+    total: int = native(array.ctypes.data, len(array), offset, factors().ctypes.data)
+    return total % _MODULUS
+
+
+def checksum_plainly(array: np.ndarray, offset: int) -> int:
+    """Do the same, for uint8, without the library."""
+    lead = offset % 8
+    if lead or len(array) % 8:
+        padded = np.zeros(-(-(lead + len(array)) // 8) * 8, dtype=np.uint8)
+        padded[lead : lead + len(array)] = array
+        array = padded
+    words, first = array.view("<u8"), offset // 8
+    total = done = 0
+    while done < len(words):
+        block, inside = divmod(first + done, _WORDS)
+        count = min(_WORDS - inside, len(words) - done)
+        product = np.dot(words[done : done + count], factors()[inside : inside + count])
+        total += int(product) * (keys.splitmix64(block) | 1)
+        done += count
+    return total % _MODULUS
+
+
+@dataclass(frozen=True)
+class LinePlaces:
+    """Where lines lie in `data` (uint8): starts and lengths, newline excluded, int64 [n]."""
+
+    data: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+def copy_lines(
+    lines: LinePlaces, order: np.ndarray, handle: int, offset: int, *, is_summed: bool = True
+) -> int:
+    """Write the lines `order` (int64), each closed by a newline, to an open file from `offset` on.
+
+    Returns what they add to the file's checksum, if `is_summed`. Raises OSError if they cannot be written.
+    """
+    native = function(*_COPY)
+    if native is None:
+        return copy_lines_plainly(lines, order, handle, offset)
+    order = np.ascontiguousarray(order)
+    total = ctypes.c_uint64()
+    error = native(
+        lines.data.ctypes.data, lines.starts.ctypes.data, lines.lengths.ctypes.data,
+        order.ctypes.data, len(order), handle, offset,
+        factors().ctypes.data if is_summed else None, ctypes.byref(total),
+    )  # fmt: skip
+    if error:
+        raise OSError(error, os.strerror(error))
+    return total.value
+
+
+def copy_lines_plainly(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:
+    """Do the same without the library."""
+    total, waiting, size = 0, [], 0
+    for line in order.tolist():
+        start, end = int(lines.starts[line]), int(lines.starts[line] + lines.lengths[line])
+        pieces = [(at, min(at + _CHUNK_BYTES, end)) for at in range(start, end, _CHUNK_BYTES)]
+        for piece in (*(lines.data[begin:stop].tobytes() for begin, stop in pieces), b"\n"):
+            waiting.append(piece)
+            size += len(piece)
+            if size >= _CHUNK_BYTES:
+                total += put(handle, b"".join(waiting), offset)
+                offset, waiting, size = offset + size, [], 0
+    return (total + put(handle, b"".join(waiting), offset)) % _MODULUS
+
+
+def put(handle: int, data: bytes, offset: int) -> int:
+    """Write data at `offset`; return what they add to the checksum. A full disk raises OSError."""
+    view, at = memoryview(data), offset
+    while len(view):
+        count = os.pwrite(handle, view, at)
+        view, at = view[count:], at + count
+    return checksum(data, offset)
+
+
+def read_exactly(handle: int, size: int, offset: int) -> bytes:
+    """Return `size` bytes at `offset` of a file of our own. Raises DataError if they are not there."""
+    data = os.pread(handle, size, offset)
+    if len(data) < size:
+        raise DataError("a temporary file was cut short while it was in use; start again")
+    return data
+
+
+def copy_range(source: int, begin: int, size: int, handle: int, offset: int) -> int:
+    """Copy bytes of an open file of our own to another; return what they add to its checksum."""
+    total = 0
+    for at in range(0, size, _CHUNK_BYTES):
+        piece = read_exactly(source, min(_CHUNK_BYTES, size - at), begin + at)
+        total += put(handle, piece, offset + at)
+    return total
 
 
 @dataclass(frozen=True)
 class Run:
-    """Lines [begin, end) of those at hand go to a part, one after another: `size` bytes from `offset` on."""
+    """Lines [begin, end) of those at hand go to a part, one after another, from byte `offset` on."""
 
     rank: int
     offset: int
-    size: int
     begin: int
     end: int
-
-    def cut(self, lengths: np.ndarray) -> list[Run]:
-        """Return the run in pieces that several threads can share. lengths: as those given to `claim`."""
-        ends = np.cumsum(lengths[self.begin : self.end])
-        pieces, begin, offset = [], 0, 0
-        while begin < len(ends):
-            end = int(np.searchsorted(ends, offset + _TASK_BYTES))
-            end = min(end + 1, len(ends))
-            size = int(ends[end - 1]) - offset
-            pieces.append(
-                Run(self.rank, self.offset + offset, size, self.begin + begin, self.begin + end)
-            )
-            begin, offset = end, offset + size
-        return pieces
 
 
 def part_names(nranks: int) -> list[str]:
@@ -55,33 +162,16 @@ def part_names(nranks: int) -> list[str]:
 
 
 class Parts:
-    """One file a rank, each with `lines_each` lines. Several threads may write runs at once.
-
-    Long runs are written past the system's cache where it can be: the parts have to be on the disk anyway
-    before they are published, and a copy of them in the cache takes as long to make as the shuffle itself.
-    on_bytes is called with the number of bytes after each write. syncer: a pool that brings to the disk what
-    is written, while more is written; without one, all goes to the cache and is left there.
-    """
+    """One file per rank, each with `lines_each` lines. Several threads may write runs at once."""
 
     def __init__(
-        self,
-        folder: Path,
-        nranks: int,
-        lines_each: int,
-        on_bytes: Callable[[int], None],
-        syncer: Executor | None,
+        self, folder: Path, nranks: int, lines_each: int, on_bytes: Callable[[int], object]
     ) -> None:
         self.paths = [folder / name for name in part_names(nranks)]
         self.lines_each = lines_each
         self.sizes = [0] * nranks
         self.checksums = [0] * nranks
-        self._lengths = [
-            0
-        ] * nranks  # of the files, as far as they were made longer ahead of writing
-        self._missing = [lines_each] * nranks
         self._on_bytes = on_bytes
-        self._syncer = syncer
-        self._syncs: list[Future[None]] = []
         self._lock = threading.Lock()
 
     def claim(self, position: int, lengths: np.ndarray) -> list[Run]:
@@ -94,77 +184,35 @@ class Parts:
         while begin < len(lengths):
             rank, inside = divmod(position + begin, self.lines_each)
             end = min(len(lengths), begin + self.lines_each - inside)
-            size = int(ends[end] - ends[begin])
-            runs.append(Run(rank, self.sizes[rank], size, begin, end))
-            self.sizes[rank] += size
+            runs.append(Run(rank, self.sizes[rank], begin, end))
+            self.sizes[rank] += int(ends[end] - ends[begin])
             begin = end
         return runs
 
     def write(self, run: Run, lines: LinePlaces, order: np.ndarray) -> None:
-        """Write a run of the lines at hand, which are `order` (int64) of `lines`.
-
-        Raises CopyError for a line that is not where it should be, OSError if the part cannot be written.
-        """
-        with self._opened(run.rank) as handle, self._direct(run) as direct:
-            if direct >= 0:
-                self._extend(run.rank, handle)
-            total = copy_lines(lines, order[run.begin : run.end], handle, run.offset, direct)
-        self._count(run, total, direct >= 0)
-
-    def copy_line(self, run: Run, source: int, offset: int, length: int) -> None:
-        """Write a run of one line, which lies in an open file, piece by piece."""
-        total = 0
-        with self._opened(run.rank) as handle:
-            for begin in range(0, length, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, length - begin)
-                total += put(handle, read_exactly(source, size, offset + begin), run.offset + begin)
-        self._count(run, total, False)
-
-    def finish(self) -> None:
-        """Wait until all parts are on the disk. Raises OSError if that fails."""
-        for future in self._syncs:
-            future.result()
-
-    def _count(self, run: Run, total: int, is_direct: bool) -> None:
-        self._on_bytes(run.size)
-        rank = run.rank
-        with self._lock:
-            self.checksums[rank] = (self.checksums[rank] + total) & _MASK
-            self._missing[rank] -= run.end - run.begin
-            is_whole = self._missing[rank] == 0
-        if self._syncer is None:
-            return
-        if is_whole:
-            self._syncs.append(self._syncer.submit(sync, self.paths[rank]))
-        elif not is_direct:
-            self._syncs.append(self._syncer.submit(self._begin_sync, run))
-
-    def _begin_sync(self, run: Run) -> None:
-        with self._opened(run.rank) as handle:
-            start_writeback(handle, run.offset, run.size)
-
-    def _extend(self, rank: int, handle: int) -> None:
-        """Let the file be as long as it will be: writers that make it longer would take turns."""
-        with self._lock:
-            if self._lengths[rank] < self.sizes[rank]:
-                self._lengths[rank] = self.sizes[rank]
-                os.ftruncate(handle, self.sizes[rank])
-
-    @contextmanager
-    def _direct(self, run: Run) -> Iterator[int]:
-        """Yield a handle that passes the cache by, -1 if there is none or the run is short."""
-        is_chosen = self._syncer is not None and run.size >= _DIRECT_BYTES
-        handle = open_direct(self.paths[run.rank]) if is_chosen else -1
+        """Write a run of the lines at hand, which are `order` (int64) of `lines`. OSError if it cannot."""
+        handle, offset = self._open(run.rank), run.offset
         try:
-            yield handle
-        finally:
-            if handle >= 0:
-                os.close(handle)
-
-    @contextmanager
-    def _opened(self, rank: int) -> Iterator[int]:
-        handle = os.open(self.paths[rank], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            yield handle
+            for begin in range(run.begin, run.end, _LINES_AT_ONCE):
+                some = order[begin : min(begin + _LINES_AT_ONCE, run.end)]
+                size = int(lines.lengths[some].sum()) + len(some)
+                self._add(run.rank, size, copy_lines(lines, some, handle, offset))
+                offset += size
         finally:
             os.close(handle)
+
+    def copy(self, run: Run, source: int, begin: int, size: int) -> None:
+        """Write a run of one line, `size` bytes from `begin` on in an open file, newline included."""
+        handle = self._open(run.rank)
+        try:
+            self._add(run.rank, size, copy_range(source, begin, size, handle, run.offset))
+        finally:
+            os.close(handle)
+
+    def _open(self, rank: int) -> int:
+        return os.open(self.paths[rank], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _add(self, rank: int, size: int, total: int) -> None:
+        self._on_bytes(size)
+        with self._lock:
+            self.checksums[rank] = (self.checksums[rank] + total) % _MODULUS

@@ -5,37 +5,40 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import re
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from plsc.data.line_reader import Buffers, LongLine
+from plsc.data.partition import local
 from plsc.data.partition import manifest as manifests
-from plsc.data.partition import remote
-from plsc.data.partition.buckets import Bucket, Spread
-from plsc.data.partition.by_buckets import Sorter, Spreader, bits_for, fitting_buckets
-from plsc.data.partition.counts import Counts
-from plsc.data.partition.indexing import Index, TooManyLines
-from plsc.data.partition.inputs import Input, list_inputs
+from plsc.data.partition.inputs import (
+    Input,
+    InputCount,
+    list_inputs,
+    pool_of,
+    progress_bar,
+    read_counted,
+    total_of,
+)
 from plsc.data.partition.options import PartitionOptions
-from plsc.data.partition.order import lines_per_rank
-from plsc.data.partition.padding import Padding, warning_of_repeats
-from plsc.data.partition.parallel import pool_of
+from plsc.data.partition.order import lines_per_rank, padding_lines
 from plsc.data.partition.parts import Parts
-from plsc.data.partition.progress import Progress
-from plsc.data.partition.space import Space
-from plsc.data.partition.survey import survey
-from plsc.data.partition.within_memory import fits, gather, index_inputs
 from plsc.errors import DataError
-from plsc.storage.names import base_name, parent_of
-from plsc.storage.publish import SAVING, Workspace, staged
-from plsc.storage.urls import is_url, shown
+from plsc.storage.publish import SAVING, Workspace, refuse_existing, staged
+from plsc.storage.urls import base_name, is_url, parent_of, shown
 
-_SYNCERS = 2  # one may wait for a part to be on the disk while the other starts the next
+if TYPE_CHECKING:
+    from plsc.storage.store import Store
+
 _EXPANSION = 4  # how much larger compressed inputs are taken to be, until they have been read
+_SILENCE = 300.0  # seconds in which a client may say nothing of a large piece that it sends
+_PART = re.compile(rf"(part_\d+\.txt|{re.escape(manifests.FILE_LIST)})$")
 
 
 def partition(options: PartitionOptions) -> dict[str, Any]:
@@ -48,66 +51,98 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     inputs = list_inputs(options.data_dir, options.file_list)
     _refuse_existing(options.output)
     if options.dry_run:
-        return survey(options, inputs)
-    with Progress() as progress, _full_disk_told(options.output), ExitStack() as stack:
+        return _survey(options, inputs)
+    with _full_disk_reported(options.output), ExitStack() as stack:
         workspace, temporary = _claim(options, stack)
         if workspace.cleaned:
-            progress.say(f"removed what a run that was stopped had left in {workspace.path}")
+            _say(f"removed what a run that was stopped had left in {workspace.path}")
         if options.engine == "spark":
-            manifest = _run_on_spark(options, inputs, workspace, progress)
+            manifest = _run_on_spark(options, inputs, workspace)
         else:
-            manifest = _write(options, inputs, workspace.path, temporary, progress)
+            manifest = _write(options, inputs, workspace.path, temporary)
             _check_unchanged(inputs)
             if is_url(options.output):
-                remote.publish(workspace.path, options.output, manifest, progress)
+                names = [part["name"] for part in manifest["parts"]]
+                names += [manifests.FILE_LIST, manifests.NAME]
+                with staged(options.output, _open_store) as target:
+                    _upload(workspace.path, target, names)
             else:
                 workspace.publish(Path(options.output), is_synced=not options.no_sync)
     if options.delete_inputs:
         for one in inputs:
-            remote.open_store(parent_of(one.location)).delete(base_name(one.location))
+            _open_store(parent_of(one.location)).delete(base_name(one.location))
     return manifest
 
 
+def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
+    """Read and check all lines, write nothing; return the counts of a manifest."""
+    buffers, counts = Buffers(1, options.budget.block), []
+    with progress_bar("reading", None) as progress:
+        for one in inputs:
+            counts.append(InputCount())
+            with one.open() as stream:
+                for lines in read_counted(
+                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update, keeps_long=False
+                ):  # fmt: skip
+                    if not isinstance(lines, LongLine):
+                        buffers.give_back(lines.data)
+    total = total_of(counts)
+    _require_samples(total.lines, options)
+    if warning := _warning_of_repeats(total.lines, options.nranks):
+        _say(warning)
+    return manifests.counts_of(options, total) | {"content_bytes": total.content_bytes}
+
+
 def _write(
-    options: PartitionOptions,
-    inputs: list[Input],
-    folder: Path,
-    temporary: Path,
-    progress: Progress,
+    options: PartitionOptions, inputs: list[Input], folder: Path, temporary: Path
 ) -> dict[str, Any]:
     """Write the parts, their list and the manifest into `folder`, which is not published yet."""
-    with pool_of(_SYNCERS) as syncer:
-        target = _Target(options, folder, progress, syncer)
-        found = _index_if_it_fits(options, inputs, folder, progress)
-        if found is not None:
-            index, counts = found
-            parts, padding = target.open(counts)
-            gather(index, inputs, options.seed, parts, padding, options.budget.copiers)
-        else:
-            buckets, counts = _spread(options, inputs, folder, temporary, progress)
-            parts, padding = target.open(counts)
-            fitting = list(fitting_buckets(buckets, temporary, options.seed, options.budget))
-            Sorter(options.seed, parts, padding, options.budget).run(fitting)
-        parts.finish()
-    _tell(counts, options.nranks, progress)
-    manifest = manifests.build(options, counts, parts, len(padding))
+    budget = options.budget
+    expected = sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
+    with pool_of(budget.workers) as pool:
+        loaded: local.Loaded | None = None
+        buckets: list[local.Bucket] = []
+        with progress_bar("reading", expected) as progress:
+            if local.fits(inputs, budget):
+                _check_room(folder, None, expected, 0)
+                with contextlib.suppress(local.TooManyLines):
+                    loaded, counts = local.read_to_memory(inputs, options, progress.update, pool)
+            if loaded is None:
+                _check_room(folder, temporary, expected, budget.workers * budget.bucket)
+                buckets, counts = local.spread_inputs(
+                    inputs, options, expected, temporary, progress.update
+                )
+        lines = total_of(counts).lines
+        _require_samples(lines, options)
+        padding = padding_lines(options.seed, lines, options.nranks)
+        with progress_bar("writing", sum(one.content_bytes for one in counts)) as progress:
+            each = lines_per_rank(lines, options.nranks)
+            parts = Parts(folder, options.nranks, each, progress.update)
+            writer = local.Writer(options.seed, parts, padding)
+            if loaded is not None:
+                writer.write([loaded], pool)
+            else:
+                local.write_buckets(buckets, writer, options.seed, budget, pool)
+            writer.pad()
+    _report(counts, options.nranks)
+    manifest = manifests.build(options, inputs, counts, parts.sizes, parts.checksums)
     manifests.write(folder, manifest)
     return manifest
 
 
 def _run_on_spark(
-    options: PartitionOptions, inputs: list[Input], workspace: Workspace, progress: Progress
+    options: PartitionOptions, inputs: list[Input], workspace: Workspace
 ) -> dict[str, Any]:
     """Let the executors write the parts where they will stay, then add the manifest and publish."""
     from plsc.data.partition import spark  # an extra
 
     def finish(target: str) -> dict[str, Any]:
-        counts, parts, padding = spark.write(options, inputs, target)
+        counts, sizes, checksums = spark.write(options, inputs, target)
         _check_unchanged(inputs)
-        _tell(counts, options.nranks, progress)
+        _report(counts, options.nranks)
         for stray in workspace.path.glob(f"{SAVING}part_*"):
             stray.unlink()  # of a task that was killed, and run again elsewhere
-        manifest = manifests.build(options, counts, parts, padding)
+        manifest = manifests.build(options, inputs, counts, sizes, checksums)
         manifests.write(workspace.path, manifest)
         return manifest
 
@@ -115,10 +150,9 @@ def _run_on_spark(
         manifest = finish(str(workspace.path))
         workspace.publish(Path(options.output))
         return manifest
-    with staged(options.output, remote.open_store) as target:
+    with staged(options.output, _open_store) as target:
         manifest = finish(target)
-        last = [manifests.FILE_LIST, manifests.NAME]
-        remote.put(workspace.path, target, last, progress)
+        _upload(workspace.path, target, [manifests.FILE_LIST, manifests.NAME])
     return manifest
 
 
@@ -127,73 +161,60 @@ def _check_unchanged(inputs: list[Input]) -> None:
         one.check_unchanged()
 
 
-def _index_if_it_fits(
-    options: PartitionOptions, inputs: list[Input], folder: Path, progress: Progress
-) -> tuple[Index, Counts] | None:
-    budget, total = options.budget, expected_bytes(inputs)
-    if not fits(inputs, budget.total, budget.workers):
+def _require_samples(lines: int, options: PartitionOptions) -> None:
+    if lines == 0:
+        raise DataError(
+            f"the files of {options.file_list} hold no samples; expected lines of '<base64>TAB<label>'"
+        )
+
+
+def _warning_of_repeats(lines: int, nranks: int) -> str | None:
+    """Return a warning if more places are filled with repeats than there are lines."""
+    each = lines_per_rank(lines, nranks)
+    repeats = each * nranks - lines
+    if repeats <= lines:
         return None
-    Space(folder, None).check(total, 0)
-    progress.begin("reading", total)
-    with contextlib.suppress(TooManyLines):
-        return index_inputs(inputs, budget.total, budget.workers, options.skip_bad, progress)
-    return None
+    return (
+        f"warning: {nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
+        f"{repeats / (each * nranks):.0%} are repeats: there are {lines} lines only; a smaller --nranks has "
+        "fewer"
+    )
 
 
-def _spread(
-    options: PartitionOptions,
-    inputs: list[Input],
-    folder: Path,
-    temporary: Path,
-    progress: Progress,
-) -> tuple[list[Bucket], Counts]:
-    budget, total = options.budget, expected_bytes(inputs)
-    space = Space(folder, temporary)
-    space.check(total, budget.workers * budget.bucket)
-    progress.begin("reading", total)
-    with Spread(temporary, options.seed, bits_for(total, budget)) as spread:
-        spreader = Spreader(spread, budget, temporary, options.skip_bad, progress, space)
-        return spread.buckets, spreader.run(inputs)
+def _report(counts: list[InputCount], nranks: int) -> None:
+    total = total_of(counts)
+    if warning := _warning_of_repeats(total.lines, nranks):
+        _say(warning)
+    if total.blanks:
+        _say(f"{total.blanks} blank lines were left out")
+    for message in total.messages:
+        _say(f"skipped: {message}")
+    if total.skipped > len(total.messages):
+        _say(f"skipped: {total.skipped - len(total.messages)} more lines")
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where the parts go, once it is known how many lines there are."""
-
-    options: PartitionOptions
-    folder: Path
-    progress: Progress
-    syncer: Executor
-
-    def open(self, counts: Counts) -> tuple[Parts, Padding]:
-        """Return the parts and what pads them. Raises DataError if there is nothing to write."""
-        nranks = self.options.nranks
-        if counts.lines == 0:
-            raise DataError(
-                f"the files of {self.options.file_list} hold no samples; expected lines of "
-                "'<base64>TAB<label>'"
-            )
-        self.progress.begin("writing", sum(one.content_bytes for one in counts.inputs))
-        each = lines_per_rank(counts.lines, nranks)
-        syncer = None if self.options.no_sync else self.syncer
-        parts = Parts(self.folder, nranks, each, self.progress.add, syncer)
-        return parts, Padding(self.options.seed, counts.lines, nranks)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def expected_bytes(inputs: list[Input]) -> int:
-    """Return how many bytes of lines there will be; exact when no input is compressed."""
-    return sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
+def _check_room(output: Path, temporary: Path | None, size: int, spare: int) -> None:
+    """Raise DataError if the disks have no room for `size` bytes of output, and as much again in buckets.
+
+    Buckets are removed while the output grows: on one disk both together need `size` and `spare`.
+    """
+    if temporary is not None and output.stat().st_dev != temporary.stat().st_dev:
+        _require_room(temporary, size)
+        spare = 0
+    _require_room(output, size + spare)
 
 
-def _tell(counts: Counts, nranks: int, progress: Progress) -> None:
-    if warning := warning_of_repeats(counts.lines, nranks):
-        progress.say(warning)
-    if counts.blanks:
-        progress.say(f"{counts.blanks} blank lines were left out")
-    for message in counts.messages:
-        progress.say(f"skipped: {message}")
-    if counts.skipped > len(counts.messages):
-        progress.say(f"skipped: {counts.skipped - len(counts.messages)} more lines")
+def _require_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise DataError(
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, {size / 1e9:.2f} GB are needed; "
+            f"free some, or choose another one with --output_dir or --tmp_dir"
+        )
 
 
 def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path]:
@@ -211,20 +232,36 @@ def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path
 
 
 def _refuse_existing(output: str) -> None:
-    exists = (
-        remote.exists(output)
-        if is_url(output)
-        else Path(output).exists() or Path(output).is_symlink()
-    )
-    if exists:
-        raise DataError(
-            f"{shown(output)} exists already and is not overwritten; take it away or choose another "
-            "--output_dir"
-        )
+    if is_url(output):
+        store = _open_store(output)
+        if not store.can_rename:
+            store.make_folder()  # makes none: it tells of a bucket that is not there, before the work is done
+            if all(_PART.match(name) for name in store.names()):
+                return  # parts without a manifest are what a run that was killed left: nothing
+    refuse_existing(output)
+
+
+def _open_store(url: str) -> Store:
+    """Return the folder at a path or URL."""
+    from plsc.storage.store import Store  # imports fsspec
+
+    return Store(url, silence=_SILENCE)
+
+
+def _upload(folder: Path, target: str, names: list[str]) -> None:
+    """Upload files of `folder`, in this order."""
+    store = _open_store(target)
+    with progress_bar("uploading", sum((folder / one).stat().st_size for one in names)) as progress:
+
+        def on_bytes(count: int) -> None:
+            progress.update(count)
+
+        for one in names:
+            store.put(folder / one, one, on_bytes)
 
 
 @contextmanager
-def _full_disk_told(output: str) -> Iterator[None]:
+def _full_disk_reported(output: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

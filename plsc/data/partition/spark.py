@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,17 @@ from typing import Any
 import numpy as np
 
 from plsc.data.line_reader import Buffers, LineReader, LongLine
-from plsc.data.partition.checksum import checksum
-from plsc.data.partition.counts import Counts, InputCount
-from plsc.data.partition.inputs import Input
-from plsc.data.partition.memory import read_size
-from plsc.data.partition.options import PartitionOptions
+from plsc.data.partition.inputs import Input, InputCount, read_counted
+from plsc.data.partition.options import PartitionOptions, read_size
 from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, rank_bounds
-from plsc.data.partition.parts import part_names
-from plsc.data.partition.split import Split, open_split, split_inputs
+from plsc.data.partition.parts import checksum, part_names
 from plsc.errors import DataError, OptionError
 from plsc.storage.publish import replacing
 from plsc.storage.urls import is_url, open_filesystem
 
 _BLOCK = 4 * 2**20
+_SPLIT_BYTES = 64 * 2**20
+_LOOK = 2**16  # bytes at a time, in search of a newline
 Key = tuple[int, int, int]  # rank, 1 for padding, order within that
 
 
@@ -56,22 +55,13 @@ class Written:
     checksum: int
 
 
-@dataclass(frozen=True)
-class WrittenParts:
-    """All parts, as the manifest wants them."""
-
-    paths: list[Path]
-    sizes: list[int]
-    checksums: list[int]
-
-
 def write(
     options: PartitionOptions, inputs: list[Input], target: str
-) -> tuple[Counts, WrittenParts, int]:
+) -> tuple[list[InputCount], list[int], list[int]]:
     """Write the parts into `target`, a folder that all executors see, or a URL.
 
-    Returns (what was read, the parts, the number of padding lines). Raises DataError for a bad line, and when
-    Spark fails; OptionError if PySpark is not installed.
+    Returns (what was read of each input, sizes of the parts, their checksums). Raises DataError for a bad
+    line, and when Spark fails; OptionError if PySpark is not installed.
     """
     try:
         from py4j.protocol import Py4JError
@@ -100,23 +90,23 @@ def write(
 
 def _write(
     context: Any, options: PartitionOptions, inputs: list[Input], target: str
-) -> tuple[Counts, WrittenParts, int]:
+) -> tuple[list[InputCount], list[int], list[int]]:
     skip_bad = options.skip_bad
     splits = split_inputs(inputs)
     numbered = context.parallelize(list(enumerate(splits)), len(splits))
-    counts = Counts([InputCount(one) for one in inputs])
-    firsts = []  # the number of each split's first line
-    for split, (count, messages, problem) in zip(
+    counts = [InputCount() for _ in inputs]
+    firsts, lines = [], 0  # the number of each split's first line
+    for split, (count, problem) in zip(
         splits, numbered.map(lambda item: _count(item[1], skip_bad)).collect(), strict=True
     ):
         if problem:
             raise DataError(problem)
-        firsts.append(counts.lines)
-        counts.inputs[split.number].add(count)
-        counts.remember(messages)
-    if counts.lines == 0:
+        firsts.append(lines)
+        lines += count.lines
+        counts[split.number].add(count)
+    if lines == 0:
         raise DataError(f"the files of {options.file_list} hold no samples")
-    plan, places = _plan(options, counts.lines)
+    plan = _plan(options, lines)
     shared = context.broadcast(plan)
     names = part_names(options.nranks)
     written = (
@@ -128,46 +118,32 @@ def _write(
     written.sort(key=lambda part: part.rank)
     if [part.lines for part in written] != [plan.lines_each] * options.nranks:
         raise DataError("Spark wrote parts of other sizes than planned; did an input change?")
-    paths = [Path(name) for name in names]
-    sizes = [part.size for part in written]
-    parts = WrittenParts(paths, sizes, [part.checksum for part in written])
-    return counts, parts, places
+    return counts, [part.size for part in written], [part.checksum for part in written]
 
 
-def _plan(options: PartitionOptions, lines: int) -> tuple[_Plan, int]:
+def _plan(options: PartitionOptions, lines: int) -> _Plan:
     padding = padding_lines(options.seed, lines, options.nranks)
     places: dict[int, list[int]] = {}
     for position, number in enumerate(padding.tolist(), start=lines):
         places.setdefault(number, []).append(position)
     each = lines_per_rank(lines, options.nranks)
     bounds = rank_bounds(options.seed, lines, options.nranks)
-    return _Plan(options.seed, each, bounds, places, options.skip_bad), len(padding)
+    return _Plan(options.seed, each, bounds, places, options.skip_bad)
 
 
-def _count(split: Split, skip_bad: bool) -> tuple[InputCount, list[str], str]:
-    """Return (counts of a split, messages about skipped lines, the error if there is one)."""
-    count = InputCount(split.source)
-
-    def on_bytes(piece: np.ndarray, offset: int) -> None:
-        count.checksum = (count.checksum + checksum(piece, offset)) % 2**64
-        count.content_bytes += len(piece)
-
-    buffers = Buffers(1, _BLOCK)
+def _count(split: Split, skip_bad: bool) -> tuple[InputCount, str]:
+    """Return (what a split holds, the error if there is one)."""
+    count, buffers = InputCount(), Buffers(1, _BLOCK)
     try:
         with open_split(split) as (stream, start):
-            reader = LineReader(
-                stream, split.name, buffers, on_bytes, skip_bad, start=start, keeps_long=False
-            )
-            for lines in reader:
-                if isinstance(lines, LongLine):
-                    count.lines += 1
-                else:
-                    count.lines += len(lines)
+            for lines in read_counted(
+                stream, split.name, count, buffers, skip_bad, start=start, keeps_long=False
+            ):
+                if not isinstance(lines, LongLine):
                     buffers.give_back(lines.data)
     except DataError as error:  # as a value: an exception would arrive as a page of Java
-        return count, [], str(error)
-    count.blanks, count.skipped = reader.blanks, len(reader.skipped)
-    return count, reader.skipped[:20], ""
+        return count, str(error)
+    return count, ""
 
 
 def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
@@ -213,3 +189,73 @@ def _store(
             filesystem, path = open_filesystem(f"{target}/{name}")
             filesystem.put_file(str(temporary), path)
     yield Written(rank, lines, size, total % 2**64)
+
+
+# Byte ranges of inputs, so that many tasks can read one file.
+
+
+@dataclass(frozen=True)
+class Split:
+    """The lines of input `number` that start in bytes [begin, end); all of them if it is compressed."""
+
+    source: Input
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        """What messages call it: line numbers in it count from its beginning."""
+        return f"{self.source.name} from byte {self.begin}" if self.begin else self.source.name
+
+
+def split_inputs(inputs: list[Input], split_bytes: int = _SPLIT_BYTES) -> list[Split]:
+    """Return the splits of all inputs, in the order of their lines."""
+    splits = []
+    for number, one in enumerate(inputs):
+        step = max(1, one.size) if one.compression else split_bytes
+        for begin in range(0, max(1, one.size), step):
+            splits.append(Split(one, number, begin, min(one.size, begin + step)))
+    return splits
+
+
+@contextmanager
+def open_split(split: Split) -> Iterator[tuple[Any, int]]:
+    """Yield (a stream of the lines of a split, its offset in the content of the file)."""
+    with split.source.open() as stream:
+        if split.source.compression:
+            yield stream, 0
+            return
+        begin = _start_of_line(stream, split.begin, split.source.size)
+        end = _start_of_line(stream, split.end, split.source.size)
+        stream.seek(begin)
+        yield _Bounded(stream, end - begin), begin
+
+
+def _start_of_line(stream: Any, position: int, size: int) -> int:
+    """Return where the first line starts that starts at `position` or after it."""
+    if position == 0 or position >= size:
+        return min(position, size)
+    stream.seek(position - 1)
+    buffer = bytearray(_LOOK)
+    at = position - 1
+    while count := stream.readinto(memoryview(buffer)):
+        found = buffer.find(b"\n", 0, count)
+        if found >= 0:
+            return at + found + 1
+        at += count
+    return size
+
+
+@dataclass
+class _Bounded:
+    """The next `left` bytes of a stream."""
+
+    stream: Any
+    left: int
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        wanted = min(len(buffer), self.left)
+        count = self.stream.readinto(buffer[:wanted]) if wanted else 0
+        self.left -= count or 0
+        return count

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from plsc.data.line_reader import Buffers, LineReader, LongLine, Stream
+from plsc.data.line_reader import Buffers, LongLine, Stream
 from plsc.data.lines import Lines
 from plsc.data.partition import manifest as manifests
-from plsc.data.partition.checksum import checksum
-from plsc.data.partition.inputs import list_inputs
-from plsc.data.partition.memory import Budget
-from plsc.data.partition.options import PartitionOptions
+from plsc.data.partition.inputs import (
+    InputCount,
+    list_inputs,
+    pool_of,
+    progress_bar,
+    read_counted,
+    share_out,
+)
+from plsc.data.partition.options import Budget, PartitionOptions
 from plsc.data.partition.order import padding_lines
-from plsc.data.partition.parallel import pool_of
-from plsc.data.partition.progress import Progress
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
-from plsc.storage.names import exists, join
-from plsc.storage.urls import shown
+from plsc.storage.urls import exists, join, shown
 
 _MODULUS = 2**128
 
@@ -34,55 +35,54 @@ class Digest:
     """
 
     def __init__(
-        self, budget: Budget, extra: dict[int, int], skip_bad: bool, progress: Progress
+        self,
+        budget: Budget,
+        extra: dict[int, int],
+        skip_bad: bool,
+        on_bytes: Callable[[int], object],
     ) -> None:
         self.total = 0
-        self.lines = 0
-        self._budget = budget
+        self._lines = 0
+        self._workers = budget.workers
         self._buffers = Buffers(budget.workers + 1, budget.block)
         self._extra = extra
         self._wanted = np.array(sorted(extra), dtype=np.int64)
         self._skip_bad = skip_bad
-        self._progress = progress
+        self._on_bytes = on_bytes
 
-    def add(self, stream: Stream, name: str) -> tuple[int, int, int]:
-        """Read a file; return (lines, bytes, checksum)."""
-        before, total = self.lines, 0
-
-        def on_bytes(piece: np.ndarray, offset: int) -> None:
-            nonlocal total
-            total = (total + checksum(piece, offset)) % 2**64
-            self._progress.add(len(piece))
-
-        reader = LineReader(stream, name, self._buffers, on_bytes, self._skip_bad)
-        with pool_of(self._budget.workers) as pool:
-            under_way: deque[Future[int]] = deque()
-            for lines in reader:
-                first = self.lines
-                if isinstance(lines, LongLine):
-                    self.lines += 1
-                    self.total += _hash_file(lines) * (1 + self._extra.get(first, 0))
-                    continue
-                self.lines += len(lines)
-                under_way.append(pool.submit(self._hash, lines, first))
-                while under_way and under_way[0].done():
-                    self.total += under_way.popleft().result()
-            self.total = (self.total + sum(future.result() for future in under_way)) % _MODULUS
-        return self.lines - before, reader.offset, total
+    def add(self, stream: Stream, name: str) -> InputCount:
+        """Read a file; return what it holds."""
+        count = InputCount()
+        samples = read_counted(stream, name, count, self._buffers, self._skip_bad, self._on_bytes)
+        with pool_of(self._workers) as pool:
+            hashes = share_out(
+                samples, self._lines, pool, self._buffers, self._hash, self._hash_long
+            )
+            self.total = (self.total + sum(hashes)) % _MODULUS
+        self._lines += count.lines
+        return count
 
     def _hash(self, lines: Lines, first: int) -> int:
         total = 0
         view = lines.data.data
-        try:
-            for start, end in zip(lines.starts.tolist(), lines.ends.tolist(), strict=True):
-                total += _hash_line(view[start:end])
-            low, high = np.searchsorted(self._wanted, [first, first + len(lines)])
-            for number in self._wanted[low:high].tolist():
-                start, end = int(lines.starts[number - first]), int(lines.ends[number - first])
-                total += self._extra[number] * _hash_line(view[start:end])
-        finally:
-            self._buffers.give_back(lines.data)
+        for start, end in zip(lines.starts.tolist(), lines.ends.tolist(), strict=True):
+            total += _hash_line(view[start:end])
+        low, high = np.searchsorted(self._wanted, [first, first + len(lines)])
+        for number in self._wanted[low:high].tolist():
+            start, end = int(lines.starts[number - first]), int(lines.ends[number - first])
+            total += self._extra[number] * _hash_line(view[start:end])
         return total
+
+    def _hash_long(self, line: LongLine, number: int) -> int:
+        line.file.seek(0)
+        state = hashlib.blake2b(digest_size=16)
+        for begin in range(0, line.length, 2**20):
+            state.update(line.file.read(min(line.length - begin, 2**20)))
+        return int.from_bytes(state.digest(), "big") * (1 + self._extra.get(number, 0))
+
+
+def _hash_line(data: memoryview) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "big")
 
 
 def verify(options: PartitionOptions) -> dict[str, Any]:
@@ -104,9 +104,8 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
             f"{shown(output)} has {manifest['nranks']} parts, expected {options.nranks}; "
             f"pass --nranks {manifest['nranks']}"
         )
-    with Progress() as progress:
-        written = _digest_parts(options, manifest, progress)
-        expected = _digest_inputs(options, manifest, progress)
+    written = _digest_parts(options, manifest)
+    expected = _digest_inputs(options, manifest)
     if written != expected:
         raise DataError(
             f"the lines of {shown(output)} are not those of its inputs and their padding; partition again"
@@ -114,21 +113,24 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
     return manifest
 
 
-def _digest_parts(options: PartitionOptions, manifest: dict[str, Any], progress: Progress) -> int:
-    digest = Digest(options.budget, {}, False, progress)
-    progress.begin("reading parts", sum(part["size"] for part in manifest["parts"]))
-    for part in manifest["parts"]:
-        name = f"{shown(options.output)}/{part['name']}"
-        with streamed(join(options.output, part["name"])) as file:
-            lines, size, total = digest.add(file, name)
-        if lines != manifest["lines_per_rank"]:
-            raise DataError(f"{name} has {lines} lines, expected {manifest['lines_per_rank']}")
-        if (size, total) != (part["size"], int(part["checksum"], 16)):
-            raise DataError(f"{name} is damaged: its size or checksum is not the manifest's")
+def _digest_parts(options: PartitionOptions, manifest: dict[str, Any]) -> int:
+    total = sum(part["size"] for part in manifest["parts"])
+    with progress_bar("reading parts", total) as progress:
+        digest = Digest(options.budget, {}, False, progress.update)
+        for part in manifest["parts"]:
+            name = f"{shown(options.output)}/{part['name']}"
+            with streamed(join(options.output, part["name"])) as file:
+                found = digest.add(file, name)
+            if found.lines != manifest["lines_per_rank"]:
+                raise DataError(
+                    f"{name} has {found.lines} lines, expected {manifest['lines_per_rank']}"
+                )
+            if (found.content_bytes, found.checksum) != (part["size"], int(part["checksum"], 16)):
+                raise DataError(f"{name} is damaged: its size or checksum is not the manifest's")
     return digest.total
 
 
-def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any], progress: Progress) -> int:
+def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any]) -> int:
     inputs = list_inputs(options.data_dir, options.file_list)
     if len(inputs) != len(manifest["inputs"]):
         raise DataError(
@@ -137,29 +139,20 @@ def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any], progress
     padding = padding_lines(manifest["seed"], manifest["lines"], manifest["nranks"])
     numbers, times = np.unique(padding, return_counts=True)
     extra = dict(zip(numbers.tolist(), times.tolist(), strict=True))
-    digest = Digest(options.budget, extra, bool(manifest.get("skipped_lines")), progress)
-    progress.begin("reading inputs", sum(one["content_bytes"] for one in manifest["inputs"]))
-    for one, known in zip(inputs, manifest["inputs"], strict=True):
-        with one.open() as stream:
-            found = digest.add(stream, one.name)
-        if found != (known["lines"], known["content_bytes"], int(known["checksum"], 16)):
-            raise DataError(
-                f"{one.name} is not what was partitioned ({known['name']}, {known['lines']} lines): it has "
-                "changed since, or the list names other files now"
-            )
+    skip_bad = bool(manifest.get("skipped_lines"))
+    total = sum(one["content_bytes"] for one in manifest["inputs"])
+    with progress_bar("reading inputs", total) as progress:
+        digest = Digest(options.budget, extra, skip_bad, progress.update)
+        for one, known in zip(inputs, manifest["inputs"], strict=True):
+            with one.open() as stream:
+                found = digest.add(stream, one.name)
+            if (found.lines, found.content_bytes, found.checksum) != (
+                known["lines"],
+                known["content_bytes"],
+                int(known["checksum"], 16),
+            ):
+                raise DataError(
+                    f"{one.name} is not what was partitioned ({known['name']}, {known['lines']} lines): it "
+                    "has changed since, or the list names other files now"
+                )
     return digest.total
-
-
-def _hash_line(data: memoryview) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "big")
-
-
-def _hash_file(line: LongLine) -> int:
-    line.file.seek(0)
-    state = hashlib.blake2b(digest_size=16)
-    left = line.length
-    while left:
-        piece = line.file.read(min(left, 2**20))
-        state.update(piece)
-        left -= len(piece)
-    return int.from_bytes(state.digest(), "big")

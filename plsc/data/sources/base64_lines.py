@@ -19,8 +19,7 @@ from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.shards import Shards
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes
-from plsc.storage.names import base_name
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, shown
 
 KIND = "base64-1"
 _BLOCK = 4 * 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,35 +61,28 @@ class LabelReader:
         self._numbers = array("q")
         self._codes: dict[str, int] | None = {} if names_wanted else None
 
-    def extend(self, values: Sequence[Label], place: Callable[[int], str]) -> None:
+    def extend(self, values: Iterable[Label], place: Callable[[int], str]) -> None:
         """Add the labels of some rows.
 
         place: returns where the row at a position of `values` is. Raises DataError that begins with it,
         for a label that is missing, or is a number but not a whole one of 0 or more.
         """
-        if self._codes is None and _are_class_ids(values):
-            self._numbers.extend(map(int, values))
-            return
         for position, value in enumerate(values):
+            if self._codes is None and _is_class_id(value):
+                self._numbers.append(int(value))
+                continue
             try:
                 self._add(value.decode() if isinstance(value, bytes) else str(value))
             except (DataError, UnicodeDecodeError) as error:
                 fault = error if isinstance(error, DataError) else "the label is no UTF-8 text"
                 raise DataError(f"{place(position)}: {fault}; fix it") from error
 
-    def extend_numbers(self, numbers: np.ndarray) -> bool:
-        """Add labels that are whole numbers, int64 [n]; False, and nothing done, where names are wanted."""
-        if self._codes is not None:
-            return False
-        self._numbers.frombytes(numbers.tobytes())
-        return True
-
     def _add(self, text: str) -> None:
         text = text.strip()
         if not text:
             raise DataError("the label is missing")
         if self._codes is None:
-            if text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS:
+            if text.isascii() and _is_class_id(text.encode()):
                 self._numbers.append(int(text))
                 return
             if len(self._numbers) or _NUMBER.fullmatch(text):
@@ -108,29 +101,21 @@ class LabelReader:
         Where they are names, a label is the rank of its name, and ``names`` and ``name_ends`` hold the
         sorted names (`class_names_of`).
         """
-        labels = np.frombuffer(self._numbers, np.int64) if len(self._numbers) else _NONE
+        labels = np.array(self._numbers, np.int64)
         if self._codes is None:
             return {"labels": labels}
         names = sorted(self._codes)
         ranks = np.empty(len(names), np.int64)
         for rank, name in enumerate(names):
             ranks[self._codes[name]] = rank
-        text, ends = pack_texts([name.encode("utf-8", "surrogateescape") for name in names])
+        text, ends = pack_texts([name.encode("utf-8", "surrogatepass") for name in names])
         return {"labels": ranks[labels], "names": text, "name_ends": ends}
 
 
-_NONE = np.zeros(0, np.int64)
-
-
-def _are_class_ids(values: Sequence[Label]) -> bool:
-    """Whether all are whole numbers of 0 or more: the usual case, told without a step for each."""
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        return min(values) >= 0 and max(values) < 10**_MAX_DIGITS  # type: ignore[operator]
-    if kinds != {bytes}:
-        return False
-    lengths = set(map(len, values))  # type: ignore[arg-type]
-    return min(lengths) > 0 and max(lengths) <= _MAX_DIGITS and b"".join(values).isdigit()  # type: ignore[arg-type]
+def _is_class_id(value: Label) -> bool:
+    if isinstance(value, bytes):
+        return value.isdigit() and len(value) <= _MAX_DIGITS
+    return isinstance(value, int) and 0 <= value < 10**_MAX_DIGITS
 
 
 def pack_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +134,7 @@ def class_names_of(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
     if "names" not in arrays:
         return None
     text, ends = arrays["names"], arrays["name_ends"]
-    return [text_at(text, ends, i).decode("utf-8", "surrogateescape") for i in range(len(ends))]
+    return [text_at(text, ends, i).decode("utf-8", "surrogatepass") for i in range(len(ends))]
 
 
 class NamedLabelSource(IndexedSource):

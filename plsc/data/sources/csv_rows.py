@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from plsc.data.native.rows import FoundRows, find_csv_rows
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -15,15 +15,14 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.lines import MAX_LINE_BYTES, Block, first_line, line_at, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import RowSource
+from plsc.data.sources.rows import MAX_LINE_BYTES, RowSource, text_lines
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, open_bytes
 from plsc.storage.urls import shown
 
 _QUOTE = b'"'
-_MAX_LINES = 2**20  # of one row: each is a Python object for a while
+_MAX_LINES = 2**20  # of one row
 
 
 class CsvSource(RowSource):
@@ -40,7 +39,7 @@ class CsvSource(RowSource):
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
         data = open_bytes(location)
-        header = first_line(data)
+        header = next((row for _, _, row in _whole_rows(data)), b"").removesuffix(b"\n")
         self._delimiter = max(b",;\t|".decode(), key=header.decode("utf-8", "replace").count)
         self._separator = self._delimiter.encode()
         try:
@@ -83,35 +82,8 @@ class CsvSource(RowSource):
                 return parts[self._image].decode("utf-8", "surrogateescape").strip()
         raise DataError("the image column is missing; the file changed while it was in use")
 
-    def _blocks(self, data: Bytes) -> Iterator[Block]:
-        is_header, lines = True, 0
-        for block in _whole_rows(data):
-            position = 0
-            while is_header and position <= block.end:
-                end = self._row_end(block, position)
-                row = block.text[position:end]
-                is_header = not row or row.isspace()  # blank lines before it
-                position, lines = end + 1, lines + 1 + row.count(b"\n")
-            if not lines:
-                yield block
-            elif position <= block.end:
-                text = block.text[position : block.end]
-                yield Block(block.offset + position, text, len(text), lines)
-                lines = 0
-
-    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
-        fields = len(self.columns)
-        return find_csv_rows(block.text, block.end, position, self._separator, fields, self._label)
-
-    def _row_end(self, block: Block, start: int) -> int:
-        """Return where a line ends behind which no quote is open."""
-        quotes, position = 0, start
-        while (end := block.text.find(b"\n", position, block.end)) >= 0:
-            quotes += block.text.count(_QUOTE, position, end)
-            if quotes % 2 == 0:
-                return end
-            position = end + 1
-        return block.end
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        return itertools.islice(_whole_rows(self._data), 1, None)
 
     def _label_in(self, row: bytes, line: int) -> Label:
         name, wanted = shown(self.location), len(self.columns)
@@ -131,30 +103,25 @@ class CsvSource(RowSource):
         return fields[self._label]
 
 
-def _whole_rows(data: Bytes) -> Iterator[Block]:
-    """Yield blocks of lines as `line_blocks` does, that end where no quote is open."""
-    held: list[bytes] = []
-    start = held_bytes = held_lines = 0
-    is_open = False
-    for block in line_blocks(data):
-        quotes = block.text.count(_QUOTE, 0, block.end) if _QUOTE in block.text else 0
-        is_open ^= quotes % 2 == 1
-        if not held and not is_open:
-            yield block
-            continue
-        if not held:
-            start = block.offset
-        held.append(block.text[: block.end])
-        held_bytes += block.end
-        held_lines += held[-1].count(b"\n")
-        if not is_open:
-            text = b"\n".join(held)
-            yield Block(start, text, len(text))
-            held, held_bytes, held_lines = [], 0, 0
-        elif held_bytes > MAX_LINE_BYTES or held_lines > _MAX_LINES:
-            break
+def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (first line, offset, row) of all rows but blank ones: the lines up to where no quote is open."""
+    held = bytearray()  # a row whose quote is still open
+    first = start = 0
+    for number, offset, line in text_lines(data):
+        has_odd_quotes = line.count(_QUOTE) % 2 == 1
+        if held or has_odd_quotes:
+            if not held:
+                first, start = number, offset
+            elif has_odd_quotes:
+                yield first, start, bytes(held + line)
+                held.clear()
+                continue
+            held += line
+            if len(held) > MAX_LINE_BYTES or number - first > _MAX_LINES:
+                break
+        elif not line.isspace():
+            yield number, offset, line
     if held:
         raise DataError(
-            f"{shown(data.location)}: a quote that opens after line {line_at(data, start) - 1} does not "
-            "close; fix it"
+            f"{shown(data.location)}:{first}: a quote that opens here does not close; fix it"
         )

@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import DataError
-from plsc.storage.cache_folder import cache_folder
-from plsc.storage.names import base_name
+from plsc.storage.cache import FileStamp, cache_folder, stamp_of
 from plsc.storage.publish import replacing
-from plsc.storage.stamp import FileStamp, stamp_of
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import base_name, is_url, shown
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.native.rows import FoundRows, find_json_rows
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -16,11 +15,10 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.lines import Block, first_line, line_blocks
 from plsc.data.sources.paths import printable
-from plsc.data.sources.rows import RowSource
+from plsc.data.sources.rows import RowSource, text_lines
 from plsc.errors import DataError, OptionError
-from plsc.storage.blocks import Bytes, open_bytes
+from plsc.storage.blocks import open_bytes
 from plsc.storage.urls import shown
 
 
@@ -42,7 +40,7 @@ class JsonLinesSource(RowSource):
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
         data = open_bytes(location)
-        first = first_line(data) or b"{}"
+        first = next((line for _, _, line in text_lines(data) if not line.isspace()), b"{}")
         try:
             columns = list(_object(first))
             self._image = choose_column(image, columns, IMAGE_COLUMNS, "image")
@@ -60,16 +58,8 @@ class JsonLinesSource(RowSource):
             raise DataError(f"{self._image!r} is {_kind(image)}; expected a path or base64")
         return image.strip()
 
-    def _blocks(self, data: Bytes) -> Iterator[Block]:
-        return line_blocks(data)
-
-    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
-        key = self._label.encode("utf-8", "surrogatepass")
-        return find_json_rows(block.text, block.end, position, key)
-
-    def _row_end(self, block: Block, start: int) -> int:
-        end = block.text.find(b"\n", start, block.end)
-        return end if end >= 0 else block.end
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        return (found for found in text_lines(self._data) if not found[2].isspace())
 
     def _label_in(self, row: bytes, line: int) -> Label:
         try:

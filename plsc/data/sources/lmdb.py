@@ -10,8 +10,7 @@ from typing import Any
 from plsc.data.sources.columns import LabelReader, NamedLabelSource
 from plsc.data.sources.limits import check_image_bytes
 from plsc.errors import DataError
-from plsc.storage.names import base_name
-from plsc.storage.urls import is_url
+from plsc.storage.urls import base_name, is_url
 
 
 class LmdbSource(NamedLabelSource):

@@ -19,9 +19,8 @@ from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError
-from plsc.storage.names import base_name
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import base_name, is_url, open_filesystem, shown
 
 _Make = Callable[..., Source]
 # By suffix, with the names of the options that the format takes.

@@ -20,7 +20,7 @@ from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.parquet_groups import RowGroups
 from plsc.data.sources.shards import Shards, shard_files
 from plsc.errors import DataError, OptionError
-from plsc.storage.names import base_name
+from plsc.storage.urls import base_name
 
 
 class ParquetSource(ColumnSource):

@@ -1,22 +1,49 @@
-"""RecordIO files of images, ``.rec`` with or without its ``.idx``, also in insightface's layout."""
+"""RecordIO files of images, ``.rec`` with or without its ``.idx``, also in insightface's layout.
+
+The format is dmlc-core's (``recordio.h``). A record is one or more parts. A part: magic (u32), flag and
+length (u32; the flag in the upper 3 bits), the bytes, zeros up to a multiple of 4; all little-endian.
+Flag 0: the whole record; 1, 2, 3: the first part, a middle one, the last. A record is cut where the magic
+stands in it at a multiple of 4; the reader puts it back.
+
+The header of an image record is ``IfQQ``: flag, label, two ids. With flag > 0 that many float32 labels
+follow and replace the one in the header. The rest is the encoded image.
+"""
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from plsc.data.recordio import image_of, unframe
+from plsc.data.decode import MAX_FILE_BYTES
 from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.ranges import read_from
-from plsc.data.sources.recordio_index import insightface_images, read_idx, scan
 from plsc.errors import DataError
-from plsc.storage.blocks import open_bytes
-from plsc.storage.names import base_name, exists
-from plsc.storage.urls import shown
+from plsc.storage.blocks import Bytes, buffered, open_bytes
+from plsc.storage.urls import base_name, exists, shown
+
+MAGIC = 0xCED7230A
+MAGIC_BYTES = struct.pack("<I", MAGIC)
+LENGTH_MASK = 2**29 - 1
+WHOLE, FIRST, MIDDLE, LAST = range(4)
+PART = struct.Struct("<II")
+HEADER = struct.Struct("<IfQQ")
+_HEAD = struct.Struct("<IIIfQQf")  # a part, an image header, the first label behind it
+_FLOAT = struct.Struct("<f")
+_MAX_JOINED = MAX_FILE_BYTES + 2**20  # of a record in several parts
+_IDX_CHUNK = 4 * 2**20
+_MAX_IDX_LINE = 1000
+# Numbers of at most 18 digits: all of them fit int64.
+_PAIRS = re.compile(
+    rb"(?:[0-9]{1,18}[ \t]+[0-9]{1,18}[ \t]*\r?\n)*[0-9]{1,18}[ \t]+[0-9]{1,18}[ \t]*\r?"
+)
+_NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class RecordIOSource(IndexedSource):
@@ -82,3 +109,248 @@ class RecordIOSource(IndexedSource):
             "labels": labels.astype(np.int64),
             "keys": keys.astype(np.int64),
         }
+
+
+class Records(NamedTuple):
+    """What a scan finds, one entry a record, in the order of the file.
+
+    offsets, lengths: int64, in bytes, of the whole record. labels: float32, the first one of each.
+    flags: the number of labels in front of the image. image_bytes: 0 for a record that holds none.
+    """
+
+    offsets: np.ndarray
+    lengths: np.ndarray
+    labels: np.ndarray
+    flags: np.ndarray
+    image_bytes: np.ndarray
+
+
+def scan(data: Bytes) -> Records:
+    """Find all records of a file, from their lengths; DataError names the record that is damaged."""
+    found: list[tuple[int, int, float, int, int]] = []
+    file = buffered(data)
+    read, seek, size = file.read, file.seek, data.size
+    unpack = _HEAD.unpack_from
+    position = 0
+    while position < size:
+        head = read(_HEAD.size)
+        magic, word, flag, label, _, _, first_label = unpack(head.ljust(_HEAD.size, b"\0"))
+        content_bytes = word & LENGTH_MASK
+        end = position + 8 + (content_bytes + 3 & ~3)
+        if magic != MAGIC or word >> 29 != WHOLE:
+            end, content = _join(data, position, len(found))
+            content_bytes = len(content)
+            flag, label, _, _ = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
+            first_label = _FLOAT.unpack_from(content.ljust(HEADER.size + 4, b"\0"), HEADER.size)[0]
+        image = content_bytes - HEADER.size - 4 * flag
+        if end > size or image < 0:
+            raise _damaged(data, position, len(found), end, content_bytes, flag)
+        found.append((position, end - position, first_label if flag else label, flag, image))
+        position = end
+        seek(position)
+    columns = list(zip(*found, strict=True)) or [()] * 5
+    kinds = (np.int64, np.int64, np.float32, np.int64, np.int64)
+    arrays = (np.array(column, kind) for column, kind in zip(columns, kinds, strict=True))
+    return Records(*arrays)
+
+
+def _join(data: Bytes, position: int, number: int) -> tuple[int, bytes]:
+    """Return where a record of several parts ends, and its content."""
+    start, inside = position, False
+    while True:
+        if position + 8 > data.size:
+            raise _broken(data, number, start, "is cut off")
+        magic, word = PART.unpack(data.read_at(position, 8))
+        flag, content_bytes = word >> 29, word & LENGTH_MASK
+        if magic != MAGIC:
+            raise _broken(
+                data, number, start, f"has {magic:#010x} where {MAGIC:#010x} was expected"
+            )
+        if not fits(flag, inside):
+            raise _broken(data, number, start, f"has a part of kind {flag} in the wrong place")
+        position += 8 + (content_bytes + 3 & ~3)
+        if position > data.size:
+            raise _broken(data, number, start, f"ends at byte {position} of {data.size}")
+        if position - start > _MAX_JOINED:
+            raise _broken(data, number, start, f"is over {_MAX_JOINED} bytes long")
+        if flag in (WHOLE, LAST):
+            return position, unframe(data.read_at(start, position - start))
+        inside = True
+
+
+def _damaged(
+    data: Bytes, position: int, number: int, end: int, content_bytes: int, flag: int
+) -> DataError:
+    if end > data.size:
+        fault = f"ends at byte {end} of {data.size}: the file is truncated, or its length is wrong"
+    elif content_bytes < HEADER.size:
+        fault = f"has {content_bytes} bytes, fewer than the {HEADER.size} of an image header"
+    else:
+        fault = f"has {content_bytes} bytes, but its header announces {flag} labels"
+    return _broken(data, number, position, fault)
+
+
+def _broken(data: Bytes, number: int, position: int, fault: str) -> DataError:
+    return DataError(
+        f"{shown(data.location)}: record {number} at byte {position} {fault}; "
+        "fetch the file again or write it anew"
+    )
+
+
+def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (keys, rows) of an .idx file, whose lines are ``key<TAB>offset``.
+
+    offsets: int64 [R], rising, where the records begin; rows: which record each key means. Raises
+    DataError that names the line, for a line that is none, an offset where no record begins, and a key
+    that comes twice.
+    """
+    name = shown(data.location)
+    keys, found, lines = [], [], 0
+    file = buffered(data, _IDX_CHUNK)
+    rest = b""
+    while chunk := file.read(_IDX_CHUNK):
+        text, newline, rest = (rest + chunk).rpartition(b"\n")
+        numbers = _read_pairs(text, lines, name)
+        lines += text.count(b"\n") + len(newline)
+        keys.append(numbers[:, 0])
+        found.append(numbers[:, 1])
+        if len(rest) > _MAX_IDX_LINE:
+            raise DataError(
+                f"{name}:{lines + 1} is over {_MAX_IDX_LINE} bytes long; expected 'key<TAB>offset'"
+            )
+    numbers = _read_pairs(rest, lines, name)
+    all_keys = np.concatenate([*keys, numbers[:, 0]])
+    all_found = np.concatenate([*found, numbers[:, 1]])
+    rows = np.minimum(np.searchsorted(offsets, all_found), max(0, len(offsets) - 1))
+    bad = np.flatnonzero(offsets[rows] != all_found) if len(offsets) else np.arange(len(rows))
+    if len(bad):
+        raise DataError(
+            f"{name}: key {all_keys[bad[0]]} is at byte {all_found[bad[0]]}, where no record begins "
+            f"({len(bad)} such keys); remove the .idx, it is not needed"
+        )
+    unique, counts = np.unique(all_keys, return_counts=True)
+    if len(unique) < len(all_keys):
+        raise DataError(
+            f"{name}: key {unique[counts > 1][0]} comes twice; remove the .idx, it is not needed"
+        )
+    return all_keys, rows
+
+
+def _read_pairs(text: bytes, lines_before: int, name: str) -> np.ndarray:
+    """Return the numbers of lines of two, int64 [lines, 2]; blank lines are passed over."""
+    if not _PAIRS.fullmatch(text):
+        for number, line in enumerate(text.split(b"\n"), start=lines_before + 1):
+            if line.strip() and not _PAIRS.fullmatch(line):
+                raise DataError(f"{name}:{number}: expected 'key<TAB>offset', got {line[:100]!r}")
+    numbers = text.split()
+    return np.array(numbers, dtype=bytes).astype(np.int64).reshape(-1, 2) if numbers else _NO_PAIRS
+
+
+def insightface_images(
+    records: Records, keys: np.ndarray, rows: np.ndarray, name: str
+) -> np.ndarray | None:
+    """Return which entries of `keys` are images, in the order of their keys; None for other layouts.
+
+    insightface: record 0 has two labels and no image. Its first label is the key after the last image; a
+    float32, so rounded where there are more than 2^24 images, and then the end is where the image-less
+    records of the persons begin.
+    """
+    zero = np.flatnonzero(keys == 0)
+    if len(zero) != 1:
+        return None
+    row = rows[zero[0]]
+    if records.flags[row] != 2 or records.image_bytes[row] != 0:
+        return None
+    end = float(records.labels[row])
+    if not (end >= 1 and end == np.floor(end)):
+        raise DataError(f"{name}: record 0 gives {end:g} as the end of the images")
+    unsure = 0 if end < 2**24 else float(np.spacing(np.float32(end)))
+    order = np.argsort(keys, kind="stable")
+    chosen = order[(keys[order] >= 1) & (keys[order] < end + unsure)]
+    if unsure:
+        with_image = np.flatnonzero(records.image_bytes[rows[chosen]] > 0)
+        chosen = chosen[: with_image[-1] + 1 if len(with_image) else 0]
+    elif len(chosen) != end - 1:
+        raise DataError(
+            f"{name}: record 0 says that records 1 to {end - 1:g} are images, {len(chosen)} of them "
+            "are there; fetch the file again"
+        )
+    return chosen
+
+
+def frame(content: bytes) -> bytes:
+    """Return the content as a record; DataError if it is 2^29 bytes or more."""
+    if len(content) > LENGTH_MASK:
+        raise DataError(
+            f"a record of {len(content)} bytes is too long; RecordIO allows {LENGTH_MASK}"
+        )
+    cuts = []
+    position = content.find(MAGIC_BYTES)
+    while position >= 0:
+        if position % 4 == 0:
+            cuts.append(position)
+        position = content.find(MAGIC_BYTES, position + 4 - position % 4)
+    if not cuts:
+        return b"".join((PART.pack(MAGIC, len(content)), content, bytes(-len(content) % 4)))
+    parts: list[bytes] = []
+    start = 0
+    for cut in cuts:
+        flag = MIDDLE if parts else FIRST
+        parts += [PART.pack(MAGIC, flag << 29 | cut - start), content[start:cut]]
+        start = cut + 4
+    tail = content[start:]
+    return b"".join((*parts, PART.pack(MAGIC, LAST << 29 | len(tail)), tail, bytes(-len(tail) % 4)))
+
+
+def unframe(record: bytes) -> bytes:
+    """Return the content of one whole record, as `frame` makes it; DataError if it is none."""
+    parts: list[bytes] = []
+    position = 0
+    while True:
+        if position + 8 > len(record):
+            raise DataError("is a damaged record: its last part is missing")
+        magic, word = PART.unpack_from(record, position)
+        flag, end = word >> 29, position + 8 + (word & LENGTH_MASK)
+        if magic != MAGIC or end > len(record) or not fits(flag, bool(parts)):
+            raise DataError("is a damaged record: a part of it begins or ends in the wrong place")
+        parts.append(record[position + 8 : end])
+        position = end + -end % 4
+        if flag in (WHOLE, LAST):
+            break
+    if position != len(record):
+        raise DataError("is a damaged record: it ends too early")
+    return MAGIC_BYTES.join(parts)
+
+
+def fits(flag: int, inside: bool) -> bool:
+    """Whether a part with this flag may come at the start of a record, or inside one."""
+    return flag in ((MIDDLE, LAST) if inside else (WHOLE, FIRST))
+
+
+def image_of(content: bytes) -> bytes:
+    """Return the image in a record's content; DataError if the header does not fit, or none follows."""
+    if len(content) < HEADER.size:
+        raise DataError(f"has {len(content)} bytes; an image header has {HEADER.size}")
+    flag = HEADER.unpack_from(content)[0]
+    start = HEADER.size + 4 * flag
+    if start > len(content):
+        raise DataError(f"has {len(content)} bytes, but its header announces {flag} labels")
+    if start == len(content):
+        raise DataError(
+            "holds no image (0 bytes after its header); take the record out", kind="empty"
+        )
+    return content[start:]
+
+
+def pack_image(image: bytes, label: int, number: int) -> bytes:
+    """Return an image record's content, with the label in its header.
+
+    Raises DataError for a label that float32 cannot hold, which are the odd ones above 2^24.
+    """
+    header = HEADER.pack(0, label, number, 0) if 0 <= label < 2**62 else b""
+    if not header or HEADER.unpack(header)[1] != label:
+        raise DataError(
+            f"label {label} cannot be written: .rec keeps labels as 32-bit floats, whole up to "
+            f"{2**24}; write .parquet or .tar"
+        )
+    return header + image

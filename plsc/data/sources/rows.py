@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 import binascii
-import functools
+import itertools
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pybase64
 
-from plsc.data.native.rows import MOST_ROWS, FoundRows
+from plsc.data.decode import MAX_FILE_BYTES
 from plsc.data.sources.base import read_image_file
 from plsc.data.sources.columns import ColumnSource, Label, LabelReader
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
-from plsc.data.sources.lines import Block
 from plsc.data.sources.paths import printable
 from plsc.data.sources.ranges import read_from
 from plsc.errors import DataError
-from plsc.storage.blocks import Bytes, open_bytes
-from plsc.storage.names import base_name, join, parent_of
-from plsc.storage.urls import is_url, shown
+from plsc.storage.blocks import Bytes, buffered, open_bytes
+from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 
 # How the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files begins.
 _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
 
+MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the longest image in base64, and some more
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-class Rows(NamedTuple):
-    """Some rows: where they are in the file, in bytes, and their first lines from 1: int64 [n] each.
 
-    next_line: the line behind them. texts: returns their labels as they are written; numbers: as int64 [n],
-    if all are whole numbers of 0 or more.
+def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (number from 1, offset in bytes, the line with its LF) of each line, without a byte order mark.
+
+    Raises DataError that names the line for one of over 85 MiB.
     """
-
-    offsets: np.ndarray
-    lengths: np.ndarray
-    lines: np.ndarray
-    next_line: int
-    texts: Callable[[], Sequence[Label]]
-    numbers: np.ndarray | None = None
+    file, offset = buffered(data), 0
+    for number in itertools.count(1):
+        line = file.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(
+                f"{shown(data.location)}:{number} is over {MAX_LINE_BYTES} bytes long; fix it"
+            )
+        mark = len(_BYTE_ORDER_MARK) if number == 1 and line.startswith(_BYTE_ORDER_MARK) else 0
+        yield number, offset + mark, line[mark:]
+        offset += len(line)
 
 
 class RowSource(ColumnSource):
@@ -71,16 +76,8 @@ class RowSource(ColumnSource):
             raise error.at(self.name(0)) from error
         return index
 
-    def _blocks(self, data: Bytes) -> Iterator[Block]:
-        """Yield blocks of whole rows."""
-        raise NotImplementedError
-
-    def _find_rows(self, block: Block, position: int) -> FoundRows | None:
-        """Return the usual rows from a position on, up to one that is not; None if it cannot be done."""
-        raise NotImplementedError
-
-    def _row_end(self, block: Block, start: int) -> int:
-        """Return where the row that begins at `start` ends."""
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (first line, offset, row) of each sample; rows may have their LF at the end."""
         raise NotImplementedError
 
     def _label_in(self, row: bytes, line: int) -> Label:
@@ -94,9 +91,6 @@ class RowSource(ColumnSource):
     def name(self, index: int) -> str:
         """Return ``train.csv:12``: the file and the line in it."""
         return f"{self._title}:{self._lines[index]}"
-
-    def _place(self, lines: np.ndarray, position: int) -> str:
-        return f"{shown(self.location)}:{lines[position]}"
 
     def _text(self, index: int) -> str:
         return self._image_text(self._stored_at(index))
@@ -129,66 +123,19 @@ class RowSource(ColumnSource):
         return data.read_at(0, data.size)
 
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
-        parts: list[tuple[np.ndarray, ...]] = []
-        line = 1
-        for block in self._blocks(self._data):
-            line += block.lines_before
-            for rows in self._rows_in(block, line):
-                if rows.numbers is None or not labels.extend_numbers(rows.numbers):
-                    labels.extend(rows.texts(), functools.partial(self._place, rows.lines))
-                parts.append(rows[:3])
-                line = rows.next_line
-        if not len(labels):
+        places = array("q")  # offset, length and first line of each row
+
+        def found() -> Iterator[Label]:
+            for line, offset, row in self._rows():
+                row = row.removesuffix(b"\n")
+                places.extend((offset, len(row), line))
+                yield self._label_in(row, line)
+
+        labels.extend(found(), lambda _: f"{shown(self.location)}:{places[-1]}")
+        if not places:
             raise DataError(f"{shown(self.location)} holds no samples")
-        names = ("offsets", "lengths", "lines")
-        places = map(np.concatenate, zip(*parts, strict=True))
-        return {**dict(zip(names, places, strict=True)), **labels.arrays()}
-
-    def _rows_in(self, block: Block, line: int) -> Iterator[Rows]:
-        """Yield the rows of a block whose first line is `line`: found by C, or one by one where not usual."""
-        position, slow = 0, 1
-        while position <= block.end:
-            found = self._find_rows(block, position)
-            if found is not None:
-                rows = _of_found(found, block, line)
-                yield rows
-                position, line = found.position, rows.next_line
-                # Rows that are not usual are seldom alone: each time twice as many are taken.
-                slow = 1 if len(found) > slow else min(2 * slow, MOST_ROWS)
-                if len(found) == MOST_ROWS:
-                    continue
-            else:
-                slow = MOST_ROWS
-            if position <= block.end:
-                rows, position = self._rows_one_by_one(block, position, line, slow)
-                yield rows
-                line = rows.next_line
-
-    def _rows_one_by_one(
-        self, block: Block, position: int, line: int, most: int
-    ) -> tuple[Rows, int]:
-        """Return some rows from a position on, and where it goes on: the plain way."""
-        places: list[tuple[int, int, int]] = []
-        labels: list[Label] = []
-        while position <= block.end and len(labels) < most:
-            end = self._row_end(block, position)
-            row = block.text[position:end]
-            if row and not row.isspace():
-                places.append((block.offset + position, len(row), line))
-                labels.append(self._label_in(row, line))
-            position, line = end + 1, line + 1 + row.count(b"\n")
-        offsets, lengths, lines = np.array(places, np.int64).reshape(-1, 3).T
-        return Rows(offsets, lengths, lines, line, lambda: labels), position
-
-
-def _of_found(found: FoundRows, block: Block, line: int) -> Rows:
-    def texts() -> list[Label]:
-        starts, lengths = found.label_starts.tolist(), found.label_lengths.tolist()
-        return [block.text[start : start + n] for start, n in zip(starts, lengths, strict=True)]
-
-    numbers = found.numbers if len(found) and found.numbers.min() >= 0 else None
-    offsets, lines = block.offset + found.starts, line + found.lines
-    return Rows(offsets, found.lengths, lines, line + found.lines_passed, texts, numbers)
+        offsets, lengths, lines = np.frombuffer(places, np.int64).reshape(-1, 3).T
+        return {"offsets": offsets, "lengths": lengths, "lines": lines, **labels.arrays()}
 
 
 def _is_base64(text: str) -> bool:

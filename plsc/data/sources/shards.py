@@ -15,9 +15,8 @@ import numpy as np
 from plsc.data.sources.ranges import read_from
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, open_bytes
-from plsc.storage.names import base_name, join
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import base_name, is_url, join, open_filesystem, shown
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000

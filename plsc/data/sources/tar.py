@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import itertools
+import io
 import json
+from array import array
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from plsc.data.native.tar import IS_JSON, MOST_SAMPLES, FoundSamples, find_tar_samples
 from plsc.data.sources.columns import (
     ColumnSource,
     Label,
@@ -18,18 +18,17 @@ from plsc.data.sources.columns import (
     pack_texts,
     text_at,
 )
+from plsc.data.sources.image_folder import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.limits import check_image_bytes
 from plsc.data.sources.paths import printable
 from plsc.data.sources.shards import Shards, shard_files
-from plsc.data.sources.tar_samples import Sample, Samples, is_image, read_samples
-from plsc.data.tar_format import Member
+from plsc.data.tar_format import Member, TarReader
 from plsc.errors import DataError, OptionError
-from plsc.storage.blocks import Bytes
-from plsc.storage.names import base_name
-from plsc.storage.urls import shown
+from plsc.storage.blocks import Bytes, buffered
+from plsc.storage.urls import base_name, shown
 
-_PIECE = 2**20  # stays in the cache of a processor
+_LABEL_BYTES = 2**20  # the most that a .cls or .json may have
 
 
 class TarSource(ColumnSource):
@@ -75,71 +74,30 @@ class TarSource(ColumnSource):
         )
 
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
-        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        places = array("q")  # shard, offset and length of each image
         keys: list[bytes] = []
+
+        def found(shard: int, title: str) -> Iterator[Label]:
+            for sample in read_samples(self._shards[shard], title):
+                image = self._image_of(sample)
+                places.extend((shard, image.offset, image.size))
+                keys.append(sample.key.encode("utf-8", "surrogateescape"))
+                yield self._label_of(sample)
+
+        def place(_: int) -> str:
+            return f"{shown(self._shards.locations[places[-3]])}:{printable(keys[-1])}"
+
         for shard, location in enumerate(self._shards.locations):
-            title = shown(location)
-            for samples in self._samples_in(self._shards[shard], title):
-                if samples.numbers is None or not labels.extend_numbers(samples.numbers):
-                    place = functools.partial(_place, title, samples.keys)
-                    labels.extend(samples.texts(), place)
-                keys += samples.keys
-                shards = np.full(len(samples.keys), shard)
-                parts.append((shards, samples.offsets, samples.lengths))
+            labels.extend(found(shard, shown(location)), place)
         if not keys:
             raise DataError(
                 f"{shown(self._shards.locations[0])} holds no samples; expected members such as a/17.jpg and "
                 "a/17.cls"
             )
-        shards, offsets, lengths = map(np.concatenate, zip(*parts, strict=True))
+        shards, offsets, lengths = np.array(places, np.int64).reshape(-1, 3).T
         text, ends = pack_texts(keys)
         names = {"keys": text, "key_ends": ends, **labels.arrays()}
         return {"shards": shards, "offsets": offsets, "lengths": lengths, **names}
-
-    def _samples_in(self, data: Bytes, title: str) -> Iterator[Samples]:
-        """Yield the samples of an archive: found by C, or one by one where one is not usual."""
-        position, slow = 0, 1
-        label = self._label or "cls"
-        while position < data.size or not data.size:  # an empty one is refused below
-            found = None
-            if not is_image(label):  # which never counts as a text
-                piece = data.read_at(position, min(_PIECE, data.size - position))
-                found = find_tar_samples(piece, position, data.size, self._image or "", label)
-            if found is not None:
-                yield self._of_found(found, piece, title)
-                position += found.position
-                slow = 1 if len(found) > slow else min(2 * slow, MOST_SAMPLES)
-                if found.ended and len(found):
-                    continue
-            else:
-                slow = MOST_SAMPLES
-            one_by_one = read_samples(data, title, position)
-            taken = list(itertools.islice(one_by_one, slow))
-            yield self._of_taken(taken)
-            position = taken[-1].end if taken else data.size
-
-    def _of_taken(self, samples: list[Sample]) -> Samples:
-        images = [self._image_of(sample) for sample in samples]
-        labels = [self._label_of(sample) for sample in samples]
-        keys = [sample.key.encode("utf-8", "surrogateescape") for sample in samples]
-        offsets = np.array([image.offset for image in images], np.int64)
-        lengths = np.array([image.size for image in images], np.int64)
-        return Samples(keys, offsets, lengths, lambda: labels)
-
-    def _of_found(self, found: FoundSamples, piece: bytes, title: str) -> Samples:
-        keys = _cut(piece, found.key_starts, found.key_lengths)
-
-        def texts() -> list[Label]:
-            texts: list[Label] = list(_cut(piece, found.text_starts, found.text_lengths))
-            for index in np.flatnonzero(found.numbers == IS_JSON).tolist():
-                key = keys[index].decode("utf-8", "surrogateescape")
-                sample = Sample(key, title, {}, {"json": bytes(texts[index])}, 0)
-                texts[index] = self._label_of(sample)
-            return texts
-
-        is_numbers = len(found) > 0 and found.numbers.min() >= 0
-        numbers = found.numbers if is_numbers else None
-        return Samples(keys, found.offsets, found.lengths, texts, numbers)
 
     def _image_of(self, sample: Sample) -> Member:
         if self._image is not None:
@@ -174,10 +132,48 @@ class TarSource(ColumnSource):
         )
 
 
-def _place(title: str, keys: list[bytes], position: int) -> str:
-    return f"{title}:{printable(keys[position])}"
+class Sample(NamedTuple):
+    """The members of one sample by their suffix, and the content of those that are small and no image."""
+
+    key: str
+    title: str
+    members: dict[str, Member]
+    texts: dict[str, bytes]
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.title}:{printable(self.key)}"
 
 
-def _cut(text: bytes, starts: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-    places = zip(starts.tolist(), lengths.tolist(), strict=True)
-    return [text[start : start + length] for start, length in places]
+def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
+    """Yield the samples of one tar file; members without a suffix, or that are hidden, are left out."""
+    file = buffered(data)
+    archive = TarReader(file, lambda length: file.seek(length, io.SEEK_CUR), title)
+    sample: Sample | None = None
+    for member in archive:
+        folder, slash, base = member.name.rpartition("/")
+        stem, dot, suffix = base.partition(".")
+        if member.is_folder or not stem or not dot:
+            continue
+        if member.offset + member.size > data.size:
+            raise DataError(
+                f"{title} is truncated in '{printable(member.name)}'; copy or write it anew"
+            )
+        key, suffix = f"{folder}{slash}{stem}", suffix.lower()
+        if sample is None or key != sample.key:
+            if sample is not None:
+                yield sample
+            sample = Sample(key, title, {}, {})
+        if suffix in sample.members:
+            raise DataError(f"{sample.place} has two members .{printable(suffix)}; fix the archive")
+        sample.members[suffix] = member
+        if member.size <= _LABEL_BYTES and not is_image(suffix):
+            sample.texts[suffix] = archive.read(member.size)
+    if sample is not None:
+        yield sample
+
+
+def is_image(suffix: str) -> bool:
+    """Whether members with this suffix are images, by what follows its last dot."""
+    return f".{suffix.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES

@@ -13,7 +13,7 @@ from plsc.data.writers.parquet import write_parquet
 from plsc.data.writers.recordio import write_recordio
 from plsc.data.writers.tar import write_tar
 from plsc.errors import DataError
-from plsc.storage.names import base_name
+from plsc.storage.urls import base_name
 
 Samples = Iterable[tuple[bytes, int]]
 Write = Callable[[str, Samples], int]

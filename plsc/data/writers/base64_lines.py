@@ -8,9 +8,8 @@ from typing import BinaryIO
 import pybase64
 
 from plsc.errors import DataError
-from plsc.storage.names import join
 from plsc.storage.publish import publishing, publishing_folder
-from plsc.storage.urls import is_url
+from plsc.storage.urls import is_url, join
 
 _PART = "part-00000"
 

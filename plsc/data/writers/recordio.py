@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from plsc.data.recordio import frame, pack_image
+from plsc.data.sources.recordio import frame, pack_image
 from plsc.storage.publish import publishing
 
 

@@ -20,7 +20,7 @@ from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.initial import initial_rows
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
 from tests.unit.checkpoint.classes_reference import (
     SEED,

@@ -16,7 +16,7 @@ from plsc.checkpoint.importers import Network, import_checkpoint
 from plsc.checkpoint.tools import verify
 from plsc.checkpoint_cli import main
 from plsc.errors import PlscError
-from plsc.parallel.shard import class_ranges
+from plsc.parallel.collectives import class_ranges
 from tests.unit.checkpoint.foreign_files import (
     names,
     random_network,

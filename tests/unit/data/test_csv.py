@@ -7,12 +7,11 @@ import tracemalloc
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.sources import lines, open_source
+from plsc.data.sources import open_source, rows
 from plsc.data.sources.csv_rows import CsvSource
 from plsc.errors import DataError, OptionError
 
@@ -120,7 +119,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, row, message):
 
 def test_a_quote_that_does_not_close_is_named(tmp_path):
     text = 'path,label\na.jpg,0\n"a.jpg,1\n' + "a.jpg,1\n" * 1000
-    with pytest.raises(DataError, match=r"quote that opens after line \d+ does not close"):
+    with pytest.raises(DataError, match=r"train\.csv:3: a quote that opens here does not close"):
         CsvSource(write(tmp_path, text))
 
 
@@ -147,7 +146,7 @@ def test_bad_base64_is_named_by_its_line(tmp_path):
 
 
 def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2**20)
     with (tmp_path / "train.csv").open("wb") as file:
         file.write(b"path,label\na.jpg,0\n")
         file.truncate(2**30)
@@ -193,18 +192,6 @@ def test_whatever_the_csv_module_writes_is_read_back(rows, crlf):
     source = CsvSource("memory://csv/train.csv")
     assert source.labels().tolist() == [label for _, label, _ in rows]
     assert [source._text(i) for i in range(len(rows))] == [path.strip() for path, _, _ in rows]
-
-
-@pytest.mark.parametrize("chunk", [16, 37, 64])
-def test_rows_are_found_wherever_a_block_ends(tmp_path, monkeypatch, chunk):
-    rng = np.random.default_rng(0)
-    rows, expected = [], []
-    for number in range(200):
-        note = '"' + "x\n," * int(rng.integers(4)) + '"' if rng.random() < 0.3 else "plain"
-        rows.append(f"{note},{number % 7},a.jpg\n" + "\n" * int(rng.integers(2)))
-        expected.append((b"a.jpg", number % 7))
-    monkeypatch.setattr(lines, "_CHUNK", chunk)
-    assert read(write(tmp_path, "note,label,path\n" + "".join(rows))) == expected
 
 
 def test_a_remote_file_has_its_images_beside_it():

@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.data.partition import PartitionOptions, indexing, partition, parts, run, verify
-from plsc.data.partition.checksum import checksum
-from plsc.data.partition.memory import LEAST, Budget, read_size
-from plsc.data.partition.options import fields
+from plsc.data.partition import PartitionOptions, local, partition, parts, run, verify
+from plsc.data.partition.options import LEAST, Budget, read_size
 from plsc.data.partition.order import (
     PADDING,
     line_keys,
@@ -25,6 +23,7 @@ from plsc.data.partition.order import (
     padding_lines,
     rank_bounds,
 )
+from plsc.data.partition.parts import checksum
 from plsc.errors import DataError, OptionError
 from plsc.keys import hash_key
 
@@ -78,15 +77,15 @@ WAYS = ["within memory", "small pieces", "one bucket", "many buckets", "plain", 
 def choose(monkeypatch, way: str, workers: int = 2) -> None:
     """within memory in one piece, or cut up; through buckets; each of both without the C library."""
     if "bucket" in way:
-        monkeypatch.setattr(run, "fits", lambda *_: False)
+        monkeypatch.setattr(local, "fits", lambda *_: False)
     if way in ("many buckets", "plain buckets"):
         monkeypatch.setattr(PartitionOptions, "budget", TinyBudget(LEAST, workers))
     if way in ("small pieces", "plain"):
-        monkeypatch.setattr(indexing, "_PIECE_BYTES", 100)
-        monkeypatch.setattr(indexing, "BLOCK_BYTES", 64)
+        monkeypatch.setattr(local, "_PIECE_BYTES", 100)
+        monkeypatch.setattr(local, "_BLOCK_BYTES", 64)
     if "plain" in way:
         monkeypatch.setattr("plsc.data.native.lines.functions", lambda: None)
-        monkeypatch.setattr("plsc.data.native.partition.functions", lambda: None)
+        monkeypatch.setattr(parts, "function", lambda *_: None)
 
 
 @pytest.fixture(params=WAYS)
@@ -112,8 +111,7 @@ def test_the_parts_are_those_of_the_definition(tmp_path, way):
 def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
     choose(monkeypatch, way)
     # Thousands of files need not be on the disk.
-    for module in ("plsc.data.partition.parts", "plsc.storage.publish"):
-        monkeypatch.setattr(f"{module}.sync", lambda _: None)
+    monkeypatch.setattr("plsc.storage.publish.sync", lambda _: None)
     for count in range(1, 41):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
         for nranks in range(1, 10):
@@ -284,8 +282,7 @@ def test_without_sync_nothing_is_waited_for_and_the_parts_are_the_same(
     tmp_path, monkeypatch, way, no_sync
 ):
     synced: list[str] = []
-    for module in ("plsc.data.partition.parts", "plsc.storage.publish"):
-        monkeypatch.setattr(f"{module}.sync", lambda path: synced.append(Path(path).name))
+    monkeypatch.setattr("plsc.storage.publish.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))
     partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out"), no_sync=no_sync))
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
@@ -423,27 +420,27 @@ def test_an_input_that_changes_meanwhile_stops_the_run(tmp_path, monkeypatch):
     assert not (folder / "partition_2").exists()
 
 
-@pytest.mark.parametrize("moment", ["found", "copied"])
-def test_an_input_that_is_cut_short_while_its_lines_are_found_or_copied_stops_the_run(
+@pytest.mark.parametrize("moment", ["read", "copied"])
+def test_an_input_that_is_cut_short_while_it_is_read_or_copied_stops_the_run(
     tmp_path, monkeypatch, moment
 ):
     folder = write_set(tmp_path, some_lines(300, longest=2000))
 
-    def cut_before(module, name):
-        function = getattr(module, name)
+    def cut_before(owner, name):
+        function = getattr(owner, name)
 
         def cut(*arguments):
             for file in folder.glob("data*.txt"):
                 os.truncate(file, file.stat().st_size // 2)
             return function(*arguments)
 
-        monkeypatch.setattr(module, name, cut)
+        monkeypatch.setattr(owner, name, cut)
 
-    if moment == "found":
-        cut_before(indexing, "map_in_order")
+    if moment == "read":
+        cut_before(local, "read_to_memory")
     else:
-        cut_before(run, "gather")
-    with pytest.raises(DataError, match=r"data[012]\.txt"):
+        cut_before(local.Writer, "write")
+    with pytest.raises(DataError, match=r"data[012]\.txt changed while it was read"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
 
@@ -454,7 +451,7 @@ def test_unusual_lines_within_memory_are_read_as_through_buckets(tmp_path, monke
     (folder / "data0.txt").write_bytes(
         b"\xef\xbb\xbf" + b"\r\n".join(lines[:150]) + b"\n\r\n\n" + b" \n".join(lines[150:200])
     )
-    monkeypatch.setattr(indexing, "_PIECE_BYTES", 2000)
+    monkeypatch.setattr(local, "_PIECE_BYTES", 2000)
     partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "within")))
     choose(monkeypatch, "many buckets")
     partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "buckets")))
@@ -466,27 +463,6 @@ def test_unusual_lines_within_memory_are_read_as_through_buckets(tmp_path, monke
     assert manifests[0]["lines"] == 400
 
 
-@pytest.mark.parametrize("way", ["within memory", "one bucket", "plain"])
-@pytest.mark.parametrize("is_possible", [False, True])
-def test_parts_are_the_same_written_past_the_cache_or_through_it(
-    tmp_path, monkeypatch, way, is_possible
-):
-    lines = some_lines(3001, longest=2000)
-    folder = write_set(tmp_path, lines)
-    choose(monkeypatch, way)
-    opened = []
-    open_direct = parts.open_direct
-    monkeypatch.setattr(
-        parts,
-        "open_direct",
-        lambda path: opened.append(path) or (open_direct(path) if is_possible else -1),
-    )
-    partition(PartitionOptions(str(folder), 2))
-    assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
-    assert len(set(opened)) == 2  # both parts are long enough for it
-    verify(PartitionOptions(str(folder), 2))
-
-
 def test_a_byte_order_mark_within_a_file_is_a_part_of_its_line(tmp_path, monkeypatch):
     lines = [b"\xef\xbb\xbf" + line for line in some_lines(60)]
     folder = write_set(tmp_path, lines, files=1)
@@ -496,11 +472,11 @@ def test_a_byte_order_mark_within_a_file_is_a_part_of_its_line(tmp_path, monkeyp
     assert read_parts(folder / "partition_2") == expected
 
 
-def test_more_lines_than_the_index_may_hold_go_through_buckets(tmp_path, monkeypatch):
+def test_more_lines_than_the_memory_may_hold_go_through_buckets(tmp_path, monkeypatch):
     lines = some_lines(300, longest=2)
     folder = write_set(tmp_path, lines)
-    monkeypatch.setattr("plsc.data.partition.within_memory.BYTES_A_LINE", 10**7)
-    monkeypatch.setattr(run, "gather", None)
+    monkeypatch.setattr(local, "BYTES_PER_LINE", 10**7)
+    monkeypatch.setattr(local._Reader, "_cut", None)
     partition(PartitionOptions(str(folder), 2))
     assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
 
@@ -508,7 +484,7 @@ def test_more_lines_than_the_index_may_hold_go_through_buckets(tmp_path, monkeyp
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     folder = write_set(tmp_path, some_lines(9))
     usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr("plsc.data.partition.space.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("plsc.data.partition.run.shutil.disk_usage", lambda _: usage)
     with pytest.raises(DataError, match=r"0\.00 GB free"):
         partition(PartitionOptions(str(folder), 2))
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == []
@@ -598,8 +574,8 @@ def test_options_that_make_no_sense_are_refused(wrong):
 def test_the_page_lists_every_option_with_its_default():
     page = (Path(__file__).parents[3] / "docs/partition.md").read_text()
     rows = dict(re.findall(r"^\| `--(\w+)` \| (.+?) \|", page, re.MULTILINE))
-    assert set(rows) == {option.name for option in fields()}
-    for option in fields():
+    assert set(rows) == {option.name for option in fields(PartitionOptions)}
+    for option in fields(PartitionOptions):
         if isinstance(option.default, (str, int)) and not isinstance(option.default, bool):
             assert rows[option.name] == f"`{option.default}`"
 

@@ -4,8 +4,8 @@ import fsspec
 import pytest
 
 from plsc.errors import DataError
-from plsc.storage.names import exists
 from plsc.storage.publish import publishing, publishing_folder
+from plsc.storage.urls import exists
 
 
 def interrupted(location: str) -> None:

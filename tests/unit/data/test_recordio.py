@@ -15,8 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.recordio import HEADER, MAGIC_BYTES, PART, frame, pack_image, unframe
-from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.sources.recordio import (
+    HEADER,
+    MAGIC_BYTES,
+    PART,
+    RecordIOSource,
+    frame,
+    pack_image,
+    unframe,
+)
 from plsc.data.writers import write_recordio
 from plsc.errors import DataError
 

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from plsc.errors import DataError
-from plsc.evaluate.hardest import plot_hardest_pairs
-from plsc.evaluate.plots import plot_metrics, plot_roc
+from plsc.evaluate.plots import plot_hardest_pairs, plot_metrics, plot_roc
 
 
 def assert_picture(path):

@@ -125,7 +125,7 @@ def test_class_weights_begin_with_the_norm_that_is_asked_for(loss_type):
     head = build_head(loss_type, 500, 64, centers=2, seed=4, initial_norm=2.0)
     torch.testing.assert_close(head.weight, plain * (2.0 / 8 / 0.01))
     assert head.weight.norm(dim=2).mean().item() == pytest.approx(2.0, rel=0.02)
-    with pytest.raises(OptionError, match="initial_norm of the head is 0; expected more than 0"):
+    with pytest.raises(OptionError, match="initial_norm is 0; expected a number above 0"):
         build_head(loss_type, 5, 4, initial_norm=0)
 
 

@@ -8,7 +8,6 @@ import torch
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import (
     MARGINS,
-    DenseHead,
     Execution,
     RowAdagrad,
     RowAdamW,
@@ -311,8 +310,6 @@ def test_states_of_another_type_are_refused():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(OptionError, match="is for a ShardedHead, not a DenseHead"):
-        RowSGD(DenseHead(5, 4, build_margin("arcface")))
     head = make_head()
     with pytest.raises(OptionError, match="lr is -1"):
         RowSGD(head, lr=-1.0)
@@ -320,9 +317,6 @@ def test_wrong_settings_are_refused():
         RowSGD(head, state_dtype="float8")
     with pytest.raises(OptionError, match="RowAdamW has no int8 state"):
         RowAdamW(head, state_dtype="int8")
-    RowSGD(head)
-    with pytest.raises(OptionError, match="has a row optimizer already"):
-        RowSGD(head)
 
 
 def test_a_torch_learning_rate_schedule_drives_the_rows():

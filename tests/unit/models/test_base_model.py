@@ -29,12 +29,12 @@ def test_is_train_follows_the_mode_unless_given_and_label_is_none_when_predictin
     assert model.calls == [(labels, True), (None, False), (labels, True)]
 
 
-def test_a_class_without_build_network_is_refused_at_construction():
+def test_a_class_without_build_network_is_refused():
     class Forgetful(BaseModel):
         pass
 
     with pytest.raises(OptionError, match=r"Forgetful has no build_network; implement"):
-        Forgetful()
+        check_model(Forgetful(), (3, 8, 8), 8)
 
 
 def test_the_check_accepts_a_fitting_network_and_leaves_no_trace():

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from plsc.models import BaseModel
-from plsc.models.compiled import CompiledNetwork, describe_breaks, keep_compiled_code
+from plsc.models.compiled import CompiledNetwork, describe_breaks
 from plsc.models.dropout import draw_by_sample
 from tests.distributed.launch import run_ranks
 
@@ -117,19 +115,3 @@ def test_the_words_for_many_cuts_are_few():
     line = describe_breaks([f"reason {number}\nmore\nand more" for number in range(5)])
     assert "cut for 5 reasons" in line
     assert "reason 2 more; and 2 more" in line
-
-
-@pytest.mark.parametrize("is_named", [True, False])
-def test_compiled_code_is_kept_in_our_cache_unless_another_folder_is_named(
-    is_named, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    if is_named:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    # What an optimizer has torch do: it names its own folder where nobody has.
-    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    keep_compiled_code()
-    expected = tmp_path / ("mine" if is_named else "cache/compiled")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from plsc.errors import OptionError
 from plsc.models import build_model
 from plsc.models.iresnet import BLOCKS, IResNet
 from tests.unit.checkpoint.foreign_files import random_network
@@ -70,8 +69,3 @@ def test_the_scale_of_the_embedding_stays_one():
     model = build_model("IResNet18", 8, (3, 16, 16), 0.0)
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["features.weight"]
     assert model.features.weight.tolist() == [1.0] * 8
-
-
-def test_an_unknown_depth_is_refused():
-    with pytest.raises(OptionError, match=r"depth is 101; expected one of 18, 34, 50, 100, 200"):
-        IResNet(101)

@@ -1,4 +1,4 @@
-"""Networks with tensors of an unusual kind: taken, or refused in a line."""
+"""Networks with tensors of an unusual kind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.errors import OptionError
 from plsc.models import BaseModel
 from plsc.models.folding import fold_batch_norm
 from plsc.parallel.world import World
-from plsc.train.build import UserParts, build_run
 from tests.images import write_dataset
 from tests.resuming import options_of, train
 
@@ -23,12 +21,6 @@ class Odd(BaseModel):
         self.conv = nn.Conv2d(3, 6, 4, stride=4)
         if kind == "integer":  # a module's own parameters come first
             self.table = nn.Parameter(torch.arange(3), requires_grad=False)
-        if kind == "complex":
-            self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64))
-        if kind == "complex buffer":
-            self.register_buffer("angles", torch.ones(8, dtype=torch.complex64), persistent=False)
-        if kind == "sparse":
-            self.words = nn.Embedding(4, 8, sparse=True)
         if kind == "expanded":
             self.register_buffer("ones", torch.ones(1).expand(8))
         self.norm = nn.BatchNorm2d(6)
@@ -73,17 +65,3 @@ def test_batch_norms_are_folded_whatever_parameter_comes_first():
     network.train(False)
     assert not isinstance(folded, str)
     assert torch.allclose(folded(images), network(images), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("complex", "phase of Odd is complex64; expected real numbers"),
-        ("complex buffer", "angles of Odd is complex64"),
-        ("sparse", "the layer words of Odd gives sparse gradients"),
-    ],
-)
-def test_what_cannot_be_trained_and_saved_is_refused_before_any_data_is_read(kind, said, tmp_path):
-    options = options_of(tmp_path / "no data here", tmp_path / "run")
-    with pytest.raises(OptionError, match=said):
-        build_run(options, WORLD, UserParts(model=Odd(kind)))

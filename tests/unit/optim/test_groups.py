@@ -8,10 +8,9 @@ from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.freezing import freeze
-from plsc.models.initial import initialise_by_rule
+from plsc.models.parameters import freeze, initialise_by_rule
 from plsc.models.sync_batch_norm import SyncBatchNorm
-from plsc.optim.groups import assign_parameters
+from plsc.optim.optimizers import assign_parameters
 from plsc.options.initialization import read_initializations
 from plsc.patterns import find_parameters, label_parameters
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.optim.precision import MOST_SKIPS, LossScaler, scale_gradient, unscale
+from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.options.precision import HIGHEST_SCALE
 
 SMALL = {"incr_every": 3, "decr_every": 2}

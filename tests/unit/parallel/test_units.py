@@ -6,8 +6,8 @@ from torch import nn
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.dry_run import count_calls
-from plsc.parallel import units
-from plsc.parallel.units import choose_units, match_units
+from plsc.parallel import sharding
+from plsc.parallel.sharding import choose_units, match_units
 
 SHAPE = (3, 32, 32)
 
@@ -50,8 +50,8 @@ class Network(BaseModel):
 @pytest.fixture
 def small(monkeypatch):
     """Units of a few parameters."""
-    monkeypatch.setattr(units, "LEAST_BLOCK", 10)
-    monkeypatch.setattr(units, "LEAST_OTHER", 10)
+    monkeypatch.setattr(sharding, "LEAST_BLOCK", 10)
+    monkeypatch.setattr(sharding, "LEAST_OTHER", 10)
 
 
 def test_a_residual_network_is_split_into_its_large_blocks_and_its_embedding_layer():

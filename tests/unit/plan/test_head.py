@@ -14,7 +14,7 @@ from plsc.config import all_options
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
 from plsc.heads.engines import choose_passes
-from plsc.plan import ARGUMENTS, plan, plan_head, tile_rows
+from plsc.plan import ARGUMENTS, plan, plan_head, run, tile_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,7 +57,7 @@ def test_stored_bytes_are_those_of_the_real_tensors(rows, optimizer, state, cent
         11, embedding=300, rows=rows, optimizer=optimizer, state=state, centers=centers
     )
     assert planned.stored == {"weight": head.weight.nbytes, **real}
-    assert planned.stored_bytes == planned.bytes_a_class * 11
+    assert planned.stored_bytes == planned.bytes_per_class * 11
 
 
 @pytest.mark.parametrize("classes", [1, 7, 12, 13])
@@ -79,9 +79,9 @@ def test_a_rank_is_the_largest_one(classes):
         ("bfloat16", "adagrad", "float32", 1028),
     ],
 )
-def test_bytes_a_class_are_those_of_the_design(rows, optimizer, state, expected):
+def test_bytes_per_class_are_those_of_the_design(rows, optimizer, state, expected):
     planned = plan_head(1e8, rows=rows, optimizer=optimizer, state=state)
-    assert planned.bytes_a_class == expected
+    assert planned.bytes_per_class == expected
     assert planned.stored_bytes == expected * 10**8
 
 
@@ -176,29 +176,61 @@ def test_uneven_batches_are_padded_to_the_largest():
     for transfer in even.transfers:
         if transfer.collective != "all-reduce":
             assert moved[transfer.content] == (transfer.payload, transfer.sent)
-    assert moved["two sums a sample"] == (2 * 7 * 4, 2 * 7 * 4)
+    assert moved["two sums per sample"] == (2 * 7 * 4, 2 * 7 * 4)
 
 
 def test_whole_numbers_may_be_floats_as_1e8_is():
     assert plan(1e2, batch=8.0) == plan(100, batch=8)
 
 
+def test_the_answer_says_what_makes_it_fit_and_each_way_does():
+    assert (
+        plan(1e6, ranks=8).answer
+        == f"fits in 80 GB: {plan(1e6, ranks=8).device_bytes / 1e9:.3g} GB per rank"
+    )
+    big = plan(1e8, ranks=4)  # 102 GB of class weights and momentum per rank
+    assert big.render().startswith(
+        f"does not fit in 80 GB: {big.device_bytes / 1e9:.3g} GB per rank; "
+    )
+    ways = {
+        "--rows bfloat16 --state bfloat16": {"rows": "bfloat16", "state": "bfloat16"},
+        "--rows bfloat16 --optimizer adagrad --state float32": {
+            "rows": "bfloat16",
+            "optimizer": "adagrad",
+        },
+        "--ratio 0.1 --offload": {"ratio": 0.1, "offload": True},
+        "--ranks 8": {"ranks": 8},
+    }
+    sizes = {flags: plan(1e8, **{"ranks": 4, **way}) for flags, way in ways.items()}
+    assert all(one.device_bytes <= 80e9 for one in sizes.values())
+    shown = [f"{flags} ({one.device_bytes / 1e9:.3g} GB)" for flags, one in sizes.items()]
+    assert big.answer.endswith("; fits with " + " or ".join(shown))
+    assert "fits with --ranks" not in plan(1e8, ranks=2, batch=[3, 4]).answer
+
+
+def test_the_answer_is_of_head_and_backbone(monkeypatch):
+    monkeypatch.setattr(run, "DEVICE", 195 * 10**6)
+    both = plan(1e4, model="SmallResNet", image=(3, 32, 32), batch=64)
+    assert both.head.device_bytes < run.DEVICE < both.device_bytes
+    assert "--micro_batches 4 (" in both.answer
+
+
 def test_one_rank_sends_nothing():
-    assert plan_head(10).payload == plan_head(10).sent == 0
+    assert plan_head(10).transfers == ()
     assert "Network of a step: none" in plan(10).render()
 
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"classes": 0}, "classes is 0; expected a whole number, 1 or more"),
-        ({"classes": 1.5}, "classes is 1.5; expected a whole number"),
-        ({"classes": math.inf}, "classes is inf; expected a whole number"),
-        ({"classes": math.nan}, "classes is nan; expected a whole number"),
-        ({"ranks": 0}, "ranks is 0; expected a whole number, 1 or more"),
+        ({"classes": 0}, "classes is 0; expected an integer, 1 or more"),
+        ({"classes": 1.5}, "classes is 1.5; expected an integer"),
+        ({"classes": math.inf}, "classes is inf; expected an integer"),
+        ({"classes": math.nan}, "classes is nan; expected an integer"),
+        ({"ranks": 0}, "ranks is 0; expected an integer, 1 or more"),
         ({"embedding": -1}, "embedding is -1; expected"),
         ({"batch": 0}, "batch is 0; expected"),
-        ({"batch": [3, 3], "ranks": 3}, "expected one size for each of 3 ranks"),
+        ({"batch": [3, 3], "ranks": 3}, "expected one size per rank [(]ranks: 3[)]"),
         ({"batch": [0]}, "not all 0"),
         ({"ratio": 0.0}, r"ratio is 0.0; expected a share of the classes in \(0, 1\]"),
         ({"ratio": math.nan}, "ratio is nan"),
@@ -207,10 +239,10 @@ def test_one_rank_sends_nothing():
         ({"state": "int4"}, "state is 'int4'; expected one of float32, bfloat16, int8"),
         ({"state": "int8", "optimizer": "adamw"}, "adamw does not have; expected float32 or"),
         ({"centers": 0}, "centers is 0; expected"),
-        ({"keep_bytes": -1}, "keep_bytes is -1; expected a whole number, 0 or more"),
+        ({"keep_bytes": -1}, "keep_bytes is -1; expected an integer, 0 or more"),
         ({"embedding_dtype": "int8"}, "embedding_dtype is 'int8'; expected one of"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32, fp32"),
-        ({"batch": 1.5}, "batch is 1.5; expected a whole number"),
+        ({"batch": 1.5}, "batch is 1.5; expected an integer"),
         ({"tile": 4}, "there is no argument 'tile' of a plan"),
     ],
 )
@@ -286,16 +318,16 @@ def test_planning_does_not_load_torch():
     [
         ({"classes": 10**400}, "up to 1e+15"),
         ({"classes": 1e308}, "up to 1e+15"),
-        ({"ranks": 10**12}, "expected a whole number, 1 or more, up to 1e+06"),
-        ({"batch": []}, "one size for each"),
+        ({"ranks": 10**12}, "expected an integer, 1 or more, up to 1e+06"),
+        ({"batch": []}, "one size per rank"),
         ({"ratio": "half"}, "ratio is 'half'; expected a number"),
         ({"offload": "no"}, "offload is 'no'; expected True or False"),
-        ({"rows": ["float32"]}, "rows is ['float32']; expected a text"),
-        ({"model": 5}, "model is 5; expected a text"),
+        ({"rows": ["float32"]}, "rows is ['float32']; expected a string"),
+        ({"model": 5}, "model is 5; expected a string"),
         ({"model": "SmallResNet", "image": None}, "image is None; expected three sizes"),
-        ({"model": "SmallResNet", "image": 2**62}, "the network cannot be made: "),
-        ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected a whole number"),
-        ({"model": "SmallResNet", "checkpoint": None}, "checkpoint is None; expected a text"),
+        ({"model": "SmallResNet", "image": 2**62}, "the network cannot be planned, "),
+        ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected an integer"),
+        ({"model": "SmallResNet", "checkpoint": None}, "checkpoint is None; expected a string"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_whoever_would_use_it(wrong, expected):

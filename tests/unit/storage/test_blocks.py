@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from plsc.errors import DataError, OptionError
-from plsc.storage import block_cache, retry
-from plsc.storage.block_cache import BLOCK_BYTES
+from plsc.storage import retry
 from plsc.storage.blocks import BytesFile, buffered, open_bytes
+from plsc.storage.cache import BLOCK_BYTES, cache_limit, folder_for
 from plsc.storage.retry import with_retries
 from tests.s3_server import s3_server, use_s3
 
@@ -191,7 +191,7 @@ def test_no_cache_is_kept_when_its_limit_is_0(tmp_path, cache, monkeypatch):
 def test_a_limit_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("PLSC_CACHE_BYTES", "16G")
     with pytest.raises(OptionError, match="PLSC_CACHE_BYTES is '16G'"):
-        block_cache.cache_limit()
+        cache_limit()
 
 
 def test_reading_goes_on_where_the_cache_cannot_be_written(tmp_path, cache):
@@ -251,3 +251,15 @@ def test_retries_leave_the_global_random_generator_alone(waits):
     state = random.getstate()
     with_retries(Flaky(3, TimeoutError()), "it")
     assert random.getstate() == state
+
+
+def test_each_url_and_kind_has_a_folder_of_its_own_that_ends_in_the_urls_name(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path))
+    urls = ("s3://a/run", "s3://b/run", "hdfs://a/run")
+    folders = {folder_for(kind, url) for url in urls for kind in ("runs", "checkpoints")}
+    assert len(folders) == 6
+    assert {folder.name for folder in folders} == {"run"}
+    assert folder_for("runs", "s3://a/run/") == folder_for("runs", "s3://a/run")
+    assert all(folder.parent.is_dir() and not folder.exists() for folder in folders)

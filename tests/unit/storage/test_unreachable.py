@@ -9,9 +9,9 @@ import pytest
 
 from plsc.data.file_list import read_file_list
 from plsc.errors import DataError
-from plsc.storage.names import exists
-from plsc.storage.retry import with_retries
+from plsc.storage.retry import reason_of, with_retries
 from plsc.storage.store import Store
+from plsc.storage.urls import exists
 
 
 @pytest.fixture
@@ -68,3 +68,16 @@ def test_a_refused_permission_is_told_with_what_to_check_and_not_asked_for_again
     with pytest.raises(DataError, match=r"it failed \(.*not for you\); check its permissions"):
         with_retries(call, "it failed")
     assert len(asked) == 1
+
+
+def test_a_fault_of_hdfs_is_told_without_the_stack_of_its_server() -> None:
+    client = (
+        'RPCError("org.apache.hadoop.security.AccessControlException", "Permission denied: user=a'
+        "\\n\\tat org.apache.hadoop.hdfs.server.namenode.FSPermissionChecker.check(FS.java:400)"
+    )
+    reason = reason_of(RuntimeError(client))
+    assert reason.endswith("Permission denied: user=a")
+    assert "FSPermissionChecker" not in reason
+    assert "FSPermissionChecker" not in reason_of(
+        RuntimeError(client.encode().decode("unicode_escape"))
+    )

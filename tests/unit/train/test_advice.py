@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from plsc.options.data import DataOptions
-from plsc.parallel import cores
+from plsc.parallel import machine
 from plsc.train.advice import Reading, advise
 
 # 8 cores, one rank with one thread: 10 ms of computing wait for a batch that takes 30.
@@ -88,6 +88,6 @@ def test_a_generator_is_told_what_helps_a_generator():
 )
 def test_a_container_s_quota_counts(monkeypatch, tmp_path, text, expected):
     (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(cores, "_CONTROL_GROUP", tmp_path)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(range(7)))
-    assert cores.usable_cores() == expected
+    monkeypatch.setattr(machine, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(7)))
+    assert machine.usable_cores() == expected

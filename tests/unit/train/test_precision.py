@@ -10,7 +10,7 @@ from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.checkpoint.check import Checker
 from plsc.errors import CheckpointError, OptionError, TrainingError
-from plsc.optim.precision import MOST_SKIPS, LossScaler
+from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
 from plsc.train import job, precision
 from plsc.train import step as step_module

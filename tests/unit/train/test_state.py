@@ -11,7 +11,7 @@ from plsc.checkpoint.manifest import TensorInfo
 from plsc.checkpoint.roles import role_of_key
 from plsc.errors import CheckpointError
 from plsc.heads import build_head
-from plsc.optim.factory import build_optimizer
+from plsc.optim.optimizers import build_optimizer
 from plsc.options.optim import OptimOptions
 from plsc.options.optimizer_table import OPTIMIZERS as BY_NAME
 from plsc.train.state import collect_numbers, collect_tensors, make_state

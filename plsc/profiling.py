@@ -1,0 +1,386 @@
+"""Where the time of a training step goes: `plsc profile`, torch.profiler over steps of the real training."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import os
+import re
+import resource
+import sys
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from plsc.config import Options
+from plsc.data.batch import Batch
+from plsc.errors import OptionError, TrainingError
+from plsc.option import shown_value
+from plsc.parallel.world import World
+from plsc.spans import PREFIX
+from plsc.train.build import Run, UserParts, build_run
+from plsc.train.find import open_to_resume
+from plsc.train.logs import METRICS_NAME, RunLog
+from plsc.train.loop import Trainer
+from plsc.train.randomness import seed_generators
+from plsc.train.resume import resolve_run
+from plsc.train.saving import Saver
+
+WARM_UP = 5  # steps: memory is allocated, workers read ahead, code is compiled
+TRACED = 10  # steps at most: more make the trace slow to open
+MOST_STEPS = 1000
+OTHER = "other"
+_ENDLESS = 2**31
+_OURS = re.compile(r"trace-rank\d+\.json\.gz|operators-rank\d+\.txt|profile\.(txt|json)")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a step: mean milliseconds over ranks and steps, share of the step, the ranks' extremes.
+
+    On CUDA these are the time of the kernels that the phase launches, and `host` is the host's mean; on the
+    CPU they are the same.
+    """
+
+    name: str
+    milliseconds: float
+    share: float
+    least: float
+    most: float
+    host: float
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Where the time of a step goes. Milliseconds are means over ranks and steps.
+
+    steps: that were timed; step: one of them, with no profiler; traced_step: one under the profiler. phases:
+    of the latter, longest first. memory: peak bytes of the rank that has most. operators: torch's table of
+    rank 0. folder: where the files are.
+    """
+
+    device: str
+    ranks: int
+    steps: int
+    step: float
+    traced_step: float
+    phases: list[Phase]
+    images_per_second: float
+    memory: int
+    operators: str
+    folder: Path
+
+    def of(self, *names: str) -> float:
+        """Return the share of a step that goes to these phases, such as ``data``."""
+        return sum(phase.share for phase in self.phases if phase.name in names)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+    def render(self) -> str:
+        """Return the table of phases and torch's table of operators."""
+        on_gpu = self.device == "cuda"
+        width = max(len(phase.name) for phase in self.phases)
+        lines = [
+            f"{self.steps} steps, ranks: {self.ranks}, {self.device}: {self.step:.2f} ms per step "
+            f"({self.traced_step:.2f} under the profiler),",
+            f"{self.images_per_second:,.0f} images per second, "
+            f"{'device' if on_gpu else 'process'} memory up to {self.memory / 2**20:,.0f} MiB per rank",
+            "",
+            f"{'phase of a step':{width}} {'ms':>9} {'share':>7} {'least':>9} {'most':>9}"
+            + (f" {'host ms':>9}" if on_gpu else ""),
+        ]
+        for one in self.phases:
+            line = f"{one.name:{width}} {one.milliseconds:9.2f} {one.share:7.1%}"
+            line += f" {one.least:9.2f} {one.most:9.2f}"
+            lines.append(line + (f" {one.host:9.2f}" if on_gpu else ""))
+        traces = f"traces (ui.perfetto.dev, chrome://tracing) and operators: {self.folder}"
+        return "\n".join([*lines, "", self.operators.rstrip(), "", traces])
+
+
+def run_profile(
+    options: Options, world: World, user: UserParts, *, steps: int, output: str | os.PathLike[str]
+) -> ProfileResult:
+    """Train some steps and return where their time goes; the main rank prints it. A collective.
+
+    Writes trace-rank<r>.json.gz and operators-rank<r>.txt on every rank, profile.txt and profile.json on the
+    main one, into `output`. Nothing is evaluated or saved. From `checkpoint.load_dir` come the options, as
+    when a run resumes, but not the weights: they do not change the time.
+
+    Raises OptionError for `steps` or `output`, and whatever training raises.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        raise OptionError(f"steps is {steps!r}; expected an integer from 1 to {MOST_STEPS}")
+    folder = _folder(output)
+    user = replace(user, model=copy.deepcopy(user.model))  # the user's network is not trained
+    checkpoint = open_to_resume(options.resolve(), world)
+    config = resolve_run(options, checkpoint, world.size, user.model)
+    # The folder is refused where every folder is a class.
+    config = config.changed({"train.with_test": False, "checkpoint.save_dir": str(folder)})
+    run = build_run(config, world, user, checkpoint)
+    _clear(folder, world)
+    seed_generators(world, config.train.seed)
+    watch = _train(run, steps, folder)
+    return _report(watch, world, folder)
+
+
+class _Watch:
+    """Times and traces the steps of a run, as a `StepWatch`: warm-up, timed steps, traced steps.
+
+    After the timed steps, one passes while the profiler starts; after the traced ones, another, so that
+    the last of them ends where a step ends, and not with the run.
+    """
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
+        self.steps = steps
+        self.traced = min(steps, TRACED)
+        self.total = WARM_UP + steps + 1 + self.traced + 1
+        self.images = 0
+        self.seconds = 0.0
+        self.memory = 0
+        self._device = device
+        self._made = 0
+        self._is_open = False
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        before = schedule(wait=WARM_UP + steps, warmup=1, active=self.traced, repeat=1)
+        self.profile = profile(activities=activities, schedule=before)
+
+    def begin_step(self) -> None:
+        """A step begins; it continues where none was made since the last call: an epoch had ended."""
+        if self._is_open:
+            return
+        self._is_open = True
+        if self._made == 0:
+            self.profile.start()
+        else:
+            self.profile.step()
+        if self._made == WARM_UP:
+            self.seconds -= self._now()
+        elif self._made == WARM_UP + self.steps:
+            self.seconds += self._now()
+            self.memory = _peak_memory(self._device)
+
+    def end_step(
+        self, batch: Batch, images: int, step_in_epoch: int, wait: float, step: float
+    ) -> str | None:
+        """A step is made."""
+        if WARM_UP <= self._made < WARM_UP + self.steps:
+            self.images += images
+        self._made += 1
+        self._is_open = False
+        return None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _train(run: Run, steps: int, output: Path) -> _Watch:
+    device = run.world.device
+    watch = _Watch(device, steps)
+    run.save_dir = output  # of what the loop lists beside the checkpoints
+    run.options = run.options.changed({"train.steps": watch.total, "train.epochs": _ENDLESS})
+    log = _QuietLog(output, run.world.is_main, 0, watch.total)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        Trainer(run, log, _NoSaver(), watch).train()
+    finally:
+        watch.profile.stop()
+        log.close()
+        (output / METRICS_NAME).unlink(missing_ok=True)
+    return watch
+
+
+def _report(watch: _Watch, world: World, output: Path) -> ProfileResult:
+    on_gpu = world.device.type == "cuda"
+    trace = output / f"trace-rank{world.rank}.json.gz"
+    averages = watch.profile.key_averages()
+    averages[:] = [one for one in averages if not one.key.startswith((PREFIX, "ProfilerStep"))]
+    operators = functools.partial(
+        averages.table,
+        sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
+        max_name_column_width=40,
+    )
+    with _writing(output):
+        watch.profile.export_chrome_trace(str(trace))
+        (output / f"operators-rank{world.rank}.txt").write_text(operators(row_limit=40), "utf-8")
+    host, device = phases_of(watch.profile.events(), watch.traced)
+    step = 1e3 * watch.seconds / watch.steps
+    mine = (host, device if on_gpu else host, step, watch.images / watch.seconds, watch.memory)
+    hosts, mains, step_times, rates, memories = zip(*world.all_gather_object(mine), strict=True)
+    traced_step = fmean(sum(times.values()) for times in hosts)
+    result = ProfileResult(
+        device=world.device.type,
+        ranks=world.size,
+        steps=watch.steps,
+        step=fmean(step_times),
+        traced_step=traced_step,
+        phases=_over_ranks(mains, hosts, traced_step),
+        images_per_second=fmean(rates),
+        memory=max(memories),
+        operators=world.broadcast_object(operators(row_limit=10)),
+        folder=output,
+    )
+    if world.is_main:
+        text = result.render()
+        with _writing(output):
+            (output / "profile.txt").write_text(text + "\n", "utf-8")
+            (output / "profile.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+        print(text)
+    world.barrier()  # when it returns, all files are there
+    return result
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write the profile to {output}: {error.strerror or error}; free space there, or "
+            "choose another output"
+        ) from error
+
+
+class _Span(NamedTuple):
+    start: float
+    stop: float
+    name: str
+
+
+def phases_of(events: Iterable[Any], steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the milliseconds per step of each phase: on the host, and of the kernels that it launches.
+
+    events: torch's FunctionEvents of so many steps. A moment belongs to the innermost span that is open, so
+    the host's times add up to the step; what is in none is ``other``.
+    """
+    spans, launches, kernels = [], {}, []
+    for event in events:
+        start, stop = float(event.time_range.start), float(event.time_range.end)
+        if event.device_type.name == "CPU":
+            if event.name.startswith("ProfilerStep"):
+                spans.append(_Span(start, stop, OTHER))
+            elif event.name.startswith(PREFIX):
+                spans.append(_Span(start, stop, event.name.removeprefix(PREFIX)))
+            elif event.name.startswith("cu"):  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync
+                launches[event.id] = start
+        elif not event.is_user_annotation:
+            kernels.append((event.id, stop - start))
+    pieces = _cut(spans)
+    host: defaultdict[str, float] = defaultdict(float)
+    device: defaultdict[str, float] = defaultdict(float)
+    for piece in pieces:
+        host[piece.name] += (piece.stop - piece.start) / 1000 / steps
+    starts = [piece.start for piece in pieces]
+    for number, took in kernels:
+        found = bisect_right(starts, launches.get(number, 0.0)) - 1
+        device[pieces[found].name if found >= 0 else OTHER] += took / 1000 / steps
+    return dict(host), dict(device)
+
+
+def _cut(spans: Sequence[_Span]) -> list[_Span]:
+    """Return consecutive pieces of time, each with the name of the innermost span that is open."""
+    waiting = sorted(spans, key=lambda span: (-span.start, span.stop))
+    pieces: list[_Span] = []
+    now_open: list[_Span] = []
+    for start, stop in itertools.pairwise(sorted({edge for span in spans for edge in span[:2]})):
+        while waiting and waiting[-1].start <= start:
+            now_open.append(waiting.pop())
+        now_open = [span for span in now_open if span.stop > start]
+        if now_open:
+            pieces.append(_Span(start, stop, now_open[-1].name))
+    return pieces
+
+
+def _over_ranks(
+    mains: Sequence[dict[str, float]], hosts: Sequence[dict[str, float]], step: float
+) -> list[Phase]:
+    phases = []
+    for name in {name for times in hosts for name in times}:
+        each = [times.get(name, 0.0) for times in mains]
+        host = fmean([times.get(name, 0.0) for times in hosts])
+        phases.append(Phase(name, fmean(each), fmean(each) / step, min(each), max(each), host))
+    return sorted(phases, key=lambda phase: -phase.milliseconds)
+
+
+def _folder(output: str | os.PathLike[str]) -> Path:
+    reason: object = "it is not a folder"
+    try:
+        folder = Path(output)
+        folder.stat()
+        if folder.is_dir() and output:
+            return folder
+    except FileNotFoundError:
+        return folder
+    except (OSError, ValueError, TypeError) as error:  # a name that is too long, or has a zero byte
+        reason = getattr(error, "strerror", None) or error
+    raise OptionError(f"output is {shown_value(output)}: {reason}; choose another folder")
+
+
+def _clear(output: Path, world: World) -> None:
+    """Make the folder; delete what an earlier profile of more ranks left there."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for path in output.iterdir():  # every rank: each machine may have a folder of its own
+            if _OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise OptionError(f"output is {output}: {error.strerror}; choose another folder") from error
+    world.barrier()
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were in use: tensors on a GPU, or the process, without its workers."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _QuietLog(RunLog):
+    """Writes its lines to a file, as in training, and prints nothing."""
+
+    def say(self, text: str) -> None:
+        """Say nothing."""
+
+    def plot(self) -> None:
+        """Draw nothing."""
+
+
+class _NoSaver(Saver):
+    """Saves nothing."""
+
+    def __init__(self) -> None:
+        self.last = None
+        self.best = None
+
+    def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
+        """Save nothing."""
+
+    def is_done(self) -> bool:
+        """Nothing is under way."""
+        return True
+
+    def settle(self) -> None:
+        """There is nothing to wait for."""
+
+    def close(self, seconds: float | None = None) -> list[Path]:
+        """There is nothing to upload."""
+        return []

@@ -1,0 +1,199 @@
+"""The cache folder: whether a file is still the one that was cached, and blocks of remote files.
+
+A block is a file ``<cache folder>/blocks/<file>/<block>``; <file> is a hash of the URL and of what identifies
+its version, so that a changed file never meets its old blocks. All processes of a machine share them: a
+block appears by a rename, whole; it is believed if its size is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plsc.errors import DataError, OptionError
+from plsc.storage.publish import replacing
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import base_name, is_url, open_filesystem, shown
+
+
+def cache_folder(*parts: str) -> Path:
+    """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
+
+    It is made if need be, for its owner alone: cached blocks are as private as the data they are of.
+    Raises DataError if it cannot be made.
+    """
+    root = os.environ.get("PLSC_CACHE_DIR")
+    if not root:
+        root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
+    folder = Path(root).expanduser().joinpath(*parts)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the cache folder {folder} cannot be made ({error.strerror}); "
+            "set PLSC_CACHE_DIR to a folder that can be written"
+        ) from error
+    return folder
+
+
+def folder_for(kind: str, url: str) -> Path:
+    """Return the path in the cache folder of what belongs to a URL; the folder around it is made.
+
+    kind: of the content, such as ``checkpoints``. The path ends in the URL's own name.
+    """
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return cache_folder(kind, digest) / base_name(shown(url))
+
+
+# What fsspec's clients call the thing that changes with the content, best first.
+_STAMP_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
+_TIME_KEYS = ("modificationTime", "modification_time", "modified", "created")
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """The size of a file in bytes, and a string that changes when its content does.
+
+    Locally that is the time of the last change in nanoseconds; remotely the store's ETag, or its time.
+    """
+
+    size: int
+    stamp: str
+
+
+def stamp_of(location: str | Path) -> FileStamp:
+    """Return the stamp of a local file or fsspec URL; DataError if it is missing or no plain file."""
+    return _remote_stamp(str(location)) if is_url(location) else local_stamp(Path(location))
+
+
+def local_stamp(path: Path, descriptor: int | None = None) -> FileStamp:
+    """Return the stamp of a local file, or of the open file `descriptor`."""
+    try:
+        status = path.stat() if descriptor is None else os.fstat(descriptor)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is not a plain file")
+    return FileStamp(status.st_size, str(status.st_mtime_ns))
+
+
+def _remote_stamp(url: str) -> FileStamp:
+    filesystem, inside = open_filesystem(url)
+    info: dict[str, Any] = with_retries(
+        lambda: filesystem.info(inside), f"{shown(url)} cannot be looked up"
+    )
+    size = info.get("size")
+    if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
+        raise DataError(f"{shown(url)} is not a plain file of known size")
+    found = next((str(info[key]) for key in (*_STAMP_KEYS, *_TIME_KEYS) if info.get(key)), "")
+    return FileStamp(size, found.strip('"'))
+
+
+BLOCK_BYTES = 4 * 2**20
+_DEFAULT_LIMIT = 16 * 2**30
+_TOUCH_SECONDS = 60.0  # the order of eviction is that of the last use, to a minute
+
+
+class BlockCache:
+    """The blocks of one remote file.
+
+    The blocks of all files together are kept below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0: none are
+    kept): each process looks after a 64th of the limit has been written by it, and removes those that were
+    not used for longest until an eighth is free. A full disk keeps nothing, and reading continues.
+    """
+
+    def __init__(self, url: str, stamp: FileStamp, *, is_kept: bool = True) -> None:
+        self._limit = cache_limit() if is_kept else 0
+        self._size = stamp.size
+        key = hashlib.sha256(f"{url}\n{stamp.size}\n{stamp.stamp}".encode()).hexdigest()[:32]
+        self._root: Path | None = None
+        # Without a stamp a new version could not be distinguished from the old one.
+        if self._limit > 0 and stamp.stamp:
+            with contextlib.suppress(DataError):
+                self._root = cache_folder("blocks")
+        self._folder = self._root / key if self._root else None
+        self._used: dict[int, float] = {}
+        self._written = 0
+
+    def read(self, block: int, start: int, length: int) -> bytes | None:
+        """Return a part of a block, or None if the block is not here, whole."""
+        if self._folder is None:
+            return None
+        path = self._folder / str(block)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            if os.fstat(descriptor).st_size != self._bytes_of(block):
+                return None
+            data = os.pread(descriptor, length, start)
+            now = time.monotonic()
+            if now - self._used.get(block, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
+                self._used[block] = now
+                os.utime(descriptor)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        return data if len(data) == length else None
+
+    def write(self, block: int, data: bytes) -> None:
+        """Keep a block, if there is room for it."""
+        if self._folder is None or self._root is None:
+            return
+        with contextlib.suppress(DataError, OSError):  # a full disk, most often
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            with replacing(self._folder / str(block), is_synced=False) as temporary:
+                temporary.write_bytes(data)
+        self._written += len(data)
+        if self._written > self._limit // 64:
+            self._written = 0
+            remove_oldest(self._root, self._limit)
+
+    def _bytes_of(self, block: int) -> int:
+        return min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
+
+
+def cache_limit() -> int:
+    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no integer of 0 or more."""
+    text = os.environ.get("PLSC_CACHE_BYTES", "")
+    if text and not text.isdecimal():
+        raise OptionError(
+            f"PLSC_CACHE_BYTES is {text!r}; expected a number of bytes, 0 for no cache"
+        )
+    return int(text) if text else _DEFAULT_LIMIT
+
+
+def remove_oldest(root: Path, limit: int) -> None:
+    """Remove blocks in the order of their last use while all of them take more than 7/8 of `limit`."""
+    blocks: list[tuple[float, int, str]] = []
+    for folder in _entries(root):
+        for entry in _entries(Path(folder.path)):
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                blocks.append((status.st_mtime, status.st_size, entry.path))
+    blocks.sort()
+    total = sum(size for _, size, _ in blocks)
+    for _, size, path in blocks:
+        if total <= limit - limit // 8:
+            break
+        with contextlib.suppress(OSError):  # another process may have been faster
+            Path(path).unlink()
+            total -= size
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []

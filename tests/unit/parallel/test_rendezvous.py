@@ -1,0 +1,45 @@
+"""Ranks that start again in a store that dead ones have used."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from plsc.parallel.world import fresh_store
+
+
+def join(store, ranks, timeout=20.0):
+    """Let so many ranks, threads here, join; return what each reads after rank 0 wrote into its part."""
+    found = {}
+
+    def rank(number):
+        mine = fresh_store(store, number, ranks, timeout)
+        if number == 0:
+            assert not mine.check(["key"]), "a key of an earlier attempt"
+            mine.set("key", f"{ranks}")
+        mine.wait(["key"])
+        found[number] = mine.get("key")
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in reversed(range(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_attempt_has_a_part_of_its_own_whatever_the_number_of_ranks():
+    store = dist.HashStore()
+    for ranks in (3, 3, 2, 4, 1):
+        assert join(store, ranks) == dict.fromkeys(range(ranks), b"%d" % ranks)
+
+
+def test_a_rank_that_died_while_it_joined_does_not_mislead_its_replacement():
+    store = dist.HashStore()
+    store.set("plsc/hello/1", "0123")  # died before rank 0 came
+    with pytest.raises(TimeoutError, match="rank 1 did not come"):
+        fresh_store(store, 0, 2, 0.2)  # answers the dead one
+    assert store.check(["plsc/answer/0123"])
+    with pytest.raises(TimeoutError, match="rank 0 did not come"):
+        fresh_store(store, 1, 2, 0.2)
+    assert join(store, 2) == {0: b"2", 1: b"2"}
