@@ -28,7 +28,7 @@ def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_whole_and_the_run_en
             env=clean_environment(),
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=800,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "kill.jsonl").read_text().splitlines()]
