@@ -14,7 +14,7 @@ import pytest
 from plsc import Entry
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint.tools import verify
+from plsc.checkpoint.remote import verify
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import losses_of
 
