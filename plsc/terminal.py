@@ -24,16 +24,16 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message."""
-        from tqdm import tqdm
+        text = self.wording(shown(self.format(record)))
+        stream = sys.stdout
+        if record.levelno >= logging.WARNING:
+            stream, text = sys.stderr, f"plsc: {record.levelname.lower()}: {text}"
+        if sys.stderr.isatty():  # there may be a progress bar
+            from tqdm import tqdm
 
-        try:
-            text = self.wording(shown(self.format(record)))
-            is_plain = record.levelno < logging.WARNING
-            stream = sys.stdout if is_plain else sys.stderr
-            tqdm.write(text if is_plain else f"plsc: {record.levelname.lower()}: {text}", stream)
-            stream.flush()
-        except (OSError, ValueError):
-            self.handleError(record)
+            tqdm.write(text, stream)
+        else:
+            print(text, file=stream, flush=True)
 
 
 @contextmanager
