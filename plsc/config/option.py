@@ -224,6 +224,8 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
     kinds = typing.get_type_hints(factory)
     found = {}
     for item in dataclasses.fields(factory):
+        if not item.metadata:
+            continue
         setter, _, argument = item.metadata["setter"].rstrip(")").partition("(")
         spec = OptionSpec(
             group, item.name, kinds[item.name], item.default, item.metadata["meaning"], setter,
@@ -231,6 +233,21 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
         )  # fmt: skip
         found[spec.path] = spec
     return found
+
+
+def read_fields(
+    factory: type, value: Mapping[str, Any], what: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the declared fields of a dataclass, as a mapping gives them, and the rest of the mapping.
+
+    what: the entry of an option, such as a data set and its name. Raises OptionError for a wrong value.
+    """
+    specs = specs_of("", factory)
+    try:
+        fields = {name: one.checked(value.get(name, one.default)) for name, one in specs.items()}
+    except OptionError as error:
+        raise OptionError(f"{what}: {error}") from error
+    return fields, {name: one for name, one in value.items() if name not in specs}
 
 
 def name_of(function: Callable[..., Any]) -> str:
