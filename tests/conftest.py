@@ -1,5 +1,6 @@
 """The same examples in every run, as a failure that comes and goes helps nobody; servers that start once."""
 
+import logging
 import uuid
 
 import fsspec
@@ -48,3 +49,17 @@ def hdfs(hdfs_of_session):
     """A real HDFS; what a test kills of it is started again before the next one."""
     hdfs_of_session.revive()
     return hdfs_of_session
+
+
+@pytest.fixture
+def messages():
+    """Return the list of the messages that are logged, for a handler that the user has configured."""
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logger = logging.getLogger("plsc")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield texts
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)

@@ -15,6 +15,7 @@ from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.terminal import on_terminal
 from plsc.train import job
 from plsc.train.build import UserParts
 
@@ -73,7 +74,8 @@ def train(options: Options, world: World, network=Drawing, user=None):
     user = user or UserParts()
     torch.manual_seed(5)
     user.model = network()
-    return job.run_training(options, world, user)
+    with on_terminal():
+        return job.run_training(options, world, user)
 
 
 def saved_at(save_dir: Path, step: int) -> Path:

@@ -132,7 +132,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         torch.manual_seed(0)
         run = build_run(config, world, UserParts(model=network()))
         before = weights_of(run)
-        places = open_places(config, world, print)
+        places = open_places(config, world)
         log = RunLog(run.save_dir, world.is_main, 0, STEPS[case])
         Trainer(run, log, Saver(run, log, places)).train()
         log.close()
