@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -40,7 +39,7 @@ from plsc.checkpoint.remote import clean, verify
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.storage.store import Store
 from tests.distributed.job import small_entry
-from tests.distributed.launch import clean_environment, command
+from tests.distributed.launch import run_ranks
 from tests.hdfs_server import hdfs_server
 from tests.images import write_dataset
 
@@ -120,18 +119,12 @@ def train(job: Facts) -> None:
 
 def launch(job: Facts) -> tuple[bool, list[Facts]]:
     """Run a job on two ranks; return whether it came to its end, and its journal."""
-    done = subprocess.run(  # waits for the end of its output: until no rank is left
-        command(__file__, 2, json.dumps(job)),
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = run_ranks(__file__, 2, json.dumps(job), timeout=900, check=False)
     journal = read_lines(Path(job["journal"]))
     if done.returncode and not any(line["event"] == "kill" for line in journal):
-        raise SystemExit(f"{done.stdout}\na run failed by itself: see {job['journal']}")
+        raise SystemExit(
+            f"{done.stdout}{done.stderr}\na run failed by itself: see {job['journal']}"
+        )
     return done.returncode == 0, journal
 
 

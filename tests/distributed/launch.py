@@ -89,8 +89,12 @@ class Ranks:
             "script": str(script), "arguments": args, "ranks": ranks, "folder": str(cwd or Path.cwd()),
             "environment": clean_environment(**(env or {})),
         }  # fmt: skip
-        descriptors = [self._output.fileno(), self._errors.fileno()]
+        self._alive, held = (
+            os.pipe()
+        )  # its other end is open as long as a process of the job is there
+        descriptors = [self._output.fileno(), self._errors.fileno(), held]
         socket.send_fds(self._server, [json.dumps(request).encode()], descriptors)
+        os.close(held)
         self.pid = int(self._server.recv(64))
 
     def poll(self) -> int | None:
@@ -113,6 +117,8 @@ class Ranks:
         """Return output and errors at the end; what takes longer is killed, and fails the test."""
         is_late = self.wait(timeout) is None
         self.kill()
+        os.read(self._alive, 1)  # until no rank is left, also where the launcher was killed
+        os.close(self._alive)
         texts = []
         for file in (self._output, self._errors):
             with file:

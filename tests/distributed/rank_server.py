@@ -25,7 +25,7 @@ _SECONDS_TO_END = 30  # as torchrun: from SIGTERM to SIGKILL
 def serve(requests: socket.socket) -> dict[str, Any]:
     """Answer requests until the other side closes; returns in each rank alone, with what it has to run."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 2**20, 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not message:
             sys.exit()
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
@@ -33,7 +33,9 @@ def serve(requests: socket.socket) -> dict[str, Any]:
         if launcher == 0:
             requests.close()
             os.setsid()
-            for target, descriptor in zip((1, 2), descriptors, strict=True):
+            for target, descriptor in zip(
+                (1, 2), descriptors, strict=False
+            ):  # the third stays open
                 os.dup2(descriptor, target)
                 os.close(descriptor)
             request = json.loads(message)
