@@ -1,8 +1,9 @@
 """Start ranks as forks of one process that has torch and plsc imported: rank_server.py DESCRIPTOR
 
 A rank is a process of its own, as under torchrun, but starts at once instead of after seconds of imports.
-DESCRIPTOR is a socket. A request is a JSON object with the standard output and standard error of the script;
-the answers are the process group of the ranks and, at the end, the exit code.
+DESCRIPTOR is a socket. A request is a JSON object with three files: standard output and standard error of
+the script, and one that is held open. The answers are the process group of the ranks and, at the end, the
+exit code.
 """
 
 from __future__ import annotations
@@ -33,11 +34,8 @@ def serve(requests: socket.socket) -> dict[str, Any]:
         if launcher == 0:
             requests.close()
             os.setsid()
-            for target, descriptor in zip(
-                (1, 2), descriptors, strict=False
-            ):  # the third stays open
-                os.dup2(descriptor, target)
-                os.close(descriptor)
+            os.dup2(descriptors[0], 1)
+            os.dup2(descriptors[1], 2)  # the third is held open until the last process ends
             request = json.loads(message)
             return launch(request) if request["ranks"] else request
         for descriptor in descriptors:
