@@ -140,7 +140,12 @@ def _server() -> socket.socket:
             env=clean_environment(OPENBLAS_NUM_THREADS="1"),
             cwd=ROOT,
         )
-    atexit.register(lambda: (ours.close(), server.wait()))
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
     return ours
 
 
