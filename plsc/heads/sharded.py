@@ -20,11 +20,18 @@ from torch import Tensor, nn
 
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, effective_rank, gather_batch
-from plsc.heads.context import EmbeddingGradient, ForwardContext, HeadLoss, SavedContexts
+from plsc.heads.context import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.geometry import normalised, norms
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import Sampling, draw_classes, nearest_classes
-from plsc.heads.softmax import Execution, Queries, Sums, TorchBackend, choose_backend
+from plsc.heads.softmax import (
+    Execution,
+    ForwardContext,
+    Queries,
+    Sums,
+    TorchBackend,
+    choose_backend,
+)
 from plsc.heads.target import Target, find_target, regulariser
 from plsc.heads.weights import Rows, fetch, hash_key
 from plsc.parallel.collectives import (
@@ -221,11 +228,12 @@ class ShardedHead(Head):
         context = ForwardContext(
             backend=backend,
             rows=rows,
-            home=home if self.offload else None,
+            home=home,
             queries=queries,
             log_total=log_total,
             target_row=target.row,
             target_coefficient=-others * target.slope,
+            weight=torch.full_like(log_total, self.margin.scale / len(x)),
             shift=sums.shift,
             kept=sums.kept,
         )
