@@ -2,7 +2,7 @@
 
 Notation of docs/head.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij, logits z_ij.
 The class of a sample's label never goes through a tile: its logit is computed beforehand from B rows
-(target.py). A backend masks it, so the sums here are those over the OTHER classes, and nothing has to be
+(sharded.py). A backend masks it, so the sums here are those over the OTHER classes, and nothing has to be
 taken off again.
 
 `TorchBackend` works on every device. The backends with kernels in C and Triton (plsc/heads/kernels) derive
