@@ -122,6 +122,18 @@ def kind_and_line(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
+@contextlib.contextmanager
+def refusing(what: str, advice: str = "") -> Iterator[None]:
+    """Turn whatever code that is not ours raises into OptionError: what failed, the fault, and the advice."""
+    try:
+        yield
+    except PlscError:
+        raise
+    except Exception as error:
+        ending = f"; {advice}" if advice else ""
+        raise OptionError(f"{what}: {kind_and_line(error)[:300]}{ending}") from error
+
+
 def failure_text(error: BaseException) -> str:
     """Return what a failed program prints: a message for the user, or the traceback of a defect of ours."""
     if isinstance(error, PlscError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from plsc.config.runtime import check_apart
 from plsc.errors import OptionError, did_you_mean
+from plsc.models.base_model import ForwardWrapper
 
-_NAMES_SHOWN = 12
 # Layers in which operators are not seen: those of plsc that compute them without calling torch's, and torch's
 # attention, which is one function of torch's with the others inside.
 _LAYERS: dict[str, type[nn.Module]] = {
@@ -70,41 +70,28 @@ def apply_lists(
     modules within each other the innermost decides (within one in float32 its result is float32 again), and
     for an operator that is named itself its name does. Parameters and state dicts stay what they are. It is
     the ``forward`` of single modules that is wrapped, so that what activation checkpointing computes again
-    goes the same way.
+    goes the same way; `plsc.models.base_model.unwrap` takes it back.
     """
-    modules = dict(network.named_modules())
-    scope = _Scope(device.type)
-    white, black = _layers_of(lists.white_operators), _layers_of(lists.black_operators)
-    for module in modules.values():
+    white, black = (
+        tuple(_LAYERS[name] for name in names if name in _LAYERS)
+        for names in (lists.white_operators, lists.black_operators)
+    )
+    operators = (lists.white_operators, lists.black_operators)
+    watch = OperatorPrecision(*operators, dtype, device.type) if any(operators) else None
+    scope = _Scope(device.type, watch)
+    for name, module in network.named_modules():
+        kinds: list[torch.dtype | None] = []
         if isinstance(module, white + black):
-            kind = torch.float32 if isinstance(module, black) else dtype
-            module.forward = _InType(module.forward, scope, kind)
-    for names, kind in ((lists.white_modules, dtype), (lists.black_modules, torch.float32)):
-        for name in names:
-            module = modules[name]
-            module.forward = _InType(module.forward, scope, kind)
-    if lists.white_operators or lists.black_operators:
-        watch = _Watch(lists.white_operators, lists.black_operators, dtype, device.type)
-        for module in modules.values():
-            module.forward = _Watched(module.forward, scope, watch)
+            kinds.append(torch.float32 if isinstance(module, black) else dtype)
+        if name in lists.white_modules:
+            kinds.append(dtype)
+        if name in lists.black_modules:
+            kinds.append(torch.float32)
+        if watch is not None and not kinds:
+            kinds.append(None)
+        for kind in kinds:
+            module.forward = _Listed(module.forward, scope, kind)
     network.forward = _Entered(network.forward, scope)
-
-
-def _layers_of(operators: Sequence[str]) -> tuple[type[nn.Module], ...]:
-    return tuple(_LAYERS[name] for name in operators if name in _LAYERS)
-
-
-def remove_lists(network: nn.Module) -> None:
-    """Give the modules that `apply_lists` changed their own forward again, in place."""
-    for module in network.modules():
-        forward = module.__dict__.get("forward")
-        if not isinstance(forward, _Wrapper):
-            continue
-        while isinstance(forward, _Wrapper):
-            forward = forward.inner
-        del module.forward
-        if forward != module.forward:  # set on the object by other code
-            module.forward = forward
 
 
 def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -126,107 +113,75 @@ def _look_up(network: nn.Module, option: str, names: Sequence[str]) -> tuple[lis
             if (name and fnmatchcase(name, pattern)) or fnmatchcase(kind, pattern)
         ]
         if not mine and pattern not in OPERATORS:
-            raise _unknown(option, pattern, type(network).__name__, modules)
+            near = did_you_mean(pattern, [*OPERATORS, *modules.values(), *filter(None, modules)])
+            raise OptionError(
+                f"precision.{option} has {pattern!r}, which is no name or class of a module of "
+                f"{type(network).__name__}{near}; nor is it an operator: {', '.join(OPERATORS)}"
+            )
         found.update(dict.fromkeys(mine))
     return list(found), operators
 
 
-def _unknown(option: str, name: str, network: str, modules: dict[str, str]) -> OptionError:
-    classes = sorted(set(modules.values()))
-    near = did_you_mean(name, [*OPERATORS, *classes, *filter(None, modules)])
-    top = [module for module in modules if module and "." not in module]
-    return OptionError(
-        f"precision.{option} has {name!r}, which is no operator, and no name or class of a module of "
-        f"{network}{near} (modules: {_some(top)}; classes: {_some(classes)}; "
-        f"operators: {_some(list(OPERATORS))})"
-    )
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = len(listed) - _NAMES_SHOWN
-    return ", ".join(listed[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 class _Scope:
-    """Whether the network was last called with autocast on. A backward pass that computes a part of it again
-    belongs to that call."""
+    """Whether the network was last called with autocast on, and the watch over the operators, if any.
 
-    def __init__(self, device: str) -> None:
+    A backward pass that computes a part of the network again belongs to that call, perhaps in another thread.
+    """
+
+    def __init__(self, device: str, watch: OperatorPrecision | None) -> None:
         self.device = device
         self.is_on = False
-
-
-class _Wrapper:
-    """What takes the place of a module's forward; inner: what was there before."""
-
-    def __init__(self, inner: Callable[..., Any], scope: _Scope) -> None:
-        self.inner = inner
-        self._scope = scope
-
-
-class _Entered(_Wrapper):
-    """The forward of the whole network: sees whether autocast is on."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._scope.is_on = torch.is_autocast_enabled(self._scope.device)
-        return self.inner(*args, **kwargs)
-
-
-class _InType(_Wrapper):
-    """A module's forward in a type of its own."""
-
-    def __init__(self, inner: Callable[..., Any], scope: _Scope, dtype: torch.dtype) -> None:
-        super().__init__(inner, scope)
-        self._dtype = dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._scope.is_on:
-            return self.inner(*args, **kwargs)
-        is_16_bits = self._dtype is not torch.float32
-        dtype = self._dtype if is_16_bits else None
-        is_within_float32 = not torch.is_autocast_enabled(self._scope.device)
-        with torch.autocast(self._scope.device, dtype=dtype, enabled=is_16_bits):
-            result = self.inner(*cast(args, self._dtype), **cast(kwargs, self._dtype))
-        return cast(result, torch.float32) if is_within_float32 else result
-
-
-class _Watch:
-    """Enters the watch over operators, once in a thread: a backward pass may compute again in another one."""
-
-    def __init__(
-        self, white: Sequence[str], black: Sequence[str], dtype: torch.dtype, device: str
-    ) -> None:
-        self._arguments = (tuple(white), tuple(black), dtype, device)
+        self._watch = watch
         self._threads: set[int] = set()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Have the operators watched."""
+    def watching(self) -> Iterator[None]:
+        """Have the operators watched, once in a thread."""
         thread = threading.get_ident()
-        if thread in self._threads:
+        if self._watch is None or thread in self._threads:
             yield
             return
         self._threads.add(thread)
         try:
-            with OperatorPrecision(*self._arguments):
+            with self._watch:
                 yield
         finally:
             self._threads.discard(thread)
 
 
-class _Watched(_Wrapper):
-    """A module's forward with the operators in it watched."""
+class _Entered(ForwardWrapper):
+    """The forward of the whole network: sees whether autocast is on."""
 
-    def __init__(self, inner: Callable[..., Any], scope: _Scope, watch: _Watch) -> None:
-        super().__init__(inner, scope)
-        self._watch = watch
+    def __init__(self, inner: Callable[..., Any], scope: _Scope) -> None:
+        super().__init__(inner)
+        self._scope = scope
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._scope.is_on:
-            return self.inner(*args, **kwargs)
-        with self._watch.entered():
-            return self.inner(*args, **kwargs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self._scope.is_on = torch.is_autocast_enabled(self._scope.device)
+        return self.inner(*inputs, **named)
+
+
+class _Listed(ForwardWrapper):
+    """A module's forward with the operators in it watched, and in a type of its own if it has one."""
+
+    def __init__(self, inner: Callable[..., Any], scope: _Scope, dtype: torch.dtype | None) -> None:
+        super().__init__(inner)
+        self._scope = scope
+        self._dtype = dtype
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        scope, dtype = self._scope, self._dtype
+        if not scope.is_on:
+            return self.inner(*inputs, **named)
+        with scope.watching():
+            if dtype is None:
+                return self.inner(*inputs, **named)
+            is_16_bits = dtype is not torch.float32
+            is_within_float32 = not torch.is_autocast_enabled(scope.device)
+            autocast_type = dtype if is_16_bits else None
+            with torch.autocast(scope.device, dtype=autocast_type, enabled=is_16_bits):
+                result = self.inner(*cast(inputs, dtype), **cast(named, dtype))
+            return cast(result, torch.float32) if is_within_float32 else result
 
 
 _CONVOLUTIONS = {
