@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -184,47 +183,22 @@ class _Listed(ForwardWrapper):
             return cast(result, torch.float32) if is_within_float32 else result
 
 
-_CONVOLUTIONS = {
-    f"conv{prefix}{n}d": (getattr(torch, f"conv{prefix}{n}d"),)
-    for prefix in ("", "_transpose")
-    for n in (1, 2, 3)
+_NAMED_ALIKE = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
+    "batch_norm", "layer_norm", "group_norm", "instance_norm", "normalize", "softmax", "log_softmax", "prelu",
+    "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sum", "mean", "avg_pool2d", "adaptive_avg_pool2d",
+    "max_pool2d", "interpolate",
+)  # fmt: skip
+OPERATORS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in _NAMED_ALIKE},
+    "matmul": ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"),
+    "attention": ("scaled_dot_product_attention",),
+    "relu": ("relu", "relu_"),
+    "pow": ("pow", "__pow__"),
+    "add": ("add", "__add__", "__radd__"),
+    "mul": ("mul", "__mul__", "__rmul__"),
 }
-_PRODUCTS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "linear": (F.linear,),
-    "matmul": (
-        torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm,
-        Tensor.bmm, torch.addmm, torch.einsum,
-    ),
-    "attention": (F.scaled_dot_product_attention,),
-}  # fmt: skip
-_OTHERS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "batch_norm": (F.batch_norm, torch.batch_norm),
-    "layer_norm": (F.layer_norm, torch.layer_norm),
-    "group_norm": (F.group_norm, torch.group_norm),
-    "instance_norm": (F.instance_norm, torch.instance_norm),
-    "normalize": (F.normalize,),
-    "softmax": (F.softmax, torch.softmax, Tensor.softmax),
-    "log_softmax": (F.log_softmax, torch.log_softmax, Tensor.log_softmax),
-    "prelu": (F.prelu, torch.prelu, Tensor.prelu),
-    "relu": (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_),
-    "gelu": (F.gelu,),
-    "silu": (F.silu,),
-    "sigmoid": (F.sigmoid, torch.sigmoid, Tensor.sigmoid),
-    "tanh": (F.tanh, torch.tanh, Tensor.tanh),
-    "exp": (torch.exp, Tensor.exp),
-    "log": (torch.log, Tensor.log),
-    "pow": (torch.pow, Tensor.pow, Tensor.__pow__),
-    "sum": (torch.sum, Tensor.sum),
-    "mean": (torch.mean, Tensor.mean),
-    "add": (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
-    "mul": (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
-    "avg_pool2d": (F.avg_pool2d,),
-    "adaptive_avg_pool2d": (F.adaptive_avg_pool2d,),
-    "max_pool2d": (F.max_pool2d, torch.max_pool2d),
-    "interpolate": (F.interpolate,),
-}  # fmt: skip
-OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {**_CONVOLUTIONS, **_PRODUCTS, **_OTHERS}
-"""Names of operators, and the functions of torch that they stand for."""
+"""Names of operators, and of the functions of torch and methods of tensors that they stand for."""
 
 INPUT_ONLY = ("batch_norm", "instance_norm")
 """Operators of which the input alone changes its type: their statistics are float32 whatever comes in."""
@@ -241,11 +215,12 @@ class OperatorPrecision(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._device = device
-        self._types: dict[Callable[..., Any], tuple[torch.dtype, bool]] = {}
-        for names, kind in ((white, dtype), (black, torch.float32)):
-            for name in names:
-                for function in OPERATORS[name]:
-                    self._types[function] = (kind, name in INPUT_ONLY)
+        self._types = {
+            function: (kind, name in INPUT_ONLY)
+            for names, kind in ((white, dtype), (black, torch.float32))
+            for name in names
+            for function in OPERATORS[name]
+        }
 
     def __torch_function__(
         self,
@@ -256,7 +231,7 @@ class OperatorPrecision(TorchFunctionMode):
     ) -> Any:
         """Call the function; torch calls this for each of its own."""
         kwargs = kwargs or {}
-        wanted = self._types.get(func)
+        wanted = self._types.get(getattr(func, "__name__", ""))
         if wanted is None:
             return func(*args, **kwargs)
         kind, input_only = wanted
