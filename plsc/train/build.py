@@ -139,8 +139,8 @@ def build_run(
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
-        # Else torch refuses each product on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if world.device.type == "cuda":  # else torch refuses each product there
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     network, assignment, samples = _build_trained_network(options, world, user.model)
     memory = options.memory
     checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)
