@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from plsc.checkpoint import Manifest
+from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
 from plsc.checkpoint.agree import neighbours, on_every_rank
-from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.manifest import MANIFEST_NAME
-from plsc.checkpoint.remote import check_replaceable, clean
+from plsc.checkpoint.remote import check_replaceable, clean, fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
 from plsc.config import Config
 from plsc.data.samples import LIST_NAME
@@ -27,9 +26,9 @@ from plsc.storage.cache import folder_for
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
-from plsc.train.checkpointing import BEST, LAST, open_checkpoint
 from plsc.train.logs import METRICS_NAME, PLOT_NAME
 
+LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # that a run writes next to its checkpoints
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
@@ -299,6 +298,20 @@ def open_to_resume(options: Config, world: World) -> tuple[Path, Manifest] | Non
     """
     folder = _open(options, world)[0]
     return None if folder is None else (folder, open_checkpoint(folder))
+
+
+def open_checkpoint(path: Path) -> Manifest:
+    """Return the manifest at `path`; the error names the checkpoints when it is a folder of some."""
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        inside = [folder.name for folder, _ in list_checkpoints(path)] if path.is_dir() else []
+        if not inside:
+            raise
+        raise CheckpointError(
+            f"{path} is not a checkpoint but holds some: {', '.join(inside)}; "
+            f"give one of them, such as {path / inside[-1]}"
+        ) from error
 
 
 def open_start(options: Config, world: World) -> tuple[tuple[Path, Manifest] | None, Start]:

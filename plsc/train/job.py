@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.classes.names import read_class_names
+from plsc.checkpoint.load import read_class_names
 from plsc.config import Config, Options
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.data.class_names import class_names_of

@@ -15,22 +15,20 @@ from threading import RLock
 from plsc.checkpoint import (
     Retention,
     Snapshot,
-    copy_to_host,
     read_manifest,
     save_checkpoint,
-    size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
-from plsc.checkpoint.shard_file import is_shard_of
+from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, DataError, OptionError, PlscError, suggest
 from plsc.parallel.machine import Background, available_memory
 from plsc.storage.store import Store, Transfer, in_words
 from plsc.train.build import Run
-from plsc.train.checkpointing import take_state
 from plsc.train.directories import SMALL_FILES, Places
 from plsc.train.logs import RunLog
+from plsc.train.snapshot import take_snapshot
 
 _SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
 
@@ -96,10 +94,10 @@ class Saver:
         """
         began = time.monotonic()
         self.settle()  # at most one copy at a time is in memory
-        state = take_state(self._run, metrics)
+        state = take_snapshot(self._run, metrics)
         wait = wait or not self._can_copy(state)
         if not wait:
-            state = copy_to_host(state)
+            state = state.copy_to_host()
         path = self._places.local / name
         future = self._background.submit(lambda: self._publish(path, state))
         stall = time.monotonic() - began
@@ -124,14 +122,14 @@ class Saver:
             return False
         # Offloaded rows are in this machine's memory because there are very many of them.
         free = 0 if self._run.options.head.offload else available_memory()
-        if free is None or size_of(state) < _SHARE_OF_MEMORY * free:
+        if free is None or state.nbytes < _SHARE_OF_MEMORY * free:
             return True
         if not self._has_told:
             self._has_told = True
             why = (
                 "no copy is made of offloaded rows"
                 if self._run.options.head.offload
-                else f"a copy of {in_words(size_of(state))} does not fit into this machine's memory "
+                else f"a copy of {in_words(state.nbytes)} does not fit into this machine's memory "
                 "beside the rows"
             )
             self._log.say(f"{why}: training waits while a checkpoint is written")
@@ -181,9 +179,7 @@ class Saver:
         save_checkpoint(
             path.parent,
             path.name,
-            state.tensors,
-            state.sharded,
-            state.manifest,
+            state,
             self._world,
             is_shared=self._places.is_shared or self._places.store is None,
         )
@@ -347,7 +343,7 @@ class Sender:
     def _send_chosen(self, path: Path) -> None:
         manifests = on_every_rank(self._world, f"read {path}", lambda: read_manifest(path))
         manifest = manifests[self._world.rank]
-        mine = [name for name in manifest.files if is_shard_of(name, self._world.rank)]
+        mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
         say = self._log.say if self._world.is_main else None
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""
