@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plsc.data.lines import Buffers, LongLine
 from plsc.data.partition import local
 from plsc.data.partition import manifest as manifests
 from plsc.data.partition.inputs import (
@@ -76,16 +75,15 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
 
 def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
     """Read and check all lines, write nothing; return the counts of a manifest."""
-    buffers, counts = Buffers(1, options.budget.block), []
+    buffers, counts = options.budget.buffers(1), []
     with progress_bar("reading", None) as progress:
         for one in inputs:
             counts.append(InputCount())
             with one.open() as stream:
                 for lines in read_counted(
-                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update, keeps_long=False
-                ):  # fmt: skip
-                    if not isinstance(lines, LongLine):
-                        buffers.give_back(lines.data)
+                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update
+                ):
+                    buffers.give_back(lines.data)
     total = _report(counts, options)
     return manifests.counts_of(options, total) | {"content_bytes": total.content_bytes}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.lines import Buffers, Lines, LongLine, Stream
+from plsc.data.lines import Lines, Stream
 from plsc.data.partition import manifest as manifests
 from plsc.data.partition.inputs import (
     InputCount,
@@ -43,7 +43,7 @@ class Digest:
         self.total = 0
         self._lines = 0
         self._workers = budget.workers
-        self._buffers = Buffers(budget.workers + 1, budget.block)
+        self._buffers = budget.buffers(budget.workers + 1)
         self._extra = extra
         self._wanted = np.array(sorted(extra), dtype=np.int64)
         self._skip_bad = skip_bad
@@ -54,9 +54,7 @@ class Digest:
         count = InputCount()
         samples = read_counted(stream, name, count, self._buffers, self._skip_bad, self._on_bytes)
         with pool_of(self._workers) as pool:
-            hashes = share_out(
-                samples, self._lines, pool, self._buffers, self._hash, self._hash_long
-            )
+            hashes = share_out(samples, self._lines, pool, self._buffers, self._hash)
             self.total = (self.total + sum(hashes)) % _MODULUS
         self._lines += count.lines
         return count
@@ -71,13 +69,6 @@ class Digest:
             start, end = int(lines.starts[number - first]), int(lines.ends[number - first])
             total += self._extra[number] * _hash_line(view[start:end])
         return total
-
-    def _hash_long(self, line: LongLine, number: int) -> int:
-        line.file.seek(0)
-        state = hashlib.blake2b(digest_size=16)
-        for begin in range(0, line.length, 2**20):
-            state.update(line.file.read(min(line.length - begin, 2**20)))
-        return int.from_bytes(state.digest(), "big") * (1 + self._extra.get(number, 0))
 
 
 def _hash_line(data: memoryview) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pybase64
 
 from plsc.data.file_list import read_file_list
-from plsc.data.lines import Buffers, LineReader, LongLine
+from plsc.data.lines import Buffers, LineReader
 from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.index_store import load_or_build
 from plsc.data.sources.shards import Shards
@@ -122,13 +122,9 @@ class _Builder:
         reader = LineReader(stream, name, self._buffers)
         count, blanks, last_line = self.firsts[-1], self.first_blanks[-1], 0
         for lines in reader:
-            if isinstance(lines, LongLine):
-                starts, tabs = np.array([lines.start]), np.array([lines.start + lines.tab])
-                labels, numbers = np.array([lines.label]), np.array([lines.number])
-            else:
-                starts, tabs = lines.starts + reader.base, lines.tabs + reader.base
-                labels, numbers = lines.labels, lines.numbers
-                self._buffers.give_back(lines.data)
+            starts, tabs = lines.starts + reader.base, lines.tabs + reader.base
+            labels, numbers = lines.labels, lines.numbers
+            self._buffers.give_back(lines.data)
             self._starts.append(starts)
             self._lengths.append((tabs - starts).astype(np.uint32))
             self._labels.append(labels)
