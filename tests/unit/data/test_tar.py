@@ -171,8 +171,8 @@ def header_of(size: int, kind: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "is truncated: it ends at byte 0"),
-        (b"\x1f\x8b" * 400, "wrong checksum; the archive is damaged, compressed"),
+        (b"", r"is truncated.*\(empty file\)"),
+        (b"\x1f\x8b" * 400, "is truncated, damaged, compressed or no tar"),
         (header_of(2**50, b"L"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"x"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"0"), "truncated"),
