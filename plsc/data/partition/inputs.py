@@ -17,17 +17,15 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from plsc.data.file_list import read_file_list
 from plsc.data.lines import Buffers, LineReader, Lines, Stream
 from plsc.data.partition.parts import checksum
+from plsc.data.sources.files import read_file_list
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.cache import Fingerprint, fingerprint_of
 from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, shown
 
-_FAILURES = (OSError, EOFError, zlib.error)
-_CLIENTS = ("pyarrow", "botocore", "aiobotocore", "hdfs_native")  # have exceptions of their own
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 MOST_MESSAGES = 20
 _HEAVY = 64  # bytes: lines shorter than this have numbers that weigh more than they do
@@ -96,16 +94,9 @@ class Input:
     def _telling(self) -> Iterator[None]:
         try:
             yield
-        except _FAILURES as error:
-            raise self._error(error) from error
-        except Exception as error:
-            if type(error).__module__.split(".")[0] not in _CLIENTS:
-                raise
-            raise self._error(error) from error
-
-    def _error(self, error: BaseException) -> DataError:
-        reason = getattr(error, "strerror", None) or reason_of(error)  # without passwords
-        return DataError(f"{self.name} cannot be read: {reason}; check the file")
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: pyarrow's
+            reason = getattr(error, "strerror", None) or reason_of(error)
+            raise DataError(f"{self.name} cannot be read: {reason}; check the file") from error
 
 
 @dataclass(frozen=True)

@@ -324,14 +324,11 @@ def batches(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[list[B
     """
     batch: list[Bucket] = []
     for bucket in _fitting(buckets, seed, budget):
-        is_too_large = bucket.memory > budget.bucket
-        if batch and (is_too_large or len(batch) == budget.workers):
+        is_full = len(batch) == budget.workers
+        if batch and (is_full or max(bucket.memory, batch[0].memory) > budget.bucket):
             yield batch
             batch = []
         batch.append(bucket)
-        if is_too_large:
-            yield batch
-            batch = []
     if batch:
         yield batch
 

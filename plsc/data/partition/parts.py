@@ -23,14 +23,16 @@ import numpy as np
 
 from plsc import seeds
 from plsc.data.native import function
-from plsc.data.partition.order import splitmix64
+from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
 
 _WORDS = 2**15
 _CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
 _LINES_AT_ONCE = 2**14  # copied by one call; the progress bar moves in between
 _MODULUS = 2**64
-_FACTORS = splitmix64(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)  # c(j) of the first words
+_FACTORS = splitmix64_of(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(
+    1
+)  # c(j) of the first words
 
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CHECKSUM = ("plsc_checksum", (_pointer, _long, _long, _pointer))

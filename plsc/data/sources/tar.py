@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from plsc.data.sources.base import check_image_bytes, printable
+from plsc.data.sources.base import printable
 from plsc.data.sources.columns import (
     ColumnSource,
     Label,
@@ -20,9 +20,9 @@ from plsc.data.sources.columns import (
     pack_texts,
     text_at,
 )
+from plsc.data.sources.files import Shards, shard_files
 from plsc.data.sources.image_folders import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
-from plsc.data.sources.shards import Shards, shard_files
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.urls import base_name, shown
@@ -48,7 +48,7 @@ class TarSource(ColumnSource):
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
         files = shard_files(location, ".tar")
-        self._shards = Shards(files)
+        self._files = Shards(files)
         self._image, self._label = image, label
         choice = json.dumps([image, label, labels.names_wanted]).encode()
         kind = f"tar-1-{hashlib.sha256(choice).hexdigest()[:8]}"
@@ -62,37 +62,30 @@ class TarSource(ColumnSource):
     def name(self, index: int) -> str:
         """Return ``train-000.tar:a/17``: the shard and the sample's name in it."""
         key = printable(text_at(self._keys, self._key_ends, index))
-        return f"{base_name(shown(self._shards.locations[self._shard[index]]))}:{key}"
+        return f"{base_name(shown(self._files.locations[self._shard[index]]))}:{key}"
 
-    def _stored_at(self, index: int) -> bytes:
-        length = self._lengths.item(index)
-        check_image_bytes(length)
-        return self._shards[self._shard.item(index)].read_at(self._offsets.item(index), length)
-
-    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
-        return self._shards.read_many(
-            self._shard[indices], self._offsets[indices], self._lengths[indices]
-        )
+    def _file_numbers(self, indices: np.ndarray) -> np.ndarray:
+        return self._shard[indices]
 
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
         places = array("q")  # shard, offset and length of each image
         keys: list[bytes] = []
 
         def found(shard: int, title: str) -> Iterator[Label]:
-            for sample in read_samples(self._shards[shard], title):
+            for sample in read_samples(self._files[shard], title):
                 image = self._image_of(sample)
                 places.extend((shard, image.offset_data, image.size))
                 keys.append(sample.key.encode("utf-8", "surrogateescape"))
                 yield self._label_of(sample)
 
         def place(_: int) -> str:
-            return f"{shown(self._shards.locations[places[-3]])}:{printable(keys[-1])}"
+            return f"{shown(self._files.locations[places[-3]])}:{printable(keys[-1])}"
 
-        for shard, location in enumerate(self._shards.locations):
+        for shard, location in enumerate(self._files.locations):
             labels.extend(found(shard, shown(location)), place)
         if not keys:
             raise DataError(
-                f"{shown(self._shards.locations[0])} holds no samples; expected members such as a/17.jpg and "
+                f"{shown(self._files.locations[0])} holds no samples; expected members such as a/17.jpg and "
                 "a/17.cls"
             )
         shards, offsets, lengths = np.array(places, np.int64).reshape(-1, 3).T
