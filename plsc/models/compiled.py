@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from plsc.parallel.world import World
 
+logger = logging.getLogger(__name__)
 _REASONS_SHOWN = 3
 
 
@@ -19,8 +21,8 @@ class CompiledNetwork(nn.Module):
 
     network: anything that is called as ``network(images, labels, is_train)``. sizes: the numbers of images
     that training gives it on this rank; a last smaller batch is computed by the plain network, since another
-    size would take minutes to compile. say: logs once whether it was compiled, into how many pieces, and
-    why not. world: the ranks that train together. backend: of torch.compile.
+    size would take minutes to compile. world: the ranks that train together; rank 0 logs, once, whether the
+    network was compiled, into how many pieces, and why not. backend: of torch.compile.
 
     What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the
     plain network, on all ranks if that is so on one: they agree in each call of training, of which every
@@ -33,7 +35,6 @@ class CompiledNetwork(nn.Module):
         self,
         network: nn.Module,
         sizes: Collection[int],
-        say: Callable[[str], None],
         world: World | None = None,
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
@@ -43,7 +44,6 @@ class CompiledNetwork(nn.Module):
         self._proved: set[int] = set()
         self._is_agreed = False
         self._is_told = False
-        self._say = say
         self._world = world or World.single()
         # Only this backend has random numbers of its own.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
@@ -75,7 +75,7 @@ class CompiledNetwork(nn.Module):
             if self._proved and not self._is_told:
                 self._is_told = True
                 found = [reason for reason in counters if counters[reason] > before.get(reason, 0)]
-                self._say(describe_breaks(found))
+                self._log(describe_breaks(found))
             return output
         put_back()  # the part before a failure may have run, or all of it, here
         self._compiled = None
@@ -105,7 +105,7 @@ class CompiledNetwork(nn.Module):
         if len(input) not in self._sizes:
             return self.network(input, *others), None
         if not self._proved:
-            self._say("compiling the network: the first step takes a while, up to minutes")
+            self._log("compiling the network: the first step takes a while, up to minutes")
         try:
             assert self._compiled is not None
             with _backward_at_once():
@@ -117,13 +117,18 @@ class CompiledNetwork(nn.Module):
         self._proved.add(len(input))
         return output, None
 
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        if self._world.is_main:
+            logger.log(level, text)
+
     def _tell(self, trouble: Exception | None) -> None:
         """Say why the network is not compiled, of the first rank that has a reason; a collective."""
         mine = None if trouble is None else _in_a_line(trouble)
         reasons = self._world.all_gather_object(mine)
         rank, reason = next((rank, text) for rank, text in enumerate(reasons) if text is not None)
         where = f"rank {rank}: " if self._world.size > 1 else ""
-        self._say(f"the network is not compiled, and trains as it is: {where}{reason}")
+        text = f"the network is not compiled, and trains as it is: {where}{reason}"
+        self._log(text, logging.WARNING)
 
 
 def describe_breaks(reasons: list[str]) -> str:

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +35,7 @@ from plsc.storage.urls import base_name, is_url, parent_of, shown
 if TYPE_CHECKING:
     from plsc.storage.store import Store
 
+logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FILE_LIST = "file_list.txt"
 FORMAT = "plsc-partition-1"
@@ -57,7 +58,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     with _full_disk_reported(options.output), ExitStack() as stack:
         workspace, temporary = _claim(options, stack)
         if workspace.cleaned:
-            _say(f"removed what a run that was stopped had left in {workspace.path}")
+            logger.warning(f"removed what a run that was stopped had left in {workspace.path}")
         if options.engine == "spark":
             manifest = _run_on_spark(options, inputs, workspace)
         else:
@@ -210,7 +211,7 @@ def _check_unchanged(inputs: list[Input]) -> None:
 
 
 def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
-    """Print what was left out, and a warning if more places are filled with repeats than there are lines.
+    """Log what was left out, and a warning if more places are filled with repeats than there are lines.
 
     Returns the sum of the counts. Raises DataError if there are no samples.
     """
@@ -222,22 +223,18 @@ def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
     each = lines_per_rank(total.lines, nranks)
     repeats = each * nranks - total.lines
     if repeats > total.lines:
-        _say(
-            f"warning: {nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
+        logger.warning(
+            f"{nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
             f"{repeats / (each * nranks):.0%} are repeats: there are {total.lines} lines only; a smaller "
             "--nranks has fewer"
         )
     if total.blanks:
-        _say(f"{total.blanks} blank lines were left out")
+        logger.warning(f"{total.blanks} blank lines were left out")
     for message in total.messages:
-        _say(f"skipped: {message}")
+        logger.warning(f"skipped: {message}")
     if total.skipped > len(total.messages):
-        _say(f"skipped: {total.skipped - len(total.messages)} more lines")
+        logger.warning(f"skipped: {total.skipped - len(total.messages)} more lines")
     return total
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _check_room(output: Path, temporary: Path | None, size: int, spare: int) -> None:
