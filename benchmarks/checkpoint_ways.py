@@ -9,21 +9,23 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from plsc.checkpoint import (
     Manifest,
     ShardedTensor,
     Snapshot,
-    copy_to_host,
     load_tensors,
     save_checkpoint,
 )
-from plsc.checkpoint.layout import state_dict_of
+from plsc.checkpoint.manifest import Role, role_of_key
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.machine import Background
 from plsc.parallel.world import World
@@ -44,22 +46,31 @@ class Way:
 def make_state(rows: int, dimension: int, world: World, *, fill: bool) -> Snapshot:
     """Return a weight and a momentum, float32 [rows, dimension], and a megabyte that every rank has."""
     start, stop = class_range(rows, world.rank, world.size)
-    parts = {}
+    tensors: dict[Role, Tensor | ShardedTensor] = {role_of_key("backbone.w"): torch.ones(262_144)}
     for key in ("head.weight", "rows.weight.momentum"):
         local = torch.empty(stop - start, dimension).fill_(-1)  # every page is there
         if fill:
             for first in range(0, len(local), _BLOCK):
                 part = local[first : first + _BLOCK]
                 part.copy_(_rows_at(key, start + first, len(part), dimension))
-        parts[key] = ShardedTensor(local, rows, start)
+        tensors[role_of_key(key)] = ShardedTensor(local, rows, start)
     ranges = [list(pair) for pair in class_ranges(rows, world.size)]
     manifest = Manifest("0", 1, 0, 1, world.size, rows, dimension, ranges)
-    return Snapshot({"backbone.w": torch.ones(262_144)}, parts, manifest)
+    return Snapshot(tensors, manifest)
+
+
+def _whole(state: Snapshot) -> dict[str, Tensor]:
+    return {role.key: one for role, one in state.tensors.items() if isinstance(one, Tensor)}
+
+
+def _parts(state: Snapshot) -> dict[str, ShardedTensor]:
+    found = state.tensors.items()
+    return {role.key: one for role, one in found if isinstance(one, ShardedTensor)}
 
 
 def check_state(state: Snapshot) -> None:
     """Raise ValueError unless every row that was loaded is the one that was saved."""
-    for key, part in state.sharded.items():
+    for key, part in _parts(state).items():
         for first in range(0, len(part.local), _BLOCK):
             block = part.local[first : first + _BLOCK]
             expected = _rows_at(key, part.start + first, len(block), block.shape[1])
@@ -80,12 +91,12 @@ def _save_ours(state: Snapshot, folder: Path, world: World) -> float:
 
 
 def _write_ours(state: Snapshot, folder: Path, world: World) -> None:
-    save_checkpoint(folder.parent, folder.name, state.tensors, state.sharded, state.manifest, world)
+    save_checkpoint(folder.parent, folder.name, state, world)
 
 
 def _save_ours_beside(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
-    copy = copy_to_host(state)
+    copy = state.copy_to_host()
     thread = Background("save")
     future = thread.submit(lambda: _write_ours(copy, folder, world.beside(world.save_group)))
     waited = time.perf_counter() - began
@@ -96,15 +107,15 @@ def _save_ours_beside(state: Snapshot, folder: Path, world: World) -> float:
 
 def _load_ours(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
-    load_tensors(folder, state.tensors, state.sharded, world)
+    load_tensors(folder, state.tensors, world)
     return time.perf_counter() - began
 
 
 def _save_gathered(state: Snapshot, folder: Path, world: World) -> float:
     """Rank 0 gathers all rows and writes them with torch.save."""
     began = time.perf_counter()
-    whole = dict(state.tensors)
-    for key, part in state.sharded.items():
+    whole = _whole(state)
+    for key, part in _parts(state).items():
         if world.rank:
             dist.send(part.local, 0)
             continue
@@ -127,7 +138,7 @@ def _load_gathered(state: Snapshot, folder: Path, world: World) -> float:
     """Rank 0 reads everything with torch.load and hands out the rows."""
     began = time.perf_counter()
     whole = torch.load(folder / "state.pt", weights_only=True) if world.is_main else {}
-    for key, part in state.sharded.items():
+    for key, part in _parts(state).items():
         if world.rank:
             dist.recv(part.local, 0)
             continue
@@ -135,7 +146,7 @@ def _load_gathered(state: Snapshot, folder: Path, world: World) -> float:
         for rank in range(1, world.size):
             start, stop = class_range(part.rows, rank, world.size)
             dist.send(whole[key][start:stop], rank)
-    for key, tensor in state.tensors.items():
+    for key, tensor in _whole(state).items():
         if world.is_main:
             tensor.copy_(whole[key])
         if world.size > 1:
@@ -144,16 +155,30 @@ def _load_gathered(state: Snapshot, folder: Path, world: World) -> float:
     return time.perf_counter() - began
 
 
+def _state_dict(state: Snapshot, world: World) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint takes: tensors, and DTensors for the sharded ones."""
+    content: dict[str, Any] = dict(_whole(state))
+    for key, part in _parts(state).items():
+        content[key] = part.local
+        if world.head_group is not None:
+            mesh = DeviceMesh.from_group(world.head_group, "cpu")
+            shape, strides = torch.Size(part.shape), (part.shape[1], 1)
+            content[key] = DTensor.from_local(
+                part.local, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
+            )
+    return content
+
+
 def _save_dcp(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
-    content = state_dict_of(state.tensors, state.sharded, world)
+    content = _state_dict(state, world)
     dcp.save(content, checkpoint_id=folder, process_group=world.control_group)
     return time.perf_counter() - began
 
 
 def _save_dcp_beside(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
-    content = state_dict_of(state.tensors, state.sharded, world)
+    content = _state_dict(state, world)
     future = dcp.async_save(content, checkpoint_id=folder, process_group=world.save_group)
     waited = time.perf_counter() - began
     assert isinstance(future, Future)  # another response is for staging, which was not asked for
@@ -163,7 +188,7 @@ def _save_dcp_beside(state: Snapshot, folder: Path, world: World) -> float:
 
 def _load_dcp(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
-    content = state_dict_of(state.tensors, state.sharded, world)
+    content = _state_dict(state, world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process is one process
         dcp.load(

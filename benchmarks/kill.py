@@ -1,244 +1,285 @@
-"""Kill a training a hundred times; see each time that its newest checkpoint is whole, here and in the store.
+"""Kill a training a hundred times; check each time that no checkpoint is lost, here and in the store.
 
-python benchmarks/kill.py results/                100 kills, 205 MB of rows and momentum: half an hour
+python benchmarks/kill.py results/                100 kills, 205 MB of class weights and momentum: an hour
 python benchmarks/kill.py results/ --kills 20     so many more, added to the log
 python benchmarks/kill.py results/ --quick --phases save upload retention     3 kills of a small head
 
-Two gloo ranks train, save beside training every other step, keep two checkpoints and send each to an HDFS
-that runs on this machine (a fresh one; java is needed). A run is killed, looked at, started again from the
-newest checkpoint, here or in the store, killed again, and so on until it is through its steps: then its
-weights must be those of a run that nobody disturbed, bit for bit; and the next run begins. Moments and
-victims are drawn by chance.
+Two gloo ranks train, save in the background every other step, keep two checkpoints and upload each to an HDFS
+that runs on this machine (java is needed). A random rank, or the launcher and both ranks, die by SIGKILL at a
+random moment of a phase: a save, an upload, a deletion of old checkpoints, or the start. Then the newest
+checkpoints are read and verified, and the run resumes from one of them, until it is complete. Its last
+checkpoint must have the bytes of an undisturbed run's. Then the next run begins.
 
-results/kill.jsonl has a line for each kill: the plan, the last words of each rank that was killed (what had
-begun and not ended proves where it was), the newest checkpoints and whether they verified. results/kill.md is
-the summary. Stops at the first thing that is not as it should be, and leaves all of it in results/work.
+results/kill.jsonl has a line per kill and per complete run. A problem ends the benchmark; results/work stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import functools
+import json
 import os
 import random
 import shutil
+import signal
+import subprocess
 import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPO), str(REPO / "benchmarks")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: it is forked afterwards
-
-from kill_job import (  # noqa: E402
-    DELETION,
-    REMOTE_DELETION,
-    SAVE,
-    UPLOAD,
-    Job,
-    Plan,
-    launch,
-    plan_as_dict,
-)
-from kill_log import Log, summarise  # noqa: E402
-from kill_look import (  # noqa: E402
-    Death,
-    Typical,
-    compare,
-    follow,
-    in_child,
-    last_words,
-    look,
-    open_phases,
-    read_journal,
-    typical_of,
-)
-
-from tests.hdfs_server import hdfs_server  # noqa: E402
-from tests.images import write_dataset  # noqa: E402
-
-START = "start"
-WEIGHTS = {SAVE: 38, UPLOAD: 30, DELETION: 11, REMOTE_DELETION: 11, START: 10}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-def main() -> int:
-    """Kill as often as wanted; return 0 if all was well."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+import plsc.checkpoint.retention
+import plsc.train.saving
+from plsc.checkpoint import read_manifest
+from plsc.checkpoint.remote import clean, verify
+from plsc.checkpoint.retention import checkpoints_in
+from plsc.storage.store import Store
+from tests.distributed.job import small_entry
+from tests.distributed.launch import clean_environment, command
+from tests.hdfs_server import hdfs_server
+from tests.images import write_dataset
+
+WEIGHTS = {"save": 38, "upload": 30, "retention": 22, "start": 10}  # of the phases to die in
+NOT_CHECKPOINTS = {"metrics.jsonl", "loss.png", "best.json", "bad_samples.txt"}
+
+Facts = dict[str, Any]
+
+
+def train(job: Facts) -> None:
+    """Train on this rank; write a line to the journal at the end of a phase; die as planned.
+
+    job["plan"]: which rank is to die, in which phase and which of these, how many seconds after its
+    beginning, and whether all are to die. A phase does not end before its kill.
+    """
+    rank, plan = int(os.environ["RANK"]), job["plan"]
+    begun: Counter[str] = Counter()
+    inside: list[str] = []
+
+    def note(event: str, **facts: object) -> None:
+        with Path(job["journal"]).open("ab", buffering=0) as file:
+            file.write(json.dumps({"event": event, **facts}).encode() + b"\n")
+
+    def die() -> None:
+        note("kill", phases=sorted(inside))
+        launcher = os.getppid()
+        ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        for pid in (launcher, *map(int, ranks)) if plan["all"] else ():
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def begin(phase: str) -> threading.Timer | None:
+        begun[phase] += 1
+        if not plan or (rank, phase, begun[phase]) != (plan["rank"], plan["phase"], plan["nth"]):
+            return None
+        timer = threading.Timer(plan["delay"], die)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def watch(module: Any, name: str, phase: str, step_of: Callable[..., int]) -> None:
+        original = getattr(module, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            step = step_of(*args)
+            inside.append(phase)
+            timer = begin(phase)
+            answer = original(*args, **options)
+            if timer is not None:
+                timer.join()
+            inside.remove(phase)
+            note("end", phase=phase, step=step)
+            return answer
+
+        setattr(module, name, watched)
+
+    watch(plsc.train.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
+    watch(plsc.train.saving, "upload", "upload", lambda folder, *_: read_manifest(folder).step)
+    watch(plsc.checkpoint.retention, "withdraw", "retention", lambda *_: 0)
+    begin("start")
+    ins = small_entry(job["dataset"], job["local"])
+    ins.set_class_num(job["classes"])
+    ins.set_emb_size(128)
+    ins.set_train_epochs(1000)
+    ins.set_train_steps(job["steps"])
+    ins.set_save_every_n_steps(2)
+    ins.set_save_every_n_epochs(0)
+    ins.set_max_last_checkpoint_num(2)
+    ins.set_save_top_k(0)
+    ins.set_upload_dir(job["remote"])
+    ins.set_store_timeout(120)
+    if job["load"]:
+        ins.set_checkpoint_dir(job["load"])
+    ins.train()
+
+
+def launch(job: Facts) -> tuple[bool, list[Facts]]:
+    """Run a job on two ranks; return whether it came to its end, and its journal."""
+    done = subprocess.run(  # waits for the end of its output: until no rank is left
+        command(__file__, 2, json.dumps(job)),
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
     )
-    parser.add_argument("results", type=Path, help="folder for the log, the summary and the work")
+    journal = read_lines(Path(job["journal"]))
+    if done.returncode and not any(line["event"] == "kill" for line in journal):
+        raise SystemExit(f"{done.stdout}\na run failed by itself: see {job['journal']}")
+    return done.returncode == 0, journal
+
+
+def read_lines(path: Path) -> list[Facts]:
+    """Return the lines of a journal or log."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest_in(place: str, least: int, problems: list[str]) -> str | None:
+    """Verify the newest checkpoint of a folder or URL and return it, a path or URL; add problems.
+
+    least: a step whose checkpoint had been published there; it, or a newer one, must be there.
+    """
+    store = Store(place)
+    found = checkpoints_in(store)
+    if not store.is_remote and (not found or found[-1][1].step < least):
+        clean(
+            store
+        )  # killed between the two renames of a replacement: the next start does this, too
+        found = checkpoints_in(store)
+    others = set(store.names()) - {name for name, _ in found} - NOT_CHECKPOINTS
+    problems += [f"{place}/{name} is not hidden" for name in others if not name.startswith(".")]
+    if (found[-1][1].step if found else 0) < least:
+        problems.append(
+            f"step {least} is missing in {place}, which has {[name for name, _ in found]}"
+        )
+    if not found:
+        return None
+    verify(f"{place}/{found[-1][0]}")
+    return f"{place}/{found[-1][0]}"
+
+
+def differences(ours: str | None, theirs: str) -> list[str]:
+    """Return the files of two checkpoints that differ; their manifests have the checksums."""
+    if ours is None:
+        return ["there is no checkpoint"]
+    mine, other = verify(ours), verify(theirs)
+    names = mine.files.keys() | other.files.keys()
+    return [f"{ours}/{name}" for name in names if mine.files.get(name) != other.files.get(name)]
+
+
+def new_job(given: argparse.Namespace, url: str, name: str) -> Facts:
+    """Return a run that was not started."""
+    folder = given.results.resolve() / "work" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    if not (folder.parent / "images").exists():
+        write_dataset(folder.parent / "images", classes=20, per_class=8)
+    folder.mkdir()
+    return {
+        "dataset": str(folder.parent / "images"),
+        "local": str(folder / "run"),
+        "remote": f"{url}/{name}",
+        "journal": str(folder / "journal-0"),
+        "classes": 2000 if given.quick else 200_000,
+        "steps": 30 if given.quick else 40,
+        "load": None,
+        "plan": None,
+    }
+
+
+def plan_kill(dice: random.Random, phase: str | None) -> Facts:
+    """Return a random kill, in this phase if one is given."""
+    phase = phase or dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    return {
+        "phase": phase,
+        "nth": 1 if phase == "start" else dice.randint(1, 3),
+        "rank": 0 if phase == "retention" else dice.randrange(2),  # rank 0 alone deletes
+        "delay": dice.uniform(0, 3) if phase == "start" else 10 ** dice.uniform(-3, -0.3),
+        "all": dice.random() < 0.5,
+    }
+
+
+def disturb(
+    job: Facts, dice: random.Random, phases: list[str | None], reference: str, log: Path
+) -> None:
+    """Kill one run in phase after phase until it is complete; take the phases off the list."""
+    here = there = None
+    published: Counter[str] = Counter()  # the highest step, of a save and of an upload
+    is_complete = False
+    while not is_complete:
+        job["plan"] = plan_kill(dice, phases[0]) if phases else None
+        job["load"] = there if there and dice.random() < 0.25 else here
+        is_complete, journal = launch(job)
+        for line in journal:
+            if line["event"] == "end":
+                published[line["phase"]] = max(published[line["phase"]], line["step"])
+        problems: list[str] = []
+        here = newest_in(job["local"], published["save"], problems)
+        there = newest_in(job["remote"], published["upload"], problems)
+        facts: Facts = {"run": job["local"], "here": here, "there": there}
+        if is_complete:
+            problems += differences(here, reference) + differences(there, reference)
+            facts["same_bits"] = not problems
+        else:
+            phases.pop(0)
+            kill = next(line for line in journal if line["event"] == "kill")
+            facts |= {"load": job["load"], **job["plan"], "in_phases": kill["phases"]}
+        Path(job["journal"]).unlink()
+        with log.open("a") as file:
+            file.write(json.dumps({**facts, "problems": problems}) + "\n")
+        print({**facts, "problems": problems}, flush=True)
+        if problems:
+            raise SystemExit(f"{problems}: see {job['local']}")
+    shutil.rmtree(Path(job["local"]).parent)
+
+
+def summarise(lines: list[Facts]) -> str:
+    """Return the figures of docs/benchmarks.md."""
+    kills, runs = [x for x in lines if "phase" in x], [x for x in lines if "same_bits" in x]
+    within = {phase: sum(phase in x["in_phases"] for x in kills) for phase in list(WEIGHTS)[:3]}
+    return (
+        f"kills: {len(kills)}, {sum(x['all'] for x in kills)} of the launcher and both ranks at once\n"
+        f"within (a kill can be in several): {within}\n"
+        f"that lost a checkpoint or left a visible trace: {sum(bool(x['problems']) for x in kills)}\n"
+        f"starts from the store: {sum('://' in (x['load'] or '') for x in kills)}\n"
+        f"complete runs: {len(runs)}, with the same bits: {sum(x['same_bits'] for x in runs)}"
+    )
+
+
+def main() -> None:
+    """Kill as often as wanted."""
+    if "RANK" in os.environ:
+        train(json.loads(sys.argv[1]))
+        return
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("results", type=Path, help="folder for the log and the work")
     parser.add_argument("--kills", type=int, default=100, help="kills in this call")
-    parser.add_argument("--classes", type=int, default=200_000)
-    parser.add_argument("--steps", type=int, default=40, help="of a run, in all")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="2,000 classes, 30 steps")
-    parser.add_argument(
-        "--phases", nargs="+", choices=WEIGHTS, default=[], help="die in these, in turn"
-    )
-    parser.add_argument(
-        "--store", help="URL of an empty folder to send to, instead of an HDFS of its own"
-    )
+    parser.add_argument("--phases", nargs="+", choices=WEIGHTS, help="one kill in each, in turn")
+    parser.add_argument("--store", help="URL of an empty folder, instead of an HDFS of its own")
     given = parser.parse_args()
-    if given.quick:
-        given.classes, given.steps = 2000, 30
-    if given.phases:
-        given.kills = len(given.phases)
-    work = given.results.resolve() / "work"
+    work, log = given.results.resolve() / "work", given.results / "kill.jsonl"
     work.mkdir(parents=True, exist_ok=True)
     os.environ["PLSC_CACHE_DIR"] = str(work / "cache")
-    log = Log(given.results / "kill.jsonl")
+    phases: list[str | None] = list(given.phases or [None] * given.kills)
+    dice = random.Random(len(read_lines(log)))
     with contextlib.ExitStack() as stack:
         url = given.store or stack.enter_context(hdfs_server()).url
-        Killer(given, work, url, log).kill_all()
-    summary = summarise(log)
-    (given.results / "kill.md").write_text(summary)
-    print(summary)
+        undisturbed = new_job(given, url, "reference")
+        launch(undisturbed)
+        reference = newest_in(undisturbed["local"], undisturbed["steps"], [])
+        while phases and reference:
+            job = new_job(given, url, f"run-{len(read_lines(log))}")
+            disturb(job, dice, phases, reference, log)
+    print(summarise(read_lines(log)))
     shutil.rmtree(work / "cache", ignore_errors=True)
-    return 0
-
-
-class Killer:
-    """Starts runs, kills them and looks at what they leave."""
-
-    def __init__(self, given: argparse.Namespace, work: Path, url: str, log: Log) -> None:
-        self._work = work
-        self._url = url
-        self._log = log
-        self._left = given.kills
-        self._phases: list[str] = list(given.phases)
-        self._dice = random.Random(f"{given.seed} {len(log.kills)}")
-        self._job = Job(
-            self._dataset(), Path(), "", classes=given.classes, steps=given.steps, save_every=2
-        )
-        self._reference, self._typical = self._undisturbed()
-
-    def kill_all(self) -> None:
-        """Kill run after run until there are kills enough; the last run comes to its end."""
-        while self._left:
-            self._disturb(len(self._log.runs))
-
-    def _dataset(self) -> Path:
-        folder = self._work / "images"
-        if not folder.exists():
-            write_dataset(folder, classes=20, per_class=8)
-        return folder
-
-    def _undisturbed(self) -> tuple[Path, Typical]:
-        """Return the last checkpoint of a run that nobody disturbed, and how long its parts took."""
-        kept = self._work / f"reference-{self._job.classes}-{self._job.steps}"
-        journal = kept / "journal"
-        if not (kept / "done").exists():
-            shutil.rmtree(kept, ignore_errors=True)
-            kept.mkdir()
-            job = dataclasses.replace(
-                self._job, local=kept / "run", remote=f"{self._url}/reference"
-            )
-            death = follow(launch(job, journal, None, kept / "output"), journal, None)
-            if not death.is_complete:
-                raise SystemExit(f"the undisturbed run failed: see {kept / 'output'}")
-            (kept / "done").touch()
-        newest = in_child(lambda: look(kept / "run", None, 0, 0))["local"]
-        return kept / "run" / newest["name"], typical_of(read_journal(journal))
-
-    def _disturb(self, number: int) -> None:
-        """Kill one run again and again, and have it come to its end."""
-        folder = self._work / f"run-{number}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        remote = f"{self._url}/run-{number}"
-        job = dataclasses.replace(self._job, local=folder / "run", remote=remote)
-        found: dict[str, Any] = {"local": None, "remote": None}
-        published = sent = 0
-        for life in range(1000):
-            job = dataclasses.replace(job, load=self._choose_load(job, found))
-            plan = self._choose_plan(found) if self._left else None
-            journal = folder / f"journal-{life}"
-            death = follow(launch(job, journal, plan, folder / "output"), journal, plan)
-            lines = read_journal(journal)
-            ended = [line for line in lines if line["event"] == "end"]
-            published = max([published, *(one["step"] for one in ended if one["phase"] == SAVE)])
-            sent = max([sent, *(one["step"] for one in ended if one["phase"] == UPLOAD)])
-            if not death.is_complete and not death.was_killed:
-                raise SystemExit(f"a run failed by itself: see {folder / 'output'}, {journal}")
-            found = in_child(functools.partial(look, job.local, job.remote, published, sent))
-            if death.is_complete:
-                break
-            self._note(number, job, plan, death, lines, found)
-            if found["problems"]:
-                raise SystemExit(f"{'; '.join(found['problems'])}: see {folder}, {journal}")
-        differences = in_child(lambda: compare(job, found, self._reference))
-        self._log.add(run=number, starts=life + 1, same_bits=not differences, problems=differences)
-        print(f"run {number}: complete after {life + 1} starts, {differences or 'the same bits'}")
-        if differences or found["problems"]:
-            raise SystemExit(f"{differences} {found['problems']}: see {folder}")
-        shutil.rmtree(folder)
-
-    def _choose_load(self, job: Job, found: dict[str, Any]) -> str | None:
-        """Return where the next start goes on from: the newest here, or now and then that in the store."""
-        if found["remote"] and self._dice.random() < 0.25:
-            return f"{job.remote}/{found['remote']['name']}"
-        return str(job.local / found["local"]["name"]) if found["local"] else None
-
-    def _choose_plan(self, found: dict[str, Any]) -> Plan:
-        """Return when the next run is to die; not before there is something in the store to look at."""
-        dice, wait = self._dice, found["remote"] is None
-        if self._phases:
-            phase, is_early = self._phases[0], True
-        else:
-            phases = [phase for phase in WEIGHTS if not (wait and phase == START)]
-            phase = dice.choices(phases, [WEIGHTS[one] for one in phases])[0]
-            is_early = False
-        is_deletion = phase in (DELETION, REMOTE_DELETION)
-        actor = 0 if is_deletion else dice.randrange(2)
-        point = delay = None
-        if phase == START:
-            delay = dice.uniform(0, 3)
-        elif is_deletion or is_early or dice.random() < 0.5:
-            least = 2 if is_deletion else 1  # from the second on the deletion has begun
-            point = dice.randint(least, max(least, self._typical.points.get((phase, actor), 1)))
-        else:
-            delay = dice.uniform(0, self._typical.seconds[phase])
-        nth = 1 if is_early or phase == START else dice.randint(1, 3 if phase == SAVE else 2)
-        return Plan(phase, nth, actor, point, delay, whole=dice.random() < 0.5, wait=wait)
-
-    def _note(
-        self,
-        number: int,
-        job: Job,
-        plan: Plan | None,
-        death: Death,
-        lines: list[dict[str, Any]],
-        found: dict[str, Any],
-    ) -> None:
-        """Put a kill into the log."""
-        assert plan is not None
-        self._left -= 1
-        self._phases[:1] = []
-        phases = open_phases(lines, death.killed)
-        self._log.add(
-            kill=len(self._log.kills) + 1,
-            run=number,
-            victims="launcher and both ranks" if plan.whole else f"rank {plan.actor}",
-            in_phases=phases,
-            plan=plan_as_dict(plan),
-            last_words=last_words(lines, death.killed),
-            loaded=None if job.load is None else job.load.rsplit("/", 1)[-1],
-            loaded_from_store=bool(job.load and "://" in job.load),
-            **found,
-        )
-        print(
-            f"kill {len(self._log.kills)} of {'all' if plan.whole else f'rank {plan.actor}'} in "
-            f"{', '.join(phases) or 'none'}: {_step(found['local'])} here, {_step(found['remote'])} in the "
-            f"store; {found['problems'] or 'whole'}",
-            flush=True,
-        )
-
-
-def _step(found: dict[str, Any] | None) -> str:
-    return f"step {found['step']}" if found else "none"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

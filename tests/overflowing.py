@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from plsc.checkpoint.snapshot import local_of
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
 from plsc.train.state import collect_tensors
@@ -53,9 +54,8 @@ class Scripted(BaseModel):
 
 def state_of(run) -> dict[str, torch.Tensor]:
     """Return copies of everything that learning changes: weights, momentum, rows, running statistics."""
-    whole, sharded, _ = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    tensors = {**whole, **{key: part.local for key, part in sharded.items()}}
-    return {key: tensor.clone() for key, tensor in tensors.items()}
+    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    return {role.key: local_of(value).clone() for role, value in found.items()}
 
 
 def train_scripted(options, world, script: str, network=Scripted):

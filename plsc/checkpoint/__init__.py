@@ -1,22 +1,19 @@
 """Checkpoints: whole or absent, without pickles, laid out for any number of ranks."""
 
-from plsc.checkpoint.layout import ShardedTensor
 from plsc.checkpoint.load import load_tensors, load_weights
 from plsc.checkpoint.manifest import Manifest, read_manifest
 from plsc.checkpoint.retention import Retention, list_checkpoints
 from plsc.checkpoint.save import save_checkpoint
-from plsc.checkpoint.snapshot import Snapshot, copy_to_host, size_of
+from plsc.checkpoint.snapshot import ShardedTensor, Snapshot
 
 __all__ = [
     "Manifest",
     "Retention",
     "ShardedTensor",
     "Snapshot",
-    "copy_to_host",
     "list_checkpoints",
     "load_tensors",
     "load_weights",
     "read_manifest",
     "save_checkpoint",
-    "size_of",
 ]

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed.checkpoint import CheckpointException
-
 from plsc.errors import CheckpointError, DistributedError, PlscError, kind_and_line
 from plsc.parallel.world import World
 
@@ -24,7 +22,8 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
     doing: for the message, as in "rank 1: could not save /a/b: No space left on device". advice: ends it.
 
     Raises:
-        CheckpointError: on all ranks alike, if any rank's action failed.
+        CheckpointError: on all ranks, if any rank's action failed: the first failing rank's reason, and how
+            many others failed.
         DistributedError: another rank was lost.
     """
     result: T | None = None
@@ -37,28 +36,15 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
     try:
         outcomes = world.all_gather_object((failure, result))
     except RuntimeError as error:
-        raise _lost(doing, error) from error
+        raise DistributedError(f"another rank was lost: {_reason(doing, error)}") from error
     failures = {rank: outcome[0] for rank, outcome in enumerate(outcomes) if outcome[0]}
-    if failures:
-        raise _failed(world, failures, advice) from cause
-    return [outcome[1] for outcome in outcomes]
-
-
-def together(world: World, doing: str, action: Callable[[], T], advice: str = "") -> T:
-    """Run an ``action`` of torch.distributed.checkpoint, which is collective itself.
-
-    Raises:
-        CheckpointError, DistributedError: as `on_every_rank`.
-    """
-    try:
-        return action()
-    except CheckpointException as error:
-        failures = {rank: _reason(doing, wrapped[0]) for rank, wrapped in error.failures.items()}
-        raise _failed(world, failures, advice) from error
-    except RuntimeError as error:
-        if world.size == 1:
-            raise _failed(world, {0: _reason(doing, error)}, advice) from error
-        raise _lost(doing, error) from error
+    if not failures:
+        return [outcome[1] for outcome in outcomes]
+    rank, reason = min(failures.items())
+    if len(failures) < world.size or len(set(failures.values())) > 1:
+        more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
+        reason = f"rank {rank}{more}: {reason}"
+    raise CheckpointError(f"{reason}; {advice}" if advice else reason) from cause
 
 
 def neighbours(folder: Path, world: World) -> tuple[int, int]:
@@ -84,25 +70,11 @@ def neighbours(folder: Path, world: World) -> tuple[int, int]:
     return mine.index(world.rank), len(mine)
 
 
-def _failed(world: World, failures: dict[int, str], advice: str) -> CheckpointError:
-    """Return the error that all ranks raise: the first failing rank, and how many others failed."""
-    rank, reason = min(failures.items())
-    if len(failures) < world.size or len(set(failures.values())) > 1:
-        more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
-        reason = f"rank {rank}{more}: {reason}"
-    return CheckpointError(f"{reason}; {advice}" if advice else reason)
-
-
-def _lost(doing: str, error: BaseException) -> DistributedError:
-    return DistributedError(f"another rank was lost: {_reason(doing, error)}")
-
-
-def _reason(doing: str, error: BaseException) -> str:
-    """Return one line; errors of our own are complete already."""
+def _reason(doing: str, error: Exception) -> str:
+    """Return an error message; errors of our own are complete already."""
     if isinstance(error, PlscError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"could not {doing}: {error.strerror}{where}"
-    first_line = kind_and_line(error)
-    return f"could not {doing}: {first_line}"
+    return f"could not {doing}: {kind_and_line(error)}"

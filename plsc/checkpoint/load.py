@@ -1,41 +1,43 @@
-"""Load a checkpoint: everything in place for training, or the weights alone for using the network."""
+"""Read a checkpoint: what its files hold, all of it in place for training, or some tensors alone."""
 
 from __future__ import annotations
 
-import json
+import bisect
+import io
+import math
 import os
-import warnings
-from collections.abc import Collection, Mapping
+import stat
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from plsc.checkpoint.agree import on_every_rank, together
-from plsc.checkpoint.layout import (
-    OFFSETS_KEY,
-    PLACES_KEY,
-    ShardedTensor,
-    check_checksums,
-    check_files,
-    info_of,
-    state_dict_of,
+from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.manifest import (
+    BACKBONE,
+    CLASS_NAMES,
+    CLASS_WEIGHTS,
+    MANIFEST_NAME,
+    Checker,
+    Manifest,
+    Role,
+    TensorInfo,
+    read_manifest,
 )
-from plsc.checkpoint.manifest import Manifest, read_manifest
-from plsc.checkpoint.roles import BACKBONE, EXTRA, Role
+from plsc.checkpoint.shard_file import PIECE_BYTES, Part, bytes_of, checksum, read_header
+from plsc.checkpoint.snapshot import ShardedTensor, Tensors, info_of, local_of
+from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 
+MAP_NAME = "classes.tsv"  # where the classes went; see plsc.checkpoint.classes.map
+_MOST_OPEN = 64  # files
 
-def load_tensors(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
-    sharded: Mapping[str, ShardedTensor],
-    world: World,
-) -> Manifest:
-    """Fill ``tensors`` and the rows of ``sharded`` in place from ``path``; return its manifest. Collective.
+
+def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -> Manifest:
+    """Fill ``tensors`` in place from ``path``; return its manifest. Collective.
 
     Everything asked for must be there with the same global shape and type; what else is there is left.
     Rows come out right whatever number of ranks saved them, and whether they were split then or are now.
@@ -43,42 +45,30 @@ def load_tensors(
     tensor is touched.
 
     Raises:
-        CheckpointError: on all ranks alike.
+        CheckpointError: on all ranks.
         DistributedError: another rank was lost.
     """
     folder = Path(path)
     doing = f"load checkpoint {folder}"
+    opened: list[OpenCheckpoint] = []
 
-    def check() -> Manifest:
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
-        _check_wanted(folder, manifest, tensors, sharded)
-        check_checksums(folder, manifest, sorted(manifest.files)[world.rank :: world.size])
-        return manifest
-
-    state = {}
-
-    def prepare() -> None:
-        state.update(state_dict_of(tensors, sharded, world))
-
-    manifest = on_every_rank(world, doing, check)[world.rank]
-    on_every_rank(world, doing, prepare)
+    def check() -> None:
+        one = OpenCheckpoint(folder)
+        _check_wanted(folder, one.manifest, tensors)
+        names = sorted(one.manifest.files)[world.rank :: world.size]
+        check_checksums(folder, one.manifest, names)
+        opened.append(one)
 
     def read() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that one process is one process
-            dcp.load(
-                state,
-                storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-                planner=dcp.DefaultLoadPlanner(
-                    flatten_state_dict=False, flatten_sharded_tensors=False
-                ),
-                process_group=world.control_group,
-                no_dist=world.size == 1,
-            )
+        with opened[0], torch.no_grad():
+            for role, value in tensors.items():
+                local = local_of(value)
+                start = value.start if isinstance(value, ShardedTensor) else 0
+                opened[0].tensors[role.key].read_into(local if local.ndim else local[None], start)
 
-    together(world, doing, read)
-    return manifest
+    on_every_rank(world, doing, check)
+    on_every_rank(world, doing, read)
+    return opened[0].manifest
 
 
 def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str, Tensor]:
@@ -89,63 +79,278 @@ def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
-    found = read_parts(path, (kind,))
-    if not found:
-        raise CheckpointError(f"{path} holds no {kind} tensor; choose another checkpoint")
-    return {
-        role.name: parts[0] if len(parts) == 1 else torch.cat(parts)
-        for role, parts in found.items()
-    }
+    with OpenCheckpoint(path) as opened:
+        found = opened.select((kind,))
+        if not found:
+            raise CheckpointError(f"{path} holds no {kind} tensor; choose another checkpoint")
+        return {role.name: tensor.read() for role, tensor in found.items()}
 
 
-def read_parts(
-    path: str | os.PathLike[str], kinds: Collection[str], rank: int = 0, ranks: int = 1
-) -> dict[Role, list[Tensor]]:
-    """Return the tensors of kinds of roles in parts, each some rows, in order.
+def class_name_tensors(names: ClassNames, head: str = "") -> dict[Role, Tensor]:
+    """Return the names of classes as a checkpoint has them; head: the name of one of several."""
+    text, ends = _name_roles(head)
+    return {text: torch.from_numpy(names.text), ends: torch.from_numpy(names.ends)}
 
-    This rank's share of the files is compared with their checksums first.
+
+def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassNames | None:
+    """Return the names of the classes of a head, None if the checkpoint has none of it.
+
+    Raises CheckpointError if they are damaged. Checksums are not compared.
+    """
+    keys = [role.key for role in _name_roles(head)]
+    if not manifest.tensors.keys() >= set(keys):
+        return None
+    weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight", head).key)
+    infos = [manifest.tensors[key] for key in keys]
+    is_sound = [info.dtype for info in infos] == ["uint8", "int64"]
+    if is_sound and weight is not None and infos[1].shape == weight.shape[:1]:
+        with OpenCheckpoint(folder, manifest) as opened:
+            text, ends = (opened.tensors[key].read().numpy() for key in keys)
+        names = ClassNames(text, ends)
+        is_rising = names.ends.min() >= 0 and names.lengths().min() >= 0
+        if is_rising and names.ends[-1] == len(text):
+            return names
+    raise Checker(str(folder)).wrong("the names of its classes are damaged")
+
+
+def _name_roles(head: str) -> tuple[Role, Role]:
+    return Role(CLASS_NAMES, "bytes", head), Role(CLASS_NAMES, "ends", head)
+
+
+class StoredTensor:
+    """A tensor of an open checkpoint, whose rows, perhaps in several files, are read when they are asked for.
+
+    shape: of the whole; a scalar has one row. shard: the file of its first part.
+    """
+
+    def __init__(self, info: TensorInfo, parts: list[Part], files: _Files) -> None:
+        self.key = info.role.key
+        self.shape = info.shape
+        self.dtype: torch.dtype = getattr(torch, info.dtype)
+        self.shard = parts[0].path.name if parts else ""
+        self._row_bytes = math.prod(info.shape[1:]) * self.dtype.itemsize
+        self._parts = [part for part in parts if part.stop > part.start]
+        self._stops = [part.stop for part in self._parts]
+        self._files = files
+
+    @property
+    def rows_per_piece(self) -> int:
+        """How many rows are read at a time."""
+        return max(1, PIECE_BYTES // max(1, self._row_bytes))
+
+    def read(self) -> Tensor:
+        """Return the whole tensor."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(whole if self.shape else whole[None], 0)
+        return whole
+
+    def read_into(self, target: Tensor, start: int) -> None:
+        """Fill a tensor of this type with the rows from `start`, on the CPU without another copy."""
+        if target.is_cpu and target.is_contiguous():
+            raw = bytes_of(target).numpy().reshape(len(target), self._row_bytes)
+            self._read_run(start, raw)
+            return
+        for first, piece in self.pieces(start, start + len(target)):
+            target[first - start : first - start + len(piece)].copy_(piece)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows [start, stop) in order, some MiB at a time, each with its first row's number."""
+        for first in range(start, stop, self.rows_per_piece):
+            rows = min(self.rows_per_piece, stop - first)
+            piece = np.empty((rows, self._row_bytes), np.uint8)
+            self._read_run(first, piece)
+            yield first, self._as_rows(piece)
+
+    def bytes(self) -> Iterator[memoryview]:
+        """Yield all of its bytes in pieces."""
+        for _, piece in self.pieces(0, self._stops[-1] if self._stops else 0):
+            yield bytes_of(piece).numpy().data
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Return the bytes of rows, uint8 [n, bytes per row], zeros where a number is -1."""
+        out = np.zeros((len(rows), self._row_bytes), dtype=np.uint8)
+        # Runs of neighbours are read at once.
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        for low, high in zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True):
+            if low < high and rows[low] >= 0:
+                self._read_run(int(rows[low]), out[low:high])
+        return out
+
+    def values(self, rows: np.ndarray) -> Tensor:
+        """Return rows as numbers, float64 [n, ...]; those of -1 are zeros."""
+        return self._as_rows(self.take(rows)).double()
+
+    def _as_rows(self, raw: np.ndarray) -> Tensor:
+        return torch.from_numpy(raw.reshape(-1)).view(self.dtype).view(len(raw), *self.shape[1:])
+
+    def _read_run(self, first: int, out: np.ndarray) -> None:
+        last = first + len(out)
+        index = bisect.bisect_right(self._stops, first)
+        while first < last:
+            part = self._parts[index]
+            stop = min(last, part.stop)
+            begin = part.begin + (first - part.start) * self._row_bytes
+            self._files.read(part.path, begin, out[: stop - first])
+            out, first, index = out[stop - first :], stop, index + 1
+
+
+class _Files:
+    """Reads files, of which it keeps some open."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, io.FileIO] = {}
+
+    def read(self, path: Path, begin: int, out: np.ndarray) -> None:
+        """Fill `out` with the bytes from `begin`. Raises CheckpointError."""
+        left = out.reshape(-1).data
+        try:
+            if path not in self._open:
+                if len(self._open) == _MOST_OPEN:
+                    self._open.pop(next(iter(self._open))).close()
+                self._open[path] = path.open("rb", buffering=0)
+            while left:
+                count = os.preadv(self._open[path].fileno(), [left], begin)
+                if not count:
+                    raise CheckpointError(f"{path} became shorter while it was read")
+                left, begin = left[count:], begin + count
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+class OpenCheckpoint:
+    """A checkpoint whose files hold what its manifest says: a context, which closes them.
+
+    Raises CheckpointError as `read_manifest` and `check_files`. manifest: if it was read already.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        self.folder = Path(path)
+        self.manifest = read_manifest(self.folder) if manifest is None else manifest
+        self._parts = check_files(self.folder, self.manifest)
+        self._files = _Files()
+        self.tensors = {
+            key: StoredTensor(info, self._parts[key], self._files)
+            for key, info in self.manifest.tensors.items()
+        }
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def select(
+        self, kinds: Collection[str], rank: int = 0, ranks: int = 1
+    ) -> dict[Role, StoredTensor]:
+        """Return the tensors of kinds of roles, whose files have their checksums.
+
+        Of `ranks` each compares its share of the files. Raises CheckpointError.
+        """
+        roles = {
+            info.role: key for key, info in self.manifest.tensors.items() if info.role.kind in kinds
+        }
+        names = sorted({part.path.name for key in roles.values() for part in self._parts[key]})
+        check_checksums(self.folder, self.manifest, names[rank::ranks])
+        return {role: self.tensors[key] for role, key in roles.items()}
+
+
+def check_checksums(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read the named data files whole; CheckpointError for one whose bytes are not those that were saved."""
+    for name in names:
+        if checksum(folder / name) != manifest.files[name]:
+            raise CheckpointError(
+                f"{folder / name} is damaged: its checksum is not the saved one; choose another checkpoint"
+            )
+
+
+def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
+    """See that the folder has the files of the manifest alone, and their headers its tensors, every row once.
+
+    Returns the parts of each tensor, sorted by their rows. Reads no tensor data.
 
     Raises:
-        CheckpointError: no such checkpoint, or it is damaged.
+        CheckpointError: a file is missing, unexpected or damaged; a tensor or a row is missing.
     """
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    places = check_files(folder, manifest)
-    wanted = [key for key, info in manifest.tensors.items() if info.role.kind in kinds]
-    names = sorted({name for key in wanted for name in places[key]})
-    parts: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in wanted}
     try:
-        check_checksums(folder, manifest, names[rank::ranks])
-        for name in names:
-            with safe_open(folder / name, framework="pt") as file:
-                begins = json.loads(file.metadata()[PLACES_KEY])  # as check_files has seen
-                for key in wanted:
-                    if name in places[key]:
-                        first = min(begins[key][OFFSETS_KEY][:1], default=0)
-                        parts[key].append((first, file.get_tensor(key)))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {folder / name}: {error}") from error
-    return {
-        manifest.tensors[key].role: [part for _, part in sorted(pieces, key=lambda one: one[0])]
-        for key, pieces in parts.items()
-    }
+        found = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
+        if manifest.format_version == 1:
+            found -= {MAP_NAME} - manifest.files.keys()
+        if found != manifest.files.keys():
+            odd = min(found ^ manifest.files.keys())
+            raise CheckpointError(
+                f"{folder / odd} is {'not in the manifest' if odd in found else 'missing'}; choose another "
+                "checkpoint, or remove what does not belong there"
+            )
+        for name, info in manifest.files.items():
+            _check_regular(folder / name, info.bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {folder}: {error.strerror}") from error
+    parts: dict[str, list[Part]] = {key: [] for key in manifest.tensors}
+    for name in manifest.shards:
+        for part in read_header(folder / name):
+            _check_part(part, manifest.tensors.get(part.key))
+            parts[part.key].append(part)
+    for key, some in parts.items():
+        some.sort(key=lambda part: (part.start, part.stop))
+        _check_rows(Checker(str(folder)), key, manifest.tensors[key], some)
+    return parts
 
 
-def _check_wanted(
-    folder: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, Tensor],
-    sharded: Mapping[str, ShardedTensor],
-) -> None:
-    wanted: dict[str, Tensor | ShardedTensor] = {**tensors, **sharded}
-    for key, value in wanted.items():
-        want, have = info_of(value, Role(EXTRA, key)), manifest.tensors.get(key)
+def _check_regular(path: Path, size: int) -> None:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(
+            f"{path} is no regular file; a checkpoint holds neither links nor devices"
+        )
+    if status.st_size != size:
+        raise CheckpointError(
+            f"{path} has {status.st_size} bytes, {size} were saved; choose another checkpoint"
+        )
+
+
+def _check_part(part: Part, info: TensorInfo | None) -> None:
+    check = Checker(str(part.path))
+    if info is None:
+        raise check.wrong(f"tensor {part.key!r} is not in the manifest")
+    if part.dtype != info.dtype:
+        raise check.wrong(f"tensor {part.key!r} is {part.dtype}, the manifest says {info.dtype}")
+    if len(part.shape) != len(info.shape) or part.shape[1:] != info.shape[1:]:
+        raise check.wrong(
+            f"tensor {part.key!r} has a part {list(part.shape)}, which is no part of {list(info.shape)}"
+        )
+
+
+def _check_rows(check: Checker, key: str, info: TensorInfo, parts: list[Part]) -> None:
+    if not info.sharded and len(parts) != 1:
+        raise check.wrong(f"tensor {key!r} is in {len(parts)} files, expected 1")
+    rows = info.shape[0] if info.shape else 1
+    reached = 0
+    for part in parts:
+        if part.start == part.stop:
+            continue  # the share of a rank that has no rows
+        if part.start != reached:
+            raise check.wrong(
+                f"rows {min(reached, part.start)} to {max(reached, part.start)} of {key!r} are "
+                f"{'missing' if part.start > reached else 'there twice'} at {part.path.name}"
+            )
+        reached = part.stop
+    if reached != rows:
+        raise check.wrong(f"tensor {key!r} has {reached} rows, the manifest says {rows}")
+
+
+def _check_wanted(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
+    for role, value in tensors.items():
+        want, have = info_of(role, value), manifest.tensors.get(role.key)
         if have is None:
             raise CheckpointError(
-                f"{folder} has no tensor {key!r}; it was saved by another network or run"
+                f"{folder} has no tensor {role.key!r}; it was saved by another network or run"
             )
         if (want.shape, want.dtype) != (have.shape, have.dtype):
             raise CheckpointError(
-                f"{key!r} in {folder} is {have.dtype} {list(have.shape)}, this run needs {want.dtype} "
+                f"{role.key!r} in {folder} is {have.dtype} {list(have.shape)}, this run needs {want.dtype} "
                 f"{list(want.shape)}; use the options that it was saved with"
             )

@@ -1,6 +1,6 @@
 """The manifest: what a checkpoint is, in one JSON file that is written last.
 
-A folder without it is no checkpoint. Tensors are elsewhere (`plsc.checkpoint.layout`); the manifest
+A folder without it is no checkpoint. Tensors are in other files (`plsc.checkpoint.shard_file`); the manifest
 names each of them with its shape and type, and each data file with its size and checksum, so that a
 checkpoint can be judged before a byte of tensor data is read.
 """
@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plsc.checkpoint.check import Checker
-from plsc.checkpoint.roles import KINDS, Role, role_of_key
 from plsc.config.optim import REFERENCE_BATCH
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
@@ -29,6 +27,76 @@ HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are severa
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
 _DEEPEST = 50  # levels of the JSON; Python's own functions end at some hundred
 LARGEST_MANIFEST = 64 * 2**20  # bytes
+
+# Roles: the manifest has that of every tensor since format 2; that of format 1 is read from its key.
+
+BACKBONE = "backbone"  # name: of the network's state dict
+CLASS_WEIGHTS = "class_weights"  # a parameter of a head: weight or bias
+STATISTICS = "head_statistics"  # a buffer of a head: what its margin counts
+OPTIMIZER = "optimizer"  # state of the network's optimizer
+CLASS_OPTIMIZER = "class_optimizer"  # state of the optimizer of sharded class weights
+RANK = "rank"  # of one rank alone: random generators, buffers that differ
+CLASS_NAMES = "class_names"
+EXTRA = "extra"
+KINDS = (
+    BACKBONE, CLASS_WEIGHTS, STATISTICS, OPTIMIZER, CLASS_OPTIMIZER, RANK, CLASS_NAMES, EXTRA
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a tensor is.
+
+    of: of class weights, statistics and class names the head's name, empty where there is one head; of an
+    optimizer's state the key of the tensor that it belongs to; of a rank its number. name: which one it is,
+    such as ``weight``, ``momentum_buffer`` or ``random``.
+    """
+
+    kind: str
+    name: str
+    of: str = ""
+
+    @property
+    def key(self) -> str:
+        """The tensor's key in the checkpoint."""
+        if self.kind in (CLASS_WEIGHTS, STATISTICS):
+            return f"{head_prefix(self.of)}.{self.name}"
+        if self.kind == OPTIMIZER:
+            is_momentum = self.name == "momentum_buffer"
+            return f"momentum.{self.of}" if is_momentum else f"optimizer.{self.name}.{self.of}"
+        if self.kind == CLASS_OPTIMIZER:
+            return f"rows.{self.of.partition('.')[2]}.{self.name}"
+        if self.kind == RANK:
+            return f"rank{self.of}.{self.name}"
+        if self.kind == CLASS_NAMES:
+            return ".".join(filter(None, (CLASS_NAMES, self.of, self.name)))
+        return f"{BACKBONE}.{self.name}" if self.kind == BACKBONE else self.name
+
+
+def head_prefix(name: str) -> str:
+    """Return what the keys of a head's tensors begin with; name: empty for a single head."""
+    return f"heads.{name}" if name else "head"
+
+
+_PATTERNS = (
+    (BACKBONE, r"backbone\.(?P<name>.+)"),
+    (CLASS_WEIGHTS, r"(head|heads\.(?P<of>[^.]+))\.(?P<name>weight|bias)"),
+    (STATISTICS, r"(head|heads\.(?P<of>[^.]+))\.(?P<name>.+)"),
+    (OPTIMIZER, r"(momentum|optimizer\.(?P<name>[^.]+))\.(?P<of>.+)"),
+    (CLASS_OPTIMIZER, r"rows\.(?P<of>([^.]+\.)?(weight|bias))\.(?P<name>[^.]+)"),
+    (RANK, r"rank(?P<of>\d+)\.(?P<name>.+)"),
+    (EXTRA, r"(?P<name>.*)"),
+)
+
+
+def role_of_key(key: str) -> Role:
+    """Return the role of a tensor of a checkpoint of format 1, or of one that is named as there."""
+    matches = ((kind, re.fullmatch(pattern, key, re.DOTALL)) for kind, pattern in _PATTERNS)
+    kind, found = next((kind, found) for kind, found in matches if found)
+    role = {name: text for name, text in found.groupdict().items() if text is not None}
+    if kind == CLASS_OPTIMIZER:
+        role["of"] = f"{'heads' if '.' in role['of'] else 'head'}.{role['of']}"
+    return Role(kind, **{"name": "momentum_buffer", **role})
 
 
 @dataclass(frozen=True)
@@ -188,7 +256,7 @@ def _build(check: Checker, content: object) -> Manifest:
         format_version=version,
         plsc_version=check.text(check.item(top, "plsc_version"), "plsc_version"),
         **counts,
-        class_ranges=[_range(check, value, counts["class_num"]) for value in ranges],
+        class_ranges=[check.integers(value, "a class range") for value in ranges],
         options=_options(options, scalars.get("global_batch"), version),
         scalars=_scalars(scalars, version),
         tensors={key: _tensor(check, key, value, version) for key, value in tensors.items()},
@@ -223,25 +291,14 @@ def _scalars(scalars: dict[str, Any], version: int) -> dict[str, Any]:
     return {**scalars, "optimizer_numbers": numbers}
 
 
-def _range(check: Checker, value: object, class_num: int) -> list[int]:
-    pair = check.listing(value, "a class range")
-    numbers = [check.integer(number, "a class range's end") for number in pair]
-    if len(numbers) != 2 or not numbers[0] <= numbers[1] <= class_num:
-        raise check.wrong(
-            f"class range {numbers!r} is not [start, stop] within {class_num} classes"
-        )
-    return numbers
-
-
 def _tensor(check: Checker, key: str, value: object, version: int) -> TensorInfo:
     what = f"tensor {key!r}"
     entry = check.mapping(value, what)
-    shape = check.listing(check.item(entry, "shape"), f"the shape of {what}")
     sharded = check.item(entry, "sharded")
     if not isinstance(sharded, bool):
         raise check.wrong(f"'sharded' of {what} is {sharded!r}, expected true or false")
     return TensorInfo(
-        tuple(check.integer(size, f"a size of {what}") for size in shape),
+        tuple(check.integers(check.item(entry, "shape"), f"the shape of {what}")),
         check.text(check.item(entry, "dtype"), f"the dtype of {what}"),
         sharded,
         role_of_key(key) if version == 1 else _role(check, key, check.item(entry, "role")),
@@ -268,3 +325,54 @@ def _file(check: Checker, name: str, value: object) -> FileInfo:
         check.integer(check.item(entry, "bytes"), f"the size of {name!r}"),
         check.integer(check.item(entry, "crc32"), f"the checksum of {name!r}"),
     )
+
+
+class Checker:
+    """Takes values of unknown type from ``source``, a path for the messages, and returns typed ones.
+
+    All of its methods raise CheckpointError.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def wrong(self, what: str, advice: str = "choose another checkpoint") -> CheckpointError:
+        """Return the error about this file."""
+        return CheckpointError(f"{self.source}: {what}; {advice}")
+
+    def item(self, mapping: dict[str, Any], key: str) -> Any:
+        """Return the value that must be there."""
+        if key not in mapping:
+            raise self.wrong(f"{key!r} is missing")
+        return mapping[key]
+
+    def mapping(self, value: object, what: str) -> dict[str, Any]:
+        """Return a dictionary (JSON's have text for keys)."""
+        if not isinstance(value, dict):
+            raise self._type(value, what, "an object")
+        return value
+
+    def listing(self, value: object, what: str) -> list[Any]:
+        """Return a list."""
+        if not isinstance(value, list):
+            raise self._type(value, what, "a list")
+        return value
+
+    def integer(self, value: object, what: str) -> int:
+        """Return an integer of 0 or more; true and false are none."""
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise self._type(value, what, "an integer from 0")
+        return value
+
+    def integers(self, value: object, what: str) -> list[int]:
+        """Return a list of such integers."""
+        return [self.integer(one, what) for one in self.listing(value, what)]
+
+    def text(self, value: object, what: str) -> str:
+        """Return a string."""
+        if not isinstance(value, str):
+            raise self._type(value, what, "a string")
+        return value
+
+    def _type(self, value: object, what: str, expected: str) -> CheckpointError:
+        return self.wrong(f"{what} is {repr(value)[:80]}, expected {expected}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, Manifest, parse_manifest
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.storage.publish import MANIFEST_NAME, withdraw
+from plsc.storage.publish import MANIFEST_NAME, FolderLock, withdraw
 from plsc.storage.store import Store
 from plsc.storage.urls import shown
 
@@ -46,7 +46,7 @@ class Retention:
 
     def ranking(self, found: Sequence[tuple[str, Manifest]]) -> list[tuple[str, float]]:
         """Return names and values of those that have the metric, the best first; of equals the older."""
-        rated = [(name, value_of(manifest, self.monitor)) for name, manifest in found]
+        rated = [(name, metrics_of(manifest).get(self.monitor or "")) for name, manifest in found]
         known = [(name, value) for name, value in rated if value is not None]
         return sorted(known, key=lambda entry: entry[1] if self.mode == "min" else -entry[1])
 
@@ -64,11 +64,6 @@ def mode_of(mode: str, metric: str) -> str:
     if mode != "auto":
         return mode
     return "min" if metric == "loss" else "max"
-
-
-def value_of(manifest: Manifest, metric: str | None) -> float | None:
-    """Return a checkpoint's value of a metric, None if it was saved without."""
-    return None if metric is None else metrics_of(manifest).get(metric)
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
@@ -128,11 +123,6 @@ def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
     return manifest.step, manifest.epoch, name
 
 
-def of_run(found: Sequence[tuple[str, Manifest]], run_id: str) -> list[tuple[str, Manifest]]:
-    """Return those of some checkpoints that a run saved."""
-    return [(name, manifest) for name, manifest in found if manifest.run_id == run_id]
-
-
 def prune(
     store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()
 ) -> list[str]:
@@ -142,7 +132,7 @@ def prune(
     A kill at any moment leaves no half of a checkpoint under a published name. Raises DataError if one cannot
     be deleted.
     """
-    own = of_run(checkpoints_in(store), run_id)
+    own = _of_run(store, run_id)
     stay = {*retention.kept(own), *protect}
     doomed = [name for name, _ in own if name not in stay and not store.is_link(name)]
     for name in doomed:
@@ -150,10 +140,30 @@ def prune(
     return doomed
 
 
+def prune_all(place: str, retention: Retention) -> list[str]:
+    """Delete the checkpoints in a folder or at a URL that are not to be kept; return their names.
+
+    Each run's are counted separately; those without a run id are one run's.
+    Raises DataError if a run is saving to the folder.
+    """
+    store = Store(place)
+    runs = {manifest.run_id for _, manifest in checkpoints_in(store)}
+    lock = FolderLock(Path(place)) if runs and not store.is_remote else None
+    try:
+        return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
+    finally:
+        if lock is not None:
+            lock.release()
+
+
 def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
     """Return name and value of a run's best checkpoint; None if none has the metric."""
-    ranking = retention.ranking(of_run(checkpoints_in(store), run_id))
+    ranking = retention.ranking(_of_run(store, run_id))
     return ranking[0] if ranking else None
+
+
+def _of_run(store: Store, run_id: str) -> list[tuple[str, Manifest]]:
+    return [one for one in checkpoints_in(store) if one[1].run_id == run_id]
 
 
 def write_best(store: Store, metric: str | None, best: tuple[str, float] | None) -> None:

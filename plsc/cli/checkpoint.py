@@ -63,7 +63,7 @@ def run_show(checkpoint: str, tensors: bool) -> None:
 
 def run_verify(checkpoint: str) -> None:
     """Read a whole checkpoint and compare it with its manifest."""
-    from plsc.checkpoint.tools import verify
+    from plsc.checkpoint.remote import verify
     from plsc.storage.store import in_words
     from plsc.storage.urls import shown
 
@@ -78,12 +78,11 @@ def run_prune(
     folder: str, keep_last: int, save_top_k: int, monitor: str, monitor_mode: str
 ) -> None:
     """Delete old checkpoints."""
-    from plsc.checkpoint.retention import Retention, mode_of
-    from plsc.checkpoint.tools import prune_at
+    from plsc.checkpoint.retention import Retention, mode_of, prune_all
     from plsc.data.sources.base import printable
 
     retention = Retention(keep_last, save_top_k, monitor, mode_of(monitor_mode, monitor))
-    deleted = prune_at(folder, retention)
+    deleted = prune_all(folder, retention)
     print(
         f"deleted {_count(len(deleted), 'checkpoint')}{': ' * bool(deleted)}{printable(', '.join(deleted))}"
     )
@@ -91,9 +90,9 @@ def run_prune(
 
 def run_push(source: str, url: str) -> None:
     """Send checkpoints to a store."""
-    from plsc.checkpoint.tools import push
+    from plsc.checkpoint.remote import push
 
-    sent = push(source, url, print)
+    sent = push(source, url)
     print(f"sent {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{', '.join(sent)}")
 
 
@@ -101,10 +100,10 @@ def run_pull(checkpoint: str, folder: str) -> None:
     """Fetch a checkpoint from a store."""
     from pathlib import Path
 
-    from plsc.checkpoint.fetch import fetch
+    from plsc.checkpoint.remote import fetch
     from plsc.parallel.world import World
 
-    print(f"fetched to {fetch(checkpoint, World.single(), Path(folder), print)}")
+    print(f"fetched to {fetch(checkpoint, World.single(), Path(folder))}")
 
 
 def run_classes(

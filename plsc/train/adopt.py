@@ -11,17 +11,17 @@ from typing import Any, Literal
 import torch
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.check import Checker
 from plsc.checkpoint.importers.matching import shorten
-from plsc.checkpoint.layout import check_files
-from plsc.checkpoint.manifest import HEADS_KEY
-from plsc.checkpoint.roles import (
+from plsc.checkpoint.load import check_files
+from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_NAMES,
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
+    HEADS_KEY,
     OPTIMIZER,
     STATISTICS,
+    Checker,
     Role,
 )
 from plsc.config import Config, Options
@@ -29,8 +29,8 @@ from plsc.config.data import is_name
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads.joint import JointHead
 from plsc.models import BaseModel, build_model
-from plsc.models.adapted import TIMM, TORCHVISION
 from plsc.models.base_model import harmless_arguments
+from plsc.models.registry import TIMM, TORCHVISION
 from plsc.parallel.collectives import class_ranges
 from plsc.train.build import Run
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.classes.map import MAP_NAME
-from plsc.checkpoint.classes.names import read_class_names
+from plsc.checkpoint.load import read_class_names
 from plsc.data.class_names import ClassNames, class_names_of
 from plsc.data.sources.base import IndexedSource, Source
 from plsc.errors import CheckpointError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from plsc.checkpoint import Manifest, read_manifest
+from plsc.checkpoint import Manifest, read_manifest, save_checkpoint
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Config, Options
@@ -30,12 +31,13 @@ from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.build_head import build_heads
-from plsc.train.checkpointing import publish
 from plsc.train.directories import open_load_dir
 from plsc.train.feed import NO_AUGMENTATION
 from plsc.train.job import load_network
 from plsc.train.resume import resolve_run, restore
+from plsc.train.snapshot import take_snapshot
 
+logger = logging.getLogger(__name__)
 _AT_A_TIME = 4096  # images whose embeddings are in memory
 
 
@@ -69,7 +71,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     copy_dominant(head, run.rows, counts, new_head, new_rows)
     new_head.computed_by = head.computed_by
     made = dataclasses.replace(run, options=plain, head=new_head, rows=new_rows)
-    publish(made, output.parent, output.name)
+    save_checkpoint(output.parent, output.name, take_snapshot(made, {}), world)
     _say(world, counts, output)
     return output
 
@@ -93,7 +95,7 @@ def _say(world: World, counts: torch.Tensor, output: Path) -> None:
     both = sum_over_ranks(torch.stack([chosen, counts.sum()]).double(), world.head_group)
     if world.is_main:
         share = float(both[0] / both[1])
-        print(f"{output}: one row a class; {share:.1%} of the images are nearest to it")
+        logger.info(f"{output}: one row a class; {share:.1%} of the images are nearest to it")
 
 
 def grow_from_images(

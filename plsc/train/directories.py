@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from plsc.checkpoint import Manifest
+from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
 from plsc.checkpoint.agree import neighbours, on_every_rank
-from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.manifest import MANIFEST_NAME
-from plsc.checkpoint.remote import check_replaceable, clean
+from plsc.checkpoint.remote import check_replaceable, clean, fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
 from plsc.config import Config
 from plsc.data.samples import LIST_NAME
@@ -27,10 +27,11 @@ from plsc.storage.cache import folder_for
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
-from plsc.train.checkpointing import BEST, LAST, open_checkpoint
 from plsc.train.logs import METRICS_NAME, PLOT_NAME
 
+LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # that a run writes next to its checkpoints
+logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
 _START_SECONDS = 20.0  # for a store to answer before training begins
@@ -174,9 +175,7 @@ def _start(
     return Start(Path(home.local.url), url, run_id, resumed, launches, note)
 
 
-def open_places(
-    options: Config, world: World, say: Callable[[str], None], start: Start | None = None
-) -> Places:
+def open_places(options: Config, world: World, start: Start | None = None) -> Places:
     """Return the places of a run that is about to begin: tidied after a kill, and locked. Collective.
 
     Raises CheckpointError on all ranks: another run saves there, something that is no checkpoint has the name
@@ -194,7 +193,7 @@ def open_places(
         locks.append(FolderLock(local, {"launches": start.launches}))
         folder = Store(local)
         for name in clean(folder):
-            say(f"{local / name} was being replaced when a run was killed; it is back")
+            logger.warning(f"{local / name} was being replaced when a run was killed; it is back")
         for name in folder.names():
             if name in SMALL_FILES and not stat.S_ISREG((local / name).lstat().st_mode):
                 raise CheckpointError(
@@ -301,6 +300,20 @@ def open_to_resume(options: Config, world: World) -> tuple[Path, Manifest] | Non
     return None if folder is None else (folder, open_checkpoint(folder))
 
 
+def open_checkpoint(path: Path) -> Manifest:
+    """Return the manifest at `path`; the error names the checkpoints when it is a folder of some."""
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        inside = [folder.name for folder, _ in list_checkpoints(path)] if path.is_dir() else []
+        if not inside:
+            raise
+        raise CheckpointError(
+            f"{path} is not a checkpoint but holds some: {', '.join(inside)}; "
+            f"give one of them, such as {path / inside[-1]}"
+        ) from error
+
+
 def open_start(options: Config, world: World) -> tuple[tuple[Path, Manifest] | None, Start]:
     """Return the checkpoint that a training run resumes, if any, and which run it is; a collective.
 
@@ -346,7 +359,7 @@ def _open(
         folder = Path(place)
     locations = {str(one) for one in (folder, url) if one is not None}
     if url is not None:
-        folder = fetch(url, world, folder, print if world.is_main else None)
+        folder = fetch(url, world, folder)
     return folder, locations, interrupted
 
 
@@ -363,7 +376,7 @@ def _bring(found: _Found, world: World) -> Path:
                 "a folder that all machines share, or to a store (checkpoint.upload_dir)"
             )
     assert found.url is not None
-    return fetch(found.url, world, None, print if world.is_main else None)
+    return fetch(found.url, world)
 
 
 def _look(options: Config, launches: Collection[str]) -> tuple[_Found | None, str | None]:

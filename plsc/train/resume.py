@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from plsc.checkpoint import Manifest, load_tensors
-from plsc.checkpoint.check import Checker
-from plsc.checkpoint.roles import OPTIMIZER
+from plsc.checkpoint.manifest import OPTIMIZER, Checker
 from plsc.config import Config, Options, find_option
 from plsc.config.option import is_finite_number
 from plsc.data.reader import ReaderLoader
@@ -136,18 +137,21 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         {of: found for of, found in numbers.items() if match.is_kept(of, saved)},
     )
     _restore_groups(run, path, scalars.get("optimizer_groups", []))
-    whole, sharded, roles = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    states = {key for key in whole if roles[key].kind == OPTIMIZER}
-    fresh = states - manifest.tensors.keys()
-    whole = {key: tensor for key, tensor in whole.items() if key not in fresh}
+    tensors = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    fresh = {
+        role
+        for role, value in tensors.items()
+        if role.kind == OPTIMIZER and isinstance(value, Tensor) and role.key not in manifest.tensors
+    }
+    here = {role.key: role for role in tensors}
+    wanted = {
+        role: value
+        for role, value in tensors.items()
+        if role not in fresh and match.is_kept(role.key, here)
+    }
     own = own_tensors(run, manifest)
-    load_tensors(
-        path,
-        {**{key: one for key, one in whole.items() if match.is_kept(key, roles)}, **own},
-        {key: one for key, one in sharded.items() if match.is_kept(key, roles)},
-        run.world,
-    )
-    check_counts(path, whole, roles)
+    load_tensors(path, {**wanted, **own}, run.world)
+    check_counts(path, wanted)
     _restore_heads(run, path, manifest, match)
     run.position = _position(path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
@@ -159,7 +163,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
-    return [*match.lines(), *_lines_about_optimizer(run, scalars, {roles[key].of for key in fresh})]
+    return [*match.lines(), *_lines_about_optimizer(run, scalars, {role.of for role in fresh})]
 
 
 def _restore_groups(run: Run, path: Path, saved: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,22 +16,20 @@ from threading import RLock
 from plsc.checkpoint import (
     Retention,
     Snapshot,
-    copy_to_host,
     read_manifest,
     save_checkpoint,
-    size_of,
 )
 from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
-from plsc.checkpoint.shard_file import is_shard_of
+from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, DataError, OptionError, PlscError, suggest
 from plsc.parallel.machine import Background, available_memory
 from plsc.storage.store import Store, Transfer, in_words
 from plsc.train.build import Run
-from plsc.train.checkpointing import take_state
 from plsc.train.directories import SMALL_FILES, Places
 from plsc.train.logs import RunLog
+from plsc.train.snapshot import take_snapshot
 
 _SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
 
@@ -96,10 +95,10 @@ class Saver:
         """
         began = time.monotonic()
         self.settle()  # at most one copy at a time is in memory
-        state = take_state(self._run, metrics)
+        state = take_snapshot(self._run, metrics)
         wait = wait or not self._can_copy(state)
         if not wait:
-            state = copy_to_host(state)
+            state = state.copy_to_host()
         path = self._places.local / name
         future = self._background.submit(lambda: self._publish(path, state))
         stall = time.monotonic() - began
@@ -124,14 +123,14 @@ class Saver:
             return False
         # Offloaded rows are in this machine's memory because there are very many of them.
         free = 0 if self._run.options.head.offload else available_memory()
-        if free is None or size_of(state) < _SHARE_OF_MEMORY * free:
+        if free is None or state.nbytes < _SHARE_OF_MEMORY * free:
             return True
         if not self._has_told:
             self._has_told = True
             why = (
                 "no copy is made of offloaded rows"
                 if self._run.options.head.offload
-                else f"a copy of {in_words(size_of(state))} does not fit into this machine's memory "
+                else f"a copy of {in_words(state.nbytes)} does not fit into this machine's memory "
                 "beside the rows"
             )
             self._log.say(f"{why}: training waits while a checkpoint is written")
@@ -152,7 +151,7 @@ class Saver:
         except CheckpointError as error:
             if self._options.on_error == "stop":
                 raise
-            self._log.say(f"{error}; training goes on without it")
+            self._log.say(f"{error}; training goes on without it", logging.WARNING)
             return
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = outcome.path, outcome.best
@@ -162,7 +161,7 @@ class Saver:
             f"training waited {stall:.1f} s"
         )
         if outcome.problem:
-            self._log.say(outcome.problem)
+            self._log.say(outcome.problem, logging.WARNING)
         if self._sender is not None:
             self._sender.add(outcome.path)
 
@@ -181,9 +180,7 @@ class Saver:
         save_checkpoint(
             path.parent,
             path.name,
-            state.tensors,
-            state.sharded,
-            state.manifest,
+            state,
             self._world,
             is_shared=self._places.is_shared or self._places.store is None,
         )
@@ -293,7 +290,8 @@ class Sender:
             names = ", ".join(path.name for path in unsent)
             self._log.say(
                 f"not sent to {self._store.shown}: {names}; whole in {self._places.local}; when the store "
-                f"is back: plsc checkpoint push {self._places.local} {self._store.shown}"
+                f"is back: plsc checkpoint push {self._places.local} {self._store.shown}",
+                logging.WARNING,
             )
         return unsent
 
@@ -321,7 +319,7 @@ class Sender:
                 return None
             self._send_chosen(path)
         except PlscError as error:
-            self._log.say(str(error))
+            self._log.say(str(error), logging.WARNING)
             return str(error)
         finally:
             with self._lock:
@@ -347,11 +345,12 @@ class Sender:
     def _send_chosen(self, path: Path) -> None:
         manifests = on_every_rank(self._world, f"read {path}", lambda: read_manifest(path))
         manifest = manifests[self._world.rank]
-        mine = [name for name in manifest.files if is_shard_of(name, self._world.rank)]
+        mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
-        say = self._log.say if self._world.is_main else None
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""
-        transfer = Transfer(f"sending {path} to {self._store.shown}{of}", total, say)
+        transfer = Transfer(
+            f"sending {path} to {self._store.shown}{of}", total, self._world.is_main
+        )
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
         if self._world.is_main:
@@ -378,7 +377,7 @@ class Sender:
             try:
                 action()
             except (PlscError, OSError) as error:
-                self._log.say(str(error))
+                self._log.say(str(error), logging.WARNING)
 
     def _send_file(self, path: Path) -> None:
         self._store.write(path.name, path.read_bytes())

@@ -8,50 +8,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.checkpoint import Manifest, ShardedTensor
-from plsc.checkpoint.classes.names import class_name_tensors
-from plsc.checkpoint.roles import BACKBONE, RANK, Role
+from plsc import __version__
+from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
+from plsc.checkpoint.load import class_name_tensors
+from plsc.checkpoint.manifest import BACKBONE, RANK, Role
+from plsc.checkpoint.retention import METRICS_KEY
 from plsc.errors import CheckpointError
+from plsc.heads.joint import JointHead
+from plsc.models.base_model import constructor_arguments
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.optim.optimizers import describe_implementation
-from plsc.train.adopt import heads_to_save
+from plsc.parallel.collectives import class_ranges
+from plsc.storage.urls import without_secrets
+from plsc.train.adopt import ARGUMENTS_KEY, heads_to_save
 from plsc.train.build import Run, global_batch_size
 from plsc.train.randomness import LARGEST_STATE, pack_generators, unpack_generators
 from plsc.train.state import collect_group_numbers, collect_numbers, collect_tensors
 
 
-def tensors_to_save(
-    run: Run,
-) -> tuple[dict[str, Tensor], dict[str, ShardedTensor], dict[str, Role]]:
-    """Return the replicated and the sharded tensors of a checkpoint, and their roles; a collective.
+def take_snapshot(run: Run, metrics: dict[str, float]) -> Snapshot:
+    """Return the run's state, without a copy of it; a collective.
+
+    metrics: what the checkpoint is judged by. Nothing of the run is changed.
+    """
+    manifest = Manifest(
+        plsc_version=__version__,
+        step=run.position.step,
+        epoch=run.position.epoch,
+        step_in_epoch=run.position.step_in_epoch,
+        world_size=run.world.size,
+        class_num=run.head.class_num,
+        emb_size=run.options.model.emb_size,
+        class_ranges=_class_ranges(run),
+        options=without_secrets(run.options.as_dict()),
+        scalars={
+            METRICS_KEY: metrics,
+            ARGUMENTS_KEY: constructor_arguments(run.network),
+            **_scalars(run),
+        },
+        lineage=run.lineage,
+        run_id=run.run_id,
+    )
+    return Snapshot(_tensors(run), manifest)
+
+
+def _class_ranges(run: Run) -> list[list[int]]:
+    if isinstance(run.head, JointHead):
+        return []  # those of each head are among the scalars
+    ranks = run.world.size if run.head.is_sharded else 1
+    return [list(pair) for pair in class_ranges(run.head.class_num, ranks)]
+
+
+def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
+    """Return the tensors of a checkpoint; a collective.
 
     They are the run's own, not copies, but for the network's buffers: where ranks have different ones (batch
     norm that is not synchronised) ``backbone.<buffer>`` is their mean, and a rank's own are under
     ``rank<r>.buffers.<type>``, end to end in the order of `_buffers`, for a resume on as many ranks.
     ``rank<r>.random`` is the state of a rank's random generators; `class_name_tensors` names the classes.
     """
-    whole, sharded, roles = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     mine = pack_buffers(run)
     with equal_buffers(run.network, run.world.backbone_group):
         for name, buffer in _buffers(run).items():
-            whole[Role(BACKBONE, name).key] = buffer.detach().clone()
+            found[Role(BACKBONE, name)] = buffer.detach().clone()
         equal = pack_buffers(run)
-    own = {_own(run, "random"): pack_generators(run.world.device)}
+    found[_own(run, "random")] = pack_generators(run.world.device)
     for kind, packed in mine.items():
         if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
-            own[_own(run, f"buffers.{kind}")] = packed
+            found[_own(run, f"buffers.{kind}")] = packed
     if run.world.is_main:
         for head, names in run.class_names.items():
-            own |= class_name_tensors(names, head)
-    whole |= {role.key: tensor for role, tensor in own.items()}
-    return whole, sharded, {**roles, **{role.key: role for role in own}}
+            found |= class_name_tensors(names, head)
+    return found
 
 
 def _own(run: Run, name: str) -> Role:
     return Role(RANK, name, str(run.world.rank))
 
 
-def scalars_to_save(run: Run) -> dict[str, Any]:
+def _scalars(run: Run) -> dict[str, Any]:
     """Return the numbers and names of a checkpoint, as plain JSON."""
     return {
         **heads_to_save(run),
@@ -79,37 +115,37 @@ def _changed_settings(run: Run) -> list[dict[str, float]]:
     return changed if any(changed) else []
 
 
-def own_tensors(run: Run, manifest: Manifest) -> dict[str, Tensor]:
+def own_tensors(run: Run, manifest: Manifest) -> dict[Role, Tensor]:
     """Return empty tensors for what the checkpoint has of this rank alone; loaded, they go to `take_own`.
 
     Nothing if it was saved on another number of ranks: then no rank is the same.
     """
     if manifest.world_size != run.world.size:
         return {}
-    own: dict[str, Tensor] = {}
+    own: dict[Role, Tensor] = {}
     for kind, packed in pack_buffers(run).items():
-        key = _own(run, f"buffers.{kind}").key
-        if key in manifest.tensors:
-            own[key] = torch.empty_like(packed)
-    random = _own(run, "random").key
-    info = manifest.tensors.get(random)
+        role = _own(run, f"buffers.{kind}")
+        if role.key in manifest.tensors:
+            own[role] = torch.empty_like(packed)
+    random = _own(run, "random")
+    info = manifest.tensors.get(random.key)
     if info is not None:
         if math.prod(info.shape) > LARGEST_STATE:
             raise CheckpointError(
-                f"the checkpoint is damaged: {random} has {math.prod(info.shape)} bytes, expected at "
+                f"the checkpoint is damaged: {random.key} has {math.prod(info.shape)} bytes, expected at "
                 f"most {LARGEST_STATE}; choose another one"
             )
         own[random] = torch.empty(info.shape, dtype=torch.uint8)
     return own
 
 
-def take_own(run: Run, own: dict[str, Tensor]) -> bool:
+def take_own(run: Run, own: dict[Role, Tensor]) -> bool:
     """Put this rank's own buffers and generators in place; return whether generators were among them."""
     for kind in pack_buffers(run):
-        packed = own.get(_own(run, f"buffers.{kind}").key)
+        packed = own.get(_own(run, f"buffers.{kind}"))
         if packed is not None:
             _unpack_buffers(run, kind, packed)
-    state = own.get(_own(run, "random").key)
+    state = own.get(_own(run, "random"))
     if state is None:
         return False
     unpack_generators(state, run.world.device)

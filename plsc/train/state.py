@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from plsc.checkpoint import ShardedTensor
-from plsc.checkpoint.layout import DTYPES
-from plsc.checkpoint.manifest import TensorInfo
-from plsc.checkpoint.roles import (
+from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     OPTIMIZER,
     STATISTICS,
     Role,
+    TensorInfo,
 )
+from plsc.checkpoint.shard_file import DTYPES
+from plsc.checkpoint.snapshot import Tensors, local_of
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
-from plsc.optim.optimizers import FULL_RATE
-from plsc.optim.state_schema import ExpectedStates, StateInfo
+from plsc.optim.optimizers import FULL_RATE, ExpectedStates, StateInfo
 from plsc.parallel.sharding import local_part, split_rows
 
 Numbers = Mapping[str, Mapping[str, float]]
@@ -64,45 +64,40 @@ def collect_tensors(
     head: Head | JointHead,
     optimizer: torch.optim.Optimizer,
     rows: RowOptimizer | JointRows | None,
-) -> tuple[dict[str, Tensor], dict[str, ShardedTensor], dict[str, Role]]:
-    """Return the replicated and the sharded tensors of a run, and the roles of all, by checkpoint key.
+) -> dict[Role, Tensor | ShardedTensor]:
+    """Return the tensors of a run, replicated and sharded ones, by their roles in a checkpoint.
 
     Nothing is copied. A sharded backbone's parameters and states of their shape are among the sharded ones.
     """
-    whole: dict[Role, Tensor] = {}
-    sharded: dict[Role, ShardedTensor] = {}
+    found: dict[Role, Tensor | ShardedTensor] = {}
     rest: dict[Role, Tensor] = {
         Role(BACKBONE, key): value for key, value in network.state_dict().items()
     }
     for of, one, row_optimizer in each_head(head, rows):
-        whole |= {Role(STATISTICS, name, of): buffer for name, buffer in one.named_buffers()}
+        found |= {Role(STATISTICS, name, of): buffer for name, buffer in one.named_buffers()}
         for name, parameter in one.named_parameters():
             role = Role(CLASS_WEIGHTS, name, of)
-            own: dict[Role, Tensor] = {role: parameter}
-            for state, tensor in (
-                {} if row_optimizer is None else row_optimizer.state[parameter]
-            ).items():
-                own[Role(CLASS_OPTIMIZER, state, role.key)] = tensor
-            if not one.is_sharded:
-                whole |= own
-                continue
+            own: dict[Role, Tensor] = {role: parameter.detach()}
+            states = {} if row_optimizer is None else row_optimizer.state[parameter]
+            own |= {
+                Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()
+            }
             for role, tensor in own.items():
-                sharded[role] = ShardedTensor(tensor.detach(), one.class_num, one.class_range[0])
+                rows_of_rank = ShardedTensor(tensor, one.class_num, one.class_range[0])
+                found[role] = rows_of_rank if one.is_sharded else tensor
     for key, parameter in _named_parameters(network, head).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 rest[Role(OPTIMIZER, state, key)] = value
     for role, value in rest.items():
-        split = split_rows(value)
+        split, local = split_rows(value), local_part(value).detach()
         if split is None:
-            whole[role] = local_part(value)
+            found[role] = local
         else:
-            sharded[role] = ShardedTensor(local_part(value).detach(), value.shape[0], *split)
-    return (
-        {role.key: tensor.detach() for role, tensor in whole.items()},
-        {role.key: part for role, part in sharded.items()},
-        {role.key: role for role in (*whole, *sharded)},
-    )
+            start, mesh = split
+            is_copy = mesh is not None and mesh.get_local_rank(0) > 0
+            found[role] = ShardedTensor(local, value.shape[0], start, is_copy)
+    return found
 
 
 def collect_numbers(
@@ -191,16 +186,16 @@ def _check_state(key: str, wanted: StateInfo | None, info: TensorInfo | None) ->
         )
 
 
-def check_counts(path: Path, tensors: Mapping[str, Tensor], roles: Mapping[str, Role]) -> None:
+def check_counts(path: Path, tensors: Tensors) -> None:
     """Refuse loaded counts of steps that are none: rates of Adam and its relatives are powers of them."""
-    for key, tensor in tensors.items():
-        role = roles[key]
+    for role, value in tensors.items():
+        tensor = local_of(value)
         if role.kind == OPTIMIZER and role.name == "step" and tensor.numel() == 1:
             count = float(tensor)
             if not 0 <= count < math.inf:
                 raise CheckpointError(
-                    f"{path}: the optimizer's count of steps {key} is {count}, expected a number from 0; "
-                    "choose another checkpoint"
+                    f"{path}: the optimizer's count of steps {role.key} is {count}, expected a number from "
+                    "0; choose another checkpoint"
                 )
 
 

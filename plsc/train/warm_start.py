@@ -14,8 +14,6 @@ from torch import Tensor
 
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.classes.names import read_class_names
-from plsc.checkpoint.fetch import fetch
 from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
@@ -24,10 +22,11 @@ from plsc.checkpoint.importers.matching import (
     refuse_nothing,
     shorten,
 )
-from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
-from plsc.checkpoint.importers.row_parts import RowParts, join_rows
-from plsc.checkpoint.importers.state_dict import read_state_dict
-from plsc.checkpoint.roles import head_prefix
+from plsc.checkpoint.importers.source import RowParts, join_rows
+from plsc.checkpoint.importers.tensor_files import read_state_dict
+from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, STATISTICS, head_prefix
+from plsc.checkpoint.remote import fetch
 from plsc.heads import Head
 from plsc.heads.joint import JointHead, each_head
 from plsc.storage.store import Store
@@ -76,8 +75,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     if location is None:
         return None
 
-    say = print if run.world.is_main else None
-    path = fetch(location, run.world, say=say) if _is_remote_checkpoint(location) else None
+    path = fetch(location, run.world) if _is_remote_checkpoint(location) else None
 
     def load() -> WarmStart:
         with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
@@ -87,14 +85,25 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
 
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
-    backbone: Mapping[str, Tensor | RowParts]
-    orders: dict[str, np.ndarray] = {}
     if path.is_dir():
-        orders = _orders(run, path)
-        backbone, head = read_checkpoint_weights(path, run.world.rank, run.world.size)
-    else:
-        backbone, tensors = read_state_dict(path, follow_links=True)
-        head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
+        with OpenCheckpoint(path) as opened:
+            kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
+            found = opened.select(kinds, run.world.rank, run.world.size)
+            weights = {role.name: one for role, one in found.items() if role.kind == BACKBONE}
+            rows = {role.key: one for role, one in found.items() if role.kind != BACKBONE}
+            return _take(run, weights, rows, _orders(run, path), source)
+    backbone, tensors = read_state_dict(path, follow_links=True)
+    head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
+    return _take(run, backbone, head, {}, source)
+
+
+def _take(
+    run: Run,
+    backbone: Mapping[str, Tensor | StoredTensor],
+    head: Mapping[str, RowParts | StoredTensor],
+    orders: dict[str, np.ndarray],
+    source: str,
+) -> WarmStart:
     started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
     _take_head(run.head, head, orders, started)
     if not started.head:
@@ -118,7 +127,7 @@ def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
 
 def _take_head(
     head: Head | JointHead,
-    found: dict[str, RowParts],
+    found: Mapping[str, RowParts | StoredTensor],
     orders: dict[str, np.ndarray],
     started: WarmStart,
 ) -> None:
@@ -148,12 +157,14 @@ def _take_head(
             _copy_rows(parts, order[slice(*owner.class_range)], here, started.source, name)
             started.head.append(name)
         else:
-            value = check_finite(parts.parts[0], f"{started.source}: {name}")
+            value = check_finite(parts.read(), f"{started.source}: {name}")
             here.copy_(value)
             started.head.append(name)
 
 
-def _copy_rows(parts: RowParts, order: np.ndarray, here: Tensor, source: str, name: str) -> None:
+def _copy_rows(
+    parts: RowParts | StoredTensor, order: np.ndarray, here: Tensor, source: str, name: str
+) -> None:
     """Fill `here` with the rows of `parts` that have the numbers `order`, int64 [rows of `here`]."""
     if not len(order):
         return

@@ -16,11 +16,17 @@ import fsspec
 import pytest
 import torch
 
-from plsc.checkpoint import Manifest, Retention, ShardedTensor, load_weights, save_checkpoint
-from plsc.checkpoint.fetch import fetch
-from plsc.checkpoint.remote import clean, upload
+from plsc.checkpoint import (
+    Manifest,
+    Retention,
+    ShardedTensor,
+    Snapshot,
+    load_weights,
+    save_checkpoint,
+)
+from plsc.checkpoint.manifest import role_of_key
+from plsc.checkpoint.remote import clean, fetch, push, upload, verify
 from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
-from plsc.checkpoint.tools import push, verify
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage.cache import folder_for
@@ -35,10 +41,12 @@ pytestmark = pytest.mark.slow
 
 
 def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) -> Path:
-    weights = {"backbone.w": torch.full((3,), float(step))}
-    part = ShardedTensor(torch.full((rows, 4), float(step)), rows, 0)
+    tensors = {
+        role_of_key("backbone.w"): torch.full((3,), float(step)),
+        role_of_key("head.weight"): ShardedTensor(torch.full((rows, 4), float(step)), rows, 0),
+    }
     manifest = Manifest("0", step, 1, 0, 1, rows, 4, [[0, rows]], {}, {"metrics": metrics})
-    return save_checkpoint(folder, name, weights, {"head.weight": part}, manifest, WORLD)
+    return save_checkpoint(folder, name, Snapshot(tensors, manifest), WORLD)
 
 
 def send(path: Path, store: Store, on_bytes=None) -> None:
@@ -81,7 +89,7 @@ def test_a_checkpoint_goes_there_and_back_and_is_replaced_as_a_whole(url, tmp_pa
     assert [name for name, _ in checkpoints_in(store)] == ["1", "2"]
     first = fetch(f"{url}/2", WORLD)
     assert first == folder_for("checkpoints", f"{url}/2")
-    assert load_weights(first, "extra")["backbone.w"].tolist() == [2.0] * 3
+    assert load_weights(first)["w"].tolist() == [2.0] * 3
     stamp = (first / "manifest.json").stat().st_ino
     assert (fetch(f"{url}/2", WORLD) / "manifest.json").stat().st_ino == stamp  # from the cache
     send(save(tmp_path, "2", 7, rows=9), store)  # of another step, under the same name

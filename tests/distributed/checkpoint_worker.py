@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from plsc.checkpoint import Manifest, ShardedTensor, load_tensors, save_checkpoint
+from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
+from plsc.checkpoint.manifest import role_of_key
 from plsc.errors import CheckpointError, DistributedError
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.world import World
@@ -45,6 +46,10 @@ def make_state(world: World, seed: int):
     return tensors, sharded
 
 
+def by_role(tensors):
+    return {role_of_key(key): tensor for key, tensor in tensors.items()}
+
+
 def make_manifest(world: World, step: int = 1) -> Manifest:
     ranges = [list(pair) for pair in class_ranges(5, world.size)]
     return Manifest("0", step, 1, 0, world.size, 5, 6, ranges, {"a": {"b": 1}}, {"loss": 0.5})
@@ -55,7 +60,8 @@ def save(world: World, folder: Path, name: str, seed: int) -> None:
     # Replicas that differ by accident: the lowest rank's value must be the one saved, throughout.
     tensors["buffer"] = torch.full((3,), float(world.rank))
     tensors["buffer2"] = torch.full((3,), float(world.rank))
-    save_checkpoint(folder, name, tensors, sharded, make_manifest(world), world)
+    state = by_role({**tensors, **sharded})
+    save_checkpoint(folder, name, Snapshot(state, make_manifest(world)), world)
 
 
 def load(world: World, folder: Path, name: str, seed: int) -> None:
@@ -68,7 +74,7 @@ def load(world: World, folder: Path, name: str, seed: int) -> None:
         for key, part in expected_sharded.items()
     }
     pointers = {key: value.data_ptr() for key, value in tensors.items()}
-    manifest = load_tensors(folder / name, tensors, sharded, world)
+    manifest = load_tensors(folder / name, by_role({**tensors, **sharded}), world)
     assert manifest.options == {"a": {"b": 1}}
     for key, value in tensors.items():
         assert value.data_ptr() == pointers[key], f"{key} was not loaded in place"
@@ -126,7 +132,7 @@ def disagree(world: World, folder: Path) -> None:
     if world.rank == last:
         tensors["absent"] = torch.zeros(1)
     try:
-        load_tensors(folder / "1", tensors, {}, world)
+        load_tensors(folder / "1", by_role(tensors), world)
     except CheckpointError as error:
         assert f"rank {last}: " in str(error)  # noqa: PT017
         assert "has no tensor 'absent'" in str(error)  # noqa: PT017

@@ -8,6 +8,7 @@ import tempfile
 
 from torch.nn.parallel import DistributedDataParallel
 
+from plsc.checkpoint.snapshot import local_of
 from plsc.config import Options
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
@@ -54,8 +55,8 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
             sizes = agree(world, batch, run.head.class_num).sizes
             losses.append(float(step.make(batch, sizes, is_logged=True).output.mean_loss))
             run.position.advance()
-    whole, sharded, _ = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    return losses, whole | {key: value.local for key, value in sharded.items()}
+    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    return losses, {role.key: local_of(value) for role, value in found.items()}
 
 
 def main() -> None:

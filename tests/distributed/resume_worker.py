@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plsc.checkpoint import Manifest, load_tensors, save_checkpoint
+from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
+from plsc.checkpoint.manifest import EXTRA, Role
+from plsc.checkpoint.snapshot import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
 from plsc.parallel.world import World
@@ -37,8 +39,8 @@ ROWS = {
 
 
 def state_of_rows(world: World, is_filled: bool):
-    """Return the whole and the sharded tensors of all kinds of heads, filled by the class, or with zeros."""
-    whole, sharded = {}, {}
+    """Return the tensors of all kinds of heads, filled by the class, or with zeros."""
+    found = {}
     for name, (margin, centers, row_dtype, optimizer, state_dtype) in ROWS.items():
         head = ShardedHead(
             CLASSES, DIMENSION, build_margin(margin), centers=centers, row_dtype=row_dtype,
@@ -47,16 +49,16 @@ def state_of_rows(world: World, is_filled: bool):
         rows = ROW_OPTIMIZERS[optimizer](head, state_dtype=state_dtype)
         none = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
         parts = collect_tensors(nn.Module(), head, none, rows)
-        whole |= {f"{name}/{key}": tensor for key, tensor in parts[0].items()}
-        sharded |= {f"{name}/{key}": part for key, part in parts[1].items()}
+        found |= {Role(EXTRA, f"{name}/{role.key}"): value for role, value in parts.items()}
     generator = torch.Generator().manual_seed(3)
-    for part in sharded.values():
+    for part in found.values():
+        if not isinstance(part, ShardedTensor):
+            part.fill_(0.25 if is_filled else 0)
+            continue
         values = torch.randint(-127, 128, part.shape, generator=generator)
         stop = part.start + len(part.local)
         part.local.copy_(values[part.start : stop] if is_filled else torch.zeros(()))
-    for tensor in whole.values():
-        tensor.fill_(0.25 if is_filled else 0)
-    return whole, sharded
+    return found
 
 
 def check_rows(worlds: dict[int, World | None], folder: Path) -> None:
@@ -65,21 +67,20 @@ def check_rows(worlds: dict[int, World | None], folder: Path) -> None:
         world = worlds[saved_on]
         if world is not None:
             manifest = Manifest("0", 1, 0, 0, saved_on, CLASSES, DIMENSION, [])
-            save_checkpoint(folder, str(saved_on), *state_of_rows(world, True), manifest, world)
+            state = Snapshot(state_of_rows(world, True), manifest)
+            save_checkpoint(folder, str(saved_on), state, world)
         dist.barrier()
         for loaded_on in RANKS:
             world = worlds[loaded_on]
             if world is None:
                 continue
-            whole, sharded = state_of_rows(world, False)
-            load_tensors(folder / str(saved_on), whole, sharded, world)
-            expected, expected_sharded = state_of_rows(world, True)
+            found = state_of_rows(world, False)
+            load_tensors(folder / str(saved_on), found, world)
+            expected = state_of_rows(world, True)
             where = f"{saved_on} to {loaded_on}, rank {world.rank}"
-            for key, tensor in whole.items():
-                assert tensor.equal(expected[key]), f"{where}: {key}"
-            for key, part in sharded.items():
-                assert part.local.equal(expected_sharded[key].local), f"{where}: {key}"
-                assert part.local.numel() == 0 or part.local.any(), key
+            for role, value in found.items():
+                assert local_of(value).equal(local_of(expected[role])), f"{where}: {role.key}"
+                assert local_of(value).numel() == 0 or local_of(value).any(), role.key
         dist.barrier()
 
 

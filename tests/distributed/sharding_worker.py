@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plsc.checkpoint import save_checkpoint
 from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.sharding import bytes_here, local_part
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.checkpointing import open_checkpoint, publish
+from plsc.train.directories import open_checkpoint
 from plsc.train.evaluation import Target, evaluate_targets
 from plsc.train.loop import agree
 from plsc.train.resume import resolve_run, restore
+from plsc.train.snapshot import take_snapshot
 from plsc.train.step import Step
 from plsc.train.warm_start import start_from_pretrained
 from tests.distributed.resume_worker import joined, smaller_world
@@ -171,7 +173,7 @@ def check_layouts(worlds: dict[int, World | None], dataset: Path, folder: Path) 
                     # Elsewhere a size that comes from the checkpoint is kept, if it divides the ranks.
                     layout = {**layout, "parallel.shard_size": 0}
                 run = restored(world, dataset, folder / "again", source, layout)
-                publish(run, folder / "again", name)
+                save_checkpoint(folder / "again", name, take_snapshot(run, {}), world)
                 if world.is_main:
                     mine, right = joined(folder / "again" / name), joined(source)
                     assert mine.keys() == right.keys()
@@ -223,7 +225,7 @@ def check_warm_start(world: World, dataset: Path, folder: Path) -> None:
         started = start_from_pretrained(run)
         assert started is not None
         assert started.backbone.share == 1.0
-        publish(run, folder / "warm", way)
+        save_checkpoint(folder / "warm", way, take_snapshot(run, {}), world)
         if world.is_main:
             mine, right = joined(folder / "warm" / way), joined(source)
             for key, tensor in right.items():

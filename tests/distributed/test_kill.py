@@ -28,13 +28,14 @@ def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_whole_and_the_run_en
             env=clean_environment(),
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "kill.jsonl").read_text().splitlines()]
-    kills = [line for line in lines if "kill" in line]
+    kills = [line for line in lines if "phase" in line]
     for kill, phase in zip(kills, PHASES, strict=True):
         assert phase in kill["in_phases"], kill
-        assert [kill[place]["verified"] for place in ("local", "remote")] == [True, True], kill
-    assert all(run["same_bits"] for run in lines if "kill" not in run)
-    assert "same_bits" in lines[-1]  # the last one that was killed came to its end
+    assert not any(line["problems"] for line in lines), lines
+    assert kills[-1]["here"]
+    assert kills[-1]["there"]
+    assert lines[-1]["same_bits"]  # the last run that was killed came to its end

@@ -19,12 +19,11 @@ from torch import nn
 from plsc import Entry
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.classes.map import read_class_map
-from plsc.checkpoint.classes.names import read_class_names
-from plsc.checkpoint.manifest import Manifest, TensorInfo
-from plsc.checkpoint.roles import role_of_key
+from plsc.checkpoint.load import read_class_names
+from plsc.checkpoint.manifest import Manifest, TensorInfo, role_of_key
+from plsc.checkpoint.remote import verify
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
-from plsc.checkpoint.tools import verify
 from plsc.cli import main
 from plsc.errors import CheckpointError
 from plsc.models.base_model import BaseModel
@@ -364,7 +363,7 @@ def write_large(folder, classes, dimension=512):
     files, half = {}, classes // 2
     for rank in range(2):
         entries = [
-            FileEntry(key, torch.float32, (half, dimension), (half * rank, 0), chunks(half))
+            FileEntry(key, torch.float32, (half, dimension), half * rank, chunks(half))
             for key in ("head.weight", "rows.weight.momentum_buffer")
         ]
         files[shard_name(rank)] = write_shard(folder / shard_name(rank), entries)

@@ -14,9 +14,8 @@ import torch
 from safetensors import safe_open
 
 from plsc.checkpoint import read_manifest
-from plsc.checkpoint.layout import OFFSETS_KEY, PLACES_KEY
-from plsc.checkpoint.shard_file import Entry, tensor_chunks, write_shard
-from plsc.checkpoint.tools import verify
+from plsc.checkpoint.remote import verify
+from plsc.checkpoint.shard_file import OFFSETS_KEY, PLACES_KEY, entry_of, write_shard
 from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.errors import CheckpointError
@@ -191,14 +190,11 @@ def without(folder, parts):
                 if not any(part in key for part in parts)
             }
             notes = json.loads(file.metadata()[PLACES_KEY])
-        starts = {key: tuple(notes[key][OFFSETS_KEY]) for key in kept}
+        starts = {key: sum(notes[key][OFFSETS_KEY][:1]) for key in kept}
         (folder / name).unlink()
         info = write_shard(
             folder / name,
-            [
-                Entry(key, one.dtype, tuple(one.shape), starts[key], tensor_chunks(one))
-                for key, one in kept.items()
-            ],
+            [entry_of(key, one, starts[key]) for key, one in kept.items()],
         )
         manifest["files"][name] = dataclasses.asdict(info)
     held = manifest["tensors"].items()

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from plsc import Entry
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.importers import import_checkpoint
-from plsc.checkpoint.importers.plsc_checkpoint import read_checkpoint_weights
 from plsc.errors import CheckpointError, OptionError
 from tests.distributed import job
 from tests.distributed.launch import run_ranks
@@ -55,8 +54,7 @@ def entry(dataset, save_dir, **settings):
 
 
 def head_rows(path):
-    _, head = read_checkpoint_weights(path)
-    return torch.cat([piece for _, piece in head["head.weight"].pieces(0, CLASSES)])
+    return load_weights(path, "class_weights")["weight"]
 
 
 def learnt(path):

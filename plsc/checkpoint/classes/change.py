@@ -17,33 +17,47 @@ import numpy as np
 from torch import Tensor
 
 from plsc import __version__
-from plsc.checkpoint.classes.lists import ClassList, Given, read_class_list
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
-from plsc.checkpoint.classes.names import class_name_tensors, read_class_names
-from plsc.checkpoint.classes.output import check_destination, check_space
-from plsc.checkpoint.classes.plan import Plan, plan_drop, plan_grow, plan_merge, plan_reorder
+from plsc.checkpoint.classes.plan import (
+    ClassList,
+    Given,
+    Plan,
+    plan_drop,
+    plan_grow,
+    plan_merge,
+    plan_reorder,
+    read_class_list,
+)
 from plsc.checkpoint.classes.rows import (
     Change,
     Directions,
-    average_biases,
-    average_rows,
+    average_joined,
     draw_new,
     point_new,
     rows_of,
 )
-from plsc.checkpoint.classes.source import OpenCheckpoint, StoredTensor
-from plsc.checkpoint.layout import check_checksums, check_files, info_of
+from plsc.checkpoint.load import (
+    OpenCheckpoint,
+    StoredTensor,
+    check_checksums,
+    class_name_tensors,
+    read_class_names,
+)
 from plsc.checkpoint.manifest import (
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
     HEADS_KEY,
     MANIFEST_NAME,
+    OPTIMIZER,
     FileInfo,
     Manifest,
+    Role,
     TensorInfo,
-    read_manifest,
 )
 from plsc.checkpoint.retention import METRICS_KEY
-from plsc.checkpoint.roles import CLASS_OPTIMIZER, CLASS_WEIGHTS, OPTIMIZER, Role
-from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.checkpoint.save import check_destination, write_shards
+from plsc.checkpoint.shard_file import Chunks, Entry, tensor_chunks
+from plsc.checkpoint.snapshot import info_of
 from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
@@ -99,8 +113,6 @@ def change_classes(
         raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
     if rows != "mean" and merge is None:
         raise OptionError(f"rows is {rows!r}, but nothing is merged; give merge, too")
-    if directions is not None and grow is None:
-        raise OptionError("directions are for new classes; give grow, too")
     for location in (source, destination):
         if is_url(os.fspath(location)):
             raise OptionError(
@@ -108,32 +120,26 @@ def change_classes(
             )
     old, new = Path(source), Path(destination)
     check_destination(old, new)
-    manifest = read_manifest(old)
-    refuse_several_heads(old, manifest)
-    check_files(old, manifest)
-    moved = _with_class_rows(old, manifest)
-    plan, found = _plan(manifest.class_num, given[0], wanted[given[0]])
-    _check_directions(directions, plan, manifest)
-    seed = _seed(old, manifest)
-    check_checksums(old, manifest, sorted(manifest.files))
-    with OpenCheckpoint(old, manifest) as opened, publishing_folder(new) as temporary:
+    with OpenCheckpoint(old) as opened:
+        manifest = opened.manifest
+        refuse_several_heads(old, manifest)
+        moved = _with_class_rows(old, manifest)
+        plan, found = _plan(manifest.class_num, given[0], wanted[given[0]])
+        changes = _changes(opened, plan, rows, directions)
+        check_checksums(old, manifest, sorted(manifest.files))
         named = _new_names(old, manifest, plan, names)
         tensors = _new_tensors(manifest, plan, moved)
-        tensors |= {role.key: info_of(tensor, role) for role, tensor in named.items()}
-        changes = _changes(opened, plan, rows, directions, seed, _initial_norm(manifest))
+        tensors |= {role.key: info_of(role, tensor) for role, tensor in named.items()}
         replaced = {role.key: tensor for role, tensor in named.items()}
-        files = _entries(opened, tensors, plan, moved, changes, replaced)
-        check_space(new, files)
-        infos = {
-            shard_name(number): write_shard(temporary / shard_name(number), entries)
-            for number, entries in enumerate(files)
-        }
         entry = _lineage(old, plan, found, rows, directions is not None)
-        if plan.what != "grow":
-            infos[MAP_NAME] = write_map(temporary / MAP_NAME, plan)
-            entry["map"] = {"file": MAP_NAME, **dataclasses.asdict(infos[MAP_NAME])}
-        result = _new_manifest(manifest, plan, tensors, infos, entry)
-        (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
+        with publishing_folder(new) as temporary:
+            shards = _entries(opened, tensors, plan, moved, changes, replaced)
+            files = write_shards(temporary, shards)
+            if plan.what != "grow":
+                files[MAP_NAME] = write_map(temporary / MAP_NAME, plan)
+                entry["map"] = {"file": MAP_NAME, **dataclasses.asdict(files[MAP_NAME])}
+            result = _new_manifest(manifest, plan, tensors, files, entry)
+            (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
     return result
 
 
@@ -181,58 +187,44 @@ def _has_class_rows(info: TensorInfo, manifest: Manifest) -> bool:
     return info.role.kind in (CLASS_WEIGHTS, CLASS_OPTIMIZER)
 
 
-def _check_directions(directions: Directions | None, plan: Plan, manifest: Manifest) -> None:
-    size = manifest.tensors[_WEIGHT].shape[-1]
-    if directions is not None and tuple(directions.shape) != (plan.added, size):
+def _changes(
+    opened: OpenCheckpoint, plan: Plan, rows: str, directions: Directions | None
+) -> dict[str, tuple[Change, ...]]:
+    """Return what is done to tensors beyond moving their rows, by key."""
+    weight = opened.tensors[_WEIGHT]
+    wanted = (plan.added, weight.shape[-1])
+    if directions is not None and tuple(directions.shape) != wanted:
         raise OptionError(
-            f"directions are {list(directions.shape)}; expected [{plan.added}, {size}], one for each new "
-            "class"
+            f"directions are {list(directions.shape)}; expected {list(wanted)}, one for each new class"
         )
+    changes: dict[str, tuple[Change, ...]] = {}
+    if plan.added:
+        norm = _option(opened.manifest, "head.initial_norm")
+        changes[_WEIGHT] = (draw_new(weight, plan, _seed(opened.manifest), norm),)
+        if directions is not None:
+            changes[_WEIGHT] += (point_new(weight, plan, directions),)
+    if plan.what == "merge" and rows == "mean":
+        for key in {_WEIGHT, _BIAS} & opened.tensors.keys():
+            changes[key] = (average_joined(opened.tensors[key], plan),)
+    return changes
 
 
-def _seed(folder: Path, manifest: Manifest) -> int:
+def _seed(manifest: Manifest) -> int:
     """Return the seed of new rows: the run's, so that they are those of a head with more classes.
 
     After another change it is a new one: the same class may have been here before.
     """
-    train = manifest.options.get("train")
-    seed = train.get("seed", 0) if isinstance(train, dict) else 0
-    if not isinstance(seed, int):
-        raise CheckpointError(
-            f"{folder}: the option train.seed is {seed!r}; choose another checkpoint"
-        )
+    seed = _option(manifest, "train.seed")
     changes = len(manifest.lineage)
-    return hash_key(seed, changes) if changes else seed
+    return hash_key(seed, changes) if changes else int(seed)
 
 
-def _initial_norm(manifest: Manifest) -> float | None:
-    """Return the expected norm of new rows, as the head of the run has it."""
-    head = manifest.options.get("head")
-    norm = head.get("initial_norm") if isinstance(head, dict) else None
-    return find_option("head.initial_norm").saved(norm)
-
-
-def _changes(
-    opened: OpenCheckpoint,
-    plan: Plan,
-    rows: str,
-    directions: Directions | None,
-    seed: int,
-    norm: float | None,
-) -> dict[str, tuple[Change, ...]]:
-    """Return what is done to tensors beyond moving their rows, by key."""
-    weight = opened.tensors[_WEIGHT]
-    changes: dict[str, tuple[Change, ...]] = {}
-    if plan.added:
-        changes[_WEIGHT] = (draw_new(weight, plan, seed, norm),)
-        if directions is not None:
-            changes[_WEIGHT] += (point_new(weight, plan, directions),)
-    if plan.what == "merge" and rows == "mean":
-        changes[_WEIGHT] = (average_rows(weight, plan),)
-        bias = opened.tensors.get(_BIAS)
-        if bias is not None:
-            changes[_BIAS] = (average_biases(bias, plan),)
-    return changes
+def _option(manifest: Manifest, path: str) -> Any:
+    """Return an option of the run that was saved; its default where the checkpoint has none."""
+    group, name = path.split(".")
+    values, option = manifest.options.get(group), find_option(path)
+    value = values.get(name) if isinstance(values, dict) else None
+    return option.default if value is None else option.saved(value)
 
 
 def _new_names(
@@ -272,25 +264,25 @@ def _entries(
     replaced: dict[str, Tensor],
 ) -> list[list[Entry]]:
     """Return what goes into each file: as many as there were, whole tensors where they were."""
-    files: list[list[Entry]] = [[] for _ in range(opened.files)]
+    names = opened.manifest.shards
+    files: dict[str, list[Entry]] = {name: [] for name in names}
     for key, info in tensors.items():
         stored = opened.tensors[key]
         if not info.sharded:
             chunks = tensor_chunks(replaced[key]) if key in replaced else stored.bytes
             if key in moved:
                 chunks = rows_of(stored, plan, 0, plan.after, changes.get(key, ()))
-            files[stored.file].append(_entry(stored, info.shape, 0, chunks))
+            files[stored.shard].append(_entry(stored, info.shape, 0, chunks))
             continue
-        for number in range(opened.files):
-            start, stop = class_range(plan.after, number, opened.files)
+        for number, name in enumerate(names):
+            start, stop = class_range(plan.after, number, len(names))
             chunks = rows_of(stored, plan, start, stop, changes.get(key, ()))
-            files[number].append(_entry(stored, (stop - start, *info.shape[1:]), start, chunks))
-    return files
+            files[name].append(_entry(stored, (stop - start, *info.shape[1:]), start, chunks))
+    return list(files.values())
 
 
-def _entry(stored: StoredTensor, shape: tuple[int, ...], start: int, chunks: Any) -> Entry:
-    offsets = (start, *(0 for _ in shape[1:])) if shape else ()
-    return Entry(stored.key, stored.dtype, shape, offsets, chunks)
+def _entry(stored: StoredTensor, shape: tuple[int, ...], start: int, chunks: Chunks) -> Entry:
+    return Entry(stored.key, stored.dtype, shape, start, chunks)
 
 
 def _lineage(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from plsc.checkpoint.classes.plan import Plan
-from plsc.checkpoint.layout import MAP_NAME
+from plsc.checkpoint.load import MAP_NAME
 from plsc.checkpoint.manifest import FileInfo, read_manifest
 from plsc.errors import CheckpointError
 

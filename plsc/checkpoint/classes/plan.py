@@ -1,21 +1,29 @@
-"""Which old class, or none, each class of the new numbering comes from.
+"""Which old class, or none, each class of the new numbering comes from; the lists that say so.
 
 The memory of a plan grows with the list that was given, not with the number of classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import operator
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from plsc.checkpoint.classes.lists import ClassList, check_distinct
 from plsc.errors import DataError, OptionError
 
-_MOST_CLASSES = 2**40
+Given = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
+
 _MAP_STEP = 1 << 16
+_MAX_DIGITS = 18  # all such numbers fit int64
+_BOM = b"\xef\xbb\xbf"
 
 
 def _none() -> np.ndarray:
@@ -93,8 +101,8 @@ class Plan:
 
 def plan_grow(before: int, count: int) -> Plan:
     """Return the plan for `count` new classes behind the others; OptionError if that is no count."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_CLASSES:
-        raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
+    if count < 1:
+        raise OptionError(f"grow is {count}; expected the number of new classes, 1 or more")
     return Plan("grow", before, before + count)
 
 
@@ -152,3 +160,116 @@ def _enough(found: ClassList, after: int, before: int) -> int:
             f"{found.name} leaves {after} of {before} classes; a classifier needs two or more"
         )
     return after
+
+
+# Lists of classes, from files or from Python.
+
+
+@dataclass(frozen=True)
+class ClassList:
+    """Class numbers, int64 [n, columns], each in 0..classes - 1.
+
+    name: what messages call it; sha256: of the file's bytes, or of the lines that the numbers would make.
+    """
+
+    name: str
+    numbers: np.ndarray
+    sha256: str
+
+    def wrong(self, row: int, what: str) -> DataError:
+        """Return the error about a row, which is line row + 1 of a file."""
+        return DataError(f"{self.name}:{row + 1}: {what}")
+
+
+def read_class_list(given: Given, what: str, columns: int, classes: int) -> ClassList:
+    """Return the numbers of a file, or those given in Python; what: their name there.
+
+    A file has `columns` numbers per line with white space between them; blank lines may only end it. It
+    is read in memory of 8 bytes per number.
+
+    Raises:
+        DataError: no such file, a line that is not so, a class out of range, an empty list.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        name = os.fspath(given)
+        flat, sha256 = _read(Path(name), columns)
+        numbers = np.asarray(flat).reshape(-1, columns)
+    else:
+        name = what
+        numbers = _from_python(given, what, columns)
+        sha256 = hashlib.sha256(_as_lines(numbers)).hexdigest()
+    found = ClassList(name, numbers, sha256)
+    if not len(numbers):
+        raise DataError(f"{name} names no class; expected one per line")
+    outside = np.flatnonzero(((numbers < 0) | (numbers >= classes)).any(axis=1))
+    if len(outside):
+        row = numbers[outside[0]]
+        value = row[(row < 0) | (row >= classes)][0]
+        raise found.wrong(int(outside[0]), f"class {value} is outside 0..{classes - 1}")
+    return found
+
+
+def check_distinct(found: ClassList, values: np.ndarray, what: str = "") -> None:
+    """Raise DataError if a class comes twice among `values`, one for each row; what: is said behind it."""
+    order = np.argsort(values, kind="stable")
+    same = np.flatnonzero(values[order[1:]] == values[order[:-1]])
+    if len(same):
+        # Of all that come twice, the first in the file.
+        second = int(order[same + 1].min())
+        first = int(np.flatnonzero(values == values[second])[0])
+        raise found.wrong(
+            second, f"class {values[second]} comes again{what}, after line {first + 1}"
+        )
+
+
+def _read(path: Path, columns: int) -> tuple[array[int], str]:
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise DataError(f"the list {path} is no plain file")
+    try:
+        with path.open("rb") as file:
+            return _parse(path, file, columns)
+    except OSError as error:
+        raise DataError(f"the list {path} cannot be read: {error.strerror}") from error
+
+
+def _parse(path: Path, file: BinaryIO, columns: int) -> tuple[array[int], str]:
+    numbers = array("q")
+    digest = hashlib.sha256()
+    blank = 0  # the first blank line
+    for line_number, line in enumerate(file, start=1):
+        digest.update(line)
+        words = line.removeprefix(_BOM).split()
+        if not words:
+            blank = blank or line_number
+        elif (
+            blank
+            or len(words) != columns
+            or not all(word.isdigit() and len(word) <= _MAX_DIGITS for word in words)
+        ):
+            expected = "a class number" if columns == 1 else "two class numbers, 'from to'"
+            got = ascii(line.decode("utf-8", "replace").rstrip("\r\n")[:60])
+            raise DataError(
+                f"{path}:{blank or line_number}: expected {expected}, got "
+                f"{'a blank line' if blank else got}"
+            )
+        else:
+            numbers.extend(map(int, words))
+    return numbers, digest.hexdigest()
+
+
+def _from_python(
+    given: Sequence[int] | Mapping[int, int] | np.ndarray, what: str, columns: int
+) -> np.ndarray:
+    values: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
+    numbers = array("q")
+    try:
+        for row in values:
+            numbers.extend(map(operator.index, [row] if columns == 1 else row))
+    except (TypeError, OverflowError) as error:
+        expected = "a list of class numbers" if columns == 1 else "a mapping of class numbers"
+        raise DataError(f"{what} is {str(given)[:60]!r}; expected a path, or {expected}") from error
+    return np.asarray(numbers, np.int64).reshape(-1, columns)
+
+
+def _as_lines(numbers: np.ndarray) -> bytes:
+    return "".join(" ".join(map(str, row)) + "\n" for row in numbers.tolist()).encode()

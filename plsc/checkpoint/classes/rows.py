@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.classes.plan import Plan
-from plsc.checkpoint.classes.source import StoredTensor
-from plsc.checkpoint.shard_file import Chunks, tensor_chunks
+from plsc.checkpoint.load import StoredTensor
+from plsc.checkpoint.shard_file import Chunks, bytes_of
 from plsc.errors import CheckpointError, DataError
 from plsc.heads.geometry import normalised
 from plsc.heads.weights import initial_rows
@@ -38,8 +37,8 @@ def rows_of(
     """Return the pieces of new classes start..stop - 1: the old rows, zeros for new classes, then changes."""
 
     def pieces() -> Iterator[memoryview]:
-        for first in range(start, stop, tensor.rows_a_piece):
-            rows = tensor.take(plan.sources(first, min(stop, first + tensor.rows_a_piece)))
+        for first in range(start, stop, tensor.rows_per_piece):
+            rows = tensor.take(plan.sources(first, min(stop, first + tensor.rows_per_piece)))
             for change in changes:
                 change(first, rows)
             yield rows.data
@@ -64,7 +63,7 @@ def draw_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) ->
         for number in range(low // _BLOCK, -(-high // _BLOCK) if low < high else 0):
             begin, end = max(low, number * _BLOCK), min(high, (number + 1) * _BLOCK)
             drawn = block(number)[begin - number * _BLOCK : end - number * _BLOCK]
-            out[begin - first * centers : end - first * centers] = _bytes_of(drawn)
+            out[begin - first * centers : end - first * centers] = _rows_as_bytes(drawn)
 
     return draw
 
@@ -90,99 +89,54 @@ def point_new(weight: StoredTensor, plan: Plan, directions: Directions) -> Chang
                 f"the direction of new class {low + int(wrong[0])} has the length "
                 f"{float(norm[wrong[0, 0]])}; expected a finite vector that is not zero"
             )
-        values = _bytes_of((wanted / norm * length).to(weight.dtype))
+        values = _rows_as_bytes((wanted / norm * length).to(weight.dtype))
         rows[low - first :, : values.shape[1]] = values  # of sub-centres the first
 
     return point
 
 
-def average_rows(weight: StoredTensor, plan: Plan) -> Change:
-    """Return what gives classes that others joined the mean of their rows and their own.
+def average_joined(tensor: StoredTensor, plan: Plan) -> Change:
+    """Return what gives classes that others joined the mean of their rows, or biases, and their own.
 
-    The direction is the mean of the unit rows, the length the mean of the lengths. Of sub-centres those
-    nearest to each other are paired. Rows that cancel leave the class its own. Raises CheckpointError,
-    while it works, for rows that are not finite.
+    The direction of a row is the mean of the unit rows, its length the mean of the lengths. Of sub-centres
+    those nearest to each other are paired. Rows that cancel leave the class its own. Raises CheckpointError,
+    while it works, for values that are not finite.
     """
+    is_bias = len(tensor.shape) == 1
+
+    def summand(values: Tensor) -> Tensor:
+        if is_bias:
+            return values.clone()
+        return torch.cat([_unit(values), values.norm(dim=-1, keepdim=True)], dim=-1)
 
     def average(first: int, rows: np.ndarray) -> None:
-        joined = _joined(weight, plan, first, rows)
-        if joined is None:
+        joined, members = plan.joined_by(first, first + len(rows))
+        if not len(joined):
             return
-        dimension = weight.shape[-1]
-        own = joined.own.view(len(joined.own), -1, dimension)  # [t, K, D]
-        units, lengths = _unit(own), own.norm(dim=2)
-        for index, members in joined.others():
-            more = _paired(members.view(len(members), -1, dimension), own[index])
-            units.index_add_(0, index, _unit(more))
-            lengths.index_add_(0, index, more.norm(dim=2))
-        norm = units.norm(dim=2, keepdim=True) / joined.count[:, None, None]  # of the mean
-        mean = _unit(units) * (lengths / joined.count[:, None])[..., None]
-        joined.put(torch.where(norm > 1e-6, mean, own))
+        targets, index, counts = np.unique(joined, return_inverse=True, return_counts=True)
+        raw = torch.from_numpy(rows[targets - first].reshape(-1)).view(tensor.dtype)
+        own = _finite(tensor, raw.view(len(targets), *tensor.shape[1:]).double())
+        total = summand(own)
+        for low in range(0, len(members), tensor.rows_per_piece):
+            some = slice(low, low + tensor.rows_per_piece)
+            into = torch.from_numpy(index[some])
+            values = _finite(tensor, tensor.values(members[some]))
+            if own.ndim == 3:
+                values = _paired(values, own[into])
+            total.index_add_(0, into, summand(values))
+        mean = total / torch.from_numpy(counts + 1.0).view(-1, *[1] * (own.ndim - 1))
+        if not is_bias:
+            direction, length = mean[..., :-1], mean[..., -1:]
+            is_clear = direction.norm(dim=-1, keepdim=True) > 1e-6
+            mean = torch.where(is_clear, _unit(direction) * length, own)
+        rows[targets - first] = _rows_as_bytes(mean.to(tensor.dtype))
 
     return average
-
-
-def average_biases(bias: StoredTensor, plan: Plan) -> Change:
-    """Return what gives classes that others joined the mean of their biases and their own."""
-
-    def average(first: int, rows: np.ndarray) -> None:
-        joined = _joined(bias, plan, first, rows)
-        if joined is None:
-            return
-        total = joined.own.clone()
-        for index, members in joined.others():
-            total.index_add_(0, index, members)
-        joined.put(total / joined.count)
-
-    return average
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """The classes of a piece that others joined: t of them, with their values float64 [t, ...].
-
-    places: in the piece, whose bytes are `rows`. index: int64 [m], which of the t each of `members` joins.
-    count: float64 [t], of the classes that are one now.
-    """
-
-    tensor: StoredTensor
-    rows: np.ndarray
-    places: np.ndarray
-    own: Tensor
-    index: Tensor
-    members: np.ndarray
-    count: Tensor
-
-    def others(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the values of the members, a piece at a time, with what they join."""
-        for low in range(0, len(self.members), self.tensor.rows_a_piece):
-            some = slice(low, low + self.tensor.rows_a_piece)
-            values = self.tensor.values(self.members[some])
-            _check_finite(self.tensor.key, values)
-            yield self.index[some], values
-
-    def put(self, values: Tensor) -> None:
-        """Write the new values of the t classes into the piece."""
-        self.rows[self.places] = _bytes_of(values.to(self.tensor.dtype).view(len(values), -1))
-
-
-def _joined(tensor: StoredTensor, plan: Plan, first: int, rows: np.ndarray) -> _Joined | None:
-    joined, members = plan.joined_by(first, first + len(rows))
-    if not len(joined):
-        return None
-    targets, index, others = np.unique(joined, return_inverse=True, return_counts=True)
-    raw = torch.from_numpy(rows[targets - first].reshape(-1)).view(tensor.dtype)
-    own = raw.view(len(targets), *tensor.shape[1:]).double()
-    _check_finite(tensor.key, own)
-    count = torch.from_numpy(others + 1.0)
-    return _Joined(tensor, rows, targets - first, own, torch.from_numpy(index), members, count)
 
 
 def _paired(others: Tensor, own: Tensor) -> Tensor:
     """Return the sub-centres [n, K, D] in the order in which they pair with `own`, nearest pairs first."""
     n, centers, _ = own.shape
-    if centers == 1:
-        return others
     closeness = _unit(own) @ _unit(others).transpose(1, 2)
     order = torch.zeros(n, centers, dtype=torch.int64)
     every = torch.arange(n)
@@ -198,24 +152,25 @@ def _paired(others: Tensor, own: Tensor) -> Tensor:
 def _mean_length(weight: StoredTensor) -> float:
     """Return the mean length of the rows there are."""
     total = 0.0
-    for first in range(0, weight.shape[0], weight.rows_a_piece):
-        rows = weight.values(np.arange(first, min(weight.shape[0], first + weight.rows_a_piece)))
-        _check_finite(weight.key, rows)
-        total += float(rows.norm(dim=-1).sum())
+    for first in range(0, weight.shape[0], weight.rows_per_piece):
+        rows = weight.values(np.arange(first, min(weight.shape[0], first + weight.rows_per_piece)))
+        total += float(_finite(weight, rows).norm(dim=-1).sum())
     mean = total / (weight.shape[0] * (weight.shape[1] if len(weight.shape) == 3 else 1))
     return mean or 1.0
 
 
-def _check_finite(key: str, values: Tensor) -> None:
+def _finite(tensor: StoredTensor, values: Tensor) -> Tensor:
     if not bool(values.isfinite().all()):
-        raise CheckpointError(f"{key} holds rows that are not finite; choose another checkpoint")
+        raise CheckpointError(
+            f"{tensor.key} holds rows that are not finite; choose another checkpoint"
+        )
+    return values
 
 
 def _unit(vectors: Tensor) -> Tensor:
     return normalised(vectors)[0]
 
 
-def _bytes_of(values: Tensor) -> np.ndarray:
+def _rows_as_bytes(values: Tensor) -> np.ndarray:
     """Return the bytes of values [n, ...], uint8 [n, bytes]."""
-    raw = np.concatenate([np.frombuffer(piece, np.uint8) for piece in tensor_chunks(values)()])
-    return raw.reshape(len(values), -1)
+    return bytes_of(values).numpy().reshape(len(values), -1)

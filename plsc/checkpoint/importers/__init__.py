@@ -4,8 +4,7 @@ What torch.save wrote is read by torch's unpickler for weights alone, which runs
 read and written piece by piece.
 """
 
-from plsc.checkpoint.importers.convert import Imported, import_checkpoint
-from plsc.checkpoint.importers.layouts import LAYOUTS
+from plsc.checkpoint.importers.convert import LAYOUTS, Imported, import_checkpoint
 from plsc.checkpoint.importers.source import Network
 
 __all__ = ["LAYOUTS", "Imported", "Network", "import_checkpoint"]

@@ -12,29 +12,40 @@ import torch
 from torch import Tensor
 
 from plsc import __version__
-from plsc.checkpoint.classes.output import check_destination, check_space
-from plsc.checkpoint.importers.layouts import LAYOUTS, read_source
+from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
+from plsc.checkpoint.importers.insightface import (
+    iresnet_source,
+    is_insightface,
+    is_iresnet,
+    read_insightface,
+)
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
-from plsc.checkpoint.importers.row_parts import RowParts
+from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
+from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1
 from plsc.checkpoint.importers.source import (
     BIAS,
     BIAS_MOMENTUM,
     WEIGHT,
     WEIGHT_MOMENTUM,
     Network,
+    RowParts,
     Source,
+    join_rows,
 )
-from plsc.checkpoint.layout import info_of
-from plsc.checkpoint.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
+from plsc.checkpoint.importers.tensor_files import read_state_dict
+from plsc.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorInfo, role_of_key
 from plsc.checkpoint.retention import METRICS_KEY
-from plsc.checkpoint.roles import role_of_key
-from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.checkpoint.save import check_destination, write_shards
+from plsc.checkpoint.shard_file import Entry, entry_of, tensor_chunks
+from plsc.checkpoint.snapshot import info_of
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
 from plsc.parallel.collectives import class_ranges
 from plsc.storage.publish import publishing_folder
 
+SAFETENSORS, STATE_DICT = "safetensors", "state_dict"
+LAYOUTS = ("auto", INSIGHTFACE, PLSC1, SAFETENSORS, STATE_DICT)
 _ZEROS = 1 << 20  # numbers
 
 
@@ -88,7 +99,7 @@ def import_checkpoint(
         raise OptionError(f"ranks is {ranks}; expected at least 1")
     target = Path(target)
     check_destination(Path(source), target)
-    found = read_source(Path(source), layout, network or Network())
+    found = _read_source(Path(source), layout, network or Network())
     if loss_type is not None:
         found.loss_type = loss_type
     classes = found.rows[WEIGHT].shape[0] if WEIGHT in found.rows else 0
@@ -110,6 +121,69 @@ def import_checkpoint(
         options.model.emb_size,
         found.notes,
     )
+
+
+def _read_source(path: Path, layout: str, given: Network) -> Source:
+    """Return the weights at a path. layout: one of LAYOUTS; given: the network, where the files do not say.
+
+    Raises:
+        CheckpointError: files missing, doubled, damaged, malicious, or of no layout known here.
+    """
+    if not path.exists():
+        raise CheckpointError(f"there is nothing at {path}; expected weights to import")
+    if layout == "auto":
+        layout = _recognise(path)
+    if layout == INSIGHTFACE:
+        found = read_insightface(path)
+    elif layout == PLSC1:
+        found = read_plsc1(path, given)
+    else:
+        found = _read_named(path, layout, given)
+    found.network = given.or_else(found.network)
+    return found
+
+
+def _recognise(path: Path) -> str:
+    if not path.is_dir():
+        return SAFETENSORS if path.suffix == ".safetensors" else STATE_DICT
+    if (path / MANIFEST_NAME).exists():
+        raise CheckpointError(f"{path} is a checkpoint already; load it as it is")
+    layouts = [(INSIGHTFACE, is_insightface(path)), (PLSC1, is_plsc1(path))]
+    recognised = [name for name, is_one in layouts if is_one]
+    if len(recognised) != 1:
+        raise CheckpointError(
+            f"{path} holds {' and '.join(recognised) if recognised else 'no layout known here'}; "
+            f"name one with --layout ({', '.join(LAYOUTS[1:])}), or give one file"
+        )
+    return recognised[0]
+
+
+def _read_named(path: Path, layout: str, given: Network) -> Source:
+    """Return the tensors of one file; class rows are named head.weight (and head.bias).
+
+    See `read_state_dict` for when they are.
+
+    given: the network. An iresnet of insightface is recognised without it.
+
+    Raises:
+        CheckpointError: no such file, a damaged or malicious one, or no network is given.
+    """
+    state, head = read_state_dict(path, follow_links=True)
+    if given.name is None:
+        if not is_iresnet(state):
+            raise CheckpointError(
+                f"{path} does not say which network it is of; name it with --model, such as "
+                "torchvision/resnet18, with its --emb_size and --image_shape"
+            )
+        source = iresnet_source(state, str(path))
+        source.layout = layout
+    else:
+        source = Source(layout, given, state, is_whole=False)
+    for key in (WEIGHT, BIAS):
+        if key in head:
+            source.rows[key] = join_rows([head[key]], key)
+    source.loss_type = "dist_softmax" if BIAS in source.rows else "dist_arcface"
+    return source
 
 
 def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
@@ -224,30 +298,21 @@ def _write(
     manifest: Manifest,
 ) -> None:
     """Write the files, the manifest last, into a folder that then takes the target's name."""
-    files: dict[str, FileInfo] = {}
     shards = []
     for rank, (start, stop) in enumerate(manifest.class_ranges):
         entries = [_part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()]
         if rank == 0:
-            entries += [_whole(key, tensor) for key, tensor in tensors.items()]
+            entries += [entry_of(key, tensor) for key, tensor in tensors.items()]
         shards.append(entries)
-    check_space(target, shards)
-    infos = {key: info_of(tensor, role_of_key(key)) for key, tensor in tensors.items()}
+    infos = {key: info_of(role_of_key(key), tensor) for key, tensor in tensors.items()}
     infos |= {
         key: TensorInfo(shape, "float32", True, role_of_key(key))
         for key, (_, shape) in rows.items()
     }
     with publishing_folder(target) as temporary:
-        for rank, entries in enumerate(shards):
-            if entries:
-                files[shard_name(rank)] = write_shard(temporary / shard_name(rank), entries)
+        files = write_shards(temporary, shards)
         complete = dataclasses.replace(manifest, tensors=infos, files=files)
         (temporary / MANIFEST_NAME).write_text(complete.to_json(), encoding="utf-8")
-
-
-def _whole(key: str, tensor: Tensor) -> Entry:
-    tensor = tensor.contiguous()
-    return Entry(key, tensor.dtype, tuple(tensor.shape), (0,) * tensor.ndim, tensor_chunks(tensor))
 
 
 def _part(key: str, parts: RowParts | None, shape: tuple[int, ...], start: int, stop: int) -> Entry:
@@ -265,5 +330,4 @@ def _part(key: str, parts: RowParts | None, shape: tuple[int, ...], start: int, 
             what = f"{key} from class {row}"
             yield from tensor_chunks(check_finite(piece, what).float())()
 
-    offsets = (start, *(0 for _ in shape[1:]))
-    return Entry(key, torch.float32, local, offsets, chunks)
+    return Entry(key, torch.float32, local, start, chunks)

@@ -16,18 +16,17 @@ from typing import Any
 
 from torch import Tensor
 
-from plsc.checkpoint.importers.row_parts import join_rows
 from plsc.checkpoint.importers.source import (
     WEIGHT,
     WEIGHT_MOMENTUM,
     Network,
     Source,
     files_by_rank,
+    join_rows,
     names_in,
     square_side,
 )
-from plsc.checkpoint.importers.state_dict import read_state_dict, strip, unwrap
-from plsc.checkpoint.importers.tensor_files import read_tensors
+from plsc.checkpoint.importers.tensor_files import read_state_dict, read_tensors, strip, unwrap
 from plsc.errors import CheckpointError
 from plsc.models.iresnet import BLOCKS, WIDTHS
 from plsc.models.neck import DOWNSAMPLING
@@ -168,28 +167,17 @@ def _add_rows(source: Source, weights: list[Tensor], momenta: list[Tensor], wher
     source.rows[WEIGHT] = join_rows(weights, f"the class rows of {where}")
     if len(momenta) == ranks:
         source.rows[WEIGHT_MOMENTUM] = join_rows(momenta, f"the momentum of {where}")
-    if source.rows[WEIGHT].shape[1] != source.network.emb_size:
-        raise CheckpointError(
-            f"the class rows of {where} have {source.rows[WEIGHT].shape[1]} numbers, the "
-            f"backbone's embeddings {source.network.emb_size}; they are of different runs"
-        )
 
 
 def _optimizer_state(content: Any) -> list[Tensor | None]:
     """Return SGD's momentum for each parameter, in the order of the parameters; the head's is the last."""
-    state = content.get("state_optimizer") if isinstance(content, dict) else None
-    groups = state.get("param_groups") if isinstance(state, dict) else None
-    values = state.get("state") if isinstance(state, dict) else None
-    if not isinstance(groups, list) or not isinstance(values, dict):
+    try:
+        state = content["state_optimizer"]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        buffers = [state["state"].get(number, {}).get("momentum_buffer") for number in numbers]
+    except (LookupError, TypeError, AttributeError):  # there is none, or of another optimizer
         return []
-    momenta: list[Tensor | None] = []
-    for group in groups:
-        numbers = group.get("params") if isinstance(group, dict) else None
-        for number in numbers if isinstance(numbers, list) else []:
-            one = values.get(number) if type(number) is int else None
-            buffer = one.get("momentum_buffer") if isinstance(one, dict) else None
-            momenta.append(buffer if isinstance(buffer, Tensor) else None)
-    return momenta
+    return [buffer if isinstance(buffer, Tensor) else None for buffer in buffers]
 
 
 def _backbone_momentum(

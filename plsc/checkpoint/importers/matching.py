@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.importers.row_parts import RowParts
+from plsc.checkpoint.load import StoredTensor
 from plsc.errors import CheckpointError
 from plsc.parallel.sharding import copy_into
 
@@ -50,7 +50,7 @@ class Match:
 
 
 def match_into(
-    target: Mapping[str, Tensor], found: Mapping[str, RowParts | Tensor], source: str
+    target: Mapping[str, Tensor], found: Mapping[str, StoredTensor | Tensor], source: str
 ) -> Match:
     """Copy what agrees into the tensors of ``target``, in place, and return what did.
 

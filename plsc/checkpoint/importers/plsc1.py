@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.checkpoint.importers.row_parts import join_rows
 from plsc.checkpoint.importers.source import (
     BIAS,
     BIAS_MOMENTUM,
@@ -26,6 +25,7 @@ from plsc.checkpoint.importers.source import (
     Network,
     Source,
     files_by_rank,
+    join_rows,
     names_in,
     square_side,
 )
@@ -91,8 +91,6 @@ def read_plsc1(path: Path, given: Network) -> Source:
     network, backbone, momentum = _read_backbone(path, given, emb_size)
     if not backbone:
         notes.append("no backbone was found, only the head")
-    if loss == "dist_softmax" and BIAS not in rows:
-        raise CheckpointError(f"{path} has columns of dist_softmax without their bias, .b_0")
     if loss != "dist_softmax":
         rows.pop(BIAS, None)
         rows.pop(BIAS_MOMENTUM, None)
@@ -175,19 +173,11 @@ def _recognise(path: Path, names: set[str], convolutions: int, emb_size: int) ->
         if count == convolutions and {"fc_0.w_0", "conv2d_0.w_0"} <= names:
             stem = read_paddle_file(path / "conv2d_0.w_0").shape
             inputs = read_paddle_file(path / "fc_0.w_0").shape[0]
-            width = next(n for name, n in _widths(model) if name == "neck.norm")
+            width: Any = model.get_submodule("neck.norm").num_features
             side = square_side(inputs // width, DOWNSAMPLING) if inputs % width == 0 else None
             shape = (stem[1], side, side) if side and len(stem) == 4 else None
             return Network(f"ResNet{depth}", emb_size, shape)
     return Network(None, emb_size)
-
-
-def _widths(model: nn.Module) -> list[tuple[str, int]]:
-    return [
-        (name, layer.num_features)
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.BatchNorm2d)
-    ]
 
 
 def _variables(network: Network) -> list[tuple[str, str, bool]]:
@@ -209,5 +199,6 @@ def _variables(network: Network) -> list[tuple[str, str, bool]]:
         number = counts.setdefault(name, 0)
         counts[name] += 1
         for ours, theirs in suffixes.items():
-            variables.append((f"{path}.{ours}", f"{name}_{number}.{theirs}", name == "fc"))
-    return [(ours, theirs, fc and ours.endswith("weight")) for ours, theirs, fc in variables]
+            is_matrix = name == "fc" and ours == "weight"
+            variables.append((f"{path}.{ours}", f"{name}_{number}.{theirs}", is_matrix))
+    return variables

@@ -12,8 +12,10 @@ import math
 import os
 import re
 import stat
+import struct
 import warnings
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,62 @@ from torch import Tensor
 
 from plsc.errors import CheckpointError
 
+# Under which names people keep the network's state dict among other things.
+_WRAPPERS = ("state_dict", "state_dict_backbone", "model", "backbone", "model_state_dict", "net")
+# What DDP, torch.compile and classes around a network put before every name.
+_PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
+_BACKBONE, _HEAD = "backbone.", "head."
 # The description of thousands of tensors takes some hundred KiB; while it is read it takes up to 100 times
 # as much memory.
 _LONGEST_PICKLE = 4 << 20
-_LONGEST_DESCRIPTION = 1024
 _ADVICE = "keep its tensors with safetensors.torch.save_file, and import that file"
+_LONGEST_DESCRIPTION = 1024  # bytes of a variable of Paddle
 _PADDLE_TYPES = {2: "<i4", 3: "<i8", 4: "<f2", 5: "<f4", 6: "<f8", 22: "<i2"}
 _PADDLE_BFLOAT16 = 22
+
+
+def read_state_dict(
+    path: str | os.PathLike[str], follow_links: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the backbone's tensors by name, and those of the class rows.
+
+    The latter are named ``head.``, and then the former ``backbone.``, as in checkpoints of ours: where there
+    is no such prefix, a head is a layer of the network (of many vision transformers, the last).
+
+    Raises:
+        CheckpointError: no such file, a damaged or malicious one, or no tensors in it.
+    """
+    state = strip(unwrap(read_tensors(path, follow_links)))
+    if not state:
+        raise CheckpointError(
+            f"{path} holds no state dict: expected tensors by name, perhaps under "
+            f"{', '.join(_WRAPPERS)}"
+        )
+    inside = {name: tensor for name, tensor in state.items() if name.startswith(_BACKBONE)}
+    if not inside:
+        return state, {}
+    head = {name: tensor for name, tensor in state.items() if name.startswith(_HEAD)}
+    return strip({name.removeprefix(_BACKBONE): t for name, t in inside.items()}), head
+
+
+def unwrap(value: Any) -> dict[str, Tensor]:
+    """Return the tensors by name, wherever among the usual wrappers they are; empty if nowhere."""
+    for _ in range(4):
+        if not isinstance(value, Mapping):
+            return {}
+        inner = [value[name] for name in _WRAPPERS if isinstance(value.get(name), Mapping)]
+        if not inner:
+            break
+        value = inner[0]
+    return {name: t for name, t in value.items() if isinstance(t, Tensor) and type(name) is str}
+
+
+def strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict without a prefix that all of its names share."""
+    for prefix in _PREFIXES * 2:
+        if state and all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return state
 
 
 def read_tensors(path: str | os.PathLike[str], follow_links: bool = False) -> Any:
@@ -122,7 +173,7 @@ def _check_tensors(value: Any, file: Path) -> None:
             left += value.values() if isinstance(value, dict) else value
 
 
-def read_paddle_file(path: str | os.PathLike[str]) -> Tensor:
+def read_paddle_file(path: Path) -> Tensor:
     """Return the tensor of one file.
 
     Raises:
@@ -134,7 +185,7 @@ def read_paddle_file(path: str | os.PathLike[str]) -> Tensor:
         head = stream.read(20 + _LONGEST_DESCRIPTION)
     try:
         kind, shape, begin = _paddle_header(head)
-    except ValueError as error:
+    except (ValueError, struct.error) as error:
         raise CheckpointError(
             f"{path} is no variable of Paddle 1.x: {error}; expected a file of fluid.io.save_vars"
         ) from error
@@ -156,49 +207,31 @@ def read_paddle_file(path: str | os.PathLike[str]) -> Tensor:
 
 def _paddle_header(head: bytes) -> tuple[int, tuple[int, ...], int]:
     """Return the type, the dimensions and where the data begin."""
-    if len(head) < 20:
-        raise ValueError(f"it has {len(head)} bytes")
-    if head[:4] != bytes(4):
-        raise ValueError(f"it begins with {head[:4].hex(' ')}, not with version 0")
-    levels = int.from_bytes(head[4:12], "little")
-    if levels:
-        raise ValueError(f"it has {levels} levels of detail, a weight has none")
-    length = int.from_bytes(head[16:20], "little")
-    if head[12:16] != bytes(4) or not 0 < length <= _LONGEST_DESCRIPTION:
-        raise ValueError(f"its description takes {length} bytes")
-    return (*_paddle_description(head[20 : 20 + length]), 20 + length)
-
-
-def _paddle_description(message: bytes) -> tuple[int, tuple[int, ...]]:
-    kind, dims, position = -1, [], 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        value, position = _varint(message, position)
+    version, levels, inner, length = struct.unpack_from("<IQIi", head)
+    if version or levels or inner or not 0 < length <= _LONGEST_DESCRIPTION:
+        raise ValueError(f"it begins with {head[:20].hex(' ')}")
+    kind, dims = -1, []
+    message = iter(head[20 : 20 + length])
+    for tag in message:
+        value = _varint(message)
         if tag == 0x08:
             kind = value
         elif tag == 0x10:
             dims.append(value)
-        elif tag == 0x12:  # the same numbers in one piece; value is its length
-            end = position + value
-            while position < end:
-                value, position = _varint(message, position)
-                dims.append(value)
         else:
             raise ValueError(f"its description has a field {tag:#x}")
     if kind not in _PADDLE_TYPES:
         raise ValueError(f"its numbers are of type {kind}")
     if len(dims) > 8 or any(size >= 1 << 48 for size in dims):
         raise ValueError(f"its dimensions are {str(dims)[:80]}")
-    return kind, tuple(dims)
+    return kind, tuple(dims), 20 + length
 
 
-def _varint(message: bytes, position: int) -> tuple[int, int]:
+def _varint(message: Iterator[int]) -> int:
     value = 0
     for shift in range(0, 70, 7):
-        if position >= len(message):
-            raise ValueError("its description is cut short")
-        byte = message[position]
-        value, position = value | (byte & 127) << shift, position + 1
+        byte = next(message, 128)
+        value |= (byte & 127) << shift
         if byte < 128:
-            return value, position
-    raise ValueError("its description holds no number where one should be")
+            return value
+    raise ValueError("its description is cut short")

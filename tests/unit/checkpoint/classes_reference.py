@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from plsc.checkpoint.layout import DTYPES
-from plsc.checkpoint.manifest import Manifest, TensorInfo
-from plsc.checkpoint.roles import role_of_key
-from plsc.checkpoint.shard_file import Entry, shard_name, tensor_chunks, write_shard
+from plsc.checkpoint.manifest import Manifest, TensorInfo, role_of_key
+from plsc.checkpoint.shard_file import DTYPES, entry_of, shard_name, write_shard
 from plsc.heads.weights import initial_rows
 
 SEED = 11
@@ -96,13 +94,6 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
     )
     (folder / "manifest.json").write_text(manifest.to_json())
     return manifest
-
-
-def entry_of(key, tensor, start):
-    offsets = (start,) + (0,) * (tensor.ndim - 1) if tensor.ndim else ()
-    return Entry(
-        key, tensor.dtype, tuple(tensor.shape), offsets, tensor_chunks(tensor.contiguous())
-    )
 
 
 def grown(tensors, count, seed=SEED):

@@ -13,10 +13,12 @@ import torch
 from plsc.checkpoint import (
     Manifest,
     Retention,
+    Snapshot,
     list_checkpoints,
     load_weights,
     save_checkpoint,
 )
+from plsc.checkpoint.manifest import role_of_key
 from plsc.checkpoint.remote import clean
 from plsc.checkpoint.retention import prune
 from plsc.parallel.world import World
@@ -29,8 +31,8 @@ KILLED = -signal.SIGKILL
 
 def save(folder, name, step):
     manifest = dataclasses.replace(MANIFEST, step=step)
-    weights = {"w": torch.full((100,), float(step))}
-    return save_checkpoint(folder, name, weights, {}, manifest, World.single())
+    weights = {role_of_key("w"): torch.full((100,), float(step))}
+    return save_checkpoint(folder, name, Snapshot(weights, manifest), World.single())
 
 
 def names(folder):

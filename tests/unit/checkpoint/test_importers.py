@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from plsc.checkpoint.importers import Network, import_checkpoint
-from plsc.checkpoint.tools import verify
+from plsc.checkpoint.remote import verify
 from plsc.cli import main
 from plsc.errors import PlscError
 from plsc.parallel.collectives import class_ranges
@@ -342,7 +342,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(arcface_torch, tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("plsc.checkpoint.importers.convert.write_shard", full)
+    monkeypatch.setattr("plsc.checkpoint.save.write_shard", full)
     assert "No space left on device; nothing was published" in refusal(
         arcface_torch, tmp_path / "ck"
     )

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.checkpoint import Manifest, read_manifest
-from plsc.checkpoint.manifest import FileInfo, TensorInfo
-from plsc.checkpoint.roles import Role
+from plsc.checkpoint.manifest import FileInfo, Role, TensorInfo
 from plsc.errors import CheckpointError
 
 GOOD = Manifest(
@@ -84,18 +83,19 @@ def test_what_is_no_json_is_refused(text, tmp_path):
         ("step", -1, "step is -1"),
         ("step", 1.0, "step is 1.0"),
         ("epoch", True, "epoch is True"),
-        ("epoch", 2**80, "expected a whole number"),
+        ("epoch", 2**80, "expected an integer"),
         ("world_size", "2", "world_size is '2'"),
         ("plsc_version", 3, "plsc_version is 3"),
-        ("class_ranges", [[0, 6]], "within 5 classes"),
-        ("class_ranges", [[3, 2]], "within 5 classes"),
-        ("class_ranges", [[0]], "within 5 classes"),
         ("class_ranges", [3], "a class range is 3"),
         ("options", [], "options is []"),
         ("scalars", "x" * 100_000, "scalars is 'xxx"),
         ("tensors", {"w": 1}, "tensor 'w' is 1"),
         ("tensors", {"w": {"shape": [1], "dtype": "float32"}}, "'sharded' is missing"),
-        ("tensors", {"w": {"shape": [-1], "dtype": "f", "sharded": True}}, "a size of tensor 'w'"),
+        (
+            "tensors",
+            {"w": {"shape": [-1], "dtype": "f", "sharded": True}},
+            "the shape of tensor 'w'",
+        ),
         ("tensors", {"w": {"shape": [1], "dtype": "f", "sharded": 1}}, "expected true or false"),
         ("files", {"../../etc/passwd": {"bytes": 1, "crc32": 1}}, "is not a plain file name"),
         ("files", {"..": {"bytes": 1, "crc32": 1}}, "is not a plain file name"),

@@ -8,20 +8,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from plsc.checkpoint.layout import DTYPES
 from plsc.checkpoint.shard_file import (
-    Entry,
-    is_shard,
-    is_shard_of,
+    DTYPES,
+    entry_of,
+    rank_of_shard,
     shard_name,
-    tensor_chunks,
     write_shard,
 )
-
-
-def entry_of(key, tensor, offsets=None):
-    offsets = (0,) * tensor.ndim if offsets is None else offsets
-    return Entry(key, tensor.dtype, tuple(tensor.shape), offsets, tensor_chunks(tensor))
 
 
 def make_tensors():
@@ -58,7 +51,7 @@ def test_torch_puts_the_parts_of_several_shards_together(tmp_path, ends):
     whole = torch.arange(27.0).view(9, 3).bfloat16()
     start = 0
     for rank, stop in enumerate(ends):
-        part = entry_of("rows", whole[start:stop], (start, 0))
+        part = entry_of("rows", whole[start:stop], start)
         write_shard(tmp_path / shard_name(rank), [part])
         start = stop
     # As class_range splits; a part without rows may only follow those that have some.
@@ -67,33 +60,19 @@ def test_torch_puts_the_parts_of_several_shards_together(tmp_path, ends):
     assert torch.equal(state["rows"], whole)
 
 
-def test_a_part_that_does_not_fill_its_shape_is_refused(tmp_path):
-    for number, rows in enumerate((1, 3)):
-        wrong = Entry("w", torch.float32, (2, 4), (0, 0), tensor_chunks(torch.zeros(rows, 4)))
-        with pytest.raises(ValueError, match=f"w came to {rows * 16} bytes, its shape says 32"):
-            write_shard(tmp_path / str(number), [wrong])
-
-
-def test_a_key_twice_a_strange_type_and_a_file_that_is_there_are_refused(tmp_path):
-    one = entry_of("w", torch.zeros(2))
-    with pytest.raises(ValueError, match="twice"):
-        write_shard(tmp_path / "a", [one, one])
-    with pytest.raises(ValueError, match="complex64"):
-        write_shard(tmp_path / "b", [entry_of("w", torch.zeros(2, dtype=torch.complex64))])
-    write_shard(tmp_path / "c", [one])
+def test_a_file_that_is_there_is_not_overwritten(tmp_path):
+    write_shard(tmp_path / "c", [entry_of("w", torch.zeros(2))])
     with pytest.raises(FileExistsError):
-        write_shard(tmp_path / "c", [one])
+        write_shard(tmp_path / "c", [entry_of("w", torch.zeros(2))])
 
 
 def test_the_names_of_shards_are_recognised_and_no_others():
     names = [shard_name(0), shard_name(123_456, "step7")]
-    assert all(map(is_shard, names))
-    assert is_shard_of(names[0], 0)
-    assert not is_shard_of(names[0], 1)
+    assert [rank_of_shard(name) for name in names] == [0, 123_456]
     others = [
         "shard-00001.safetensors",
         "shard-1-0.safetensors",
         "model.safetensors",
         names[0] + "x",
     ]
-    assert not any(map(is_shard, others))
+    assert [rank_of_shard(name) for name in others] == [None] * 4

@@ -8,7 +8,7 @@ import torch
 
 from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
-from plsc.checkpoint.check import Checker
+from plsc.checkpoint.manifest import Checker
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World

@@ -11,6 +11,7 @@ import yaml
 
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.classes import change_classes
+from plsc.checkpoint.snapshot import local_of
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads import DenseHead, ShardedHead
@@ -143,8 +144,8 @@ def resumed_run(sets, trained, tmp_path, *names, at=7, **settings):
 
 
 def state_of(run):
-    whole, sharded, _ = collect_tensors(run.network, run.head, run.optimizer, run.rows)
-    return {**whole, **{key: part.local for key, part in sharded.items()}}
+    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    return {role.key: local_of(value) for role, value in found.items()}
 
 
 def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, trained, tmp_path):
