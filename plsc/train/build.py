@@ -31,7 +31,7 @@ from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.optimizers import Assignment, Factory, assign_parameters
 from plsc.optim.schedule import Schedule
-from plsc.parallel.sharding import is_sharded
+from plsc.parallel.backbone import is_sharded
 from plsc.parallel.world import World
 from plsc.train.acceleration import (
     check_speed,

@@ -19,9 +19,8 @@ from plsc.heads.joint import each_head
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
+from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, without_sum
 from plsc.parallel.collectives import max_over_ranks
-from plsc.parallel.gradients import without_sum
-from plsc.parallel.sharding import gradient_norm, is_sharded, local_part
 from plsc.parallel.world import World
 from plsc.spans import span
 from plsc.train.build import Run
