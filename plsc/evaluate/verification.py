@@ -114,16 +114,8 @@ def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
     Raises:
         DataError: the pairs are all same or all different, or a score is not finite.
     """
-    cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
-    _check_labels(cosines, is_same)
-    negatives = np.sort(cosines[~is_same])[::-1]
-    # the most false accepts that are allowed; divided as a rate is, so that 29 of 100 are 0.29
-    allowed = min(int(far * len(negatives)) + 1, len(negatives))
-    while allowed / len(negatives) > far:
-        allowed -= 1
-    if allowed == len(negatives):
-        return 1.0
-    return float(np.mean(cosines[is_same] > negatives[allowed]))
+    rates, accepted = roc_curve(cosines, is_same)
+    return float(accepted[np.searchsorted(rates, far, side="right") - 1])
 
 
 def area_under_roc(cosines: np.ndarray, is_same: np.ndarray) -> float:
