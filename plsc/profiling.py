@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import logging
 import os
 import re
 import resource
@@ -31,11 +32,13 @@ from plsc.parallel.world import World
 from plsc.spans import PREFIX
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.directories import open_to_resume
-from plsc.train.logs import METRICS_NAME, RunLog
+from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.randomness import seed_generators
 from plsc.train.resume import resolve_run
 from plsc.train.saving import Saver
+
+logger = logging.getLogger(__name__)
 
 WARM_UP = 5  # steps: memory is allocated, workers read ahead, code is compiled
 TRACED = 10  # steps at most: more make the trace slow to open
@@ -195,15 +198,13 @@ def _train(run: Run, steps: int, output: Path) -> _Watch:
     watch = _Watch(device, steps)
     run.save_dir = output  # of what the loop lists next to the checkpoints
     run.options = run.options.changed({"train.steps": watch.total, "train.epochs": _ENDLESS})
-    log = _QuietLog(output, run.world.is_main, 0, watch.total)
+    silent = RunLog(output, False, 0, watch.total)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        Trainer(run, log, _NoSaver(), watch).train()
+        Trainer(run, silent, _NoSaver(), watch).train()
     finally:
         watch.profile.stop()
-        log.close()
-        (output / METRICS_NAME).unlink(missing_ok=True)
     return watch
 
 
@@ -242,7 +243,7 @@ def _report(watch: _Watch, world: World, output: Path) -> ProfileResult:
         with _writing(output):
             (output / "profile.txt").write_text(text + "\n", "utf-8")
             (output / "profile.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
-        print(text)
+        logger.info(text)
     world.barrier()  # when it returns, all files are there
     return result
 
@@ -351,16 +352,6 @@ def _peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-class _QuietLog(RunLog):
-    """Writes its lines to a file, as in training, and prints nothing."""
-
-    def say(self, text: str) -> None:
-        """Say nothing."""
-
-    def plot(self) -> None:
-        """Draw nothing."""
 
 
 class _NoSaver(Saver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,14 +12,16 @@ from torch import Tensor, nn
 
 from plsc.parallel.world import World
 
+logger = logging.getLogger(__name__)
+
 
 class CompiledNetwork(nn.Module):
     """A network that is compiled for the batches of training, and is itself for everything else.
 
     network: anything that is called as ``network(images, labels, is_train)``. sizes: the numbers of images
     that training gives it on this rank; a last smaller batch is computed by the plain network, since another
-    size would take minutes to compile. say: logs once whether it was compiled, and why not. world: the ranks
-    that train together. backend: of torch.compile.
+    size would take minutes to compile. world: the ranks that train together; rank 0 logs, once, whether the
+    network was compiled, and why not. backend: of torch.compile.
 
     What cannot be compiled (no C++ compiler, a construct that torch cannot translate) is computed by the
     plain network, on all ranks if that is so on one: they agree in each call of training, of which every
@@ -31,7 +34,6 @@ class CompiledNetwork(nn.Module):
         self,
         network: nn.Module,
         sizes: Collection[int],
-        say: Callable[[str], None],
         world: World | None = None,
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
@@ -40,7 +42,6 @@ class CompiledNetwork(nn.Module):
         self._sizes = frozenset(sizes)
         self._missing = set(sizes)
         self._is_agreed = False
-        self._say = say
         self._world = world or World.single()
         # Only this backend has random numbers of its own.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
@@ -59,7 +60,7 @@ class CompiledNetwork(nn.Module):
     def _try(self, input: Tensor, *others: Any) -> Tensor:
         """Compute a batch, compiled if its size is one for that; on failure, and from then on, plainly."""
         if self._missing == self._sizes:
-            self._say("compiling the network: the first step takes a while, up to minutes")
+            self._log("compiling the network: the first step takes a while, up to minutes")
         put_back = self._remember()
         output, trouble = self._compute(input, *others)
         failed, missing = self._world.agree_max(int(output is None), len(self._missing))
@@ -67,16 +68,21 @@ class CompiledNetwork(nn.Module):
             assert output is not None
             if not missing:
                 self._is_agreed = True
-                self._say("the network is compiled")
+                self._log("the network is compiled")
             return output
         put_back()  # the part before a failure may have run, or all of it, here
         self._compiled = None
         reasons = enumerate(self._world.all_gather_object(trouble))
         rank, reason = next((rank, text) for rank, text in reasons if text)
         where = f"rank {rank}: " if self._world.size > 1 else ""
-        self._say(f"the network is not compiled, and trains as it is: {where}{reason}")
+        text = f"the network is not compiled, and trains as it is: {where}{reason}"
+        self._log(text, logging.WARNING)
         # An error of the network itself is raised again here.
         return self.network(input, *others)
+
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        if self._world.is_main:
+            logger.log(level, text)
 
     def _remember(self) -> Callable[[], None]:
         """Return what puts back the buffers and the states of random numbers as they are now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 
 import torch
 from torch import nn
@@ -22,9 +23,9 @@ from plsc.parallel.backbone import (
     sum_gradients,
 )
 from plsc.parallel.world import World
-from plsc.train.logs import print_on_main
 from plsc.train.precision import training_mode
 
+logger = logging.getLogger(__name__)
 _KEPT_WHOLE = "its parameters stay whole on each rank"
 
 
@@ -92,7 +93,7 @@ def compiled(network: BaseModel, options: Config, world: World, global_batch: in
     if not options.speed.compile:
         return network
     sizes = batch_sizes(options, world, global_batch)
-    return CompiledNetwork(network, sizes, print_on_main(world), world)
+    return CompiledNetwork(network, sizes, world)
 
 
 def batch_sizes(options: Config, world: World, global_batch: int) -> set[int]:
@@ -113,7 +114,8 @@ def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
     if isinstance(folded, str):
         if folded != network.unfolded_because:  # once, not at each evaluation
             network.unfolded_because = folded
-            print_on_main(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
+            if world.is_main:
+                logger.info(f"speed.fold_batch_norm is passed over for this network: {folded}")
         return network
     return folded
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plsc.errors import TrainingError, TrainingInterrupted, as_worded
+from plsc.errors import TrainingError, TrainingInterrupted
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.train.state import Position
@@ -122,7 +122,7 @@ class LearningCheck:
             return None
         self._watches_loss = False
         return (
-            f"warning: the loss rises: its median is {before:.4g} over the first {half} steps and "
+            f"the loss rises: its median is {before:.4g} over the first {half} steps and "
             f"{after:.4g} over the next {len(second)}; use a tenth of the learning rate; {_PAGE}"
         )
 
@@ -133,7 +133,7 @@ class LearningCheck:
         if effective_rank == 0 and "equal" not in self._said:
             self._said |= {"equal", "collapsed"}
             return (
-                f"warning: at step {step} the network gives the same embedding for all {batch} images of the "
+                f"at step {step} the network gives the same embedding for all {batch} images of the "
                 "batch; look for dead activations, weights that are all zero or constant input images; "
                 f"{_PAGE}"
             )
@@ -148,7 +148,7 @@ class LearningCheck:
             return None
         self._said.add("collapsed")
         return (
-            f"warning: since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} "
+            f"since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} "
             f"directions ({effective_rank:.1f} now; 8 or more in a good run): they collapse, and "
             "unseen classes will not be told apart though the loss falls; start again with a third of the "
             f"learning rate, set_clip_norm(5) or a longer warm-up; {_PAGE}"
@@ -171,7 +171,7 @@ def slow_start(seconds: float, log_period: int) -> str | None:
     """Return a line for who waits for the first log line, if the first step took long."""
     if seconds < SLOW_STEP:
         return None
-    return as_worded(
+    return (
         f"the first step took {seconds:.0f} s; a line is logged every {log_period} steps (set_log_period()), "
         "and at the end of each epoch"
     )
@@ -182,14 +182,14 @@ def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
     if expected is None or steps == expected:
         return None
     return (
-        f"warning: epoch {epoch} of the reader had {steps} steps, but {expected} were expected; warm-up, log "
+        f"epoch {epoch} of the reader had {steps} steps, but {expected} were expected; warm-up, log "
         "lines and resuming count with these: correct set_train_image_num"
     )
 
 
 def nothing_left(step: int, epoch: int) -> str:
     """Return a line for a run that is over before its first step."""
-    return as_worded(
+    return (
         f"nothing is left to train: {step} steps and {epoch} epoch{'s' * (epoch != 1)} were made already; to "
         "go on, raise set_train_epochs() or set_train_steps()"
     )

@@ -15,7 +15,6 @@ from plsc.config import Config, find_option
 from plsc.config.data import DataOptions
 from plsc.data.batch import Batch
 from plsc.data.loader import SourceLoader
-from plsc.errors import as_worded
 from plsc.parallel.backbone import plain_name
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
@@ -68,7 +67,7 @@ def frozen_note(network: nn.Module) -> str:
     """Return a line for a network of which nothing is trained, or nothing."""
     if any(parameter.requires_grad for parameter in network.parameters()):
         return ""
-    return f"warning: {plain_name(network)} has no trainable parameter; only the head is trained"
+    return f"note: {plain_name(network)} has no trainable parameter; only the head is trained"
 
 
 def threads_note(options: Config) -> str:
@@ -237,7 +236,7 @@ def advise(readings: Sequence[Reading], options: DataOptions) -> str | None:
         f"{_count(worst.workers, 'worker')} a rank"
     )
     remedy = _remedy_of_reader(worst) if "reader" in worst.kind else None
-    return as_worded(f"{problem}; {remedy or _remedy(worst, beside, options)}")
+    return f"{problem}; {remedy or _remedy(worst, beside, options)}"
 
 
 def _remedy(worst: Reading, beside: Sequence[Reading], options: DataOptions) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -31,13 +32,15 @@ from plsc.train.class_numbers import OpenedCheckpoint
 from plsc.train.directories import Places, open_load_dir, open_places, open_start
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.feed import is_generator_reader, open_training_source
-from plsc.train.logs import RunLog, print_on_main
+from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.precision import evaluation_context, look_up_lists, training_mode, use_lists
 from plsc.train.randomness import seed_generators
 from plsc.train.resume import resolve_run, restore
 from plsc.train.saving import Saver
 from plsc.train.warm_start import WarmStart, start_from_pretrained
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,12 +64,11 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     run = build_run(config, world, user, checkpoint)
     run.resumed_from = checkpoint[0] if checkpoint else None
     run.run_id = start.run_id
-    say = print_on_main(world)
-    places = open_places(config, world, say, start)
+    places = open_places(config, world, start)
     try:
         run.save_dir = places.local
-        if start.note:
-            say(start.note)
+        if start.note and world.is_main:
+            logger.info(start.note)
         warm_start = None
         if checkpoint:
             differences += restore(run, *checkpoint)
@@ -116,7 +118,9 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
             rates = ", ".join(
                 f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items()
             )
-            print(f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}")
+            logger.info(
+                f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}"
+            )
     return results
 
 
@@ -156,8 +160,9 @@ def load_network(
     """
     path, manifest = checkpoint or open_load_dir(options.resolve(), world)
     config = adopt(options, path, manifest, user.model, "model")
-    for difference in config.differences:
-        print_on_main(world)(f"differs from the checkpoint: {difference}")
+    if world.is_main:
+        for difference in config.differences:
+            logger.info(f"differs from the checkpoint: {difference}")
     network = build_network(config, world, user.model)
     use_lists(network, look_up_lists(network, config), config, world.device)
     try:

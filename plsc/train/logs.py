@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,16 +17,12 @@ from tqdm import tqdm
 
 from plsc.errors import TrainingError, shown
 from plsc.evaluate.plots import plot_metrics
-from plsc.parallel.world import World
 from plsc.storage.publish import replacing
+
+logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
-
-
-def print_on_main(world: World) -> Callable[[str], None]:
-    """Return what prints a line on rank 0, and does nothing on the others."""
-    return lambda line: print(shown(line), flush=True) if world.is_main else None
 
 
 class RunLog:
@@ -54,18 +51,10 @@ class RunLog:
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
 
-    def say(self, text: str) -> None:
-        """Print one line, above the bar if there is one."""
-        if not self._is_main:
-            return
-        if self._bar is not None:
-            self._bar.write(shown(text), file=sys.stdout)
-        else:
-            print(shown(text), flush=True)
-
-    def problem(self, text: str) -> None:
-        """Print what this rank, whichever it is, met and passed over."""
-        tqdm.write(f"plsc: {shown(text)}", file=sys.stderr)
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Log a message of rank 0."""
+        if self._is_main:
+            logger.log(level, shown(text))
 
     def advance(self) -> None:
         """One step is made."""

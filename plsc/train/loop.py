@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator
 from contextlib import closing
@@ -37,6 +38,7 @@ from plsc.train.saving import Saver
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart
 
+logger = logging.getLogger(__name__)
 _SHOWN = 10  # lines on the terminal per rank; a dataset may be bad altogether
 
 
@@ -248,7 +250,7 @@ class Trainer:
 
     def _warn(self, warning: str | None) -> None:
         if warning:
-            self._log.say(warning)
+            self._log.say(warning, logging.WARNING)
 
     def _metrics_of_scaling(self) -> dict[str, float]:
         """Return the loss scale of the next step, and how many steps were skipped in all."""
@@ -312,7 +314,7 @@ class Trainer:
         self._saver.close(seconds=self._options.stop_deadline / 2)
         self._note_saved()
         error = interrupted(signal_number, position.step, self._result.checkpoint)
-        self._log.say(f"plsc: {error}")
+        self._log.say(str(error))
         raise error
 
     def _note_saved(self) -> None:
@@ -410,10 +412,10 @@ class BadSampleReport:
                 continue
             if len(self._shown) < _SHOWN:
                 self._shown.add(problem.text)
-                self._log.problem(f"{self._done}: {problem.text}")
+                logger.warning(f"{self._done}: {problem.text}")
             elif not self._is_cut:
                 self._is_cut = True
-                self._log.problem("further ones are in bad_samples.txt alone")
+                logger.warning("further ones are in bad_samples.txt alone")
         self._pending.extend(problems)
 
     def gather(self) -> int:
