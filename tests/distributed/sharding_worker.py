@@ -283,7 +283,6 @@ def check_networks(world: World, dataset: Path, folder: Path) -> None:
             Uneven(), {"parallel.shard_size": 3},
         ),
         r"adafactor cannot update a sharded": (Uneven(), {"optim.optimizer": "adafactor"}),
-        r"torch's fused sgd takes no sharded": (Uneven(), {"optim.implementation": "fused"}),
         r"unused is called 0 times": (Uneven(), {"parallel.shard_units": "unused"}),
     }  # fmt: skip
     for text, (network, more) in refusals.items():

@@ -286,7 +286,7 @@ def test_settings_that_an_optimizer_has_not_are_refused_before_any_data_is_read(
     [
         (
             {"optimizer": "radam", "implementation": "fused"},
-            "no fused radam; expected one of sgd, adam",
+            "radam cannot be made: TypeError: RAdam.__init__() got an unexpected keyword argument 'fused'",
         ),
         (
             {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},
