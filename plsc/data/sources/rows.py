@@ -16,6 +16,7 @@ import numpy as np
 import pybase64
 
 from plsc.data.decode import MAX_FILE_BYTES, check_image_bytes
+from plsc.data.files import Shards
 from plsc.data.sources.base import printable, read_image_file
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
@@ -25,7 +26,6 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.files import Shards
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
@@ -250,7 +250,7 @@ _decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 class JsonLinesSource(RowSource):
-    """A file of JSON objects, one a line: see `RowSource` for images and labels.
+    """A file of JSON objects, one per line: see `RowSource` for images and labels.
 
     Blank lines, CRLF and a byte order mark are accepted. Raises OptionError for a name that the first
     object does not have, DataError that names the line for one that is no object, or lacks the label.
@@ -299,7 +299,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error).split(": ", 1)[0]
         raise DataError(
-            f"is no JSON ({reason}): '{printable(line[:60])}'; expected one object a line"
+            f"is no JSON ({reason}): '{printable(line[:60])}'; expected one object per line"
         ) from error
     if not isinstance(found, dict):
         raise DataError(f"is {_kind(found)}; expected an object")
