@@ -41,7 +41,7 @@ CASES = [
     ("a.jsonl", ROW + '{"image": "a', ":2: is no JSON (", "one object per line; fix the line"),
     ("a.jsonl", ROW + '{"image": "a"}', ":2: the label 'label' is missing", "fix the line"),
     ("a.jsonl", '{"image":\n' + ROW, ": the first line is no JSON (", "fix the line"),
-    ("a.csv", b"\xff,label\n1,2\n", ": the first line is no UTF-8", "expected the columns' names"),
+    ("a.csv", b"\xff,label\n1,2\n", ": the first line is no UTF-8", "fix the line"),
     (
         "mk.py",
         "print()\n",
