@@ -227,12 +227,16 @@ class _Bounded:
 
 def _checked(member: TarInfo, title: str) -> TarInfo:
     """Return a member, its name made a relative path; DataError for one that is no plain file or folder."""
-    if not (member.isreg() or member.isdir()) or member.issparse() or member.size < 0:
+    is_plain = member.type == tarfile.REGTYPE and member.sparse is None  # the usual case
+    if (
+        not (is_plain or member.isdir() or (member.isreg() and not member.issparse()))
+        or member.size < 0
+    ):
         what = next(
             (name for kinds, name in _REFUSED.items() if member.type in kinds), "no plain file"
         )
         raise DataError(f"{title}: '{printable(member.name)}' is {what}; only files can be read")
-    if member.isdir():
+    if not is_plain and member.isdir():
         member.size = 0
     name = member.name
     if not name or name[0] in "/." or "/." in name or "//" in name or "\0" in name:
