@@ -36,12 +36,12 @@ class ReaderLoader:
     A stream has no index, so every rank runs the whole generator: a global batch is the next
     ``global_batch`` samples, and sample i of it goes to rank i mod ranks. Ranks agree as long as the
     reader's order is a function of ``random``, ``numpy.random`` and ``torch``: these are seeded from
-    (seed, epoch), alike on all ranks, whenever the generator runs, and put back afterwards. A resumed
+    (seed, epoch), identically on all ranks, whenever the generator runs, and put back afterwards. A resumed
     epoch is positioned by replaying it.
 
     With ``shards_itself``, or where the reader declares it (`declares_shards`), it is called as
     ``reader(rank, ranks)`` and yields this rank's samples only, of which a step takes the rank's share of
-    ``global_batch``. It is seeded alike on all ranks all the same: so it may shuffle a list and take every
+    ``global_batch``. It, too, is seeded identically on all ranks: so it may shuffle a list and take every
     ranks-th of it.
 
     With ``ahead`` the generator runs in a forked process, a few batches ahead: a thread would share
@@ -75,7 +75,7 @@ class ReaderLoader:
         self.shards_itself = shards_itself or declares_shards(reader)
         if self.shards_itself and global_batch < ranks:
             raise OptionError(
-                f"a reader that shards itself needs a sample a rank and step, but the global batch is "
+                f"a reader that shards itself needs a sample per rank and step, but the global batch is "
                 f"{global_batch} on {ranks} ranks"
             )
         self.reader = reader
@@ -188,7 +188,7 @@ class ReaderLoader:
         if steps < start_step:
             raise DataError(
                 f"epoch {epoch} of the {self.title} ended after {steps} steps, before step "
-                f"{start_step} where the run goes on; the reader must give what it gave before"
+                f"{start_step} where the run resumes; the reader must give what it gave before"
             )
 
     @property

@@ -216,7 +216,7 @@ def replacement(seed: int, epoch: int, sample: int, attempt: int, num_samples: i
 class BadSampleList:
     """``bad_samples.txt``: a line ``kind<tab>name: reason`` for each bad sample, each once.
 
-    A file that is there is gone on with, so that a resumed run does not list a sample twice.
+    An existing file is continued, so that a resumed run does not list a sample twice.
     """
 
     def __init__(self, folder: Path) -> None:
