@@ -12,7 +12,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -101,6 +101,18 @@ def first_line(error: BaseException) -> str:
 def kind_and_line(error: BaseException) -> str:
     """Return an error's type, and the first line of its message if it has one."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+@contextlib.contextmanager
+def refusing(what: str, advice: str = "") -> Iterator[None]:
+    """Turn whatever code that is not ours raises into OptionError: what failed, the fault, and the advice."""
+    try:
+        yield
+    except PlscError:
+        raise
+    except Exception as error:
+        ending = f"; {advice}" if advice else ""
+        raise OptionError(f"{what}: {kind_and_line(error)[:300]}{ending}") from error
 
 
 def failure_text(error: BaseException) -> str:

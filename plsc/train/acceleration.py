@@ -15,8 +15,13 @@ from plsc.models.base_model import evaluating, use_channels_last
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dry_run import count_calls, dry_run
 from plsc.models.folding import fold_batch_norm
-from plsc.parallel.gradients import sum_gradients
-from plsc.parallel.sharding import choose_units, match_units, shard_network, split_again
+from plsc.parallel.backbone import (
+    choose_units,
+    match_units,
+    shard_network,
+    split_again,
+    sum_gradients,
+)
 from plsc.parallel.world import World
 from plsc.train.precision import training_mode
 
