@@ -147,7 +147,6 @@ class _Watch:
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
         self.steps = steps
         self.traced = min(steps, TRACED)
         self.total = WARM_UP + steps + 1 + self.traced + 1

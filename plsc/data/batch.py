@@ -85,7 +85,7 @@ class Batch:
 
 
 class NamesOf(Sequence[str]):
-    """The names of some samples, looked up when they are asked for: as a rule nobody asks.
+    """The names of some samples, looked up only when they are used.
 
     A copy in another process has lost the source, which would be too much to send with each batch.
     """
@@ -203,7 +203,7 @@ def copied_aside(
 ) -> Generator[Batch, None, None]:
     """Yield the batches of a generator with their images on a GPU; on a CPU, as they are.
 
-    The copies run in a stream of their own, beside whatever the device was given before. So they cost
+    The copies run in a stream of their own, concurrently with the device's earlier work. So they cost
     nothing where the program is ahead of the device, as it is when nothing waits for losses; in the stream of
     the computation they would begin when the step before has ended. The images must be in page-locked
     memory, else the program waits for each copy. Labels stay where they are: the step looks at them.

@@ -31,7 +31,6 @@ from plsc.seeds import hash_key
 Request = tuple[int, np.ndarray]
 """An epoch, and the indices of the samples of one batch."""
 
-POLICIES = ("stop", "skip", "replace")
 MAX_REPLACEMENTS = 16  # with a tenth of the samples bad, all fail once in 10^16 times
 LIST_NAME = "bad_samples.txt"
 MAX_LISTED = 100_000  # lines; further ones are counted only
@@ -217,7 +216,7 @@ def replacement(seed: int, epoch: int, sample: int, attempt: int, num_samples: i
 class BadSampleList:
     """``bad_samples.txt``: a line ``kind<tab>name: reason`` for each bad sample, each once.
 
-    A file that is there is gone on with, so that a resumed run does not list a sample twice.
+    An existing file is continued, so that a resumed run does not list a sample twice.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.errors import OptionError, suggest
-from plsc.heads.base import Head, HeadOutput
-from plsc.heads.dense import DenseHead
+from plsc.heads.base import DenseHead, Head, HeadOutput
 from plsc.heads.margins import MARGINS, Margin, build_margin
 from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from plsc.heads.sampling import Sampling
@@ -93,13 +92,13 @@ def build_head(
             f"{loss_type} has all rows on every rank and neither samples nor offloads nor rounds them; use "
             f"dist_{loss_type}"
         )
-    head = DenseHead(
+    return DenseHead(
         class_num,
         emb_size,
         margin,
         centers=centers,
+        row_dtype=row_dtype,
         initial_norm=initial_norm,
         seed=seed,
         group=group,
     )
-    return head.to(row_dtype)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from plsc.errors import CheckpointError, OptionError
-from plsc.heads.context import ForwardContext, rows_of, summed_gradients
+from plsc.heads.context import rows_of, summed_gradients
 from plsc.heads.rules import BLOCK, MOMENTUM, MOMENTUM_SCALE, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
+from plsc.heads.softmax import ForwardContext
 from plsc.heads.weights import Rows, States, bring_back, fetch_states, hash_key, read_dtype
 from plsc.parallel.collectives import sum_over_ranks
 
@@ -62,30 +63,25 @@ class RowOptimizer(torch.optim.Optimizer):
         are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`; a scalar
         tensor on a GPU is not waited for.
         """
-        head = self.head
-        if isinstance(clip, Tensor):
-            for context in head.contexts:
-                context.loss_gradient = context.loss_gradient * clip.to(context.loss_gradient)
-            clip = 1.0
         outcome = None
         if closure is not None:
             with torch.enable_grad():
                 outcome = closure()
-        key = hash_key(head.seed, head.step, 3)
-        contexts = head.contexts.consume()
-        if not contexts:
-            return outcome
-        factor = clip / grad_scale
-        group = self.param_groups[0]
+        head, group = self.head, self.param_groups[0]
         names = ("lr", "momentum", "nesterov", "weight_decay", "eps")
         settings = {name: group[name] for name in names if name in group}
         if "betas" in group:
             settings["beta1"], settings["beta2"] = group["betas"]
-        rule = Rule(kind=self.kind, key=key, **settings)
+        rule = Rule(kind=self.kind, key=hash_key(head.seed, head.step, 3), **settings)
+        contexts = head.contexts.consume()
+        for context in contexts:
+            if isinstance(clip, Tensor):
+                context.weight = context.weight * clip.to(context.weight)
+            context.factor = (1.0 if isinstance(clip, Tensor) else clip) / grad_scale
         if len(contexts) == 1:
-            self._update(contexts[0], rule, factor)
-        else:
-            self._accumulate(contexts, rule, factor)
+            self._update(contexts[0], rule)
+        elif contexts:
+            self._accumulate(contexts, rule)
         return outcome
 
     def skip(self) -> None:
@@ -103,55 +99,49 @@ class RowOptimizer(torch.optim.Optimizer):
         device = contexts[0].log_total.device if contexts else self.head.weight.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if contexts:
-            for _, dw, db in summed_gradients(contexts, rows_of(contexts), 1 / grad_scale):
+            for _, dw, db in summed_gradients(contexts, rows_of(contexts)):
                 total += dw.double().square().sum()
                 if db is not None:
                     total += db.double().square().sum()
-        return sum_over_ranks(total, self.head.group).sqrt()
+        return sum_over_ranks(total, self.head.group).sqrt() / grad_scale
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the settings and states of `state_dict()`, in place and in the types they have here.
 
         Raises CheckpointError for states of another optimizer, head or rank count.
         """
-        groups, states = state_dict["param_groups"], state_dict["state"]
-        parameters = self.param_groups[0]["params"]
-        if len(groups) != 1 or len(states) != len(parameters):
-            raise CheckpointError("this is not the state of a row optimizer of such a head")
-        for index, parameter in enumerate(parameters):
-            mine, theirs = self.state[parameter], states[index]
-            if mine.keys() != theirs.keys():
-                raise CheckpointError(
-                    f"the state has {sorted(theirs)}, this optimizer needs {sorted(mine)}; build it with the "
-                    "settings it was saved with"
-                )
-            for name, tensor in mine.items():
-                value = theirs[name]
-                if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-                    raise CheckpointError(
-                        f"the state {name} is {value.dtype} {list(value.shape)}, this rank needs "
-                        f"{tensor.dtype} {list(tensor.shape)}"
-                    )
-                tensor.copy_(value)
-        settings = {name: value for name, value in groups[0].items() if name != "params"}
-        self.param_groups[0].update(settings)
+        (group, *others), saved = state_dict["param_groups"], state_dict["state"]
+        states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
+        theirs, mine = (
+            [{name: f"{t.dtype} {list(t.shape)}" for name, t in one.items()} for one in every]
+            for every in (saved.values(), states)
+        )
+        if others or theirs != mine:
+            raise CheckpointError(
+                f"the states of the row optimizer are {theirs}; expected {mine} on this rank: make it with "
+                "the settings, and on the ranks, that it was saved with"
+            )
+        for state, values in zip(states, saved.values(), strict=True):
+            for name, tensor in state.items():
+                tensor.copy_(values[name])
+        self.param_groups[0].update((n, value) for n, value in group.items() if n != "params")
 
-    def _update(self, context: ForwardContext, rule: Rule, factor: float) -> None:
+    def _update(self, context: ForwardContext, rule: Rule) -> None:
         """Update from one forward pass."""
         rows, home = context.rows, context.home
+        is_away = rows is not home
         states = self._states(self.head.weight)
-        here = states if home is None else fetch_states(states, home, rows.weight.device)
-        gradient = context.gradient(factor)
-        biases = context.backend.update(rows, context.queries, gradient, rule, here)
-        if home is not None:
+        here = fetch_states(states, home, rows.weight.device) if is_away else states
+        biases = context.backend.update(context, rule, here)
+        if is_away:
             bring_back(rows, home, here, states)
         if biases is not None:
-            self._update_biases(home or rows, biases, rule)
+            self._update_biases(home, biases, rule)
 
-    def _accumulate(self, contexts: list[ForwardContext], rule: Rule, factor: float) -> None:
+    def _accumulate(self, contexts: list[ForwardContext], rule: Rule) -> None:
         """Update from several passes: each row of any of them once, by the sum of its gradients."""
         rows, states, biases = rows_of(contexts), self._states(self.head.weight), []
-        for tile, dw, db in summed_gradients(contexts, rows, factor):
+        for tile, dw, db in summed_gradients(contexts, rows):
             apply_rule(rule, rows, tile, dw, states)
             if db is not None:
                 biases.append(db)
@@ -178,10 +168,13 @@ class RowOptimizer(torch.optim.Optimizer):
         rows = parameter.shape[0] * parameter.shape[1]
         return {name: state.view(rows, *state.shape[2:]) for name, state in states.items()}
 
-    def _like(self, parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return zeros of the parameter's shape; biases, being few, have theirs in full precision."""
-        kept = parameter.dtype if parameter is self.head.bias else (dtype or self._dtype)
-        return torch.zeros_like(parameter, dtype=kept)
+    def _zeros(
+        self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False
+    ) -> Tensor:
+        """Return zeros of the parameter's shape, or one per row; biases have theirs in full precision."""
+        shape = parameter.shape[:-1] if per_row and parameter.ndim > 1 else parameter.shape
+        kept = parameter.dtype if parameter is self.head.bias else self._dtype
+        return parameter.new_zeros(shape, dtype=dtype or kept)
 
 
 class RowSGD(RowOptimizer):
@@ -215,7 +208,7 @@ class RowSGD(RowOptimizer):
     def _empty_states(self, parameter: Tensor) -> States:
         if not self.defaults["momentum"]:
             return {}
-        states = {MOMENTUM: self._like(parameter)}
+        states = {MOMENTUM: self._zeros(parameter)}
         if states[MOMENTUM].dtype is torch.int8:
             blocks = -(-parameter.shape[-1] // BLOCK)
             states[MOMENTUM_SCALE] = parameter.new_zeros(
@@ -244,13 +237,10 @@ class RowAdamW(RowOptimizer):
         super().__init__(head, state_dtype, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _empty_states(self, parameter: Tensor) -> States:
-        steps = parameter.new_zeros(
-            parameter.shape[:-1] if parameter.ndim > 1 else parameter.shape, dtype=torch.int32
-        )
         return {
-            "exp_avg": self._like(parameter),
-            "exp_avg_sq": self._like(parameter),
-            "steps": steps,
+            "exp_avg": self._zeros(parameter),
+            "exp_avg_sq": self._zeros(parameter),
+            "steps": self._zeros(parameter, torch.int32, per_row=True),
         }
 
 
@@ -273,9 +263,7 @@ class RowAdagrad(RowOptimizer):
         super().__init__(head, state_dtype, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _empty_states(self, parameter: Tensor) -> States:
-        rows = parameter[..., 0] if parameter.ndim > 1 else parameter
-        kept = parameter.dtype if parameter is self.head.bias else self._dtype
-        return {"sum_of_squares": torch.zeros_like(rows, dtype=kept)}
+        return {"sum_of_squares": self._zeros(parameter, per_row=True)}
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {

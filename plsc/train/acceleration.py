@@ -9,14 +9,19 @@ import torch
 from torch import nn
 
 from plsc.config import Config
-from plsc.errors import OptionError, first_line
+from plsc.errors import OptionError, kind_and_line
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating, use_channels_last
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dry_run import count_calls, dry_run
 from plsc.models.folding import fold_batch_norm
-from plsc.parallel.gradients import sum_gradients
-from plsc.parallel.sharding import choose_units, match_units, shard_network, split_again
+from plsc.parallel.backbone import (
+    choose_units,
+    match_units,
+    shard_network,
+    split_again,
+    sum_gradients,
+)
 from plsc.parallel.world import World
 from plsc.train.precision import training_mode
 
@@ -177,7 +182,7 @@ def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
             split_again(network)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise OptionError(
-            f"{type(network).__name__} cannot be sharded as it is: {type(error).__name__}: "
-            f"{first_line(error)}; if a layer's parameters are used while the layer around them does not "
+            f"{type(network).__name__} cannot be sharded as it is: "
+            f"{kind_and_line(error)}; if a layer's parameters are used while the layer around them does not "
             "run, name the units yourself (parallel.shard_units), or set_backbone_parallel('replicated')"
         ) from error

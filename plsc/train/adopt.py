@@ -29,8 +29,8 @@ from plsc.config.data import is_name
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads.joint import JointHead
 from plsc.models import BaseModel, build_model
-from plsc.models.adapted import TIMM, TORCHVISION
 from plsc.models.base_model import harmless_arguments
+from plsc.models.registry import TIMM, TORCHVISION
 from plsc.parallel.collectives import class_ranges
 from plsc.train.build import Run
 

@@ -18,7 +18,7 @@ from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows
 from plsc.models import BaseModel, build_model, check_model
-from plsc.models.base_model import constructor_arguments
+from plsc.models.base_model import constructor_arguments, unwrap
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.dropout import SampleNumbers, draw_by_sample
 from plsc.models.parameters import (
@@ -28,11 +28,10 @@ from plsc.models.parameters import (
     thaw,
 )
 from plsc.models.sync_batch_norm import synchronise_batch_norm
-from plsc.optim.autocast import remove_lists
 from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.optimizers import Assignment, Factory, assign_parameters
 from plsc.optim.schedule import Schedule
-from plsc.parallel.sharding import is_sharded
+from plsc.parallel.backbone import is_sharded
 from plsc.parallel.world import World
 from plsc.train.acceleration import (
     check_speed,
@@ -140,8 +139,8 @@ def build_run(
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
-        # Else torch refuses each product on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if world.device.type == "cuda":  # else torch refuses each product there
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     network, assignment, samples = _build_trained_network(options, world, user.model)
     memory = options.memory
     checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)
@@ -231,8 +230,7 @@ def _build_trained_network(
 
 def _undo_earlier_run(network: BaseModel) -> None:
     """Take back what a run before this one, with other options, left on a network of the user's."""
-    checkpoint_activations(network, "none")  # it lies around what the lists did
-    remove_lists(network)
+    unwrap(network)
     thaw(network)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from plsc.errors import TrainingError, TrainingInterrupted
-from plsc.parallel.sharding import local_part
+from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.train.state import Position
 

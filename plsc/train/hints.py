@@ -15,8 +15,8 @@ from plsc.config import Config, find_option
 from plsc.config.data import DataOptions
 from plsc.data.batch import Batch
 from plsc.data.loader import SourceLoader
+from plsc.parallel.backbone import plain_name
 from plsc.parallel.machine import usable_cores
-from plsc.parallel.sharding import plain_name
 from plsc.parallel.world import World
 
 _STEPS = ("step", "multi_step")

@@ -23,7 +23,7 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
-from plsc.parallel.sharding import plain_name
+from plsc.parallel.backbone import plain_name
 from plsc.parallel.world import World
 from plsc.train.acceleration import evaluated
 from plsc.train.adopt import adopt

@@ -52,9 +52,9 @@ class RunLog:
             self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
 
     def say(self, text: str, level: int = logging.INFO) -> None:
-        """Log a message of rank 0."""
-        if self._is_main:
-            logger.log(level, shown(text))
+        """Log a message of rank 0, line by line."""
+        for line in text.splitlines() if self._is_main else ():
+            logger.log(level, shown(line))
 
     def advance(self) -> None:
         """One step is made."""

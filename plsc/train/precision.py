@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plsc.checkpoint.manifest import Checker
 from plsc.config import Config
 from plsc.errors import OptionError, TrainingError
-from plsc.optim.autocast import PrecisionLists, apply_lists, autocast
+from plsc.models.autocast import PrecisionLists, apply_lists, autocast
 from plsc.optim.loss_scaling import COUNTS, MOST_SKIPS, LossScaler
 
 

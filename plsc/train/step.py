@@ -16,12 +16,11 @@ from plsc.data.batch import Batch
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.heads.joint import each_head
-from plsc.optim.autocast import autocast
+from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
+from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, without_sum
 from plsc.parallel.collectives import max_over_ranks
-from plsc.parallel.gradients import without_sum
-from plsc.parallel.sharding import gradient_norm, is_sharded, local_part
 from plsc.parallel.world import World
 from plsc.spans import span
 from plsc.train.build import Run

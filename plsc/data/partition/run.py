@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import logging
 import re
 import shutil
@@ -14,9 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plsc.data.lines import Buffers, LongLine
 from plsc.data.partition import local
-from plsc.data.partition import manifest as manifests
 from plsc.data.partition.inputs import (
     Input,
     InputCount,
@@ -27,8 +26,8 @@ from plsc.data.partition.inputs import (
     total_of,
 )
 from plsc.data.partition.options import PartitionOptions
-from plsc.data.partition.order import lines_per_rank, padding_lines
-from plsc.data.partition.parts import Parts
+from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
+from plsc.data.partition.parts import Parts, part_names
 from plsc.errors import DataError
 from plsc.storage.publish import SAVING, Workspace, refuse_existing, staged
 from plsc.storage.urls import base_name, is_url, parent_of, shown
@@ -37,9 +36,12 @@ if TYPE_CHECKING:
     from plsc.storage.store import Store
 
 logger = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
+FILE_LIST = "file_list.txt"
+FORMAT = "plsc-partition-1"
 _EXPANSION = 4  # how much larger compressed inputs are taken to be, until they have been read
 _SILENCE = 300.0  # seconds in which a client may say nothing of a large piece that it sends
-_PART = re.compile(rf"(part_\d+\.txt|{re.escape(manifests.FILE_LIST)})$")
+_PART = re.compile(rf"(part_\d+\.txt|{re.escape(FILE_LIST)})$")
 
 
 def partition(options: PartitionOptions) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
             _check_unchanged(inputs)
             if is_url(options.output):
                 names = [part["name"] for part in manifest["parts"]]
-                names += [manifests.FILE_LIST, manifests.NAME]
+                names += [FILE_LIST, MANIFEST]
                 with staged(options.output, _open_store) as target:
                     _upload(workspace.path, target, names)
             else:
@@ -77,18 +79,17 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
 
 def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
     """Read and check all lines, write nothing; return the counts of a manifest."""
-    buffers, counts = Buffers(1, options.budget.block), []
+    buffers, counts = options.budget.buffers(1), []
     with progress_bar("reading", None) as progress:
         for one in inputs:
             counts.append(InputCount())
             with one.open() as stream:
                 for lines in read_counted(
-                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update, keeps_long=False
-                ):  # fmt: skip
-                    if not isinstance(lines, LongLine):
-                        buffers.give_back(lines.data)
+                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update
+                ):
+                    buffers.give_back(lines.data)
     total = _report(counts, options)
-    return manifests.counts_of(options, total) | {"content_bytes": total.content_bytes}
+    return _counts_of(options, total) | {"content_bytes": total.content_bytes}
 
 
 def _write(
@@ -121,8 +122,8 @@ def _write(
             else:
                 local.write_buckets(buckets, writer, options.seed, budget, pool)
             writer.pad()
-    manifest = manifests.build(options, inputs, counts, parts.sizes, parts.checksums)
-    manifests.write(folder, manifest)
+    manifest = _manifest(options, inputs, counts, parts.sizes, parts.checksums)
+    _write_manifest(folder, manifest)
     return manifest
 
 
@@ -138,8 +139,8 @@ def _run_on_spark(
         _report(counts, options)
         for stray in workspace.path.glob(f"{SAVING}part_*"):
             stray.unlink()  # of a task that was killed, and run again elsewhere
-        manifest = manifests.build(options, inputs, counts, sizes, checksums)
-        manifests.write(workspace.path, manifest)
+        manifest = _manifest(options, inputs, counts, sizes, checksums)
+        _write_manifest(workspace.path, manifest)
         return manifest
 
     if not is_url(options.output):
@@ -148,8 +149,60 @@ def _run_on_spark(
         return manifest
     with staged(options.output, _open_store) as target:
         manifest = finish(target)
-        _upload(workspace.path, target, [manifests.FILE_LIST, manifests.NAME])
+        _upload(workspace.path, target, [FILE_LIST, MANIFEST])
     return manifest
+
+
+def _counts_of(options: PartitionOptions, total: InputCount) -> dict[str, int]:
+    """Return the counts of a manifest. total: of all inputs."""
+    each = lines_per_rank(total.lines, options.nranks)
+    return {
+        "seed": options.seed,
+        "nranks": options.nranks,
+        "lines": total.lines,
+        "lines_per_rank": each,
+        "padding_lines": each * options.nranks - total.lines,
+        "blank_lines": total.blanks,
+        "skipped_lines": total.skipped,
+    }
+
+
+def _manifest(
+    options: PartitionOptions,
+    inputs: list[Input],
+    counts: list[InputCount],
+    sizes: list[int],
+    checksums: list[int],
+) -> dict[str, Any]:
+    """Return the manifest. counts: of the inputs; sizes, checksums: of the parts (see parts.checksum)."""
+    return {
+        "format": FORMAT,
+        "algorithm": ALGORITHM,
+        **_counts_of(options, total_of(counts)),
+        "inputs": [
+            {
+                "name": one.name,
+                "size": one.size,
+                "lines": count.lines,
+                "content_bytes": count.content_bytes,
+                "checksum": f"{count.checksum:016x}",
+            }
+            for one, count in zip(inputs, counts, strict=True)
+        ],
+        "parts": [
+            {"name": name, "size": size, "checksum": f"{checksum:016x}"}
+            for name, size, checksum in zip(
+                part_names(options.nranks), sizes, checksums, strict=True
+            )
+        ],
+    }
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest and the list of the parts."""
+    names = [part["name"] for part in manifest["parts"]]
+    (folder / FILE_LIST).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_unchanged(inputs: list[Input]) -> None:
@@ -222,7 +275,7 @@ def _refuse_existing(output: str) -> None:
     if is_url(output):
         store = _open_store(output)
         if not store.can_rename:
-            store.make_folder()  # makes none: it tells of a bucket that is not there, before the work is done
+            store.make_folder()  # makes none: fails before the work if the bucket does not exist
             if all(_PART.match(name) for name in store.names()):
                 return  # parts without a manifest are what a run that was killed left: nothing
     refuse_existing(output)

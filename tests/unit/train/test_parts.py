@@ -58,6 +58,9 @@ def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_pa
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
     options = options_for(dataset, tmp_path, train__deterministic=True)
     build_run(options, World.single(), UserParts())
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with pytest.raises((RuntimeError, NotImplementedError)):  # nothing computes on this device
+        build_run(options, World.single("cuda:99"), UserParts())
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 

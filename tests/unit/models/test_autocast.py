@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from plsc import AutoMixedPrecisionLists
 from plsc.errors import OptionError
+from plsc.models.autocast import OPERATORS, OperatorPrecision, PrecisionLists, apply_lists, autocast
 from plsc.models.resnet import SmallResNet
-from plsc.optim.autocast import OPERATORS, OperatorPrecision, PrecisionLists, apply_lists, autocast
 
 CPU = torch.device("cpu")
 WATCHED = ("stem.0", "stem.1", "stem.2", "neck.fc", "neck.norm_out")
