@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from plsc.checkpoint.agree import on_every_rank
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
-from plsc.errors import CheckpointError, DataError, OptionError, PlscError, suggest
+from plsc.errors import CheckpointError, OptionError, PlscError, suggest
 from plsc.parallel.machine import Background, available_memory
 from plsc.storage.store import Store, Transfer, in_words
 from plsc.train.build import Run
@@ -34,20 +34,10 @@ _SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
 
 
 @dataclass(frozen=True)
-class Best:
-    """The best checkpoint that is there: its path, and its value of the metric that chose it."""
-
-    path: Path
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True)
 class _Outcome:
-    path: Path
     size: int
     seconds: float
-    best: Best | None
+    best: tuple[str, float] | None
     problem: str | None
 
 
@@ -61,24 +51,28 @@ class _Pending:
 class Saver:
     """Saves a run. Its methods are collectives, to be called by all ranks at the same step.
 
-    last: the newest checkpoint that was published; best: the best one, if one is judged.
+    last: the newest checkpoint that was published, at first the one that the run resumes. best: name and
+    value of the best one in the folder of `places`, by the metric of `retention`; None if none is judged.
     """
 
     def __init__(self, run: Run, log: RunLog, places: Places) -> None:
-        self.last: Path | None = None
-        self.best: Best | None = None
+        resumed = places.start.checkpoint
+        self.last = None if resumed is None else resumed[0]
+        self.places = places
+        self.retention = retention_of(run)
+        self._lineage = [] if resumed is None else resumed[1].lineage
         self._run = run
         self._log = log
-        self._places = places
         self._options = run.options.checkpoint
-        self._retention = retention_of(run)
         self._world = run.world.beside(run.world.save_group)
         self._background = Background("plsc-save")
         self._pending: _Pending | None = None
         self._sender: Sender | None = None
         if places.store is not None:
-            self._sender = Sender(run, log, places, places.store, self._retention)
-            self._send_resumed()
+            self._sender = Sender(run, log, places, places.store, self.retention)
+            # A run before may have been killed before it had sent what this one resumes.
+            if self.last is not None and self.last.resolve().parent == places.local.resolve():
+                self._sender.add(places.local / self.last.name)
         self._has_told = False
         self.best = on_every_rank(
             run.world,
@@ -94,27 +88,15 @@ class Saver:
         """
         began = time.monotonic()
         self.settle()  # at most one copy at a time is in memory
-        state = take_snapshot(self._run, metrics)
+        state = take_snapshot(self._run, metrics, self.places.start.run_id, self._lineage)
         wait = wait or not self._can_copy(state)
         if not wait:
             state = state.copy_to_host()
-        path = self._places.local / name
+        path = self.places.local / name
         future = self._background.submit(lambda: self._publish(path, state))
-        stall = time.monotonic() - began
-        self._pending = _Pending(future, path, stall)
+        self._pending = _Pending(future, path, time.monotonic() - began)
         if wait:
             self.settle()
-
-    def _send_resumed(self) -> None:
-        """Send what the run goes on from, if it is here alone: a run before was killed in between.
-
-        A run that has no step left to make would never send it.
-        """
-        source = self._run.resumed_from
-        if self._sender is None or source is None:
-            return
-        if source.resolve().parent == self._places.local.resolve():
-            self._sender.add(self._places.local / source.name, unless_there=True)
 
     def _can_copy(self, state: Snapshot) -> bool:
         """Whether there is memory for a copy; if not, it is said once."""
@@ -153,16 +135,16 @@ class Saver:
             self._log.say(f"{error}; training goes on without it")
             return
         stall = pending.stall + time.monotonic() - began
-        self.last, self.best = outcome.path, outcome.best
+        self.last, self.best = pending.path, outcome.best
         speed = in_words(outcome.size / max(outcome.seconds, 1e-3))
         self._log.say(
-            f"saved {outcome.path}: {in_words(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s), "
+            f"saved {pending.path}: {in_words(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s), "
             f"training waited {stall:.1f} s"
         )
         if outcome.problem:
             self._log.say(outcome.problem)
         if self._sender is not None:
-            self._sender.add(outcome.path)
+            self._sender.add(pending.path)
 
     def close(self, seconds: float | None = None) -> list[Path]:
         """Wait for all that is under way; return what could not be sent to the store, oldest first.
@@ -176,51 +158,45 @@ class Saver:
     def _publish(self, path: Path, state: Snapshot) -> _Outcome:
         """Write, publish, thin out; in the thread."""
         began = time.monotonic()
-        save_checkpoint(
-            path.parent,
-            path.name,
-            state,
-            self._world,
-            is_shared=self._places.is_shared or self._places.store is None,
-        )
+        is_shared = self.places.is_shared or self.places.store is None
+        save_checkpoint(path.parent, path.name, state, self._world, is_shared=is_shared)
         seconds = time.monotonic() - began
         told = on_every_rank(self._world, f"look at {path.parent}", lambda: self._tidy(path))
         best, size, _ = told[0]
-        return _Outcome(path, size, seconds, best, told[self._world.rank][2])
+        return _Outcome(size, seconds, best, told[self._world.rank][2])
 
-    def _tidy(self, newest: Path) -> tuple[Best | None, int, str | None]:
+    def _tidy(self, newest: Path) -> tuple[tuple[str, float] | None, int, str | None]:
         """Thin out, and note the best one; return it and the newest one's size, on rank 0, and a problem.
 
         What was saved is saved: that an older one cannot be deleted is a problem, and no error.
         """
-        problem = None
-        if self._places.is_owner:
-            try:
-                self._thin_out(newest)
-            except (CheckpointError, DataError) as error:
-                problem = str(error)
+        problem = _problem_of(partial(self._thin_out, newest)) if self.places.is_owner else None
         if not self._world.is_main:
             return None, 0, problem
         size = sum(file.bytes for file in read_manifest(newest).files.values())
-        best = self._find_best()
-        named = None if best is None else (best.path.name, best.value)
-        try:
-            write_best(Store(self._places.local), self._retention.monitor, named)
-        except DataError as error:
-            problem = problem or str(error)
-        return best, size, problem
+        best, folder = self._find_best(), Store(newest.parent)
+        naming = partial(write_best, folder, self.retention.monitor, best)
+        return best, size, _problem_of(naming) or problem
 
     def _thin_out(self, newest: Path) -> None:
-        protect = {newest.name, self._places.start.resumed or ""}
-        with contextlib.ExitStack() as stack:
-            if self._sender is not None:
-                protect |= stack.enter_context(self._sender.holding())
-            prune(Store(newest.parent), self._retention, self._run.run_id, protect)
+        start, sender = self.places.start, self._sender
+        # Nothing else begins to be sent meanwhile.
+        with contextlib.nullcontext() if sender is None else sender.lock:
+            sending = "" if sender is None else sender.sending
+            keep = {newest.name, start.resumed, sending}
+            prune(Store(newest.parent), self.retention, start.run_id, keep)
 
-    def _find_best(self) -> Best | None:
-        metric, local = self._retention.monitor, self._places.local
-        best = best_in(Store(local), self._retention, self._run.run_id)
-        return None if metric is None or best is None else Best(local / best[0], metric, best[1])
+    def _find_best(self) -> tuple[str, float] | None:
+        return best_in(Store(self.places.local), self.retention, self.places.start.run_id)
+
+
+def _problem_of(action: Callable[[], object]) -> str | None:
+    """Do something that may fail and that nothing depends on; return what went wrong, None if nothing did."""
+    try:
+        action()
+    except (PlscError, OSError) as error:
+        return str(error)
+    return None
 
 
 def retention_of(run: Run) -> Retention:
@@ -228,9 +204,8 @@ def retention_of(run: Run) -> Retention:
     options = run.options.checkpoint
     known = [*(f"{target.name} accuracy" for target in run.targets), "loss"]
     metric = known[0] if options.monitor is None else options.monitor
-    if (
-        metric not in known and "checkpoint.monitor" in run.options.explicit
-    ):  # a checkpoint's may be another
+    # A checkpoint's may be another.
+    if metric not in known and "checkpoint.monitor" in run.options.explicit:
         raise OptionError(
             f"checkpoint.monitor is {metric!r}, which no checkpoint of this run would have; "
             f"{suggest(metric, known)}"
@@ -239,50 +214,41 @@ def retention_of(run: Run) -> Retention:
     return Retention(options.keep_last, options.save_top_k, metric, mode)
 
 
-@dataclass
-class _Job:
-    path: Path
-    future: Future[str | None]
-
-
 class Sender:
-    """Sends what was published on this machine. `add` and `close` are collectives."""
+    """Sends what was published on this machine. `add` and `close` are collectives.
+
+    sending: name of the checkpoint that is being sent, and must stay. lock: to be held while old ones are
+    deleted.
+    """
 
     def __init__(
         self, run: Run, log: RunLog, places: Places, store: Store, retention: Retention
     ) -> None:
+        self.sending = ""
+        self.lock = RLock()
         self._world = run.world.beside(run.world.send_group)
-        self._run_id = run.run_id
         self._log = log
         self._places = places
         self._store = store
         self._retention = retention
         self._background = Background("plsc-send")
-        self._jobs: list[_Job] = []
-        self._lock = RLock()  # between the choice of what to send and the deletion of what is old
-        self._in_use: Path | None = None
+        self._jobs: list[tuple[Path, Future[str | None]]] = []
 
-    def add(self, path: Path, *, unless_there: bool = False) -> None:
-        """Send the checkpoint `path` after those before it; the call does not wait.
-
-        unless_there: not if the store has it already.
-        """
-        self._jobs.append(self._job(path, unless_there))
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[set[str]]:
-        """Yield the name of what is being sent and must stay; nothing else is begun meanwhile."""
-        with self._lock:
-            yield set() if self._in_use is None else {self._in_use.name}
+    def add(self, path: Path) -> None:
+        """Send a checkpoint after those before it, unless the store has it; the call does not wait."""
+        self._jobs.append((path, self._background.submit(partial(self._send, path))))
 
     def close(self, seconds: float | None = None) -> list[Path]:
         """Wait, for so long; try again what had failed; return what is here and could not be sent."""
         give_up = None if seconds is None else time.monotonic() + seconds
         jobs, self._jobs = self._jobs, []
-        failed = [job.path for job in jobs if self._outcome(job, give_up) is not None]
+        failed = [path for path, future in jobs if not _has_succeeded(future, give_up)]
         # One that a newer one has pushed out is not missed.
         unsent = [path for path in failed if path.is_dir()]
-        while unsent and give_up is None and self._outcome(self._job(unsent[0]), None) is None:
+        while unsent and give_up is None:
+            again = self._background.submit(partial(self._send, unsent[0]))
+            if not _has_succeeded(again, None):
+                break
             unsent.pop(0)
         self._background.close()
         if unsent:
@@ -293,52 +259,35 @@ class Sender:
             )
         return unsent
 
-    def _job(self, path: Path, unless_there: bool = False) -> _Job:
-        return _Job(path, self._background.submit(lambda: self._send(path, unless_there)))
-
-    def _outcome(self, job: _Job, give_up: float | None) -> str | None:
-        """Return what went wrong with a job, None if nothing did."""
-        left = None if give_up is None else max(0.0, give_up - time.monotonic())
-        try:
-            return job.future.result(left)
-        except FutureTimeout:
-            return "there was no time left"
-
-    def _send(self, path: Path, unless_there: bool) -> str | None:
+    def _send(self, path: Path) -> str | None:
         """Send one checkpoint, in the thread; return None, or what went wrong."""
-        doing = f"look into {self._store.shown}"
         try:
-            is_chosen = on_every_rank(
-                self._world,
-                doing,
-                lambda: self._choose(path) and not (unless_there and self._has(path)),
-            )[0]
-            if not is_chosen:
-                return None
-            self._send_chosen(path)
+            doing = f"look into {self._store.shown}"
+            if on_every_rank(self._world, doing, lambda: self._choose(path))[0]:
+                self._send_chosen(path)
         except PlscError as error:
             self._log.say(str(error))
             return str(error)
         finally:
-            with self._lock:
-                self._in_use = None
+            with self.lock:
+                self.sending = ""
         return None
 
     def _choose(self, path: Path) -> bool:
-        """Return whether the checkpoint is still there; if so it stays while it is sent."""
-        with self._lock:
-            is_there = path.is_dir()
-            self._in_use = path if is_there else None
-            return is_there
+        """Return whether to send the checkpoint: it is still there, and the store has not this very one.
 
-    def _has(self, path: Path) -> bool:
-        """Whether the store holds this very checkpoint; asked on rank 0 alone."""
+        It stays from now on while it is sent. The answer of rank 0 counts.
+        """
+        with self.lock:
+            if not path.is_dir():
+                return False
+            self.sending = path.name
         if not self._world.is_main:
-            return False
+            return True
         try:
-            return manifest_in(self._store, path.name)[0] == read_manifest(path)
+            return manifest_in(self._store, path.name)[0] != read_manifest(path)
         except CheckpointError:  # there is none, or half of one
-            return False
+            return True
 
     def _send_chosen(self, path: Path) -> None:
         manifests = on_every_rank(self._world, f"read {path}", lambda: read_manifest(path))
@@ -358,23 +307,25 @@ class Sender:
 
         A failure is logged and stops neither the rest nor the run: the checkpoint itself was sent.
         """
-        protect = {newest.name, self._places.start.resumed or ""}
+        store, retention, start = self._store, self._retention, self._places.start
         actions: list[Callable[[], object]] = [
-            lambda: prune(self._store, self._retention, self._run_id, protect),
-            lambda: write_best(
-                self._store,
-                self._retention.monitor,
-                best_in(self._store, self._retention, self._run_id),
-            ),
+            lambda: prune(store, retention, start.run_id, {newest.name, start.resumed}),
+            lambda: write_best(store, retention.monitor, best_in(store, retention, start.run_id)),
         ]
-        for path in (self._places.local / name for name in SMALL_FILES):
+        for path in (start.local / name for name in SMALL_FILES):
             if path.is_file():
                 actions.append(partial(self._send_file, path))
-        for action in actions:
-            try:
-                action()
-            except (PlscError, OSError) as error:
-                self._log.say(str(error))
+        for problem in filter(None, map(_problem_of, actions)):
+            self._log.say(problem)
 
     def _send_file(self, path: Path) -> None:
         self._store.write(path.name, path.read_bytes())
+
+
+def _has_succeeded(future: Future[str | None], give_up: float | None) -> bool:
+    """Wait for a job, no longer than until a time of `time.monotonic`; return whether nothing went wrong."""
+    left = None if give_up is None else max(0.0, give_up - time.monotonic())
+    try:
+        return future.result(left) is None
+    except FutureTimeout:
+        return False

@@ -119,7 +119,7 @@ def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
     """Return which class of a checkpoint each class is; by head, where both have names."""
     manifest = read_manifest(path)
     orders = {}
-    for head, names in run.class_names.items():
+    for head, names in run.data.class_names.items():
         saved = read_class_names(path, manifest, head)
         if saved is not None:
             orders[head] = saved.numbered(names)

@@ -90,7 +90,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         user = UserParts(Network(), optimizer=centred, schedule=rising)
         run = build_run(options, world, user)
         places = open_places(options, world, print)
-        log = RunLog(run.save_dir, world.is_main, 0, STEPS)
+        log = RunLog(places.local, world.is_main, 0, STEPS)
         Trainer(run, log, Saver(run, log, places)).train()
         log.close()
         places.release()

@@ -134,7 +134,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         run = build_run(options, world, UserParts(model=network()))
         before = weights_of(run)
         places = open_places(options, world, print)
-        log = RunLog(run.save_dir, world.is_main, 0, STEPS)
+        log = RunLog(places.local, world.is_main, 0, STEPS)
         Trainer(run, log, Saver(run, log, places)).train()
         log.close()
         places.release()

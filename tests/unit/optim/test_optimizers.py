@@ -14,7 +14,7 @@ from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.optim.optimizers import build_custom, build_optimizer, describe_implementation, set_rates
 from plsc.optim.state_schema import ExpectedStates
-from plsc.train.build_optim import check_optim
+from plsc.train.optim import check_optim
 
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parents[3] / "docs/optimizers.md").read_text(encoding="utf-8")
