@@ -5,7 +5,7 @@
 
 In bfloat16 on a CPU, channels last, both in one process in turn, many rounds; the ratio is taken round by
 round. "product" is the weights' gradient as plsc computes it where the output has few cells, here forced for
-every shape; the last column says whether plsc.models.convolution.Conv2d goes that way.
+every shape; the last column says whether plsc.models.layers.Conv2d goes that way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from plsc.models.convolution import Conv2d, weight_gradient
+from plsc.models.layers import Conv2d, weight_gradient
 
 # images, channels, side, channels of the output, kernel, stride
 SHAPES = [

@@ -19,8 +19,8 @@ from plsc.config import Options
 from plsc.data.batch import Batch, copied_aside
 from plsc.heads.weights import initial_rows
 from plsc.models import build_model
-from plsc.models.convolution import use_torchs_layers
-from plsc.optim.autocast import autocast
+from plsc.models.autocast import autocast
+from plsc.models.layers import use_torchs_layers
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.loop import agree

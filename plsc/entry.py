@@ -26,6 +26,7 @@ from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.profiling import ProfileResult, run_profile
 from plsc.storage.urls import set_hdfs_user
+from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.class_tools import run_dominant
 from plsc.train.job import Prediction, TrainResult, run_prediction, run_test, run_training
@@ -331,7 +332,7 @@ class Entry(Setters):
         )
         world = self._world
         try:
-            with FailureWatch(world):
+            with on_terminal(), FailureWatch(world):
                 return verb(self.options, world, user)
         except BaseException as error:
             record_failure(error)

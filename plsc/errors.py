@@ -7,12 +7,11 @@ without a traceback; in a script they are ordinary exceptions. Anything else is 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -93,25 +92,6 @@ def add_note(error: BaseException, note: str) -> None:
         error.args = (f"{text}; {note}", *others)
 
 
-_wording: Callable[[str], str] = str
-
-
-@contextlib.contextmanager
-def worded(wording: Callable[[str], str]) -> Iterator[None]:
-    """Let `report` pass its messages through `wording`: the command line speaks of flags, not of setters."""
-    global _wording  # a process has one user, who gave either flags or a script
-    before, _wording = _wording, wording
-    try:
-        yield
-    finally:
-        _wording = before
-
-
-def as_worded(text: str) -> str:
-    """Return a line in the words that `worded` asks for."""
-    return _wording(text)
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or ["no message"])[0]
@@ -122,8 +102,20 @@ def kind_and_line(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
+@contextlib.contextmanager
+def refusing(what: str, advice: str = "") -> Iterator[None]:
+    """Turn whatever code that is not ours raises into OptionError: what failed, the fault, and the advice."""
+    try:
+        yield
+    except PlscError:
+        raise
+    except Exception as error:
+        ending = f"; {advice}" if advice else ""
+        raise OptionError(f"{what}: {kind_and_line(error)[:300]}{ending}") from error
+
+
 def failure_text(error: BaseException) -> str:
-    """Return what a failed program prints: a message for the user, or the traceback of a defect of ours."""
+    """Return what torchrun reports: a message for the user, or the traceback of a defect of ours."""
     if isinstance(error, PlscError):
         return f"plsc: error: {error}"
     return shown("".join(traceback.format_exception(error))).rstrip()

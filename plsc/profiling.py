@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import logging
 import os
 import re
 import resource
@@ -31,10 +32,12 @@ from plsc.spans import PREFIX
 from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.directories import open_to_resume
-from plsc.train.logs import METRICS_NAME, RunLog
+from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.saving import Saver
 from plsc.train.snapshot import seed_generators
+
+logger = logging.getLogger(__name__)
 
 WARM_UP = 5  # steps: memory is allocated, workers read ahead, code is compiled
 TRACED = 10  # steps at most: more make the trace slow to open
@@ -143,7 +146,6 @@ class _Watch:
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
         self.steps = steps
         self.traced = min(steps, TRACED)
         self.total = WARM_UP + steps + 1 + self.traced + 1
@@ -192,15 +194,13 @@ def _train(run: Run, steps: int, output: Path) -> _Watch:
     watch = _Watch(device, steps)
     endless = {"train.steps": watch.total, "train.epochs": _ENDLESS}
     run = replace(run, options=run.options.changed(endless))
-    log = _QuietLog(output, run.world.is_main, 0, watch.total)
+    silent = RunLog(output, False, 0, watch.total)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        Trainer(run, log, _NoSaver(), watch).train()
+        Trainer(run, silent, _NoSaver(), watch).train()
     finally:
         watch.profile.stop()
-        log.close()
-        (output / METRICS_NAME).unlink(missing_ok=True)
     return watch
 
 
@@ -239,7 +239,7 @@ def _report(watch: _Watch, world: World, output: Path) -> ProfileResult:
         with _writing(output):
             (output / "profile.txt").write_text(text + "\n", "utf-8")
             (output / "profile.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
-        print(text)
+        logger.info(text)
     world.barrier()  # when it returns, all files are there
     return result
 
@@ -348,16 +348,6 @@ def _peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-class _QuietLog(RunLog):
-    """Writes its lines to a file, as in training, and prints nothing."""
-
-    def say(self, text: str) -> None:
-        """Say nothing."""
-
-    def plot(self) -> None:
-        """Draw nothing."""
 
 
 class _NoSaver(Saver):

@@ -16,6 +16,7 @@ from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.terminal import on_terminal
 from plsc.train import job
 from plsc.train.build import UserParts
 from plsc.train.logs import RunLog
@@ -81,7 +82,7 @@ def train(options: Options, world: World, network=Drawing, user=None):
     user = user or UserParts()
     torch.manual_seed(5)
     user.model = network()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, on_terminal():
         patch.setattr(job, "RunLog", Unplotted)
         return job.run_training(options, world, user)
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from plsc.checkpoint.agree import neighbours, on_every_rank
@@ -22,7 +22,6 @@ from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.urls import base_name, is_url, shown
 
-Say = Callable[[str], None]
 _ADVICE = "the checkpoint is whole on the local disk; send it with plsc checkpoint push"
 
 
@@ -135,7 +134,7 @@ def clean(store: Store) -> list[str]:
     return restored
 
 
-def fetch(url: str, world: World, folder: Path | None = None, say: Say | None = None) -> Path:
+def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     """Return a local folder with the checkpoint at a URL, fetched unless it is there already. Collective.
 
     Each rank fetches a share of the files. folder: where it is to be; in the cache folder if None. A
@@ -166,7 +165,7 @@ def fetch(url: str, world: World, folder: Path | None = None, say: Say | None = 
         files = {name: manifest.files[name] for name in sorted(manifest.files)[index::count]}
         total = sum(info.bytes for info in files.values())
         check_space(work, total, "make room, or set PLSC_CACHE_DIR to a larger disk")
-        transfer = Transfer(f"fetching {store.shown}", total, say if world.is_main else None)
+        transfer = Transfer(f"fetching {store.shown}", total, world.is_main)
         for name, info in files.items():
             _bring(store, name, info, work, transfer)
         transfer.end()
@@ -242,7 +241,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
         return manifest
 
 
-def push(source: str, url: str, say: Say | None = None) -> list[str]:
+def push(source: str, url: str) -> list[str]:
     """Send the checkpoint `source`, or all in that folder that are not there yet, to a store; return names.
 
     Each is verified first. url: of the folder of the run's checkpoints.
@@ -266,7 +265,7 @@ def push(source: str, url: str, say: Say | None = None) -> list[str]:
     for path in chosen:
         manifest = verify(path)
         total = sum(file.bytes for file in manifest.files.values())
-        transfer = Transfer(f"sending {path} to {store.shown}", total, say)
+        transfer = Transfer(f"sending {path} to {store.shown}", total)
         upload(path, store, sorted(manifest.files), World.single(), transfer.add)
         transfer.end()
     return [path.name for path in chosen]

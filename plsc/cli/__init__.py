@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
 from plsc.cli import checkpoint, data, run
 from plsc.cli.parser import CommandParser, Group, find_command
-from plsc.errors import PlscError, failure_text, record_failure, worded
+from plsc.errors import PlscError, record_failure
+from plsc.terminal import Terminal, on_terminal
 
 COMMANDS = Group(
     "train classifiers over very many classes",
     {**run.COMMANDS, "data": data.GROUP, "checkpoint": checkpoint.GROUP},
 )
+logger = logging.getLogger(__name__)
 _HEAD_START_SECONDS = 1.0  # torchrun ends all ranks of a machine as soon as one has left
 
 
@@ -28,19 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, "")  # as `python script.py` would: people's own modules lie here
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _exit)
-    wording: Callable[[str], str] = str
+    with on_terminal() as terminal:
+        return _run(sys.argv[1:] if arguments is None else arguments, terminal)
+
+
+def _run(words: Sequence[str], terminal: Terminal) -> int:
     try:
-        words = sys.argv[1:] if arguments is None else arguments
         name, command, words = find_command(COMMANDS, words)
         parser = CommandParser(name, command)
-        wording = parser.in_flags
-        with worded(wording):
-            command.run(**parser.read(words))
+        terminal.wording = parser.in_flags
+        command.run(**parser.read(words))
         sys.stdout.flush()
     except PlscError as error:
-        return _report(error, wording)
+        return _report(error)
     except KeyboardInterrupt:  # while training, the second one: the first saves and stops
-        print("plsc: stopped at once; what was saved before is unchanged", file=sys.stderr)
+        logger.error("stopped at once; what was saved before is unchanged")
         return 128 + signal.SIGINT
     except BrokenPipeError:  # who reads has seen enough: plsc plan ... | head
         # For what Python flushes at its end.
@@ -49,15 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _report(error: PlscError, wording: Callable[[str], str]) -> int:
-    """Print an error that ends the command, unless another rank does; return the exit code."""
+def _report(error: PlscError) -> int:
+    """Log an error that ends the command, unless another rank does; return the exit code."""
     record_failure(error)
     if isinstance(error, SystemExit):  # a run that a signal stopped has logged it
         return error.exit_code
     if getattr(error, "is_reported", False):
         time.sleep(_HEAD_START_SECONDS)
     else:
-        print(wording(failure_text(error)), file=sys.stderr, flush=True)
+        logger.error("%s", error)
     return error.exit_code
 
 

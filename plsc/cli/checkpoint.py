@@ -92,7 +92,7 @@ def run_push(source: str, url: str) -> None:
     """Send checkpoints to a store."""
     from plsc.checkpoint.remote import push
 
-    sent = push(source, url, print)
+    sent = push(source, url)
     print(f"sent {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{', '.join(sent)}")
 
 
@@ -103,7 +103,7 @@ def run_pull(checkpoint: str, folder: str) -> None:
     from plsc.checkpoint.remote import fetch
     from plsc.parallel.world import World
 
-    print(f"fetched to {fetch(checkpoint, World.single(), Path(folder), print)}")
+    print(f"fetched to {fetch(checkpoint, World.single(), Path(folder))}")
 
 
 def run_classes(

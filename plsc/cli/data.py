@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from pathlib import Path
 from typing import Any
 
-from plsc.cli.parser import Argument, Command, Group, word
+from plsc.cli.parser import Argument, Command, Group, arguments_of, word
 from plsc.errors import OptionError
 
 
@@ -15,11 +13,7 @@ def partition_arguments() -> list[Argument]:
     """Return the flags of `plsc data partition`, from the fields of PartitionOptions."""
     from plsc.data.partition import PartitionOptions
 
-    kinds = typing.get_type_hints(PartitionOptions)
-    return [
-        Argument(one.name, kinds[one.name], one.default, one.metadata["meaning"])
-        for one in dataclasses.fields(PartitionOptions)
-    ]
+    return arguments_of(PartitionOptions)
 
 
 def run_partition(**given: Any) -> None:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import shlex
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,16 +19,14 @@ from plsc.config.text import from_text, set_from_file
 from plsc.errors import OptionError, did_you_mean
 
 REQUIRED = dataclasses.MISSING
-LEFT_OUT = object()
 
 
 @dataclass(frozen=True)
 class Argument:
     """A flag ``--name`` of a command.
 
-    kind: its type; bool makes a switch. default: or REQUIRED, or LEFT_OUT: without the flag the command is
-    not given the argument. positional: given by its place, without ``--name``. option: the run's option that
-    it stands for, whose path is a second name of the flag.
+    kind: its type; bool makes a switch. default: or REQUIRED. positional: given by its place, without
+    ``--name``. option: the run's option that it stands for, whose path is a second name of the flag.
     """
 
     name: str
@@ -36,6 +35,18 @@ class Argument:
     meaning: str
     positional: bool = False
     option: str | None = None
+
+
+def arguments_of(factory: type) -> list[Argument]:
+    """Return the flags for the fields of a dataclass, each of which has its meaning as metadata."""
+    kinds = typing.get_type_hints(factory)
+    return [
+        Argument(
+            one.name, kinds[one.name], one.default, one.metadata["meaning"],
+            option=one.metadata.get("option"),
+        )
+        for one in dataclasses.fields(factory)
+    ]  # fmt: skip
 
 
 def word(name: str, meaning: str) -> Argument:
@@ -165,7 +176,7 @@ class CommandParser(argparse.ArgumentParser):
         values = {
             name: one.default
             for name, one in self._arguments.items()
-            if one.default not in (REQUIRED, LEFT_OUT)
+            if one.default is not REQUIRED
         }
         for name, text in namespace.given:
             if name in self._arguments:
@@ -208,5 +219,5 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _help(meaning: str, kind: Any, default: Any) -> str:
-    shown = "" if default in (REQUIRED, LEFT_OUT, None) else f", default: {default}"
+    shown = "" if default in (REQUIRED, None) else f", default: {default}"
     return f"{meaning} ({describe_kind(kind)}{shown})".replace("%", "%%")

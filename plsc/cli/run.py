@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plsc.cli.parser import LEFT_OUT, REQUIRED, Argument, Command
+from plsc.cli.parser import REQUIRED, Argument, Command, arguments_of
 from plsc.config import Options
 from plsc.config.text import render_options
 from plsc.errors import OptionError
@@ -67,18 +67,9 @@ def _config(options: Options) -> None:
 
 
 def _plan_arguments() -> list[Argument]:
-    from plsc.plan import ARGUMENTS
+    from plsc.plan import PlanOptions
 
-    return [
-        Argument(
-            one.name,
-            one.kind,
-            LEFT_OUT,
-            one.meaning if one.default is None else f"{one.meaning}; default: {one.default}",
-            option=one.option,
-        )
-        for one in ARGUMENTS
-    ]
+    return arguments_of(PlanOptions)
 
 
 def _plan(**given: Any) -> None:

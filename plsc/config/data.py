@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from plsc.config.head import HeadOptions
 from plsc.config.option import (
-    OptionSpec,
     at_least,
     between,
     declare,
@@ -19,13 +18,26 @@ from plsc.config.option import (
     of_model,
     of_run,
     one_of,
-    specs_of,
+    read_fields,
 )
 from plsc.errors import OptionError, suggest
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the keys in a checkpoint, which dots divide
 HEAD_OPTIONS = ("class_num", "loss_type", "margin", "scale", "sample_ratio")
 """Options of the group ``head`` that a data set may have of its own."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a data set may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def _name(text: str) -> str | None:
+    return None if is_name(text) else "1 to 64 letters, digits, _ and -"
+
+
+def _of_head(name: str) -> Any:
+    return field(default=None, metadata=HeadOptions.__dataclass_fields__[name].metadata)
 
 
 @dataclass(frozen=True)
@@ -36,70 +48,37 @@ class DataSet:
     The rest: options of its head; None: those of the run.
     """
 
-    name: str
-    path: str
-    weight: float = 1.0
-    class_num: int | None = None
-    loss_type: str | None = None
-    margin: float | None = None
-    scale: float | str | None = None
-    sample_ratio: float | None = None
+    name: str = declare(None, "of the data set", check=_name)
+    path: str = declare(None, "folder, file or URL, as set_dataset_dir takes it", check=not_empty)
+    weight: float = declare(
+        1.0, "share of a step's images, by the side of the others", check=more_than(0)
+    )
+    class_num: int | None = _of_head("class_num")
+    loss_type: str | None = _of_head("loss_type")
+    margin: float | None = _of_head("margin")
+    scale: float | str | None = _of_head("scale")
+    sample_ratio: float | None = _of_head("sample_ratio")
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `data.datasets` holds of it: what is set, as plain values."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
 
-def read_data_sets(
-    values: Sequence[Mapping[str, Any]],
-) -> list[DataSet]:
+def read_data_sets(values: Sequence[Mapping[str, Any]]) -> list[DataSet]:
     """Return the data sets that `data.datasets` lists. Raises OptionError for one that is wrong."""
-    found: list[DataSet] = []
+    found: dict[str, DataSet] = {}
     for value in values:
-        one = _read(value)
-        if any(one.name == other.name for other in found):
-            raise OptionError(f"there are two data sets {one.name!r}; give each a name of its own")
-        found.append(one)
-    return found
-
-
-def is_name(text: str) -> bool:
-    """Whether a data set may have this name."""
-    return _NAME.fullmatch(text) is not None
-
-
-def _read(value: Mapping[str, Any]) -> DataSet:
-    known = [item.name for item in dataclasses.fields(DataSet)]
-    for key in value:
-        if key not in known:
-            raise OptionError(f"a data set has no {key!r}; {suggest(str(key), known)}")
-    name, path = value.get("name"), value.get("path")
-    if not isinstance(name, str) or not is_name(name):
-        raise OptionError(
-            f"the name of a data set is {name!r}; expected 1 to 64 letters, digits, _ and -"
+        name = value.get("name")
+        is_named = isinstance(name, str) and is_name(name)
+        fields, others = read_fields(
+            DataSet, value, f"data set {name}" if is_named else "a data set"
         )
-    try:
-        read: dict[str, Any] = {
-            "path": _PATH.checked(path),
-            "weight": _WEIGHT.checked(value.get("weight", 1.0)),
-        }
-        for key in HEAD_OPTIONS:
-            if value.get(key) is not None:
-                read[key] = _HEAD[f"head.{key}"].checked(value[key])
-    except OptionError as error:
-        raise OptionError(f"data set {name}: {error}") from error
-    return DataSet(name, **read)
-
-
-def _spec(name: str, kind: type, meaning: str, check: Callable[[Any], str | None]) -> OptionSpec:
-    return OptionSpec("data.datasets", name, kind, None, meaning, "add_dataset", name, check)
-
-
-_PATH = _spec("path", str, "folder, file or URL, as set_dataset_dir takes it", not_empty)
-_WEIGHT = _spec(
-    "weight", float, "share of a step's images, by the side of the others", more_than(0)
-)
-_HEAD = specs_of("head", HeadOptions)
+        for key in others:
+            raise OptionError(f"a data set has no {key!r}; {suggest(str(key), fields)}")
+        if name in found:
+            raise OptionError(f"there are two data sets {name!r}; give each a name of its own")
+        found[fields["name"]] = DataSet(**fields)
+    return list(found.values())
 
 
 def _three_shares(values: tuple[float, ...]) -> str | None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plsc.config.option import (
-    Check,
-    OptionSpec,
     at_least,
     between,
+    declare,
     is_finite_number,
     more_than,
     of_run,
     one_of,
+    read_fields,
     shown_value,
 )
 from plsc.config.patterns import check_pattern, read_pattern
@@ -112,23 +112,27 @@ class ParameterGroup:
     """
 
     pattern: str
-    lr_factor: float = 1.0
-    weight_decay: float | None = None
-    l1_decay: float | None = None
-    frozen: bool = False
+    lr_factor: float = declare(1.0, "its learning rate is the run's times this", check=more_than(0))
+    weight_decay: float | None = declare(None, "L2 decay", check=at_least(0))
+    l1_decay: float | None = declare(None, "L1 decay", check=at_least(0))
+    frozen: bool = declare(False, "not trained")
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `optim.groups` holds of it: what differs from the defaults, as plain values."""
-        defaults = ParameterGroup(self.pattern)
-        values = {name: getattr(self, name) for name in _SPECS}
-        changed = {name: one for name, one in values.items() if one != getattr(defaults, name)}
+        values = {name: getattr(self, name) for name in _SETTINGS}
+        changed = {
+            name: one for name, one in values.items() if one != getattr(ParameterGroup, name)
+        }
         return {"pattern": self.pattern, **changed, **self.arguments}
+
+
+_SETTINGS = ("lr_factor", "weight_decay", "l1_decay", "frozen")
 
 
 def known_settings(of_optimizer: Iterable[str]) -> list[str]:
     """Return what a group can set, given what the optimizer has settings for."""
-    return sorted({*_SPECS, *of_optimizer} - RESERVED.keys())
+    return sorted({*_SETTINGS, *of_optimizer} - RESERVED.keys())
 
 
 def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[ParameterGroup]:
@@ -138,40 +142,18 @@ def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[Parameter
 
 def _read(value: Mapping[str, Any]) -> ParameterGroup:
     pattern = read_pattern(value, "a parameter group")
-    read: dict[str, Any] = {}
-    arguments: dict[str, Any] = {}
-    try:
-        for name, given in value.items():
-            if name in _SPECS and given is not None:
-                read[name] = _SPECS[name].checked(given)
-            elif name not in _SPECS and name != "pattern":
-                arguments[name] = given
-    except OptionError as error:
-        raise OptionError(f"parameter group {pattern!r}: {error}") from error
+    what = f"parameter group {pattern!r}"
+    settings, arguments = read_fields(ParameterGroup, value, what)
+    del arguments["pattern"]
     expected = check_named_arguments(arguments)
     if expected is not None:
-        raise OptionError(f"parameter group {pattern!r}: expected {expected}")
-    group = ParameterGroup(pattern, arguments=arguments, **read)
+        raise OptionError(f"{what}: expected {expected}")
+    group = ParameterGroup(pattern, arguments=arguments, **settings)
     if group.frozen and group != ParameterGroup(pattern, frozen=True):
         raise OptionError(
-            f"parameter group {pattern!r} is frozen, so nothing else can be set for it; leave the rest out"
+            f"{what} is frozen, so nothing else can be set for it; leave the rest out"
         )
     return group
-
-
-def _spec(name: str, kind: Any, meaning: str, check: Check | None = None) -> OptionSpec:
-    return OptionSpec("optim.groups", name, kind, None, meaning, "add_parameter_group", name, check)
-
-
-_SPECS = {
-    spec.name: spec
-    for spec in (
-        _spec("lr_factor", float, "its learning rate is the run's times this", more_than(0)),
-        _spec("weight_decay", float, "L2 decay", at_least(0)),
-        _spec("l1_decay", float, "L1 decay", at_least(0)),
-        _spec("frozen", bool, "not trained"),
-    )
-}
 
 
 DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024

@@ -22,9 +22,9 @@ Check = Callable[[Any], "str | None"]
 
 
 def declare(
-    default: Any, meaning: str, setter: str, check: Check | None = None, decides: str = "never"
+    default: Any, meaning: str, setter: str = "", check: Check | None = None, decides: str = "never"
 ) -> Any:
-    """Declare an option; `setter` is ``method(argument)`` of Entry.
+    """Declare an option; `setter` is ``method(argument)`` of Entry, if it has one.
 
     decides: when a checkpoint decides the option, where the script does not: ``never``, ``model`` (whenever
     its network is used) or ``run`` (when its run is resumed). See `OptionSpec.harmless`.
@@ -88,7 +88,7 @@ class OptionSpec:
     @property
     def path(self) -> str:
         """``group.name``."""
-        return f"{self.group}.{self.name}"
+        return f"{self.group}.{self.name}".removeprefix(".")
 
     def checked(self, value: Any) -> Any:
         """Return the value in the option's type, or raise OptionError."""
@@ -99,9 +99,9 @@ class OptionSpec:
         elif self.check and converted is not None:
             expected = self.check(converted)
         if expected is not None:
+            where = f"; see {self.setter}()" if self.setter else ""
             raise OptionError(
-                f"{self.path} is {shown_value(value)}; expected {expected} ({self.meaning}); see "
-                f"{self.setter}()"
+                f"{self.path} is {shown_value(value)}; expected {expected} ({self.meaning}){where}"
             )
         return converted
 
@@ -224,11 +224,30 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
     kinds = typing.get_type_hints(factory)
     found = {}
     for item in dataclasses.fields(factory):
+        if not item.metadata:
+            continue
         setter, _, argument = item.metadata["setter"].rstrip(")").partition("(")
-        details = {**item.metadata, "setter": setter, "argument": argument}
-        spec = OptionSpec(group, item.name, kinds[item.name], item.default, **details)
+        spec = OptionSpec(
+            group, item.name, kinds[item.name], item.default, item.metadata["meaning"], setter,
+            argument, item.metadata["check"], item.metadata.get("decides", "never"),
+        )  # fmt: skip
         found[spec.path] = spec
     return found
+
+
+def read_fields(
+    factory: type, value: Mapping[str, Any], what: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the declared fields of a dataclass, as a mapping gives them, and the rest of the mapping.
+
+    what: the entry of an option, such as a data set and its name. Raises OptionError for a wrong value.
+    """
+    specs = specs_of("", factory)
+    try:
+        fields = {name: one.checked(value.get(name, one.default)) for name, one in specs.items()}
+    except OptionError as error:
+        raise OptionError(f"{what}: {error}") from error
+    return fields, {name: one for name, one in value.items() if name not in specs}
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plsc.config.option import at_least, between, declare, more_than, of_model, of_run, one_of
+from plsc.config.option import (
+    at_least,
+    between,
+    declare,
+    more_than,
+    of_model,
+    of_run,
+    one_of,
+    specs_of,
+)
 from plsc.errors import OptionError
 
 
@@ -153,8 +162,8 @@ class AutoMixedPrecisionLists:
         custom_white_list: Iterable[str] | None = None,
         custom_black_list: Iterable[str] | None = None,
     ) -> None:
-        self.white_list = _read_names("custom_white_list", custom_white_list)
-        self.black_list = _read_names("custom_black_list", custom_black_list)
+        self.white_list = _sorted("white_list", custom_white_list)
+        self.black_list = _sorted("black_list", custom_black_list)
         check_apart(self.white_list, self.black_list)
 
     def __repr__(self) -> str:
@@ -170,15 +179,9 @@ def check_apart(white: Iterable[str], black: Iterable[str]) -> None:
         )
 
 
-def _read_names(argument: str, names: Iterable[str] | None) -> tuple[str, ...]:
-    is_listing = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
-    listed = tuple(names) if is_listing and names is not None else ()
-    sound = all(isinstance(name, str) and name.strip() for name in listed)
-    if not sound or not (is_listing or names is None):
-        raise OptionError(
-            f"{argument} is {names!r}; expected a list of names, such as ['BatchNorm2d', 'softmax']"
-        )
-    return tuple(sorted(set(listed)))
+def _sorted(option: str, names: Iterable[str] | None) -> tuple[str, ...]:
+    spec = specs_of("precision", PrecisionOptions)[f"precision.{option}"]
+    return tuple(sorted(set(spec.checked(names or ()))))
 
 
 def _parts(text: str) -> str | None:

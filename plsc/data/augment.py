@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import ImageEnhance
 
+from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
 from plsc.seeds import hash_key, splitmix64
 
@@ -91,16 +92,8 @@ def is_mirrored(draws: Draws) -> bool:
 
 def are_mirrored(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
     """Return what `is_mirrored` says of the samples, int64 [n], in that epoch: bool [n]."""
-    keys = _splitmix64(samples.astype(np.uint64) ^ np.uint64(_epoch_key(seed, epoch)))
-    return _splitmix64(keys ^ np.uint64(Operation.FLIP)) < np.uint64(2**63)  # its first bit
-
-
-def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """`splitmix64` of each value of an array of uint64, which wraps."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    keys = splitmix64_of(samples.astype(np.uint64) ^ np.uint64(_epoch_key(seed, epoch)))
+    return splitmix64_of(keys ^ np.uint64(Operation.FLIP)) < np.uint64(2**63)  # its first bit
 
 
 def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +48,8 @@ class MemoryCache:
 class DiskCache:
     """Keeps samples in a file without a name in `folder`, which ends with the process, however that ends.
 
-    At most `limit` bytes; in memory, 20 bytes for each of the `num_samples`. Each entry has a checksum: one
-    that does not match is forgotten and counted in `damaged`. When the disk is full, no more is taken.
+    At most `limit` bytes; in memory, 16 bytes for each of the `num_samples`. When the disk is full, no more
+    is taken.
 
     Raises OptionError if the folder cannot be written to, or has less room than `limit`.
     """
@@ -72,16 +71,13 @@ class DiskCache:
             )
         self.limit = limit
         self.used = 0
-        self.damaged = 0
-        self.is_full = False
         # Zeroed pages take no memory until they are written to.
         self._ends = np.zeros(num_samples, dtype=np.int64)  # 0: not here
         self._lengths = np.zeros(num_samples, dtype=np.int64)
-        self._checksums = np.zeros(num_samples, dtype=np.uint32)
         self._lock = threading.Lock()
 
     def get(self, index: int) -> bytes | None:
-        """Return the bytes, or None if they are not here or not what was written."""
+        """Return the bytes, or None if they are not here."""
         end = int(self._ends[index])
         if not end:
             return None
@@ -89,17 +85,13 @@ class DiskCache:
         try:
             data = os.pread(self._file.fileno(), length, end - length)
         except OSError:
-            data = b""
-        if len(data) == length and zlib.crc32(data) == self._checksums[index]:
-            return data
-        self._ends[index] = 0
-        self.damaged += 1
-        return None
+            return None
+        return data if len(data) == length else None
 
     def put(self, index: int, data: bytes) -> None:
         """Keep the bytes if the bound and the disk allow it."""
         with self._lock:
-            if self.is_full or self._ends[index] or self.used + len(data) > self.limit:
+            if self._ends[index] or self.used + len(data) > self.limit:
                 return
             start = self.used
             self.used += len(data)
@@ -108,10 +100,9 @@ class DiskCache:
         except OSError:
             written = -1
         if written != len(data):
-            self.is_full = True
+            self.limit = 0
             return
         self._lengths[index] = len(data)
-        self._checksums[index] = zlib.crc32(data)
         self._ends[index] = start + len(data)  # last: from now on `get` finds it
 
 

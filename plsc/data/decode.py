@@ -42,7 +42,7 @@ MAX_SCANS = 200
 _USUAL_HEADERS = 4096  # bytes in which the frame header is looked for, at a glance
 _SMALL = 2**14  # a file so small cannot hold enough of them to matter
 # What libjpeg warns of though every pixel is there; all other warnings mean that data is missing or wrong.
-_HARMLESS = ("unknown JFIF revision", "Unknown Adobe color transform", "Invalid SOS parameters")
+_FOR_PILLOW = ("unknown JFIF revision", "Unknown Adobe color transform", "Invalid SOS parameters")
 
 
 def decode_into(data: Image, out: np.ndarray) -> torch.Tensor | None:
@@ -150,13 +150,18 @@ def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
     return _decode_pillow(_open(data), channels)
 
 
-def _check_file(data: bytes) -> None:
-    if not data:
+def check_image_bytes(length: int) -> None:
+    """Raise DataError, without the image's name, for an encoded image of 0 bytes or of over 64 MiB."""
+    if length <= 0:
         raise DataError("is empty (0 bytes); replace the file or take it out", kind="empty")
-    if len(data) > MAX_FILE_BYTES:
+    if length > MAX_FILE_BYTES:
         raise DataError(
-            f"is {len(data)} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large"
+            f"is {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large"
         )
+
+
+def _check_file(data: bytes) -> None:
+    check_image_bytes(len(data))
     if len(data) > _SMALL and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > MAX_SCANS:
         raise DataError(f"is a JPEG of over {MAX_SCANS} scans; store it anew", kind="undecodable")
 
@@ -184,16 +189,14 @@ def _frame_header(height: int, width: int) -> bytes:
 
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
-    size = jpeg_size(data)
-    if size is None:
-        raise ValueError("no frame header")
-    _check_size(*size)
-    # A buffer of the size that was checked: a second header in the file cannot ask for more.
-    pixels = np.empty((size[1], size[0], channels), dtype=np.uint8)
     try:
+        height, width = decode_jpeg_header(data)[:2]
+        _check_size(width, height)
+        # A buffer of the size that was checked: a second header in the file cannot ask for more.
+        pixels = np.empty((height, width, channels), dtype=np.uint8)
         found = decode_jpeg(data, _colour_space(channels), buffer=pixels)
     except ValueError as error:
-        if not any(warning in str(error) for warning in _HARMLESS):
+        if not any(text in str(error) for text in _FOR_PILLOW):
             raise
         # Pillow passes over warnings, but never over a file that ends too early.
         return _decode_pillow(_open(data), channels)
@@ -204,30 +207,6 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
 
 def _colour_space(channels: int) -> str:
     return "RGB" if channels == 3 else "GRAY"
-
-
-def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return the (width, height) that a JPEG declares, without decoding; None if it has none.
-
-    Follows ITU T.81, annex B: markers are skipped by their length until a start of frame (SOF).
-    """
-    position = 2
-    while (position := data.find(b"\xff", position)) >= 0:
-        while data[position : position + 1] == b"\xff":  # fill bytes
-            position += 1
-        marker = data[position : position + 1]
-        position += 1
-        if not marker or marker in b"\xd9\xda":  # the end, or scan data before any frame
-            return None
-        if marker == b"\x00" or marker == b"\x01" or b"\xd0" <= marker <= b"\xd8":  # no payload
-            continue
-        if b"\xc0" <= marker <= b"\xcf" and marker not in b"\xc4\xc8\xcc":
-            frame = data[position + 3 : position + 7]
-            if len(frame) < 4:
-                return None
-            return int.from_bytes(frame[2:], "big"), int.from_bytes(frame[:2], "big")
-        position += max(2, int.from_bytes(data[position : position + 2], "big"))
-    return None
 
 
 def _decode_pillow(picture: PillowImage.Image, channels: int) -> torch.Tensor:

@@ -8,12 +8,9 @@ the usual lines; `parse_line` the others, and all where the library is not.
 from __future__ import annotations
 
 import queue
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -30,7 +27,6 @@ _EXCERPT = 60
 OnBytes = Callable[[np.ndarray, int], None]
 
 _PIECE_BYTES = 2**19  # read at once: on_bytes sees it while it is in the cache
-_TAIL = 2 * MAX_LABEL_DIGITS + 8  # of a long line: holds the tab and the label of a good one
 
 
 @dataclass
@@ -103,7 +99,10 @@ def _look_closer(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) 
     for index in suspects.tolist():
         start, end = int(lines.starts[index]), int(lines.ends[index])
         try:
-            check_length(end - start)
+            if end - start > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"the line is over {MAX_LINE_BYTES} bytes long; is it base64 of an image?"
+                )
             parsed = parse_line(lines.data[start:end].tobytes())
         except ValueError as problem:
             message = f"{name}:{lines.numbers[index]}: {problem}"
@@ -120,12 +119,6 @@ def _look_closer(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) 
     if not keep.all():
         for field in ("starts", "ends", "tabs", "labels", "numbers"):
             setattr(lines, field, getattr(lines, field)[keep])
-
-
-def check_length(length: int) -> None:
-    """Raise ValueError if a line is longer than that of the largest image."""
-    if length > MAX_LINE_BYTES:
-        raise ValueError(f"the line is over {MAX_LINE_BYTES} bytes long; is it base64 of an image?")
 
 
 def parse_line(line: bytes) -> tuple[int, int] | None:
@@ -169,31 +162,16 @@ class Stream(Protocol):
         ...
 
 
-@dataclass
-class LongLine:
-    """A sample longer than a block: the first `length` bytes of `file`, line end excluded.
-
-    start: its place in the content. tab: where its base64 ends, counted from its first byte. The file is
-    empty if the reader was not to keep what it holds.
-    """
-
-    file: IO[bytes]
-    start: int
-    length: int
-    tab: int
-    label: int
-    number: int
-
-
 class Buffers:
     """A few buffers that are used again and again; the memory of a reader is theirs.
 
     Each is 2 block_bytes of uint8: a half that the stream fills, and before it room for the start of a
-    line that the block before began.
+    line that the block before began. longest: the bytes that one long line may take besides them.
     """
 
-    def __init__(self, count: int, block_bytes: int) -> None:
+    def __init__(self, count: int, block_bytes: int, longest: int = MAX_LINE_BYTES) -> None:
         self.block_bytes = block_bytes
+        self.longest = longest
         self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(np.empty(2 * block_bytes, dtype=np.uint8))
@@ -204,17 +182,17 @@ class Buffers:
 
     def give_back(self, buffer: np.ndarray) -> None:
         """Let the buffer be filled anew: nothing that was read into it is needed any more."""
-        self._free.put(buffer)
+        if len(buffer) == 2 * self.block_bytes:  # and not the memory of one long line
+            self._free.put(buffer)
 
 
 class LineReader:
-    """Iterates over a stream: Lines for each block, LongLine for a sample longer than a block.
+    """Iterates over a stream, block by block; a line longer than a block comes alone, in memory of its own.
 
-    The `data` of Lines is one of `buffers` and must be given back to them. The memory is that of the buffers
-    and the numbers of a block's lines, a few dozen bytes for each. on_bytes is called with each piece of the
-    stream (uint8) and its offset in the content. start: where in the content the stream begins; line numbers
-    count from there. keeps_long: whether what long lines hold is wanted. Raises DataError for the first bad
-    line and for one longer than that of the largest image, unless `skip_bad`.
+    The `data` of Lines must be given back to `buffers`. on_bytes is called with each piece of the stream
+    (uint8) and its offset in the content. start: where in the content the stream begins; line numbers count
+    from there. Raises DataError for the first bad line, one longer than that of the largest image included,
+    unless `skip_bad`.
     """
 
     def __init__(
@@ -224,67 +202,78 @@ class LineReader:
         buffers: Buffers,
         on_bytes: OnBytes | None = None,
         skip_bad: bool = False,
-        tmp_dir: str | Path | None = None,
         start: int = 0,
-        keeps_long: bool = True,
     ) -> None:
         self._stream = stream
         self._name = name
         self._buffers = buffers
         self._on_bytes = on_bytes
         self._skip_bad = skip_bad
-        self._tmp_dir = tmp_dir
-        self._keeps_long = keeps_long
-        self._spool: IO[bytes] | None = None  # a long line whose end has not come yet
-        self._spooled = 0
-        self._tail = b""  # of that line
-        self._spool_start = 0
-        self._number = 1  # of the line that comes next
+        self._behind = np.empty(0, dtype=np.uint8)  # what was read behind a long line
         self.offset = start  # in the content, of what comes next
         self.base = 0  # what makes places in the `data` of the latest Lines places in the content
         self.blanks = 0
         self.skipped: list[str] = []
 
-    def __iter__(self) -> Iterator[Lines | LongLine]:
+    def __iter__(self) -> Iterator[Lines]:
         block = self._buffers.block_bytes
-        carry = np.empty(0, dtype=np.uint8)
-        is_last = False
+        carry, number, is_last = np.empty(0, dtype=np.uint8), 1, False
         while not is_last:
             is_first = self.offset == 0
-            buffer = self._buffers.take()
-            end = block + self._fill(buffer[block:])
+            data = self._buffers.take()
+            begin, end = block - len(carry), block + self._fill(data[block:])
+            data[begin:block] = carry
             is_last = end < 2 * block
             self.base = self.offset - end
-            begin = block - len(carry)
-            buffer[begin:block] = carry
-            if is_first and buffer[begin : min(end, begin + 3)].tobytes() == BOM:
+            if is_first and data[begin : min(end, begin + 3)].tobytes() == BOM:
                 begin += 3
-            newlines = find_newlines(buffer[block:end]) + block
-            is_open = (begin < end or self._spool is not None) and (
-                len(newlines) == 0 or newlines[-1] != end - 1
-            )
-            if is_last and is_open:
+            newlines = find_newlines(data[block:end]) + block
+            if is_last and begin < end and (len(newlines) == 0 or newlines[-1] != end - 1):
                 newlines = np.append(newlines, end)  # the last newline is missing
-            if self._spool is not None or (len(newlines) == 0 and not is_last):
-                stop = int(newlines[0]) if len(newlines) else end
-                self._add_to_spool(buffer[begin:stop], begin + self.base)
-                if len(newlines):
-                    yield from self._end_of_spool()
-                begin, newlines = min(stop + 1, end), newlines[1:]
-            rest = int(newlines[-1]) + 1 if len(newlines) else begin
-            carry = buffer[rest:end].copy()
-            if len(newlines) == 0:
-                self._buffers.give_back(buffer)
-                continue
-            lines = read_lines(buffer, begin, newlines, self._name, self._number, self._skip_bad)
-            self._number += len(newlines)
+            if len(newlines) == 0 and not is_last:
+                self.base += begin
+                data, carry = self._read_long(data, begin, number), data[:0]
+                begin, newlines = 0, np.array([len(data) - (data[-1] == ord("\n"))])
+            else:
+                rest = int(newlines[-1]) + 1 if len(newlines) else begin
+                carry = data[rest:end].copy()
+            lines = read_lines(data, begin, newlines, self._name, number, self._skip_bad)
+            number += len(newlines)
             self.blanks += lines.blanks
             self.skipped += lines.skipped
             yield lines
+            del lines, data  # the next line may be as long
+
+    def _read_long(self, buffer: np.ndarray, begin: int, number: int) -> np.ndarray:
+        """Return the line that fills `buffer` from `begin` on, read to its end.
+
+        Of a line that is too long no more is kept than shows that; its end is looked for if bad ones are
+        skipped.
+        """
+        line, fresh = bytearray(buffer[begin:].data), buffer[: self._buffers.block_bytes]
+        while True:
+            piece = fresh[: self._fill(fresh)]
+            found = find_newlines(piece)
+            stop = int(found[0]) + 1 if len(found) else len(piece)
+            is_too_long = len(line) > MAX_LINE_BYTES + len("\r\n")
+            if not is_too_long:
+                line += piece[:stop].data
+            if self._buffers.longest < len(line) <= MAX_LINE_BYTES:
+                raise DataError(
+                    f"{self._name}:{number}: the line is over {self._buffers.longest} bytes long, half of "
+                    "--memory; is it base64 of an image? Then raise that"
+                )
+            if len(found) or len(piece) < len(fresh) or (is_too_long and not self._skip_bad):
+                self._behind = piece[stop:].copy()
+                self.offset -= len(self._behind)
+                self._buffers.give_back(buffer)
+                return np.frombuffer(line, np.uint8)
 
     def _fill(self, fresh: np.ndarray) -> int:
         """Fill `fresh` from the stream; return how many bytes came, fewer only at its end."""
-        got = 0
+        got = len(self._behind)
+        fresh[:got], self._behind = self._behind, self._behind[:0]
+        self.offset += got
         while got < len(fresh):
             piece = fresh[got : got + _PIECE_BYTES]
             count = self._stream.readinto(piece.data)
@@ -295,46 +284,3 @@ class LineReader:
             got += count
             self.offset += count
         return got
-
-    def _open_spool(self) -> IO[bytes]:
-        return tempfile.TemporaryFile(dir=self._tmp_dir) if self._keeps_long else BytesIO()
-
-    def _add_to_spool(self, piece: np.ndarray, start: int) -> None:
-        if self._spool is None:
-            self._spool = self._open_spool()
-            self._spooled, self._spool_start, self._tail = 0, start, b""
-        self._spooled += len(piece)
-        try:
-            check_length(self._spooled)
-        except ValueError as problem:
-            if not self._skip_bad:
-                raise self._error(problem) from None
-            return  # only its end is looked for
-        self._tail = (self._tail + piece[-_TAIL:].tobytes())[-_TAIL:]
-        if self._keeps_long:
-            self._spool.write(piece.data)
-
-    def _end_of_spool(self) -> Iterator[LongLine]:
-        """Yield the long line, unless it is bad and to be skipped."""
-        assert self._spool is not None
-        file, number = self._spool, self._number
-        self._spool = None
-        try:
-            check_length(self._spooled)
-            tail = self._tail
-            length = self._spooled - tail.endswith(b"\r")
-            parsed = parse_line(tail)
-            if parsed is None:
-                raise ValueError("the line ends in blanks, a label is missing")
-            tab = self._spooled - len(tail) + parsed[0]
-            yield LongLine(file, self._spool_start, length, tab, parsed[1], number)
-        except ValueError as problem:
-            if not self._skip_bad:
-                raise self._error(problem) from None
-            self.skipped.append(f"{self._name}:{number}: {problem}")
-        finally:
-            self._number += 1
-            file.close()
-
-    def _error(self, problem: ValueError) -> DataError:
-        return DataError(f"{self._name}:{self._number}: {problem}; fix the line or take it out")

@@ -10,15 +10,13 @@ from plsc.data.cache import CachedSource
 from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
 from plsc.data.reader import ReaderLoader
-from plsc.data.samples import POLICIES, BatchReader, Recipe, Request
+from plsc.data.samples import BatchReader, Recipe, Request
 from plsc.data.sources.base import Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.workers import WorkerProcesses, in_order
-from plsc.errors import OptionError, suggest
+from plsc.errors import OptionError
 
 __all__ = ["Batch", "ReaderLoader", "SourceLoader", "choose_kind", "to_input"]
-
-LOADER_CHOICES = ("auto", "threads", "processes")
 
 
 class SourceLoader:
@@ -44,9 +42,6 @@ class SourceLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        if recipe.bad_images not in POLICIES:
-            known = suggest(recipe.bad_images, POLICIES)
-            raise OptionError(f"unknown policy for bad images {recipe.bad_images!r}; {known}")
         self.plan = plan
         self.rank = rank
         self.source = source
@@ -126,8 +121,6 @@ def choose_kind(asked: str, source: Source, recipe: Recipe, num_workers: int) ->
     Raises OptionError for threads where a user's transform draws random numbers: from torch's generators,
     which all threads of a process share, the training's, too.
     """
-    if asked not in LOADER_CHOICES:
-        raise OptionError(f"unknown loader {asked!r}; {suggest(asked, LOADER_CHOICES)}")
     if asked == "threads" and recipe.transform is not None and num_workers:
         raise OptionError(
             "data.loader is 'threads', but a transform of your own draws from Python's and torch's global "

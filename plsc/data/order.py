@@ -7,11 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from plsc.errors import DataError, OptionError, suggest
+from plsc.errors import DataError, OptionError
 from plsc.seeds import hash_key
 
-LAST_BATCH_CHOICES = ("pad", "keep", "drop")
-ORDER_CHOICES = ("global", "block", "sequential")
 _BLOCKS, _POOL = 0, 1  # parts of the keys, so that the two draws are not related
 
 
@@ -41,17 +39,6 @@ class BatchPlan:
     pool_samples: int = 65536
 
     def __post_init__(self) -> None:
-        if self.global_batch < 1 or self.ranks < 1:
-            raise OptionError(
-                "the global batch and the number of ranks must be at least 1, "
-                f"got {self.global_batch} and {self.ranks}"
-            )
-        for what, value, choices in (
-            ("last_batch", self.last_batch, LAST_BATCH_CHOICES),
-            ("order", self.order, ORDER_CHOICES),
-        ):
-            if value not in choices:
-                raise OptionError(f"unknown {what} {value!r}; {suggest(value, choices)}")
         if self.order == "block":
             check_blocks(self.block_samples, self.pool_samples)
         if self.num_samples < 1:
@@ -191,3 +178,14 @@ def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     draws = (draws & ~index_bits) | np.arange(count, dtype=np.uint64)
     draws.sort()
     return (draws & index_bits).astype(np.int64)
+
+
+def splitmix64_of(values: np.ndarray) -> np.ndarray:
+    """Return `plsc.seeds.splitmix64` of each of the uint64 values."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z

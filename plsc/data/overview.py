@@ -73,12 +73,6 @@ class Overview:
         return "\n".join(lines)
 
 
-def class_counts(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the labels that occur, rising; how many samples each has), int64 both."""
-    ids, counts = np.unique(labels, return_counts=True)
-    return ids.astype(np.int64), counts.astype(np.int64)
-
-
 def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview:
     """Return the overview of a set. Labels are counted all; `checked` samples, drawn at random, are decoded.
 
@@ -87,7 +81,7 @@ def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview
     labels = source.labels()
     if len(labels) == 0:
         raise DataError("the set holds no samples")
-    ids, counts = class_counts(labels)
+    ids, counts = np.unique(labels, return_counts=True)
     found = Overview(
         samples=len(labels),
         classes=len(ids),

@@ -16,12 +16,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tarfile import TarInfo
 from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
 from plsc.data.sources.base import printable
-from plsc.data.sources.tar import Member, TarReader
+from plsc.data.sources.tar import read_members
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.publish import publishing, publishing_folder
@@ -89,21 +90,21 @@ def unpack(location: str, folder: str | Path) -> Packed:
         publishing_folder(folder) as target,
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
     ):
-        title = shown(location)
-        archive = TarReader(stream, lambda length: _skip(stream, length), title)
-        compared = False
-        for member in archive:
+        title, compared = shown(location), False
+        for member in read_members(stream, title, has_end=False):
             if compared:
                 raise DataError(
                     f"{title} goes on behind its checksums; it is not from `plsc data pack`"
                 )
+            content = _content(stream, member, title)
             if member.name == SUMS:
-                _compare(archive, member, sums, title)
+                _compare(content, sums, title)
                 compared = True
-            elif member.is_folder:
+            elif member.isdir():
                 (target / member.name).mkdir(parents=True, exist_ok=True)
             else:
-                sums.write(_line_of(_extract(archive, member, target, title), member.name))
+                digest = _extract(content, member, target, title)
+                sums.write(_line_of(digest, member.name))
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
             raise DataError(
@@ -192,32 +193,56 @@ def _decompressed(location: str) -> Iterator[IO[bytes]]:
 
 
 class _Readable(io.RawIOBase):
-    """An Arrow stream as a raw file."""
+    """An Arrow stream as a raw file that seeks forwards."""
 
     def __init__(self, stream: Any, title: str) -> None:
         super().__init__()
         self._stream = stream
         self._title = title
+        self._position = 0
 
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        target = offset + (self._position if whence == os.SEEK_CUR else 0)
+        while self._position < target and self._read(min(_CHUNK, target - self._position)):
+            pass
+        return self._position
+
     def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._stream.read(len(buffer))
-        except (OSError, ValueError, pa.ArrowException) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(f"{self._title} cannot be read, or is damaged ({reason})") from error
+        data = self._read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
+    def _read(self, length: int) -> bytes:
+        try:
+            data: bytes = self._stream.read(length)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{self._title} cannot be read, or is damaged ({reason})") from error
+        self._position += len(data)
+        return data
 
-def _skip(stream: IO[bytes], length: int) -> None:
-    while length > 0:
-        length -= len(stream.read(min(_CHUNK, length))) or length
+
+def _content(stream: IO[bytes], member: TarInfo, title: str) -> Iterator[bytes]:
+    """Yield the content of the member at whose content the stream is."""
+    left = member.size
+    while left:
+        data = stream.read(min(_CHUNK, left))
+        if not data:
+            raise DataError(f"{title} is truncated in '{printable(member.name)}'; fetch it again")
+        left -= len(data)
+        yield data
 
 
-def _extract(archive: TarReader, member: Member, target: Path, title: str) -> str:
+def _extract(content: Iterator[bytes], member: TarInfo, target: Path, title: str) -> str:
     """Write one file below `target`; return its SHA-256 in hexadecimal."""
     path = target / member.name
     free = shutil.disk_usage(target).free
@@ -229,7 +254,7 @@ def _extract(archive: TarReader, member: Member, target: Path, title: str) -> st
     sha = hashlib.sha256()
     try:
         with path.open("xb") as file:
-            while data := archive.read(_CHUNK):
+            for data in content:
                 sha.update(data)
                 file.write(data)
     except FileExistsError:
@@ -237,17 +262,11 @@ def _extract(archive: TarReader, member: Member, target: Path, title: str) -> st
     return sha.hexdigest()
 
 
-def _compare(archive: TarReader, member: Member, sums: IO[bytes], title: str) -> None:
-    """Compare the archive's checksums with those of what was extracted, line by line."""
+def _compare(content: Iterator[bytes], sums: IO[bytes], title: str) -> None:
+    """Compare the archive's checksums with those of what was extracted."""
     expected = sums.tell()
     sums.seek(0)
-    position = 0
-    while data := archive.read(_CHUNK):
-        if data != sums.read(len(data)):
-            raise DataError(
-                f"{title} is damaged: what it holds is not what its checksums say, from byte {position} "
-                "of them on; fetch it again"
-            )
-        position += len(data)
-    if position != expected:
-        raise DataError(f"{title} is damaged: {SUMS} has {member.size} bytes, expected {expected}")
+    if any(data != sums.read(len(data)) for data in content) or sums.tell() != expected:
+        raise DataError(
+            f"{title} is damaged: what it holds is not what its checksums say; fetch it again"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -10,11 +9,12 @@ import numpy as np
 import torch
 
 from plsc.data.batch import Batch
-from plsc.data.decode import ImageShape
-from plsc.data.order import LAST_BATCH_CHOICES, count_steps
+from plsc.data.decode import ImageShape, decode_image
+from plsc.data.order import count_steps
+from plsc.data.sources.torch_dataset import whole_number
 from plsc.data.transform import IsolatedRandom
 from plsc.data.workers import run_in_process
-from plsc.errors import DataError, OptionError, suggest
+from plsc.errors import DataError, OptionError
 from plsc.seeds import hash_key
 
 Sample = tuple[torch.Tensor, int, str]  # image, label, name
@@ -71,14 +71,6 @@ class ReaderLoader:
         ahead: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        if not callable(reader):
-            raise DataError(
-                f"the {title} must be a function that returns a fresh generator for each epoch, got "
-                f"{type(reader).__name__}; pass the function itself, not its result"
-            )
-        if last_batch not in LAST_BATCH_CHOICES:
-            known = suggest(last_batch, LAST_BATCH_CHOICES)
-            raise OptionError(f"unknown last_batch {last_batch!r}; {known}")
         self.shards_itself = shards_itself or declares_shards(reader)
         if self.shards_itself and global_batch < ranks:
             raise OptionError(
@@ -90,7 +82,7 @@ class ReaderLoader:
         self.ranks = ranks
         self.ahead = ahead
         self.pin_memory = pin_memory
-        self.image_shape = tuple(image_shape)
+        self.image_shape = image_shape
         self.global_batch = global_batch
         self.seed = seed
         self.class_num = class_num
@@ -230,23 +222,13 @@ class ReaderLoader:
             raise DataError(
                 f"{name}: expected an image of shape {self.image_shape}, got {tuple(image.shape)}"
             )
-        tensor = torch.tensor(np.asarray(image))  # a copy: readers reuse their buffers
-        if tensor.dtype == torch.uint8:
-            return tensor
-        if not tensor.is_floating_point():
-            raise DataError(f"{name}: expected float32 or uint8 pixels, got {image.dtype}")
-        tensor = tensor.float()
-        if not bool(torch.isfinite(tensor).all()):
-            raise DataError(f"{name}: the image holds NaN or infinite values", kind="not finite")
-        return tensor
+        try:  # a copy: readers reuse their buffers
+            return decode_image(torch.as_tensor(np.asarray(image)), self.image_shape)
+        except DataError as error:
+            raise error.at(name) from error
 
     def _label(self, label: Any, name: str) -> int:
-        try:
-            number = operator.index(label)
-        except (TypeError, ValueError, RuntimeError):
-            raise DataError(
-                f"{name}: the label must be a whole number, got {type(label).__name__}"
-            ) from None
+        number = whole_number(label, name)
         if number < 0 or (self.class_num is not None and number >= self.class_num):
             upper = "" if self.class_num is None else self.class_num - 1
             raise DataError(

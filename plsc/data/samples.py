@@ -30,7 +30,6 @@ from plsc.seeds import hash_key
 Request = tuple[int, np.ndarray]
 """An epoch, and the indices of the samples of one batch."""
 
-POLICIES = ("stop", "skip", "replace")
 MAX_REPLACEMENTS = 16  # with a tenth of the samples bad, all fail once in 10^16 times
 LIST_NAME = "bad_samples.txt"
 MAX_LISTED = 100_000  # lines; further ones are counted only

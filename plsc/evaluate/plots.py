@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -152,11 +153,8 @@ def _arrays(points: _Points) -> tuple[np.ndarray, np.ndarray]:
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return the mean of ``window`` values around each one, of fewer near the ends."""
-    sums = np.append(0.0, np.cumsum(values))
-    middle = np.arange(len(values))
-    first = np.maximum(middle - window // 2, 0)
-    stop = np.minimum(middle + window // 2 + 1, len(values))
-    return (sums[stop] - sums[first]) / (stop - first)
+    ones = np.ones(window)
+    return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
 
 
 def _draw_noisy(axes: Axes, points: _Points, colour: str) -> None:
@@ -170,14 +168,6 @@ def _draw_noisy(axes: Axes, points: _Points, colour: str) -> None:
     smooth = _running_mean(values, window)
     axes.plot(steps, smooth, color=colour, linewidth=1.8, label=f"mean over {window}")
     add_legend(axes, fontsize=8.5, loc="best")
-
-
-def _draw_loss(axes: Axes, points: _Points) -> None:
-    _draw_noisy(axes, points, COLOURS[0])
-
-
-def _draw_accuracy(axes: Axes, points: _Points) -> None:
-    _draw_noisy(axes, points, COLOURS[2])
 
 
 def _draw_learning_rate(axes: Axes, points: _Points) -> None:
@@ -198,8 +188,8 @@ def _draw_evaluations(axes: Axes, evaluations: dict[str, _Points]) -> None:
 
 # What is drawn, from the top: label, height in inches, function.
 _PANELS: dict[str, tuple[str, float, Any]] = {
-    "loss": ("Loss", 2.4, _draw_loss),
-    "accuracy": ("Batch accuracy", 1.7, _draw_accuracy),
+    "loss": ("Loss", 2.4, partial(_draw_noisy, colour=COLOURS[0])),
+    "accuracy": ("Batch accuracy", 1.7, partial(_draw_noisy, colour=COLOURS[2])),
     "eval": ("Verification", 1.7, _draw_evaluations),
     "lr": ("Learning rate", 1.2, _draw_learning_rate),
 }

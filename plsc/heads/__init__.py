@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.errors import OptionError, suggest
-from plsc.heads.base import Head, HeadOutput
-from plsc.heads.dense import DenseHead
+from plsc.heads.base import DenseHead, Head, HeadOutput
 from plsc.heads.margins import MARGINS, Margin, build_margin
 from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from plsc.heads.sampling import Sampling

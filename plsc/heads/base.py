@@ -1,4 +1,4 @@
-"""What every head gives to the training loop, and what all of them measure."""
+"""What every head is and returns, and the replicated head, which is that and autograd."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
-from plsc.heads.geometry import normalised
+from plsc.heads.geometry import Normalise, normalised, norms
 from plsc.heads.margins import Margin
 from plsc.heads.weights import ROW_DTYPES, initial_rows, read_dtype
-from plsc.parallel.collectives import gather_rows, gather_sizes
+from plsc.parallel.collectives import gather_rows, gather_sizes, sum_over_ranks
 
 _EQUAL = 1e-6  # variance of unit vectors below which they count as equal
 
@@ -115,6 +116,18 @@ class Head(nn.Module):
         every rank, from a caller who knows it, and has looked at the labels: then no GPU is waited for
         because of these. Raises DataError, on every rank alike, for a label out of range.
         """
+        check_batch(embeddings, labels, self.emb_size)
+        batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
+        output = self._loss_of(batch, embeddings, labels, with_accuracy)
+        if with_gauge:
+            with torch.autocast(embeddings.device.type, enabled=False):
+                output.effective_rank = effective_rank(batch.embeddings)
+        return output
+
+    def _loss_of(
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
+    ) -> HeadOutput:
+        """Return the output for a global batch, of which embeddings and labels are this rank's."""
         raise NotImplementedError
 
     def sync_gradients(self) -> None:
@@ -123,20 +136,29 @@ class Head(nn.Module):
 
 def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
     """Return what the micro-batches of one batch say together; its loss is detached."""
-    sizes = [part.batch for part in parts]
-    loss = weighted_mean([part.mean_loss for part in parts], sizes)
     names = {name: None for part in parts for name in part.parts}
-    return HeadOutput(
-        loss,
-        loss,
-        sum(sizes),
-        mean_of_known([part.accuracy for part in parts], sizes),
-        parts[-1].effective_rank,
-        torch.stack([part.finite for part in parts]).all(),
+    whole = mean_output(
+        parts,
         {
             name: join_outputs([part.parts[name] for part in parts if name in part.parts])
             for name in names
         },
+    )
+    whole.loss, whole.effective_rank = whole.mean_loss, parts[-1].effective_rank
+    return whole
+
+
+def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> HeadOutput:
+    """Return the mean of several outputs, by their numbers of samples, with these `parts`."""
+    sizes = [output.batch for output in outputs]
+    return HeadOutput(
+        loss=weighted_mean([output.loss for output in outputs], sizes),
+        mean_loss=weighted_mean([output.mean_loss for output in outputs], sizes),
+        batch=sum(sizes),
+        accuracy=mean_of_known([output.accuracy for output in outputs], sizes),
+        effective_rank=mean_of_known([output.effective_rank for output in outputs], sizes),
+        finite=torch.stack([output.finite for output in outputs]).all(),
+        parts=parts,
     )
 
 
@@ -226,3 +248,86 @@ def effective_rank(embeddings: Tensor) -> Tensor:
     gram = centred.T @ centred if len(unit) > unit.shape[1] else centred @ centred.T
     total = gram.trace()
     return torch.where(total <= _EQUAL * len(unit), 0.0, total.square() / gram.square().sum())
+
+
+class DenseHead(Head):
+    """Softmax over C classes with all rows on every rank; parameters as in `Head`.
+
+    The whole matrix [b, C], by autograd: what most code does, and what the sharded head is measured against.
+    """
+
+    is_sharded = False
+
+    def __init__(
+        self,
+        class_num: int,
+        emb_size: int,
+        margin: Margin,
+        *,
+        centers: int = 1,
+        initial_norm: float | None = None,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            class_num,
+            (0, class_num),
+            emb_size,
+            margin,
+            seed,
+            group,
+            centers,
+            initial_norm=initial_norm,
+        )
+
+    def _loss_of(
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
+    ) -> HeadOutput:
+        """Return the sum of the local losses over the GLOBAL batch size: what it lacks is on other ranks."""
+        total = len(batch.labels)
+        norm = norms(embeddings)
+        plain = self._plain_logits(embeddings).to(norm)  # of lower precision under autocast
+        c = plain.gather(1, labels[:, None])[:, 0] / self.margin.scale
+        cosines = None
+        if self.margin.needs_all_cosines:
+            cosines = gather_rows(c.detach(), batch.sizes, self.group)
+        lengths = norms(batch.embeddings)
+        if self.training:
+            self.margin.observe(cosines, lengths)
+        logits = plain
+        if cosines is not None:
+            hard = self.margin.hard(c.detach())
+            if hard is not None:
+                other = plain / self.margin.scale
+                raised = plain * (hard[1] + other)
+                logits = torch.where(other > hard[0][:, None], raised, plain)
+        target = self.margin.shared_target(c, norm) * self.margin.scale
+        logits = logits.scatter(1, labels[:, None], target[:, None])
+        loss = F.cross_entropy(logits, labels, reduction="sum") / total
+        addition = self.margin.regulariser(norm)
+        if addition is not None:
+            loss = loss + addition.sum() / total
+        correct = (plain.detach().argmax(dim=1) == labels).sum().to(loss.dtype)
+        measured = sum_over_ranks(torch.stack([loss.detach(), correct]), self.group)
+        return HeadOutput(
+            loss=loss,
+            mean_loss=measured[0],
+            batch=total,
+            accuracy=measured[1] / total if with_accuracy else None,
+            effective_rank=None,
+            finite=lengths.isfinite().all(),
+        )
+
+    def sync_gradients(self) -> None:
+        """Sum the gradients of the rows over the ranks: each has those of its own samples."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                sum_over_ranks(parameter.grad, self.group)
+
+    def _plain_logits(self, embeddings: Tensor) -> Tensor:
+        """Return the logits without margin [b, C], of the nearest sub-centre."""
+        if not self.margin.is_cosine:
+            return F.linear(embeddings, self.weight, self.bias)
+        rows = self.weight.flatten(0, -2)
+        c = F.linear(Normalise.apply(embeddings), Normalise.apply(rows))
+        return c.view(len(c), self.class_num, self.centers).amax(dim=2) * self.margin.scale

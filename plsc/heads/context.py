@@ -1,6 +1,6 @@
 """What a forward pass of the head saves for backward(), and backward() for the class weights' optimizer.
 
-1. The forward pass makes a `ForwardContext` and puts it into `HeadLoss`.
+1. The forward pass makes a `ForwardContext` (softmax.py) and puts it into `HeadLoss`.
 2. backward() through that loss returns the gradient of the embeddings and saves the context, once
    (`SavedContexts.save`). A head without such an optimizer gets whole gradients instead.
 3. The optimizer's step consumes the saved contexts (`SavedContexts.consume`), one for each micro-batch, and
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plsc.heads.geometry import through_normalisation
 from plsc.heads.margins import Margin
-from plsc.heads.softmax import Queries, RowGradient, TorchBackend
+from plsc.heads.softmax import ForwardContext
 from plsc.heads.weights import Rows
 from plsc.parallel.collectives import ScatteredSum
 
@@ -30,41 +30,7 @@ if TYPE_CHECKING:
 _MANY_CONTEXTS = 256  # more micro-batches than anyone accumulates
 
 
-@dataclass
-class ForwardContext:
-    """A forward pass over the rows in play.
-
-    home: the offloaded rows that `rows` is a copy of, or None. log_total [B]: log of the sum of exp(z_ij)
-    over all classes. loss_gradient: scalar, what backward() was given. The rest: as in `RowGradient`.
-    """
-
-    backend: TorchBackend
-    rows: Rows
-    home: Rows | None
-    queries: Queries
-    log_total: Tensor
-    target_row: Tensor
-    target_coefficient: Tensor
-    shift: Tensor
-    kept: Tensor | None
-    loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))
-
-    def gradient(self, factor: float = 1.0) -> RowGradient:
-        """Return what makes row gradients: those of the mean loss times `loss_gradient`."""
-        batch = len(self.log_total)
-        share = self.loss_gradient.to(self.log_total) * (self.queries.scale / batch)
-        return RowGradient(
-            log_total=self.log_total,
-            weight=share.expand(batch).contiguous(),
-            target_row=self.target_row,
-            target_coefficient=self.target_coefficient,
-            factor=factor,
-            shift=self.shift,
-            kept=self.kept,
-        )
-
-
-class SavedContexts:
+class SavedContexts(list[ForwardContext]):
     """The contexts that backward() saved since the last step of the optimizer of the class weights.
 
     The protocol between a head and that optimizer: the head calls `begin` in each forward pass in training
@@ -76,20 +42,11 @@ class SavedContexts:
     """
 
     def __init__(self, margin: Margin) -> None:
+        super().__init__()
         self.has_consumer = False
         self.step = 0
-        self._contexts: list[ForwardContext] = []
         self._margin = margin
         self._statistics: dict[str, Tensor] | None = None  # the margin's, before this step
-
-    def __len__(self) -> int:
-        return len(self._contexts)
-
-    def __getitem__(self, index: int) -> ForwardContext:
-        return self._contexts[index]
-
-    def __iter__(self) -> Iterator[ForwardContext]:
-        return iter(self._contexts)
 
     def begin(self) -> None:
         """Keep the margin's running statistics of before the step, for `discard`."""
@@ -99,7 +56,7 @@ class SavedContexts:
 
     def save(self, context: ForwardContext) -> None:
         """Keep a context until the step; warn where the steps seem to be forgotten."""
-        self._contexts.append(context)
+        self.append(context)
         if len(self) == _MANY_CONTEXTS:
             warnings.warn(
                 f"{len(self)} backward passes went through the head since its row optimizer last stepped, so "
@@ -110,7 +67,9 @@ class SavedContexts:
 
     def consume(self) -> list[ForwardContext]:
         """Return all contexts, for one update; the next step begins."""
-        contexts, self._contexts, self._statistics = self._contexts, [], None
+        contexts = list(self)
+        self.clear()
+        self._statistics = None
         self.step += 1
         return contexts
 
@@ -123,42 +82,35 @@ class SavedContexts:
 
 def rows_of(contexts: list[ForwardContext]) -> Rows:
     """Return the rows that took part in any of the forward passes, at home."""
-    homes = [context.home or context.rows for context in contexts]
+    homes = [context.home for context in contexts]
     if homes[0].selected is None:
         return homes[0]
-    selected = torch.unique(
-        torch.cat([home.selected for home in homes if home.selected is not None])
-    )
-    return dataclasses.replace(homes[0], selected=selected)
+    selected = torch.cat([home.selected for home in homes if home.selected is not None])
+    return dataclasses.replace(homes[0], selected=torch.unique(selected))
 
 
 def summed_gradients(
-    contexts: list[ForwardContext], rows: Rows, factor: float
+    contexts: list[ForwardContext], rows: Rows
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield each tile of `rows_of` with the gradients of its rows [t, D] and biases [t], summed."""
     for tile in rows.tiles(contexts[0].backend.tile):
-        dw = db = None
+        count, unit = tile.stop - tile.start, contexts[0].queries.unit
+        dw = unit.new_zeros(count, unit.shape[1])
+        db = None if rows.bias is None else unit.new_zeros(count)
         for context in contexts:
             part, places = _part_of(context, rows, tile)
-            more, more_biases = context.backend.gradients(
-                context.rows, context.queries, context.gradient(factor), part
-            )
-            if dw is None:
-                dw = more.new_zeros(tile.stop - tile.start, more.shape[1])
-                db = None if more_biases is None else more.new_zeros(tile.stop - tile.start)
+            more, more_biases = context.backend.gradients(context, part)
             dw[places] += more
             if db is not None and more_biases is not None:
                 db[places] += more_biases
-        assert dw is not None
         yield tile, dw, db
 
 
 def _part_of(context: ForwardContext, rows: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
     """Return which rows of a context are in a tile of all rows, and where in the tile."""
-    if rows.selected is None:
+    mine = context.home.selected
+    if rows.selected is None or mine is None:
         return tile, slice(None)
-    mine = (context.home or context.rows).selected
-    assert mine is not None
     wanted = rows.selected[tile]
     low = torch.searchsorted(mine, wanted[0])
     high = torch.searchsorted(mine, wanted[-1], right=True)
@@ -217,10 +169,11 @@ class HeadLoss(torch.autograd.Function):
             )
         head, context, gradient = ctx.parts
         ctx.parts = None
-        context.loss_gradient = gradients[0].detach()
+        loss_gradient = gradients[0].detach()
+        context.weight = context.weight * loss_gradient.to(context.weight)
         to_embeddings = None
         if gradient is not None:
-            to_embeddings = (gradient.wait() * context.loss_gradient).to(ctx.like)
+            to_embeddings = (gradient.wait() * loss_gradient).to(ctx.like)
         to_weight, to_bias = None, None
         if ctx.needs_input_grad[1]:
             if head.contexts.has_consumer:
@@ -233,13 +186,12 @@ class HeadLoss(torch.autograd.Function):
 
 def _whole_gradients(head: ShardedHead, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of all rows and biases of this rank, zero for those that took no part."""
-    rows, home = context.rows, context.home or context.rows
     weight = torch.zeros_like(head.weight)
     bias = None if head.bias is None else torch.zeros_like(head.bias)
     flat = weight.view(-1, weight.shape[-1])
-    for tile in rows.tiles(context.backend.tile):
-        dw, db = context.backend.gradients(rows, context.queries, context.gradient(), tile)
-        flat[home.positions(tile)] = dw.to(flat)
+    for tile, dw, db in summed_gradients([context], context.home):
+        places = context.home.positions(tile)
+        flat[places] = dw.to(flat)
         if bias is not None and db is not None:
-            bias[home.positions(tile)] = db.to(bias)
+            bias[places] = db.to(bias)
     return weight, bias

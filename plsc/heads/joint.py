@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.errors import DataError
-from plsc.heads.base import Head, HeadOutput, check_batch, mean_of_known, weighted_mean
+from plsc.heads.base import Head, HeadOutput, check_batch, mean_output
 from plsc.heads.optimizers import RowOptimizer
 from plsc.parallel.collectives import sum_over_ranks
 
@@ -60,7 +60,7 @@ class JointHead(nn.Module):
             if counts[place]:
                 mine = labels[rows[place]] - self._first_classes[place]
                 parts[name] = head(embeddings[rows[place]], mine, with_accuracy, with_gauge)
-        return _joined(parts)
+        return mean_output(list(parts.values()), parts)
 
     def sync_gradients(self) -> None:
         """Make the gradients of the parameters whole after backward(); a collective."""
@@ -83,20 +83,6 @@ class JointHead(nn.Module):
                 "the global batch is empty: no rank has a sample (were all its images bad? look above)"
             )
         return counts
-
-
-def _joined(parts: dict[str, HeadOutput]) -> HeadOutput:
-    outputs = list(parts.values())
-    sizes = [part.batch for part in outputs]
-    return HeadOutput(
-        loss=weighted_mean([part.loss for part in outputs], sizes),
-        mean_loss=weighted_mean([part.mean_loss for part in outputs], sizes),
-        batch=sum(sizes),
-        accuracy=mean_of_known([part.accuracy for part in outputs], sizes),
-        effective_rank=mean_of_known([part.effective_rank for part in outputs], sizes),
-        finite=torch.stack([part.finite for part in outputs]).all(),
-        parts=parts,
-    )
 
 
 class JointRows:

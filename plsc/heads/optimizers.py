@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from plsc.errors import CheckpointError, OptionError
-from plsc.heads.context import ForwardContext, rows_of, summed_gradients
+from plsc.heads.context import rows_of, summed_gradients
 from plsc.heads.rules import BLOCK, MOMENTUM, MOMENTUM_SCALE, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
+from plsc.heads.softmax import ForwardContext
 from plsc.heads.weights import Rows, States, bring_back, fetch_states, hash_key, read_dtype
 from plsc.parallel.collectives import sum_over_ranks
 
@@ -62,30 +63,25 @@ class RowOptimizer(torch.optim.Optimizer):
         are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`; a scalar
         tensor on a GPU is not waited for.
         """
-        head = self.head
-        if isinstance(clip, Tensor):
-            for context in head.contexts:
-                context.loss_gradient = context.loss_gradient * clip.to(context.loss_gradient)
-            clip = 1.0
         outcome = None
         if closure is not None:
             with torch.enable_grad():
                 outcome = closure()
-        key = hash_key(head.seed, head.step, 3)
-        contexts = head.contexts.consume()
-        if not contexts:
-            return outcome
-        factor = clip / grad_scale
-        group = self.param_groups[0]
+        head, group = self.head, self.param_groups[0]
         names = ("lr", "momentum", "nesterov", "weight_decay", "eps")
         settings = {name: group[name] for name in names if name in group}
         if "betas" in group:
             settings["beta1"], settings["beta2"] = group["betas"]
-        rule = Rule(kind=self.kind, key=key, **settings)
+        rule = Rule(kind=self.kind, key=hash_key(head.seed, head.step, 3), **settings)
+        contexts = head.contexts.consume()
+        for context in contexts:
+            if isinstance(clip, Tensor):
+                context.weight = context.weight * clip.to(context.weight)
+            context.factor = (1.0 if isinstance(clip, Tensor) else clip) / grad_scale
         if len(contexts) == 1:
-            self._update(contexts[0], rule, factor)
-        else:
-            self._accumulate(contexts, rule, factor)
+            self._update(contexts[0], rule)
+        elif contexts:
+            self._accumulate(contexts, rule)
         return outcome
 
     def skip(self) -> None:
@@ -103,11 +99,11 @@ class RowOptimizer(torch.optim.Optimizer):
         device = contexts[0].log_total.device if contexts else self.head.weight.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if contexts:
-            for _, dw, db in summed_gradients(contexts, rows_of(contexts), 1 / grad_scale):
+            for _, dw, db in summed_gradients(contexts, rows_of(contexts)):
                 total += dw.double().square().sum()
                 if db is not None:
                     total += db.double().square().sum()
-        return sum_over_ranks(total, self.head.group).sqrt()
+        return sum_over_ranks(total, self.head.group).sqrt() / grad_scale
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the settings and states of `state_dict()`, in place and in the types they have here.
@@ -136,22 +132,22 @@ class RowOptimizer(torch.optim.Optimizer):
         settings = {name: value for name, value in groups[0].items() if name != "params"}
         self.param_groups[0].update(settings)
 
-    def _update(self, context: ForwardContext, rule: Rule, factor: float) -> None:
+    def _update(self, context: ForwardContext, rule: Rule) -> None:
         """Update from one forward pass."""
         rows, home = context.rows, context.home
+        is_away = rows is not home
         states = self._states(self.head.weight)
-        here = states if home is None else fetch_states(states, home, rows.weight.device)
-        gradient = context.gradient(factor)
-        biases = context.backend.update(rows, context.queries, gradient, rule, here)
-        if home is not None:
+        here = fetch_states(states, home, rows.weight.device) if is_away else states
+        biases = context.backend.update(context, rule, here)
+        if is_away:
             bring_back(rows, home, here, states)
         if biases is not None:
-            self._update_biases(home or rows, biases, rule)
+            self._update_biases(home, biases, rule)
 
-    def _accumulate(self, contexts: list[ForwardContext], rule: Rule, factor: float) -> None:
+    def _accumulate(self, contexts: list[ForwardContext], rule: Rule) -> None:
         """Update from several passes: each row of any of them once, by the sum of its gradients."""
         rows, states, biases = rows_of(contexts), self._states(self.head.weight), []
-        for tile, dw, db in summed_gradients(contexts, rows, factor):
+        for tile, dw, db in summed_gradients(contexts, rows):
             apply_rule(rule, rows, tile, dw, states)
             if db is not None:
                 biases.append(db)

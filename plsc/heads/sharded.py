@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.heads.base import GlobalBatch, Head, HeadOutput, check_batch, effective_rank, gather_batch
-from plsc.heads.context import EmbeddingGradient, ForwardContext, HeadLoss, SavedContexts
+from plsc.heads.base import GlobalBatch, Head, HeadOutput
+from plsc.heads.context import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.geometry import normalised, norms
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import Sampling, draw_classes, nearest_classes
-from plsc.heads.softmax import Execution, Queries, Sums, TorchBackend, choose_backend
-from plsc.heads.target import Target, find_target, regulariser
+from plsc.heads.softmax import (
+    Execution,
+    ForwardContext,
+    Queries,
+    Sums,
+    TorchBackend,
+    choose_backend,
+)
 from plsc.heads.weights import Rows, fetch, hash_key
 from plsc.parallel.collectives import (
     ScatteredSum,
@@ -37,6 +44,31 @@ from plsc.parallel.collectives import (
 from plsc.spans import span
 
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
+
+
+@dataclass
+class _Target:
+    """What this rank knows of the labels' logits; zero, or -1, for samples whose class is elsewhere.
+
+    queries: with the places of the labels. samples: int64 [T], of `_look_up`; w: [T, D], the (winning) row of
+    each, of length 1 if rows are normalised. For all B samples: row, its position among the rows in play;
+    logit, with margin and scale; slope = dpsi / dc; radial = d logit / d|x| or None.
+    """
+
+    queries: Queries
+    samples: Tensor
+    w: Tensor
+    row: Tensor
+    logit: Tensor
+    slope: Tensor
+    radial: Tensor | None
+
+
+def _look_up(is_here: Tensor) -> Tensor:
+    """Return the samples whose class is here, int64 [T]; on a GPU all, as to choose would wait for it."""
+    if is_here.is_cuda:
+        return torch.arange(len(is_here), device=is_here.device)
+    return is_here.nonzero()[:, 0]
 
 
 class ShardedHead(Head):
@@ -105,34 +137,27 @@ class ShardedHead(Head):
     def step(self, step: int) -> None:
         self.contexts.step = step
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        with_accuracy: bool = False,
-        with_gauge: bool = False,
-        sizes: list[int] | None = None,
+    def _loss_of(
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
-        """Return the mean loss of the global batch. See `Head.forward`.
+        """Return the mean loss of the global batch; the accuracy is over the classes that take part.
 
-        The accuracy is over the classes that take part. Raises DataError, on every rank alike, for labels
-        out of range and for embeddings that are not finite (unless `on_nonfinite` is 'pass').
+        Raises DataError, on every rank alike, for embeddings that are not finite, unless `on_nonfinite` is
+        'pass'.
         """
-        check_batch(embeddings, labels, self.emb_size)
-        wants_gradient = torch.is_grad_enabled() and embeddings.requires_grad
+        has_gradient = torch.is_grad_enabled()
+        wants_gradient = has_gradient and embeddings.requires_grad
         products = self._products(embeddings.device.type)
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-            batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
             mean_loss, finite, context, gradient = self._forward(batch, products, wants_gradient)
             accuracy = self._accuracy(context, batch, products) if with_accuracy else None
-            gauge = effective_rank(batch.embeddings) if with_gauge else None
         loss = mean_loss
-        if torch.is_grad_enabled():
+        if has_gradient:
             # The parameters are inputs so that backward() reaches them too, when they want gradients.
             loss = HeadLoss.apply(
                 embeddings, self.weight, self.bias, self, mean_loss, context, gradient
             )
-        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, gauge, finite)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite)
 
     def extra_repr(self) -> str:
         """Say which classes are here."""
@@ -181,7 +206,7 @@ class ShardedHead(Head):
     ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None]:
         """Return the mean loss, whether all embeddings are finite, and what backward() needs."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
-        x = batch.embeddings.to(compute)
+        x = batch.embeddings.to(compute).contiguous()
         unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
         self._check_finite(length, batch)
         backend = self._backend(x, products)
@@ -189,26 +214,13 @@ class ShardedHead(Head):
         classes = self._classes_in_play(every, unit, batch.labels, backend.tile)
         if self.training:
             self.contexts.begin()
-        target = find_target(
-            self.margin,
-            unit,
-            length,
-            batch.labels,
-            self.class_range,
-            every,
-            classes,
-            self.group,
-            self.training,
-        )
+        target = self._find_target(unit, length, batch.labels, every, classes)
         home = every if classes is None else every.of_classes(classes)
         rows = fetch(home, x.device) if self.offload else home
-        queries = Queries(
-            unit, target.place, self.margin.scale, target.threshold, target.hard_factor
-        )
         with span("logits"):
             sums = backend.forward(
                 rows,
-                queries,
+                target.queries,
                 fixed_shift=self._fixed_shift(),
                 want_weighted=wants_gradient,
                 keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
@@ -221,11 +233,12 @@ class ShardedHead(Head):
         context = ForwardContext(
             backend=backend,
             rows=rows,
-            home=home if self.offload else None,
-            queries=queries,
+            home=home,
+            queries=target.queries,
             log_total=log_total,
             target_row=target.row,
             target_coefficient=-others * target.slope,
+            weight=torch.full_like(log_total, self.margin.scale / len(x)),
             shift=sums.shift,
             kept=sums.kept,
         )
@@ -233,6 +246,54 @@ class ShardedHead(Head):
         if wants_gradient:
             gradient = self._send_gradient(batch, context, sums, target, length, radial)
         return losses.mean(), length.isfinite().all(), context, gradient
+
+    def _find_target(
+        self, unit: Tensor, length: Tensor, labels: Tensor, every: Rows, classes: Tensor | None
+    ) -> _Target:
+        """Return the logits of the labels, from their rows alone; a collective for `needs_all_cosines`.
+
+        unit [B, D], length [B]: of the embeddings; labels [B]; every: all rows of this rank; classes:
+        ascending, those in play (None: all). In training the margin observes the batch.
+        """
+        start, stop = self.class_range
+        k, margin, weight = every.centers, self.margin, every.weight
+        is_here = (labels >= start) & (labels < stop)
+        samples = _look_up(is_here) if start < stop else labels.new_empty(0)
+        is_mine = is_here[samples]
+        local = (labels[samples] - start).where(is_mine, 0).to(weight.device)
+        place = local if classes is None else torch.searchsorted(classes, local)
+        w = weight.view(-1, k, weight.shape[1])[local].to(unit)
+        if every.cosine:
+            w, _ = normalised(w)
+        c, winner = (w * unit[samples, None, :]).sum(dim=2).max(dim=1)
+        w = w[torch.arange(len(w), device=w.device), winner]
+        if every.bias is not None:
+            c = c + every.bias[local].to(c)
+        place = place.to(labels.device)
+
+        def spread(values: Tensor, elsewhere: int = 0) -> Tensor:
+            values = values.where(is_mine, elsewhere)
+            if len(samples) == len(labels):
+                return values
+            return values.new_full(labels.shape, elsewhere).index_copy(0, samples, values)
+
+        cosines = sum_over_ranks(spread(c), self.group) if margin.needs_all_cosines else None
+        if self.training:
+            margin.observe(cosines, length)
+        hard = None if cosines is None else margin.hard(cosines)
+        with torch.enable_grad():
+            inputs = [c.requires_grad_(), length[samples].requires_grad_()]
+            psi = margin.shared_target(*inputs)
+            slopes = torch.autograd.grad(psi.sum(), inputs[: 1 + margin.uses_norm])
+        return _Target(
+            Queries(unit, spread(place, -1), margin.scale, *(hard or (None, None))),
+            samples=samples,
+            w=w,
+            row=spread(place * k + winner, -1),
+            logit=spread(psi.detach() * margin.scale),
+            slope=spread(slopes[0]),
+            radial=spread(slopes[1] * margin.scale) if margin.uses_norm else None,
+        )
 
     def _losses(
         self, excess: Tensor, others: Tensor, radial: Tensor | None, length: Tensor
@@ -244,10 +305,13 @@ class ShardedHead(Head):
         """
         losses = nn.functional.softplus(excess)
         slope = None if radial is None else -others * radial
-        addition = regulariser(self.margin, length)
-        if addition is not None:
-            losses = losses + addition[0]
-            slope = addition[1] if slope is None else slope + addition[1]
+        with torch.enable_grad():
+            leaf = length.clone().requires_grad_()
+            addition = self.margin.regulariser(leaf)
+            if addition is not None:
+                (more,) = torch.autograd.grad(addition.sum(), leaf)
+                losses = losses + addition.detach()
+                slope = more if slope is None else slope + more
         return losses, slope
 
     def _send_gradient(
@@ -255,7 +319,7 @@ class ShardedHead(Head):
         batch: GlobalBatch,
         context: ForwardContext,
         sums: Sums,
-        target: Target,
+        target: _Target,
         length: Tensor,
         radial: Tensor | None,
     ) -> EmbeddingGradient:
@@ -284,7 +348,7 @@ class ShardedHead(Head):
             warnings.warn(
                 f"the checkpoint was computed by {before}, this run by {self.computed_by}: its results will "
                 "differ in the last bits from an uninterrupted run's",
-                stacklevel=6,  # who called the head
+                stacklevel=7,  # who called the head
             )
         return backend
 
@@ -310,11 +374,11 @@ class ShardedHead(Head):
             warnings.warn(
                 f"the batch has {len(classes)} classes of this rank, more than the {count} that the "
                 f"sample ratio {self.sampling.ratio:g} asks for; all of them take part",
-                stacklevel=6,  # who called the head
+                stacklevel=7,  # who called the head
             )
         return classes
 
-    def _reduce(self, sums: Sums, target: Target) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _reduce(self, sums: Sums, target: _Target) -> tuple[Tensor, Tensor, Tensor | None]:
         """Make the sums of all ranks whole: one collective of two or three numbers per sample."""
         parts = [target.logit] + ([] if target.radial is None else [target.radial])
         shift = self._fixed_shift()

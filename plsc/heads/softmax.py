@@ -2,7 +2,7 @@
 
 Notation of docs/head.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij, logits z_ij.
 The class of a sample's label never goes through a tile: its logit is computed beforehand from B rows
-(target.py). A backend masks it, so the sums here are those over the OTHER classes, and nothing has to be
+(sharded.py). A backend masks it, so the sums here are those over the OTHER classes, and nothing has to be
 taken off again.
 
 `TorchBackend` works on every device. The backends with kernels in C and Triton (plsc/heads/kernels) derive
@@ -79,7 +79,7 @@ class Sums:
 
     shift [B]; total [B] = sum_j exp(z_ij - shift_i); weighted [B, D] = sum_j exp(z_ij - shift_i) slope_ij
     w_j, the weighted sum of class weights, or None, slope = dz / dc / s; kept: the terms of `weighted` for
-    `gradients` and `update`, in the form of the backend that made it.
+    the update, in the form of the backend that made it.
     """
 
     shift: Tensor
@@ -89,22 +89,26 @@ class Sums:
 
 
 @dataclass
-class RowGradient:
-    """What makes row gradients out of the logits: sum_i weight_i G_ij e_i.
+class ForwardContext:
+    """What a forward pass saves for the update: the gradient of row j is factor sum_i weight_i G_ij e_i.
 
-    log_total [B]: log of the sum of exp(z_ij) over all classes of all ranks. weight [B]: s / B times what
-    backward() was given. target_row: int64 [B], the position among the n rows of the label's (winning)
-    row, -1 if it is not here; target_coefficient [B]: G there. factor: multiplies every gradient.
-    shift [B]: that of the kept terms; kept: from `Sums`, or None.
+    rows: those in play; home: `rows`, or the offloaded rows that they are copies of. log_total [B]: log of
+    the sum of exp(z_ij) over all classes of all ranks. target_row: int64 [B], the position among the n rows
+    of the label's (winning) row, -1 if it is not here; target_coefficient [B]: G there. weight [B]: s / B,
+    from backward() on times what it was given. shift [B], kept: from `Sums`.
     """
 
+    backend: TorchBackend
+    rows: Rows
+    home: Rows
+    queries: Queries
     log_total: Tensor
-    weight: Tensor
     target_row: Tensor
     target_coefficient: Tensor
-    factor: float = 1.0
-    shift: Tensor | None = None
+    weight: Tensor
+    shift: Tensor
     kept: Tensor | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -170,38 +174,34 @@ class TorchBackend:
                 weighted += self._product(p, w)
         return Sums(shift, total, weighted, kept)
 
-    def gradients(
-        self, rows: Rows, queries: Queries, gradient: RowGradient, tile: slice
-    ) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the rows of a tile [t, D], and of their biases [t] if there are any."""
+        rows, queries = context.rows, context.queries
         w, length = directions(rows, tile, queries.unit)
-        if gradient.kept is not None:
-            assert gradient.shift is not None
+        if context.kept is not None:
             # A new tensor: what is kept serves a gradient norm and the update alike.
-            correction = (gradient.shift - gradient.log_total).exp()
-            g = gradient.kept[:, tile].to(w.dtype) * correction[:, None]
+            correction = (context.shift - context.log_total).exp()
+            g = context.kept[:, tile].to(w.dtype) * correction[:, None]
         else:
             z, slope = self._logits(rows, queries, w, tile)
-            g = (z - gradient.log_total[:, None]).exp_()
+            g = (z - context.log_total[:, None]).exp_()
             if slope is not None:
                 g *= slope
-        target = gradient.target_row
+        target = context.target_row
         here = ((target >= tile.start) & (target < tile.stop)).nonzero()[:, 0]
-        g[here, target[here] - tile.start] = gradient.target_coefficient[here]
-        g *= (gradient.weight * gradient.factor)[:, None]
+        g[here, target[here] - tile.start] = context.target_coefficient[here]
+        g *= (context.weight * context.factor)[:, None]
         dw = self._product(g.T, queries.unit)
         if length is not None:
             dw = through_normalisation(dw, w, length)
         return dw, None if rows.bias is None else g.sum(dim=0)
 
-    def update(
-        self, rows: Rows, queries: Queries, gradient: RowGradient, rule: Rule, states: States
-    ) -> Tensor | None:
+    def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
         """Change the rows in play and their states, and return the gradients of the biases [n] or None."""
         biases = []
-        for tile in rows.tiles(self.tile):
-            dw, db = self.gradients(rows, queries, gradient, tile)
-            apply_rule(rule, rows, tile, dw, states)
+        for tile in context.rows.tiles(self.tile):
+            dw, db = self.gradients(context, tile)
+            apply_rule(rule, context.rows, tile, dw, states)
             if db is not None:
                 biases.append(db)
         return torch.cat(biases) if biases else None

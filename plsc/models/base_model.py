@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -94,6 +94,33 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+class ForwardWrapper:
+    """Takes the place of a module's `forward` on the object: hooks, type and names in state dicts stay.
+
+    inner: the forward that was there before. Derived classes say what is done around it. An object, which a
+    deep copy of the network follows, unlike a closure.
+    """
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Call the module."""
+        return self.inner(*inputs, **named)
+
+
+def unwrap(network: nn.Module) -> None:
+    """Take back all that wrappers of `forward` do in a network, in place."""
+    for module in network.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, ForwardWrapper):
+            while isinstance(forward, ForwardWrapper):
+                forward = forward.inner
+            del module.forward
+            if forward != module.forward:  # set on the object by other code
+                module.forward = forward
 
 
 def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:

@@ -1,24 +1,23 @@
 """Activation checkpointing: parts of a network are computed again in the backward pass, instead of kept.
 
 Chen et al. 2016, "Training deep nets with sublinear memory cost". What is computed again has the same bits:
-random draws, the samples' numbers and autocast are as they were, and running statistics move once.
+random draws, the samples' numbers, buffers and autocast are as they were, and running statistics move once.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from plsc.errors import OptionError, did_you_mean
-from plsc.models.dropout import SampleDropout
+from plsc.models.base_model import ForwardWrapper
+from plsc.models.dropout import SampleDropout, SampleNumbers
 
 NONE, ALL = "none", "all"
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -28,7 +27,7 @@ def checkpoint_activations(network: nn.Module, names: str, every: int = 1) -> li
     """Let parts of a network keep their inputs alone, and compute the rest again in the backward pass.
 
     In place; parameters, buffers and their names stay as they are. Call it when the network's layers are
-    final; a later call takes the place of an earlier one.
+    final, and once: `plsc.models.base_model.unwrap` takes it back.
 
     names: ``none``; ``all``, the network's blocks (see `find_blocks`); or patterns of module names
     (``*`` stands for anything), divided by commas. A module inside one that is chosen is not chosen again.
@@ -38,12 +37,9 @@ def checkpoint_activations(network: nn.Module, names: str, every: int = 1) -> li
         OptionError: a pattern that fits no module, a module that cannot be called, no blocks.
     """
     chosen = select_modules(network, names)[:: max(1, every)]
-    for module in network.modules():
-        earlier = module.__dict__.get("forward")
-        if isinstance(earlier, functools.partial) and earlier.func is _run:
-            earlier.args[0].remove()
     for name in chosen:
-        _Region(name, network.get_submodule(name)).install()
+        module = network.get_submodule(name)
+        module.forward = _Recomputed(module)
     return chosen
 
 
@@ -51,8 +47,15 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
     """Return the names of the modules that `checkpoint_activations` chooses among, in the network's order."""
     if names.strip() == NONE:
         return []
+    parts = ", ".join(name for name, _ in network.named_children())
     if names.strip() == ALL:
-        return _blocks_or_error(network)
+        blocks = find_blocks(network)
+        if not blocks:
+            raise OptionError(
+                f"memory.checkpoint_stages is 'all', but {type(network).__name__} has no lists of blocks; "
+                f"name modules instead, among: {parts}"
+            )
+        return blocks
     known = [name for name, _ in network.named_modules() if name]
     patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
     for pattern in patterns:
@@ -60,8 +63,7 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
             alone = f", and {pattern!r} stands alone" if pattern in (NONE, ALL) else ""
             raise OptionError(
                 f"memory.checkpoint_stages has {pattern!r}, which fits no module of "
-                f"{type(network).__name__}{alone}{did_you_mean(pattern, known)}; its parts are "
-                f"{', '.join(name for name, _ in network.named_children())}"
+                f"{type(network).__name__}{alone}{did_you_mean(pattern, known)}; its parts are {parts}"
             )
     chosen: list[str] = []
     for name in known:
@@ -75,16 +77,6 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
                 f"instead: '{name}.*'"
             )
     return chosen
-
-
-def _blocks_or_error(network: nn.Module) -> list[str]:
-    blocks = find_blocks(network)
-    if not blocks:
-        raise OptionError(
-            f"memory.checkpoint_stages is 'all', but {type(network).__name__} has no lists of blocks; name "
-            f"modules instead, among: {', '.join(name for name, _ in network.named_children())}"
-        )
-    return blocks
 
 
 def find_blocks(network: nn.Module) -> list[str]:
@@ -120,84 +112,56 @@ def _has_blocks(module: nn.Module) -> bool:
     return False
 
 
-class _Region:
-    """A module whose forward pass is computed again in the backward pass.
+class _Recomputed(ForwardWrapper):
+    """The forward of a module that keeps its inputs alone where gradients are wanted."""
 
-    Its `forward` is replaced on the object: hooks, the type and the state dict's keys stay.
-    """
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = name
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.forward)
         self._module = module
-        self._plain: Callable[..., Any] = module.forward
-        self._own_forward = module.__dict__.get("forward")  # where it was replaced before
-        inner = list(module.modules())
-        self._norms = [one for one in inner if isinstance(one, _NormBase)]
-        self._dropouts = [one for one in inner if isinstance(one, SampleDropout)]
-        self._others = [one for one in inner if not isinstance(one, _NormBase) and one._buffers]
 
-    def install(self) -> None:
-        """Replace the module's forward."""
-        # A partial, which a deep copy of the network follows, unlike a closure.
-        self._module.forward = functools.partial(_run, self)
-
-    def remove(self) -> None:
-        """Give the module its own forward again."""
-        del self._module.forward
-        if self._own_forward is not None:
-            self._module.forward = self._own_forward
-
-    def run(self, *inputs: Any, **named: Any) -> Any:
-        """Call the module; where gradients are wanted, keep its inputs alone."""
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._plain(*inputs, **named)
-        before = self._versions()
-        output = checkpoint(
-            self._plain, *inputs, use_reentrant=False, context_fn=self._contexts, **named
+            return self.inner(*inputs, **named)
+        return checkpoint(
+            self.inner, *inputs, use_reentrant=False, context_fn=self._contexts, **named
         )
-        if before != self._versions():
-            raise OptionError(
-                f"memory.checkpoint_stages names {self._name!r}, which changes a buffer of its own whenever "
-                "it is called, other than a norm's running statistics; leave it out"
-            )
-        return output
-
-    def _versions(self) -> list[tuple[int, int]]:
-        """Return the identity and version of each buffer, but of norms, which are handled apart."""
-        return [
-            (id(buffer), buffer._version)
-            for module in self._others
-            for buffer in module._buffers.values()
-            if buffer is not None
-        ]
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of the forward pass and of its repetition."""
-        numbers = [layer.samples.numbers for layer in self._dropouts]
-        return nullcontext(), self._repeating(numbers)
-
-    @contextmanager
-    def _repeating(self, numbers: list[Tensor | None]) -> Iterator[None]:
-        """Let running statistics be, and the dropout layers see the samples of the forward pass."""
-        own = [(norm, dict(norm._buffers)) for norm in self._norms]
-        seen = [(layer.samples, layer.samples.numbers) for layer in self._dropouts]
-        try:
-            for norm, buffers in own:
-                # Copies, not None: as many tensors must be saved as in the first pass. What a norm gives
-                # in training does not depend on them.
-                norm._buffers.update({key: _copy(value) for key, value in buffers.items()})
-            for layer, then in zip(self._dropouts, numbers, strict=True):
-                layer.samples.numbers = then
-            yield
-        finally:
-            for norm, buffers in own:
-                norm._buffers.update(buffers)
-            for samples, now in seen:
-                samples.numbers = now
+        """Return the contexts of the forward pass, before which this is called, and of its repetition."""
+        modules = list(self._module.modules())
+        buffers = [
+            (one._buffers, {name: _copy(value) for name, value in one._buffers.items()})
+            for one in modules
+            if one._buffers
+        ]
+        dropouts = [one for one in modules if isinstance(one, SampleDropout)]
+        return nullcontext(), _repeating(
+            buffers, [(one.samples, one.samples.numbers) for one in dropouts]
+        )
 
 
-def _run(region: _Region, *inputs: Any, **named: Any) -> Any:
-    return region.run(*inputs, **named)
+Buffers = dict[str, Tensor | None]
+
+
+@contextmanager
+def _repeating(
+    buffers: list[tuple[Buffers, Buffers]],
+    numbers: list[tuple[SampleNumbers, Tensor | None]],
+) -> Iterator[None]:
+    """Have the buffers and the samples' numbers of the forward pass; afterwards those of now again."""
+    own = [(mine, dict(mine)) for mine, _ in buffers]
+    seen = [(samples, samples.numbers) for samples, _ in numbers]
+    try:
+        for mine, then in buffers:
+            mine.update(then)
+        for samples, given in numbers:
+            samples.numbers = given
+        yield
+    finally:
+        for mine, now in own:
+            mine.update(now)
+        for samples, given in seen:
+            samples.numbers = given
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:

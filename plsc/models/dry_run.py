@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.errors import OptionError, PlscError, first_line
+from plsc.errors import OptionError, refusing
 from plsc.models.base_model import evaluating
 
 
@@ -25,16 +25,12 @@ def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool 
     # Without a graph first, and not in inference_mode: a network that keeps a tensor from its first call (a
     # position grid, a lazy parameter) could not train with it later.
     graph = torch.enable_grad() if with_graph else torch.no_grad()
-    with evaluating(model), torch.random.fork_rng(devices=[]), graph:
-        try:
-            return model(images)
-        except PlscError:
-            raise
-        except Exception as error:  # whatever a user's network may throw
-            raise OptionError(
-                f"{type(model).__name__} cannot take images of shape {tuple(image_shape)}: "
-                f"{type(error).__name__}: {first_line(error)}; change the network or set_image_shape"
-            ) from error
+    refused = refusing(
+        f"{type(model).__name__} cannot take images of shape {tuple(image_shape)}",
+        "change the network or set_image_shape",
+    )
+    with evaluating(model), torch.random.fork_rng(devices=[]), graph, refused:
+        return model(images)
 
 
 def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -> None:
@@ -68,15 +64,11 @@ def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> 
 
     Layers that the first call made for all later ones (nn.LazyLinear) are there before.
     """
-    before = {
-        id(parameter): parameter for parameter in model.parameters()
-    }  # alive: ids stay theirs
+    before = {id(p): p for p in model.parameters()}  # alive: ids stay theirs
     output = dry_run(model, image_shape, with_graph=True)
-    after: dict[int, tuple[str, Tensor]] = {
-        id(p): (name, p) for name, p in model.named_parameters()
-    }
-    after |= {id(leaf): ("", leaf) for leaf in _leaves(output) if id(leaf) not in after}
-    fresh = next((found for key, found in after.items() if key not in before), None)
+    after = {id(p): (name, p) for name, p in model.named_parameters()}
+    used = {id(leaf): ("", leaf) for leaf in _leaves(output)}
+    fresh = next((found for key, found in {**used, **after}.items() if key not in before), None)
     if fresh is None:
         return
     name, parameter = fresh
@@ -118,11 +110,25 @@ def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
             return
         own = [p for p in layer.parameters(recurse=False) if id(p) not in counted]
         counted.update(id(p) for p in own)
-        shape = str(["b", *output.shape[1:]]).replace("'", "") if _is_batch(output) else "-"
+        is_batch = isinstance(output, Tensor) and output.dim() > 0
+        shape = str(["b", *output.shape[1:]]).replace("'", "") if is_batch else "-"
         rows.append((name, type(layer).__name__, shape, f"{sum(p.numel() for p in own):,}"))
 
     _note_calls(model, image_shape, note)
-    return _table(rows) + "\n" + _totals(model)
+    table = [("layer", "kind", "output", "parameters"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    lines = [
+        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
+        for name, kind, shape, count in table
+    ]
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    size = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    totals = (
+        f"{sum(p.numel() for p in parameters):,} parameters, {trained:,} of them trained, "
+        f"{size:,.1f} MiB; {sum(b.numel() for b in model.buffers()):,} numbers in buffers"
+    )
+    return "\n".join([*lines, totals])
 
 
 def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int]:
@@ -159,26 +165,3 @@ def _note_calls(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _is_batch(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.dim() > 0
-
-
-def _table(rows: list[tuple[str, str, str, str]]) -> str:
-    table = [("layer", "kind", "output", "parameters"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    return "\n".join(
-        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
-        for name, kind, shape, count in table
-    )
-
-
-def _totals(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in parameters) / 2**20
-    return (
-        f"{sum(p.numel() for p in parameters):,} parameters, {trained:,} of them trained, "
-        f"{size:,.1f} MiB; {sum(b.numel() for b in model.buffers()):,} numbers in buffers"
-    )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from plsc.models.activation import PReLU
+from plsc.errors import kind_and_line
 from plsc.models.base_model import BaseModel, evaluating
-from plsc.models.convolution import Conv2d
 from plsc.models.dropout import SampleDropout
+from plsc.models.layers import Conv2d, PReLU
 
 TOLERANCE = 1e-3  # of the embeddings of noise, as a part of the largest; folding itself changes 1e-6 in fp32
 _FOLDABLE = (nn.Conv2d, Conv2d, nn.Linear)  # these alone: another subclass may do something else
@@ -33,8 +34,7 @@ def fold_batch_norm(network: BaseModel, image_shape: Sequence[int]) -> BaseModel
         try:
             graph = _Tracer().trace(network, concrete_args={"label": None, "is_train": False})
         except Exception as error:  # code of the user's that does not stand tracing
-            reason = " ".join(str(error).split())[:200]
-            return f"its code cannot be followed: {type(error).__name__}: {reason}"
+            return f"its code cannot be followed: {kind_and_line(error)[:200]}"
         modules = dict(network.named_modules())
         traced = fx.GraphModule(network, graph)
         pairs = list(_pairs(graph, modules))
@@ -42,7 +42,9 @@ def fold_batch_norm(network: BaseModel, image_shape: Sequence[int]) -> BaseModel
             return "no batch norm in it follows a layer of its own"
         for layer_node, norm_node in pairs:
             layer, norm = modules[str(layer_node.target)], modules[str(norm_node.target)]
-            _replace(traced, str(layer_node.target), _fold(layer, norm))
+            fuse: Any = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
+            # fx makes the modules on the way to it anew for the traced network.
+            traced.set_submodule(str(layer_node.target), fuse(layer, norm).requires_grad_(False))
             norm_node.replace_all_uses_with(layer_node)
             graph.erase_node(norm_node)
         traced.recompile()
@@ -81,51 +83,19 @@ class _Tracer(fx.Tracer):
 def _pairs(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the calls of a layer and of the batch norm that alone reads it, each module called once."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    times: dict[int, int] = {}
+    times = Counter(id(modules[str(node.target)]) for node in calls)
     for node in calls:
-        module = id(modules[str(node.target)])
-        times[module] = times.get(module, 0) + 1
-    for node in calls:
-        norm = modules[str(node.target)]
-        before = node.args[0] if node.args else None
+        norm, before = modules[str(node.target)], node.args[0] if node.args else None
         if not isinstance(norm, _BatchNorm) or norm.running_mean is None:
             continue
         if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
             continue
         layer = modules[str(before.target)]
-        if _is_foldable(layer, norm) and times[id(layer)] == times[id(norm)] == 1:
+        is_pair = isinstance(layer, nn.Linear) != isinstance(norm, nn.BatchNorm2d)
+        is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in (layer, norm))
+        is_once = times[id(layer)] == times[id(norm)] == 1
+        if type(layer) in _FOLDABLE and is_pair and is_once and not is_hooked:
             yield before, node
-
-
-def _is_foldable(layer: nn.Module, norm: _BatchNorm) -> bool:
-    """Whether these two kinds can be folded, and no hook reads what is between them."""
-    is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in (layer, norm))
-    is_pair = isinstance(layer, nn.Linear) != isinstance(norm, nn.BatchNorm2d)
-    return type(layer) in _FOLDABLE and is_pair and not is_hooked
-
-
-def _fold(layer: nn.Module, norm: _BatchNorm) -> nn.Module:
-    """Return a layer that does both."""
-    assert isinstance(layer, _FOLDABLE)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    weight, bias = layer.weight, layer.bias
-    fuse: Callable[..., tuple[nn.Parameter, nn.Parameter]] = (
-        fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
-    )
-    fused = copy.copy(layer)  # shares all but what is put in its place here
-    fused._parameters = dict(layer._parameters)
-    with torch.no_grad():
-        fused.weight, fused.bias = fuse(
-            weight, bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
-        )
-    return fused.requires_grad_(False)
-
-
-def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in another's place; fx makes the modules on the way to it anew for the traced network."""
-    parent, _, last = name.rpartition(".")
-    setattr(network.get_submodule(parent), last, layer)
 
 
 def _difference(network: BaseModel, other: BaseModel, image_shape: Sequence[int]) -> float:

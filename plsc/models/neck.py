@@ -9,7 +9,7 @@ from torch import nn
 
 from plsc.config.model import DEFAULT_NECK
 from plsc.errors import OptionError
-from plsc.models.activation import PReLU
+from plsc.models.layers import PReLU
 
 BATCH_NORM_EPS = 2e-5
 BATCH_NORM_MOMENTUM = 0.1  # in torch's sense, the weight of the new batch; the original's 0.9

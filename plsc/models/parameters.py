@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from plsc.config.model import Initialization
 from plsc.config.patterns import find_parameters, label_parameters
-from plsc.errors import OptionError, first_line
+from plsc.errors import OptionError, refusing
 from plsc.models.base_model import BaseModel
 from plsc.seeds import hash_key
 
@@ -57,13 +57,9 @@ def _initialise(parameter: nn.Parameter, name: str, rule: Initialization, seed: 
             hash_key(seed, _STREAM, zlib.crc32(name.encode()))
         )
         arguments["generator"] = generator
-    try:
+    shape = list(drawn.shape)
+    with refusing(f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {shape}"):
         function(drawn, **arguments)
-    except (ValueError, RuntimeError, ArithmeticError) as error:
-        raise OptionError(
-            f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {list(drawn.shape)}: "
-            f"{first_line(error)}"
-        ) from error
     with torch.no_grad():
         parameter.copy_(drawn)
 
@@ -121,10 +117,6 @@ def separate_buffers(network: nn.Module) -> None:
     """
     for module in network.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and _overlaps(buffer):
+            strides = [] if buffer is None else zip(buffer.shape, buffer.stride(), strict=True)
+            if buffer is not None and any(size > 1 and stride == 0 for size, stride in strides):
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in sizes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plsc.config.model import DEFAULT_NECK
 from plsc.models.base_model import BaseModel
-from plsc.models.convolution import Conv2d
+from plsc.models.layers import Conv2d
 from plsc.models.neck import (
     EmbeddingNeck,
     batch_norm,

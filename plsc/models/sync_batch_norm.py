@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -77,20 +76,15 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: fewer than two values per channel in the global batch.
         """
         if not self.training:
-            return F.batch_norm(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                training=self.running_mean is None,
-                eps=self.eps,
-            )
+            return super().forward(input)
         count, mean, variance = _global_statistics(input.detach(), self.group)
         self._update_running(count, mean, variance)
         return _Normalise.apply(
             input, self.weight, self.bias, mean, variance, count, self.eps, self.group
         )
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Take images of any number of dimensions."""
 
     @torch.no_grad()
     def _update_running(self, count: int, mean: Tensor, variance: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,8 @@ from plsc.config.optim import (
     read_parameter_groups,
 )
 from plsc.config.patterns import find_parameters, label_parameters
-from plsc.errors import OptionError, PlscError, kind_and_line, suggest
-from plsc.parallel.sharding import split_rows
+from plsc.errors import OptionError, kind_and_line, refusing, suggest
+from plsc.parallel.sharding import local_part, split_rows
 
 Groups = Sequence[dict[str, Any]]
 """Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""
@@ -80,7 +81,9 @@ def assign_parameters(network: nn.Module, options: OptimOptions) -> Assignment:
             groups += _split_by_decay(mine, named, options, group)
     rest = [name for name in named if name not in taken]
     groups = _split_by_decay(rest, named, options, ParameterGroup("*")) + groups
-    return Assignment([(_trained(names, named), own) for names, own in groups], frozen)
+    return Assignment(
+        [([one for one in names if named[one].requires_grad], own) for names, own in groups], frozen
+    )
 
 
 def _split_by_decay(
@@ -108,10 +111,6 @@ def _split_by_decay(
     matrices = [name for name in names if named[name].ndim > 1]
     vectors = [name for name in names if named[name].ndim <= 1]
     return [(matrices, own), (vectors, {**own, **undecayed})]
-
-
-def _trained(names: list[str], named: Mapping[str, nn.Parameter]) -> list[str]:
-    return [name for name in names if named[name].requires_grad]
 
 
 def build_optimizer(
@@ -153,7 +152,8 @@ def build_optimizer(
         **implementation_flags(options, kind, device, is_sharded),
         "lr": base_rate,
     }
-    optimizer = _make(make, what, groups, arguments)
+    with refusing(f"{what} cannot be made"):
+        optimizer: torch.optim.Optimizer = make(groups, **arguments)
     _check_settings(optimizer, groups, what)
     return _finished(optimizer)
 
@@ -169,7 +169,8 @@ def build_custom(
     """
     what = f"the optimizer factory {name}"
     given = [dict(group) for group in groups]  # torch puts the defaults into these
-    optimizer = _make(factory, what, given, arguments)
+    with refusing(f"{what} cannot be made"):
+        optimizer = factory(given, **arguments)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
             f"{what} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer over the "
@@ -245,15 +246,6 @@ def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-def _make(make: Factory, what: str, groups: Groups, arguments: dict[str, Any]) -> Any:
-    try:
-        return make(groups, **arguments)
-    except PlscError:
-        raise
-    except Exception as error:  # torch's are of many kinds, a user's function may raise anything
-        raise OptionError(f"{what} cannot be made: {kind_and_line(error)}") from error
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str) -> None:
@@ -333,20 +325,71 @@ def _prepare_fused_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             assert parameter.grad is not None
             if parameter.grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-        states = [optimizer.state[parameter] for parameter in trained]
-        if needs_momentum and any("momentum_buffer" in state for state in states):
-            for parameter, state in zip(trained, states, strict=True):
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = _before_first(parameter, group)
+        late = [p for p in trained if "momentum_buffer" not in optimizer.state[p]]
+        if needs_momentum and len(late) < len(trained):
+            for parameter in late:
+                # The m of ``momentum * m + (1 - dampening) * g = g``, with the decayed gradient g.
+                decayed = parameter.grad.add(parameter, alpha=group["weight_decay"])
+                before = decayed * (group["dampening"] / group["momentum"])
+                optimizer.state[parameter]["momentum_buffer"] = before
 
 
-def _before_first(parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return the momentum from which a step comes to what a first step has: the decayed gradient g.
+StateInfo = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of one state; of a split parameter the whole shape."""
 
-    That is the m of ``momentum * m + (1 - dampening) * g = g``.
+
+class ExpectedStates:
+    """The states that an optimizer of torch's makes, found by a step of its like over small tensors.
+
+    Some of torch's kernels (the fused ones) take a state for as large as its parameter and read and write
+    beyond its end otherwise; all of them take states for complete. So what comes from a file is compared with
+    this.
     """
-    gradient = parameter.grad
-    if gradient is None or not group["dampening"]:
-        return torch.zeros_like(parameter)
-    decayed = gradient.add(parameter, alpha=group["weight_decay"])
-    return decayed * (group["dampening"] / group["momentum"])
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._found: dict[tuple[int, int, torch.dtype], dict[str, StateInfo | None]] = {}
+
+    def of(self, parameter: nn.Parameter) -> dict[str, StateInfo | None] | None:
+        """Return the states by name, None for one that is a plain number.
+
+        None for all: the optimizer is not torch's, and its states are unknown.
+        """
+        group, shape = self._groups.get(id(parameter)), tuple(parameter.shape)
+        is_torchs = f"{type(self._optimizer).__module__}.".startswith("torch.optim.")
+        if group is None or not is_torchs:
+            return None
+        key = (id(group), len(shape), parameter.dtype)
+        small = tuple(range(2, 2 + len(shape)))  # each size is another one
+        if key not in self._found:
+            self._found[key] = self._try(group, parameter, small)
+        # A size is the parameter's, or 1 where the state has one number for many.
+        enlarged = dict(zip(small, shape, strict=True))
+        return {
+            name: info
+            if info is None or len(info[0]) != len(shape)
+            else (tuple(enlarged.get(size, size) for size in info[0]), info[1])
+            for name, info in self._found[key].items()
+        }
+
+    def _try(
+        self, group: dict[str, Any], like: nn.Parameter, small: tuple[int, ...]
+    ) -> dict[str, StateInfo | None]:
+        """Return the states of a small parameter, after a step with the settings of the group."""
+        number = nn.Parameter(torch.ones(small, dtype=like.dtype, device=local_part(like).device))
+        number.grad = torch.ones_like(number)
+        if type(self._optimizer) is torch.optim.Adagrad:  # whose constructor makes the states
+            return {"step": ((), torch.float32), "sum": (small, like.dtype)}
+        trial = type(self._optimizer).__new__(type(self._optimizer))
+        # As torch restores a pickled optimizer; the constructors take other arguments, each its own.
+        groups = [{**group, "params": [number]}]
+        defaults = dict(self._optimizer.defaults)
+        trial.__setstate__(
+            {"defaults": defaults, "state": defaultdict(dict), "param_groups": groups}
+        )
+        trial.step()
+        return {
+            name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            for name, value in trial.state[number].items()
+        }

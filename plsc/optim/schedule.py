@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plsc.config.option import is_finite_number, shown_value
-from plsc.errors import OptionError, PlscError, kind_and_line
+from plsc.errors import OptionError, refusing
 
 Shape = Callable[[int], float]
 """What multiplies the base rate, by the count of updates made; 1 is its full height."""
@@ -80,17 +80,13 @@ def custom(function: Callable[[int], float], name: str) -> Shape:
     It is to depend on the step alone. Raises OptionError, at that step, for what is no number of 0 or more,
     and for whatever the function raises.
     """
+    expected = (
+        "expected a function of the count of updates made, and of total_steps if it names that"
+    )
 
     def shape(step: int) -> float:
-        try:
+        with refusing(f"the schedule {name} failed for step {step}", expected):
             factor = function(step)
-        except PlscError:
-            raise
-        except Exception as error:  # a user's function may raise anything
-            raise OptionError(
-                f"the schedule {name} failed for step {step}: {kind_and_line(error)}; expected a function "
-                "that takes the count of updates made, and total_steps if it names that"
-            ) from error
         if not (is_finite_number(factor) and factor >= 0):
             raise OptionError(
                 f"the schedule {name} returned {shown_value(factor)} for step {step}; expected a finite "

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from types import FrameType, TracebackType
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from plsc.errors import DistributedError, PlscError
 from plsc.parallel.world import World
 
+logger = logging.getLogger(__name__)
 _FAILURE = "failure"  # the message of the first rank that failed
 _POLL_SECONDS = 0.5
 _POST_SECONDS = 3.0  # how long a failing rank may take to post its message
@@ -122,7 +122,7 @@ class FailureWatch:
             # The main thread hangs in a collective that will never complete; there is nothing of
             # ours left to save, as a checkpoint is published by a rename only.
             if self._world.local_rank == 0 and failure["host"] != self._host:
-                logging.getLogger("plsc").error(_of_another(failure))
+                logger.error("%s", _of_another(failure))
             os._exit(1)
 
 
@@ -207,11 +207,10 @@ class StopSignal:
                 if number not in _SIGNALS:
                     continue
                 if not self._left.wait(self._deadline_seconds):
-                    print(
-                        f"plsc: error: no step boundary within {self._deadline_seconds:g} s after "
-                        f"{signal.Signals(number).name}; stopped without saving",
-                        file=sys.stderr,
-                        flush=True,
+                    logger.error(
+                        "no step boundary within %g s after %s; stopped without saving",
+                        self._deadline_seconds,
+                        signal.Signals(number).name,
                     )
                     os._exit(128 + number)
                 return

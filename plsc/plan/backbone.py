@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from plsc.config import Options
 from plsc.config.optim import OPTIMIZERS
 from plsc.errors import OptionError
-from plsc.plan.arguments import one_of, whole
 from plsc.plan.head import Transfer, all_gather, all_reduce, reduce_scatter
-
-PRECISIONS = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
+from plsc.plan.options import MODES, PlanOptions
 
 
 @dataclass(frozen=True)
@@ -48,24 +40,11 @@ class BackbonePlan:
         return sum(self.stored.values()) + sum(self.step.values())
 
 
-def plan_backbone(
-    model: str,
-    *,
-    image: int | tuple[int, ...] = (3, 112, 112),
-    embedding: int = 512,
-    batch: int = 128,
-    ranks: int = 1,
-    precision: str = "float32",
-    checkpoint: str = "none",
-    checkpoint_every: int = 1,
-    micro_batches: int = 1,
-    backbone_optimizer: str = "sgd",
-    backbone_shards: int = 1,
-) -> BackbonePlan:
-    """Count a training step of a network by its name (torch is loaded, no data are). See `ARGUMENTS`.
+def plan_backbone(model: str, **others: Any) -> BackbonePlan:
+    """Count a training step of a network by its name (torch is loaded, no data are).
 
-    Raises:
-        OptionError: an argument that is out of range, a network that cannot be made or run so.
+    others: fields of `PlanOptions`. Raises OptionError for one that is out of range, and for a network that
+    cannot be made or run so.
     """
     import torch
 
@@ -74,30 +53,33 @@ def plan_backbone(
     from plsc.optim.optimizers import build_optimizer
     from plsc.plan.measure import measure
 
-    mode = PRECISIONS[one_of("precision", precision, PRECISIONS)]
-    parts, images = whole("micro_batches", micro_batches, 1), whole("batch", batch, 1)
-    shards = whole("backbone_shards", backbone_shards, 1)
+    asked = PlanOptions(model=model, **others)
+    mode = MODES.get(asked.precision, asked.precision)
+    ranks, shards, image = asked.ranks, asked.backbone_shards, asked.image
+    parts, images = asked.micro_batches, max(asked.batches)
+    optimizer = asked.backbone_optimizer
     if ranks % shards:
         raise OptionError(f"backbone_shards is {shards}; expected a divisor of the {ranks} ranks")
     if parts > images:
         raise OptionError(f"micro_batches is {parts}, but a rank has a batch of {images}")
-    if ":" in backbone_optimizer:
+    if ":" in optimizer:
         raise OptionError(
-            f"backbone_optimizer is {backbone_optimizer!r}; a factory cannot be planned: name the "
+            f"backbone_optimizer is {optimizer!r}; a factory cannot be planned: name the "
             f"one of {', '.join(OPTIMIZERS)} whose states are most like its own"
         )
-    embedding = whole("embedding", embedding, 1)
-    shape = (3, image, image) if isinstance(image, int) else tuple(image)
+    shape = (3, image, image) if isinstance(image, int) else image
     options = Options()
     options.set("model.image_shape", shape)
-    options.set("optim.optimizer", backbone_optimizer)
+    options.set("optim.optimizer", optimizer)
     found = measure(
-        lambda: build_model(model, embedding, shape, options.model.dropout, options.model.neck),
+        lambda: build_model(
+            model, asked.embedding, shape, options.model.dropout, options.model.neck
+        ),
         shape,
         -(-images // parts),
         dtype=None if mode == "float32" else getattr(torch, mode),
-        checkpoint=checkpoint,
-        every=whole("checkpoint_every", checkpoint_every, 1),
+        checkpoint=asked.checkpoint,
+        every=asked.checkpoint_every,
         optimizer=lambda parameters: build_optimizer(
             options.optim, [{"params": parameters}], DEFAULT_RATE, torch.device("cpu")
         ),
@@ -118,7 +100,7 @@ def plan_backbone(
         stored={
             "parameters": -(-found.parameters // shards),
             "gradients": -(-found.trained // shards),
-            f"states of {backbone_optimizer}": -(-found.state // shards),
+            f"states of {optimizer}": -(-found.state // shards),
             "buffers": found.buffers,
         },
         step=step,

@@ -7,14 +7,13 @@ global batch, D embedding size, n rows of a rank that take part in a step. All i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from plsc.errors import OptionError
-from plsc.plan.arguments import batch_sizes, one_of, whole
+from plsc.plan.options import PlanOptions
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-_OPTIMIZERS = ("sgd", "adamw", "adagrad")
 _FLOAT, _INDEX = 4, 8  # bytes of a float32, in which sums are kept, and of an int64
 
 # As plsc.heads.rules.BLOCK and the tiles of plsc.heads.softmax.choose_backend; a test compares them.
@@ -101,34 +100,17 @@ class HeadPlan:
         return self.stored_bytes + self.host_copies if self.is_offloaded else 0
 
 
-def plan_head(
-    classes: float,
-    *,
-    ranks: int = 1,
-    embedding: int = 512,
-    batch: int | Sequence[int] = 128,
-    ratio: float = 1.0,
-    rows: str = "float32",
-    optimizer: str = "sgd",
-    state: str = "float32",
-    centers: int = 1,
-    offload: bool = False,
-    keep_bytes: float = 0,
-    embedding_dtype: str = "float32",
-) -> HeadPlan:
+def plan_head(classes: float, **others: Any) -> HeadPlan:
     """Work out what a ShardedHead with a row optimizer needs, for a margin such as arcface.
 
-    See `plsc.plan.ARGUMENTS` for the arguments; batch may be the sizes of all ranks. Raises OptionError for
-    what is out of range.
+    others: fields of `PlanOptions`. Raises OptionError for one that is out of range.
     """
-    if not 0 < ratio <= 1:
-        raise OptionError(f"ratio is {ratio}; expected a share of the classes in (0, 1]")
-    ranks, classes = whole("ranks", ranks, 1), whole("classes", classes, 1)
-    sizes = batch_sizes(batch, ranks)
-    d, k = whole("embedding", embedding, 1), whole("centers", centers, 1)
-    row = _row_bytes(d, rows, optimizer, state)
-    embedding_bytes = _BYTES[one_of("embedding_dtype", embedding_dtype, ("float32", "bfloat16"))]
-    budget = whole("keep_bytes", keep_bytes, 0)
+    asked = PlanOptions(classes, **others)
+    ranks, classes, ratio, offload = asked.ranks, int(classes), asked.ratio, asked.offload
+    sizes, d, k = asked.batches, asked.embedding, asked.centers
+    row = _row_bytes(d, asked.rows, asked.optimizer, asked.state)
+    embedding_bytes = _BYTES[asked.embedding_dtype]
+    budget = int(asked.keep_bytes)
 
     b, local = sum(sizes), -(-classes // ranks)  # no rank has more than the first
     drawn = math.ceil(local * ratio)
@@ -145,7 +127,7 @@ def plan_head(
         "rows of the labels": k * matrix,
         "mixed rows": matrix,
         "gradient of the embeddings": matrix + max(sizes) * d * _FLOAT,
-        "tiles": _tile_bytes(n, b, d, k, is_rounded={rows, state} != {"float32"}),
+        "tiles": _tile_bytes(n, b, d, k, is_rounded={asked.rows, asked.state} != {"float32"}),
     }
     if keeps_terms:
         step["kept terms"] = kept
@@ -196,9 +178,7 @@ def plan_head(
 
 def _row_bytes(d: int, rows: str, optimizer: str, state: str) -> dict[str, int]:
     """Return the bytes of one row and of each of its states, by the optimizer's names."""
-    weight = d * _BYTES[one_of("rows", rows, ("float32", "bfloat16"))]
-    one_of("optimizer", optimizer, _OPTIMIZERS)
-    size = _BYTES[one_of("state", state, tuple(_BYTES))]
+    weight, size = d * _BYTES[rows], _BYTES[state]
     if state == "int8" and optimizer != "sgd":
         raise OptionError(
             f"state is 'int8', which {optimizer} does not have; expected float32 or bfloat16, or "

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from plsc.errors import OptionError, PlscError, first_line
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
-from plsc.models.convolution import use_torchs_layers
+from plsc.models.layers import use_torchs_layers
 
 
 @dataclass

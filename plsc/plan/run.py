@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plsc.errors import OptionError
-from plsc.plan.arguments import batch_sizes, check_kinds, one_of, whole
-from plsc.plan.backbone import PRECISIONS, BackbonePlan, plan_backbone
+from plsc.plan.backbone import BackbonePlan, plan_backbone
 from plsc.plan.head import HeadPlan, Transfer, plan_head
+from plsc.plan.options import PlanOptions
 
 DEVICE = 80 * 10**9  # bytes of the device that the answer is about
 _MANY_RANKS = 2**16
-# What makes a head, or a backbone, smaller: changed arguments of `plan`.
+# What makes a head, or a backbone, smaller: changed `PlanOptions`.
 _SMALLER_HEAD: tuple[dict[str, Any], ...] = (
     {"rows": "bfloat16", "state": "bfloat16"},
     {"rows": "bfloat16", "optimizer": "adagrad", "state": "float32"},
@@ -58,41 +56,19 @@ class Plan:
         return "\n".join(lines).rstrip("\n")
 
 
-def plan(
-    classes: float | None = None,
-    *,
-    model: str | None = None,
-    ranks: int = 1,
-    batch: int | Sequence[int] = 128,
-    precision: str = "float32",
-    **more: Any,
-) -> Plan:
-    """Work out what a run needs. See `plsc.plan.ARGUMENTS` for the arguments; a backbone loads torch.
+def plan(classes: float | None = None, **others: Any) -> Plan:
+    """Work out what a run needs; a backbone loads torch. others: fields of `PlanOptions`.
 
-    Raises:
-        OptionError: neither classes nor a model, an unknown argument, or one that is out of range.
+    Raises OptionError for neither classes nor a model, and for a value that is out of range.
     """
-    if classes is None and model is None:
-        raise OptionError(
-            "nothing to plan; give classes for the head, model for the backbone, or both"
-        )
-    check_kinds({"classes": classes, "model": model, "precision": precision, **more})
-    of_head, of_backbone = _sort(more, classes is not None, model is not None)
-    ranks = whole("ranks", ranks, 1)
-    one_of("precision", precision, PRECISIONS)
+    asked = PlanOptions(classes, **others)
+    given = vars(asked)
 
     def head_with(**changes: Any) -> HeadPlan | None:
-        if classes is None:
-            return None
-        return plan_head(
-            **{"classes": classes, "ranks": ranks, "batch": batch, **of_head, **changes}
-        )
+        return None if asked.classes is None else plan_head(**{**given, **changes})
 
     def backbone_with(**changes: Any) -> BackbonePlan | None:
-        if model is None:
-            return None
-        given = {"ranks": ranks, "batch": max(batch_sizes(batch, ranks)), "precision": precision}
-        return plan_backbone(model, **{**given, **of_backbone, **changes})
+        return None if asked.model is None else plan_backbone(**{**given, **changes})
 
     head = head_with()  # first: a mistake there is noticed before torch is loaded
     backbone = backbone_with()
@@ -100,33 +76,12 @@ def plan(
     if needed <= DEVICE:
         answer = f"fits in {_gb(DEVICE)}: {_gb(needed)} per rank"
     else:
-        ways = list(_ways_to_fit(head, backbone, head_with, backbone_with, isinstance(batch, int)))
+        is_even = not isinstance(asked.batch, tuple)
+        ways = list(_ways_to_fit(head, backbone, head_with, backbone_with, is_even))
         answer = f"does not fit in {_gb(DEVICE)}: {_gb(needed)} per rank; " + (
             f"fits with {' or '.join(ways)}" if ways else "combine more ranks with smaller types"
         )
-    return Plan(ranks, head, backbone, answer)
-
-
-def _sort(
-    more: Mapping[str, Any], has_head: bool, has_backbone: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of head and backbone; OptionError for one that is of nothing planned."""
-    of_head, of_backbone = (
-        {
-            name: value
-            for name, value in more.items()
-            if name in inspect.signature(function).parameters
-        }
-        for function in (plan_head, plan_backbone)
-    )
-    for name in more:
-        if name not in of_head and name not in of_backbone:
-            raise OptionError(f"there is no argument {name!r} of a plan; see plsc plan --help")
-        if not has_head and name not in of_backbone:
-            raise OptionError(f"{name} is about the head, which is planned if classes is given")
-        if not has_backbone and name not in of_head:
-            raise OptionError(f"{name} is about the backbone, which is planned if model is given")
-    return of_head, of_backbone
+    return Plan(asked.ranks, head, backbone, answer)
 
 
 def _ways_to_fit(

@@ -9,6 +9,7 @@ How far a transfer is, and how fast: a line now and then, and one at its end."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from plsc.errors import DataError
 from plsc.storage.publish import hidden_name, sync
 from plsc.storage.retry import Pulse, watched, with_retries
 from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 OnBytes = Callable[[int], None]
@@ -263,13 +266,13 @@ _SECONDS_BETWEEN = 10.0
 class Transfer:
     """Counts the bytes of one rank's share of a transfer and logs them.
 
-    what: begins each line. total: bytes of this share. say: prints a line; None stays silent.
+    what: begins each message. total: bytes of this share. is_logged: False logs nothing.
     """
 
-    def __init__(self, what: str, total: int, say: Callable[[str], None] | None) -> None:
+    def __init__(self, what: str, total: int, is_logged: bool = True) -> None:
         self._what = what
         self._total = total
-        self._say = say
+        self._is_logged = is_logged
         self._done = 0
         self._began = self._told = time.monotonic()
         self._lock = threading.Lock()
@@ -282,19 +285,19 @@ class Transfer:
             is_due = now - self._told >= _SECONDS_BETWEEN
             if is_due:
                 self._told = now
-        if is_due and self._say is not None:
+        if is_due and self._is_logged:
             share = min(1.0, self._done / max(1, self._total))
             left = (self._total - self._done) / max(1.0, self.rate)
-            self._say(
+            logger.info(
                 f"{self._what}: {share:.0%} of {in_words(self._total)}, {in_words(self.rate)}/s, "
                 f"{max(0.0, left):.0f} s left"
             )
 
     def end(self) -> None:
         """All has moved."""
-        if self._say is not None:
+        if self._is_logged:
             seconds = time.monotonic() - self._began
-            self._say(
+            logger.info(
                 f"{self._what}: {in_words(self._total)} in {seconds:.1f} s, {in_words(self.rate)}/s"
             )
 

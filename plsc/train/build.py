@@ -108,8 +108,8 @@ def build_run(
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
-        # Else torch refuses each product on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if world.device.type == "cuda":  # else torch refuses each product there
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     network, assignment, samples = build_trained_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)

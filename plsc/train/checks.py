@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from plsc.config import Config, find_option
-from plsc.errors import TrainingError, TrainingInterrupted, as_worded
+from plsc.errors import TrainingError, TrainingInterrupted
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.sharding import local_part, plain_name
 from plsc.parallel.world import World
@@ -83,7 +83,7 @@ def frozen_note(network: nn.Module) -> str:
     """Return a line for a network of which nothing is trained, or nothing."""
     if any(parameter.requires_grad for parameter in network.parameters()):
         return ""
-    return f"warning: {plain_name(network)} has no trainable parameter; only the head is trained"
+    return f"note: {plain_name(network)} has no trainable parameter; only the head is trained"
 
 
 def threads_note(options: Config) -> str:
@@ -224,7 +224,7 @@ class LearningCheck:
             return None
         self._watches_loss = False
         return (
-            f"warning: the loss rises: its median is {before:.4g} over the first {half} steps and "
+            f"the loss rises: its median is {before:.4g} over the first {half} steps and "
             f"{after:.4g} over the next {len(second)}; use a tenth of the learning rate; {_PAGE}"
         )
 
@@ -235,7 +235,7 @@ class LearningCheck:
         if effective_rank == 0 and "equal" not in self._said:
             self._said |= {"equal", "collapsed"}
             return (
-                f"warning: at step {step} the network gives the same embedding for all {batch} images of the "
+                f"at step {step} the network gives the same embedding for all {batch} images of the "
                 "batch; look for dead activations, weights that are all zero or constant input images; "
                 f"{_PAGE}"
             )
@@ -250,7 +250,7 @@ class LearningCheck:
             return None
         self._said.add("collapsed")
         return (
-            f"warning: since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} "
+            f"since step {self._low_since} the embeddings spread over fewer than {COLLAPSED:g} "
             f"directions ({effective_rank:.1f} now; 8 or more in a good run): they collapse, and "
             "unseen classes will not be told apart though the loss falls; start again with a third of the "
             f"learning rate, set_clip_norm(5) or a longer warm-up; {_PAGE}"
@@ -320,7 +320,7 @@ class DataWait:
             remedy = f"try set_num_workers({min(wanted, cores)})"
         else:
             remedy = "there is a worker for each core already; see docs/data.md for what else helps"
-        return as_worded(
+        return (
             f"a step waits {1e3 * wait:.3g} of its {1e3 * step:.3g} ms ({wait / step:.0%}) for its batch; "
             f"{workers} worker{'s' * (workers != 1)} and {cores} core{'s' * (cores != 1)} per rank; {remedy}"
         )
@@ -330,7 +330,7 @@ def slow_start(seconds: float, log_period: int) -> str | None:
     """Return a line for who waits for the first log line, if the first step took long."""
     if seconds < SLOW_STEP:
         return None
-    return as_worded(
+    return (
         f"the first step took {seconds:.0f} s; a line is logged every {log_period} steps (set_log_period()), "
         "and at the end of each epoch"
     )
@@ -341,14 +341,14 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
     if expected is None or position.step_in_epoch == expected:
         return None
     return (
-        f"warning: epoch {position.epoch} of the reader had {position.step_in_epoch} steps, but {expected} "
+        f"epoch {position.epoch} of the reader had {position.step_in_epoch} steps, but {expected} "
         "were expected; warm-up, log lines and resuming count with these: correct set_train_image_num"
     )
 
 
 def nothing_left(step: int, epoch: int) -> str:
     """Return a line for a run that is over before its first step."""
-    return as_worded(
+    return (
         f"nothing is left to train: {step} steps and {epoch} epoch{'s' * (epoch != 1)} were made already; to "
         "go on, raise set_train_epochs() or set_train_steps()"
     )

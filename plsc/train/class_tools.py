@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -37,6 +38,7 @@ from plsc.train.job import ImagesOf, load_network
 from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
 
+logger = logging.getLogger(__name__)
 _AT_A_TIME = 4096  # images whose embeddings are in memory
 
 
@@ -96,7 +98,7 @@ def _say(world: World, counts: torch.Tensor, output: Path) -> None:
     both = sum_over_ranks(torch.stack([chosen, counts.sum()]).double(), world.head_group)
     if world.is_main:
         share = float(both[0] / both[1])
-        print(f"{output}: one row a class; {share:.1%} of the images are nearest to it")
+        logger.info(f"{output}: one row a class; {share:.1%} of the images are nearest to it")
 
 
 def grow_from_images(

@@ -15,7 +15,6 @@ from plsc.config import Config
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
-from plsc.data.file_list import read_file_list
 from plsc.data.loader import SourceLoader, choose_kind
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
 from plsc.data.order import BatchPlan, count_steps
@@ -24,6 +23,7 @@ from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.base import Source
 from plsc.data.sources.base64_lines import Base64Source
+from plsc.data.sources.files import read_file_list
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError

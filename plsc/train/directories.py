@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -31,6 +32,7 @@ from plsc.train.logs import METRICS_NAME, PLOT_NAME
 
 LAST, BEST = "last", "best"  # of the save_dir, in place of a path
 SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # that a run writes next to its checkpoints
+logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
 _START_SECONDS = 20.0  # for a store to answer before training begins
@@ -173,9 +175,7 @@ def choose_start(
     return start(_home(*_roots(options), version), fresh, note=note)
 
 
-def open_places(
-    options: Config, world: World, say: Callable[[str], None], start: Start | None = None
-) -> Places:
+def open_places(options: Config, world: World, start: Start | None = None) -> Places:
     """Return the places of a run that is about to begin: tidied after a kill, and locked. Collective.
 
     Raises CheckpointError on all ranks: another run saves there, something that is no checkpoint has the name
@@ -193,7 +193,7 @@ def open_places(
         locks.append(FolderLock(local, {"launches": start.launches}))
         folder = Store(local)
         for name in clean(folder):
-            say(f"{local / name} was being replaced when a run was killed; it is back")
+            logger.warning(f"{local / name} was being replaced when a run was killed; it is back")
         for name in folder.names():
             if name in SMALL_FILES and not stat.S_ISREG((local / name).lstat().st_mode):
                 raise CheckpointError(
@@ -348,7 +348,7 @@ def _open(
             folder = Path(place)
         locations = {str(one) for one in (folder, url) if one is not None}
         if url is not None:
-            folder = fetch(url, world, folder, print if world.is_main else None)
+            folder = fetch(url, world, folder)
     opened = None if folder is None else (folder, open_checkpoint(folder))
     return opened, locations, interrupted
 
@@ -365,7 +365,7 @@ def _bring(folder: Path | None, url: str | None, world: World) -> Path:
                 "a folder that all machines share, or to a store (checkpoint.upload_dir)"
             )
     assert url is not None
-    return fetch(url, world, None, print if world.is_main else None)
+    return fetch(url, world)
 
 
 _Found = tuple[Path | None, str | None]

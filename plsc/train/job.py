@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
 from plsc.train.directories import open_load_dir, open_places, open_start
 from plsc.train.evaluation import evaluate_targets, load_targets
-from plsc.train.logs import RunLog, print_on_main
+from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.network import (
     build_network,
@@ -45,6 +46,8 @@ from plsc.train.resume import restore
 from plsc.train.saving import Saver
 from plsc.train.snapshot import seed_generators
 from plsc.train.warm_start import start_from_pretrained
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,11 +68,10 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     start = open_start(options.resolve(), world)
     config = resolve_run(options, start.checkpoint, world.size, user.model)
     run = build_run(config, world, user, start.checkpoint)
-    say = print_on_main(world)
-    places = open_places(config, world, say, start)
+    places = open_places(config, world, start)
     try:
-        if start.note:
-            say(start.note)
+        if start.note and world.is_main:
+            logger.info(start.note)
         lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
         if start.checkpoint:
@@ -105,7 +107,9 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
             rates = ", ".join(
                 f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items()
             )
-            print(f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}")
+            logger.info(
+                f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}"
+            )
     return results
 
 
@@ -146,8 +150,9 @@ def load_network(
     """
     path, manifest = checkpoint or open_load_dir(options.resolve(), world)
     config = adopt(options, path, manifest, user.model, "model")
-    for difference in config.differences:
-        print_on_main(world)(f"differs from the checkpoint: {difference}")
+    if world.is_main:
+        for difference in config.differences:
+            logger.info(f"differs from the checkpoint: {difference}")
     network = build_network(config, world, user.model)
     use_lists(network, look_up_lists(network, config), config, world.device)
     try:

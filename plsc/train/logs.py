@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,14 +22,11 @@ from plsc.evaluate.plots import plot_metrics
 from plsc.parallel.world import World
 from plsc.storage.publish import replacing
 
+logger = logging.getLogger(__name__)
+
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
 _SHOWN = 10  # bad samples on the terminal per rank; a dataset may be bad altogether
-
-
-def print_on_main(world: World) -> Callable[[str], None]:
-    """Return what prints a line on rank 0, and does nothing on the others."""
-    return lambda line: print(shown(line), flush=True) if world.is_main else None
 
 
 class RunLog:
@@ -58,18 +56,10 @@ class RunLog:
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
 
-    def say(self, text: str) -> None:
-        """Print one line, above the bar if there is one."""
-        if not self._is_main:
-            return
-        if self._bar is not None:
-            self._bar.write(shown(text), file=sys.stdout)
-        else:
-            print(shown(text), flush=True)
-
-    def problem(self, text: str) -> None:
-        """Print what this rank, whichever it is, met and passed over."""
-        tqdm.write(f"plsc: {shown(text)}", file=sys.stderr)
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Log a message of rank 0."""
+        if self._is_main:
+            logger.log(level, shown(text))
 
     def advance(self) -> None:
         """One step is made."""
@@ -173,10 +163,10 @@ class BadSampleReport:
                 continue
             if len(self._shown) < _SHOWN:
                 self._shown.add(problem.text)
-                self._log.problem(f"{self._done}: {problem.text}")
+                logger.warning(f"{self._done}: {problem.text}")
             elif not self._is_cut:
                 self._is_cut = True
-                self._log.problem("further ones are in bad_samples.txt alone")
+                logger.warning("further ones are in bad_samples.txt alone")
         self._pending.extend(problems)
 
     def gather(self) -> int:

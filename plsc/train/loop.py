@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator
 from contextlib import closing
@@ -133,12 +134,12 @@ class Trainer:
         expected = run.data.loader.steps_per_epoch
         if has_ended and (line := epoch_warning(position, expected)) and not self._is_length_told:
             self._is_length_told = True
-            self._log.say(line)
+            self._log.say(line, logging.WARNING)
         # The run's last step may be the epoch's last, too.
         if has_ended or position.step_in_epoch == expected:
             position.next_epoch()
         self._evaluate()
-        self._say(self._learning.rising(position.epoch))
+        self._say(self._learning.rising(position.epoch), logging.WARNING)
         every = run.options.checkpoint.every_n_epochs
         if self._is_over() or (every and position.epoch % every == 0):
             self._save()
@@ -223,12 +224,12 @@ class Trainer:
         sizes = [part.batch for part in output.parts.values()] or [output.batch]
         batch = min(sizes) // self._options.micro_batches
         rank = metrics["effective_rank"]
-        self._say(self._learning.spread(self._position.step, rank, batch))
-        self._say(self._learning.rising(self._position.epoch))
+        self._say(self._learning.spread(self._position.step, rank, batch), logging.WARNING)
+        self._say(self._learning.rising(self._position.epoch), logging.WARNING)
 
-    def _say(self, line: str | None) -> None:
+    def _say(self, line: str | None, level: int = logging.INFO) -> None:
         if line:
-            self._log.say(line)
+            self._log.say(line, level)
 
     def _metrics_of_scaling(self) -> dict[str, float]:
         """Return the loss scale of the next step, and how many steps were skipped in all."""
@@ -291,7 +292,7 @@ class Trainer:
         self._saver.close(seconds=self._options.stop_deadline / 2)
         self._note_saved()
         error = interrupted(signal_number, position.step, self._result.checkpoint)
-        self._log.say(f"plsc: {error}")
+        self._log.say(str(error))
         raise error
 
     def _note_saved(self) -> None:

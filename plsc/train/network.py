@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,8 @@ from plsc.config import Config
 from plsc.config.model import read_initializations
 from plsc.errors import OptionError, first_line
 from plsc.models import BaseModel, build_model, check_model
-from plsc.models.base_model import evaluating, use_channels_last
+from plsc.models.autocast import PrecisionLists, apply_lists, autocast
+from plsc.models.base_model import evaluating, unwrap, use_channels_last
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, draw_by_sample
@@ -21,7 +23,6 @@ from plsc.models.dry_run import count_calls, dry_run
 from plsc.models.folding import fold_batch_norm
 from plsc.models.parameters import freeze, initialise_by_rule, separate_buffers, thaw
 from plsc.models.sync_batch_norm import synchronise_batch_norm
-from plsc.optim.autocast import PrecisionLists, apply_lists, autocast, remove_lists
 from plsc.optim.optimizers import Assignment, assign_parameters
 from plsc.parallel.gradients import sum_gradients
 from plsc.parallel.sharding import (
@@ -32,7 +33,8 @@ from plsc.parallel.sharding import (
     split_again,
 )
 from plsc.parallel.world import World
-from plsc.train.logs import print_on_main
+
+logger = logging.getLogger(__name__)
 
 
 def check_network_options(options: Config, ranks: int) -> None:
@@ -78,9 +80,7 @@ def build_trained_network(
     is_split = will_be_sharded(options, world.size)
     place = torch.device("cpu") if is_split else world.device
     network = build_network(options, world, custom, place)
-    # What an earlier run left on a network of the user's; checkpointing first, it lies around the lists.
-    checkpoint_activations(network, "none")
-    remove_lists(network)
+    unwrap(network)  # what an earlier run left on a network of the user's
     thaw(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
@@ -219,7 +219,8 @@ def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
     if isinstance(folded, str):
         if folded != network.unfolded_because:  # once, not at each evaluation
             network.unfolded_because = folded
-            print_on_main(world)(f"speed.fold_batch_norm is passed over for this network: {folded}")
+            if world.is_main:
+                logger.info(f"speed.fold_batch_norm is passed over for this network: {folded}")
         return network
     return folded
 
@@ -239,7 +240,7 @@ def spread_backbone(
         trained: nn.Module = network
         if options.speed.compile:
             sizes = batch_sizes(options, world, global_batch)
-            trained = CompiledNetwork(network, sizes, print_on_main(world), world)
+            trained = CompiledNetwork(network, sizes, world)
         note = ""
         if parallel.backbone == "sharded":
             why = "one rank" if world.size == 1 else "one rank a copy"

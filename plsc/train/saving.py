@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -132,7 +133,7 @@ class Saver:
         except CheckpointError as error:
             if self._options.on_error == "stop":
                 raise
-            self._log.say(f"{error}; training goes on without it")
+            self._log.say(f"{error}; training goes on without it", logging.WARNING)
             return
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = pending.path, outcome.best
@@ -142,7 +143,7 @@ class Saver:
             f"training waited {stall:.1f} s"
         )
         if outcome.problem:
-            self._log.say(outcome.problem)
+            self._log.say(outcome.problem, logging.WARNING)
         if self._sender is not None:
             self._sender.add(pending.path)
 
@@ -255,7 +256,8 @@ class Sender:
             names = ", ".join(path.name for path in unsent)
             self._log.say(
                 f"not sent to {self._store.shown}: {names}; whole in {self._places.local}; when the store "
-                f"is back: plsc checkpoint push {self._places.local} {self._store.shown}"
+                f"is back: plsc checkpoint push {self._places.local} {self._store.shown}",
+                logging.WARNING,
             )
         return unsent
 
@@ -266,7 +268,7 @@ class Sender:
             if on_every_rank(self._world, doing, lambda: self._choose(path))[0]:
                 self._send_chosen(path)
         except PlscError as error:
-            self._log.say(str(error))
+            self._log.say(str(error), logging.WARNING)
             return str(error)
         finally:
             with self.lock:
@@ -294,9 +296,10 @@ class Sender:
         manifest = manifests[self._world.rank]
         mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
-        say = self._log.say if self._world.is_main else None
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""
-        transfer = Transfer(f"sending {path} to {self._store.shown}{of}", total, say)
+        transfer = Transfer(
+            f"sending {path} to {self._store.shown}{of}", total, self._world.is_main
+        )
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
         if self._world.is_main:
@@ -316,7 +319,7 @@ class Sender:
             if path.is_file():
                 actions.append(partial(self._send_file, path))
         for problem in filter(None, map(_problem_of, actions)):
-            self._log.say(problem)
+            self._log.say(problem, logging.WARNING)
 
     def _send_file(self, path: Path) -> None:
         self._store.write(path.name, path.read_bytes())

@@ -26,8 +26,7 @@ from plsc.checkpoint.snapshot import Tensors, local_of
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
-from plsc.optim.optimizers import FULL_RATE
-from plsc.optim.state_schema import ExpectedStates, StateInfo
+from plsc.optim.optimizers import FULL_RATE, ExpectedStates, StateInfo
 from plsc.parallel.sharding import local_part, split_rows
 
 Numbers = Mapping[str, Mapping[str, float]]

@@ -18,7 +18,7 @@ from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.heads.joint import each_head
-from plsc.optim.autocast import autocast
+from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
 from plsc.parallel.collectives import max_over_ranks

@@ -75,8 +75,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     if location is None:
         return None
 
-    say = print if run.world.is_main else None
-    path = fetch(location, run.world, say=say) if _is_remote_checkpoint(location) else None
+    path = fetch(location, run.world) if _is_remote_checkpoint(location) else None
 
     def load() -> WarmStart:
         with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:

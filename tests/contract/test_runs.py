@@ -140,4 +140,4 @@ def test_a_log_that_grows_while_it_is_sent_and_a_file_that_cannot_be_sent_stop_n
     (blocked / "metrics.jsonl/in the way").mkdir(parents=True)
     start(dataset, tmp_path / "run2", checkpoint__upload_dir=f"file://{blocked}")
     assert (blocked / "best.json").is_file()
-    assert "metrics.jsonl" in capsys.readouterr().out
+    assert "metrics.jsonl" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def plain_logits(head: torch.nn.Module, embeddings: torch.Tensor) -> torch.Tenso
 
 
 def check_dense(world: World, name: str, sizes: list[int]) -> None:
-    """The twin with all rows on every rank, by autograd."""
+    """The replicated head: all rows on every rank, by autograd."""
     whole = filled_whole(name, 12, 1)
     head = build_head(name, 12, DIMENSION, row_dtype=torch.float64, group=world.head_group)
     fill(head, whole, 0, 12)

@@ -89,7 +89,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         torch.manual_seed(world.rank)  # rank 0's network counts
         user = UserParts(Network(), optimizer=centred, schedule=rising)
         run = build_run(options, world, user)
-        places = open_places(options, world, print)
+        places = open_places(options, world)
         log = RunLog(places.local, world.is_main, 0, STEPS)
         Trainer(run, log, Saver(run, log, places)).train()
         log.close()

@@ -133,7 +133,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         torch.manual_seed(0)
         run = build_run(options, world, UserParts(model=network()))
         before = weights_of(run)
-        places = open_places(options, world, print)
+        places = open_places(options, world)
         log = RunLog(places.local, world.is_main, 0, STEPS)
         Trainer(run, log, Saver(run, log, places)).train()
         log.close()

@@ -90,7 +90,9 @@ def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_imag
 def test_a_bad_image_is_skipped_and_counted_when_asked(one_bad_image, tmp_path):
     save_dir = tmp_path / "run"
     done = run_ranks(JOB, 2, str(one_bad_image), str(save_dir), "set_bad_images='skip'")
-    assert done.stderr.count("plsc: skipped: images/7_3.png (label.txt:53)") == 2  # once an epoch
+    assert (
+        done.stderr.count("plsc: warning: skipped: images/7_3.png (label.txt:53)") == 2
+    )  # once an epoch
     entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
     assert sum(entry.get("skipped_images", 0) for entry in entries) == 2
 

@@ -231,7 +231,7 @@ def test_a_reader_of_another_length_than_was_said_is_told_once(tmp_path, capsys)
         ins.set_train_epochs(2)
         ins.train_reader = reader
         ins.train()
-        return capsys.readouterr().out.count("correct set_train_image_num")
+        return capsys.readouterr().err.count("correct set_train_image_num")
 
     assert said(20) == 0
     assert said(100) == 1

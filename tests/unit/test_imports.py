@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [
     {"seeds", "spans"},
     {"errors"},
-    {"config"},
+    {"config", "terminal"},
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},

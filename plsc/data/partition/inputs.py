@@ -17,17 +17,15 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from plsc.data.file_list import read_file_list
-from plsc.data.lines import Buffers, LineReader, Lines, LongLine, Stream
+from plsc.data.lines import Buffers, LineReader, Lines, Stream
 from plsc.data.partition.parts import checksum
+from plsc.data.sources.files import read_file_list
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.cache import Fingerprint, fingerprint_of
 from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, shown
 
-_FAILURES = (OSError, EOFError, zlib.error)
-_CLIENTS = ("pyarrow", "botocore", "aiobotocore", "hdfs_native")  # have exceptions of their own
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 MOST_MESSAGES = 20
 _HEAVY = 64  # bytes: lines shorter than this have numbers that weigh more than they do
@@ -96,16 +94,9 @@ class Input:
     def _telling(self) -> Iterator[None]:
         try:
             yield
-        except _FAILURES as error:
-            raise self._error(error) from error
-        except Exception as error:
-            if type(error).__module__.split(".")[0] not in _CLIENTS:
-                raise
-            raise self._error(error) from error
-
-    def _error(self, error: BaseException) -> DataError:
-        reason = getattr(error, "strerror", None) or reason_of(error)  # without passwords
-        return DataError(f"{self.name} cannot be read: {reason}; check the file")
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: pyarrow's
+            reason = getattr(error, "strerror", None) or reason_of(error)
+            raise DataError(f"{self.name} cannot be read: {reason}; check the file") from error
 
 
 @dataclass(frozen=True)
@@ -188,11 +179,11 @@ def read_counted(
     buffers: Buffers,
     skip_bad: bool,
     on_bytes: Callable[[int], object] | None = None,
-    **options: Any,
-) -> Iterator[Lines | LongLine]:
+    start: int = 0,
+) -> Iterator[Lines]:
     """Yield the samples of a stream as LineReader does, and add to `count` what they are.
 
-    on_bytes: called with the size of each piece that was read. options: those of LineReader.
+    on_bytes: called with the size of each piece that was read.
     """
 
     def see(piece: np.ndarray, offset: int) -> None:
@@ -200,25 +191,25 @@ def read_counted(
         if on_bytes is not None:
             on_bytes(len(piece))
 
-    reader = LineReader(stream, name, buffers, see, skip_bad, **options)
+    reader = LineReader(stream, name, buffers, see, skip_bad, start)
     for lines in reader:
-        count.lines += 1 if isinstance(lines, LongLine) else len(lines)
+        count.lines += len(lines)
         yield lines
+        del lines  # as the reader does
     count.blanks, count.skipped = reader.blanks, len(reader.skipped)
     count.messages = reader.skipped[:MOST_MESSAGES]
 
 
 def share_out(
-    samples: Iterable[Lines | LongLine],
+    samples: Iterable[Lines],
     first: int,
     pool: Executor,
     buffers: Buffers,
     work: Callable[[Lines, int], Result],
-    work_long: Callable[[LongLine, int], Result],
 ) -> Iterator[Result]:
     """Yield the results of work(lines, number of the first of them), in order; threads of the pool run it.
 
-    first: number of the first sample. A long line is worked on here. Gives the data of lines back to buffers.
+    first: number of the first sample. Gives the data of lines back to buffers.
     """
     under_way: deque[Future[Result]] = deque()
 
@@ -229,13 +220,13 @@ def share_out(
             buffers.give_back(lines.data)
 
     for some in samples:
-        if isinstance(some, LongLine):
-            yield work_long(some, first)
-            first += 1
-            continue
         under_way.append(pool.submit(run, some, first))
         first += len(some)
-        is_heavy = len(some) * _HEAVY > buffers.block_bytes
+        # What takes more memory than a buffer is waited for: numbers of short lines, a long line.
+        is_heavy = (
+            len(some) * _HEAVY > buffers.block_bytes or len(some.data) > 2 * buffers.block_bytes
+        )
+        del some
         while under_way and (is_heavy or under_way[0].done()):
             yield under_way.popleft().result()
     for future in under_way:

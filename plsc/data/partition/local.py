@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.lines import BOM, Buffers, Lines, LongLine, find_newlines, read_lines
+from plsc.data.lines import BOM, Lines, find_newlines, read_lines
 from plsc.data.partition.inputs import (
     MOST_MESSAGES,
     Input,
@@ -32,7 +32,6 @@ from plsc.data.partition.parts import (
     Parts,
     Run,
     copy_lines,
-    copy_range,
     map_file,
     put,
     read_exactly,
@@ -77,19 +76,13 @@ class Writer:
         for _ in pool.map(lambda task: self._parts.write(*task), tasks):
             pass
 
-    def copy(self, number: int, source: int, size: int) -> None:
-        """Write the line that an open file holds, newline included; it comes after the batch before."""
-        (run,) = self._claim(np.array([number]), np.array([size]))
-        self._parts.copy(run, source, 0, size)
-
     def pad(self) -> None:
         """Write the padding; all lines have been written."""
         for number in self._padding.tolist():
             rank, offset, size = self._places[number]
             (run,) = self._parts.claim(self._position, np.array([size]))
             self._position += 1
-            with self._parts.paths[rank].open("rb") as source:
-                self._parts.copy(run, source.fileno(), offset, size)
+            self._parts.copy(run, rank, offset, size)
 
     def _sort(self, loaded: Loaded) -> np.ndarray:
         return np.argsort(line_keys(self._seed, loaded.numbers))
@@ -275,17 +268,6 @@ class Spread:
             copy_lines(lines, order[begin:end], handle, offset, is_summed=False)
             begin = end
 
-    def add_long(self, source: int, begin: int, size: int, number: int) -> None:
-        """Append a line of `size` bytes, newline excluded, from `begin` on in an open file."""
-        index = int(self._which(np.array([number]))[0])
-        counts = (np.arange(len(self.buckets)) == index).astype(np.int64)
-        first_lines, offsets = self._claim(counts, counts * (size + 1))
-        record = np.array([(number, size + 1)], dtype=_RECORD)
-        records, handle = self._handles[index]
-        put(records, record.tobytes(), int(first_lines[index]) * _RECORD.itemsize)
-        copy_range(source, begin, size, handle, int(offsets[index]))
-        put(handle, b"\n", int(offsets[index]) + size)
-
     def _which(self, numbers: np.ndarray) -> np.ndarray:
         if self._bits == 0:  # one bucket; a shift by all bits is undefined
             return np.zeros(len(numbers), dtype=np.uint16)
@@ -316,25 +298,19 @@ def spread_inputs(
 ) -> tuple[list[Bucket], list[InputCount]]:
     """Read all inputs and add their lines to buckets: one thread reads, the others write."""
     budget, counts, first = options.budget, [], 0
-    buffers = Buffers(budget.workers + 1, budget.block)
+    buffers = budget.buffers(budget.workers + 1)
 
     def add(lines: Lines, number: int) -> None:
         places = LinePlaces.within(lines.data, lines.starts, lines.ends - lines.starts)
         spread.add(places, np.arange(number, number + len(lines)))
-
-    def add_long(line: LongLine, number: int) -> None:
-        line.file.flush()
-        spread.add_long(line.file.fileno(), 0, line.length, number)
 
     bits = bits_for(expected_bytes, budget)
     with Spread(folder, options.seed, bits) as spread, pool_of(budget.workers) as pool:
         for one in inputs:
             count = InputCount()
             with one.open() as stream:
-                samples = read_counted(
-                    stream, one.name, count, buffers, options.skip_bad, on_bytes, tmp_dir=folder
-                )
-                for _ in share_out(samples, first, pool, buffers, add, add_long):
+                samples = read_counted(stream, one.name, count, buffers, options.skip_bad, on_bytes)
+                for _ in share_out(samples, first, pool, buffers, add):
                     pass
             counts.append(count)
             first += count.lines
@@ -348,14 +324,11 @@ def batches(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[list[B
     """
     batch: list[Bucket] = []
     for bucket in _fitting(buckets, seed, budget):
-        is_too_large = bucket.memory > budget.bucket
-        if batch and (is_too_large or len(batch) == budget.workers):
+        is_full = len(batch) == budget.workers
+        if batch and (is_full or max(bucket.memory, batch[0].memory) > budget.bucket):
             yield batch
             batch = []
         batch.append(bucket)
-        if is_too_large:
-            yield batch
-            batch = []
     if batch:
         yield batch
 
@@ -394,15 +367,12 @@ def _move(
     begin = 0
     while begin < len(sizes):
         before = int(stops[begin] - sizes[begin])
-        end = int(np.searchsorted(stops, before + block, side="right"))
-        if end == begin:  # longer than a block
-            spread.add_long(source, at + before, int(sizes[begin]) - 1, int(numbers[begin]))
-            end += 1
-        else:
-            content = read_exactly(source, int(stops[end - 1]) - before, at + before)
-            starts = stops[begin:end] - sizes[begin:end] - before
-            data = np.frombuffer(content, dtype=np.uint8)
-            spread.add(LinePlaces.within(data, starts, sizes[begin:end] - 1), numbers[begin:end])
+        end = max(begin + 1, int(np.searchsorted(stops, before + block, side="right")))
+        starts = stops[begin:end] - sizes[begin:end] - before
+        data = read_exactly(source, int(stops[end - 1]) - before, at + before)
+        places = LinePlaces.within(np.frombuffer(data, np.uint8), starts, sizes[begin:end] - 1)
+        spread.add(places, numbers[begin:end])
+        del data, places  # the next line may be as long
         begin = end
     return at + int(stops[-1])
 
@@ -412,12 +382,6 @@ def write_buckets(
 ) -> None:
     """Write the lines of all buckets, which are removed on the way."""
     for batch in batches(buckets, seed, budget):
-        if batch[0].memory > budget.bucket:
-            (bucket,) = batch
-            (record,) = np.fromfile(bucket.path("records"), _RECORD)
-            with bucket.path("lines").open("rb") as lines:
-                writer.copy(int(record["number"]), lines.fileno(), int(record["size"]))
-        else:
-            writer.write(list(pool.map(Bucket.load, batch)), pool)
+        writer.write(list(pool.map(Bucket.load, batch)), pool)
         for bucket in batch:
             bucket.remove()

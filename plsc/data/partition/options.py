@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plsc.data.lines import Buffers
 from plsc.errors import OptionError
 from plsc.storage.urls import is_url
 
@@ -55,6 +56,10 @@ class Budget:
     def bucket(self) -> int:
         """Bytes that a bucket may take."""
         return max(2**20, int(0.6 * self.total) // self.workers)
+
+    def buffers(self, count: int) -> Buffers:
+        """Return buffers for a reader; a line longer than a block may take half of the memory."""
+        return Buffers(count, self.block, self.total // 2)
 
 
 def _option(meaning: str, default: Any = dataclasses.MISSING) -> Any:

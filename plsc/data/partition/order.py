@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from plsc.data.order import splitmix64_of
 from plsc.seeds import hash_key
 
 ALGORITHM = "splitmix64-order-1"
@@ -28,20 +29,9 @@ _BINS = 2**16
 _BIN_SHIFT = np.uint64(48)
 
 
-def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Return plsc.seeds.splitmix64 of each of the uint64 values."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return z
-
-
 def line_keys(seed: int, numbers: np.ndarray) -> np.ndarray:
     """Return the keys of the lines with these numbers (from 0), uint64."""
-    return splitmix64(numbers.astype(np.uint64) ^ np.uint64(hash_key(seed)))
+    return splitmix64_of(numbers.astype(np.uint64) ^ np.uint64(hash_key(seed)))
 
 
 def lines_per_rank(lines: int, nranks: int) -> int:
@@ -88,7 +78,7 @@ def padding_lines(seed: int, lines: int, nranks: int) -> np.ndarray:
     best_keys, best = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     for begin in range(0, lines, _CHUNK):
         numbers = np.arange(begin, min(lines, begin + _CHUNK))
-        keys = np.concatenate([best_keys, splitmix64(numbers.astype(np.uint64) ^ base)])
+        keys = np.concatenate([best_keys, splitmix64_of(numbers.astype(np.uint64) ^ base)])
         numbers = np.concatenate([best, numbers])
         if len(keys) > places:
             chosen = np.argpartition(keys, places - 1)[:places]

@@ -23,14 +23,16 @@ import numpy as np
 
 from plsc import seeds
 from plsc.data.native import function
-from plsc.data.partition.order import splitmix64
+from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
 
 _WORDS = 2**15
 _CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
 _LINES_AT_ONCE = 2**14  # copied by one call; the progress bar moves in between
 _MODULUS = 2**64
-_FACTORS = splitmix64(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)  # c(j) of the first words
+_FACTORS = splitmix64_of(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(
+    1
+)  # c(j) of the first words
 
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CHECKSUM = ("plsc_checksum", (_pointer, _long, _long, _pointer))
@@ -152,15 +154,6 @@ def read_exactly(handle: int, size: int, offset: int) -> bytes:
     return data
 
 
-def copy_range(source: int, begin: int, size: int, handle: int, offset: int) -> int:
-    """Copy bytes of an open file of our own to another; return what they add to its checksum."""
-    total = 0
-    for at in range(0, size, _CHUNK_BYTES):
-        piece = read_exactly(source, min(_CHUNK_BYTES, size - at), begin + at)
-        total += put(handle, piece, offset + at)
-    return total
-
-
 @dataclass(frozen=True)
 class Run:
     """Lines [begin, end) of those at hand go to a part, one after another, from byte `offset` on."""
@@ -217,11 +210,13 @@ class Parts:
         finally:
             os.close(handle)
 
-    def copy(self, run: Run, source: int, begin: int, size: int) -> None:
-        """Write a run of one line, `size` bytes from `begin` on in an open file, newline included."""
+    def copy(self, run: Run, rank: int, offset: int, size: int) -> None:
+        """Write a run of one line: `size` bytes from `offset` on in the part of `rank`, newline included."""
+        with self.paths[rank].open("rb") as source:
+            line = read_exactly(source.fileno(), size, offset)
         handle = self._open(run.rank)
         try:
-            self._add(run.rank, size, copy_range(source, begin, size, handle, run.offset))
+            self._add(run.rank, size, put(handle, line, run.offset))
         finally:
             os.close(handle)
 

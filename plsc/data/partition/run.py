@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
+import logging
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plsc.data.lines import Buffers, LongLine
 from plsc.data.partition import local
-from plsc.data.partition import manifest as manifests
 from plsc.data.partition.inputs import (
     Input,
     InputCount,
@@ -27,8 +26,8 @@ from plsc.data.partition.inputs import (
     total_of,
 )
 from plsc.data.partition.options import PartitionOptions
-from plsc.data.partition.order import lines_per_rank, padding_lines
-from plsc.data.partition.parts import Parts
+from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
+from plsc.data.partition.parts import Parts, part_names
 from plsc.errors import DataError
 from plsc.storage.publish import SAVING, Workspace, refuse_existing, staged
 from plsc.storage.urls import base_name, is_url, parent_of, shown
@@ -36,9 +35,13 @@ from plsc.storage.urls import base_name, is_url, parent_of, shown
 if TYPE_CHECKING:
     from plsc.storage.store import Store
 
+logger = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
+FILE_LIST = "file_list.txt"
+FORMAT = "plsc-partition-1"
 _EXPANSION = 4  # how much larger compressed inputs are taken to be, until they have been read
 _SILENCE = 300.0  # seconds in which a client may say nothing of a large piece that it sends
-_PART = re.compile(rf"(part_\d+\.txt|{re.escape(manifests.FILE_LIST)})$")
+_PART = re.compile(rf"(part_\d+\.txt|{re.escape(FILE_LIST)})$")
 
 
 def partition(options: PartitionOptions) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     with _full_disk_reported(options.output), ExitStack() as stack:
         workspace, temporary = _claim(options, stack)
         if workspace.cleaned:
-            _say(f"removed what a run that was stopped had left in {workspace.path}")
+            logger.warning(f"removed what a run that was stopped had left in {workspace.path}")
         if options.engine == "spark":
             manifest = _run_on_spark(options, inputs, workspace)
         else:
@@ -63,7 +66,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
             _check_unchanged(inputs)
             if is_url(options.output):
                 names = [part["name"] for part in manifest["parts"]]
-                names += [manifests.FILE_LIST, manifests.NAME]
+                names += [FILE_LIST, MANIFEST]
                 with staged(options.output, _open_store) as target:
                     _upload(workspace.path, target, names)
             else:
@@ -76,18 +79,17 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
 
 def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
     """Read and check all lines, write nothing; return the counts of a manifest."""
-    buffers, counts = Buffers(1, options.budget.block), []
+    buffers, counts = options.budget.buffers(1), []
     with progress_bar("reading", None) as progress:
         for one in inputs:
             counts.append(InputCount())
             with one.open() as stream:
                 for lines in read_counted(
-                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update, keeps_long=False
-                ):  # fmt: skip
-                    if not isinstance(lines, LongLine):
-                        buffers.give_back(lines.data)
+                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update
+                ):
+                    buffers.give_back(lines.data)
     total = _report(counts, options)
-    return manifests.counts_of(options, total) | {"content_bytes": total.content_bytes}
+    return _counts_of(options, total) | {"content_bytes": total.content_bytes}
 
 
 def _write(
@@ -120,8 +122,8 @@ def _write(
             else:
                 local.write_buckets(buckets, writer, options.seed, budget, pool)
             writer.pad()
-    manifest = manifests.build(options, inputs, counts, parts.sizes, parts.checksums)
-    manifests.write(folder, manifest)
+    manifest = _manifest(options, inputs, counts, parts.sizes, parts.checksums)
+    _write_manifest(folder, manifest)
     return manifest
 
 
@@ -137,8 +139,8 @@ def _run_on_spark(
         _report(counts, options)
         for stray in workspace.path.glob(f"{SAVING}part_*"):
             stray.unlink()  # of a task that was killed, and run again elsewhere
-        manifest = manifests.build(options, inputs, counts, sizes, checksums)
-        manifests.write(workspace.path, manifest)
+        manifest = _manifest(options, inputs, counts, sizes, checksums)
+        _write_manifest(workspace.path, manifest)
         return manifest
 
     if not is_url(options.output):
@@ -147,8 +149,60 @@ def _run_on_spark(
         return manifest
     with staged(options.output, _open_store) as target:
         manifest = finish(target)
-        _upload(workspace.path, target, [manifests.FILE_LIST, manifests.NAME])
+        _upload(workspace.path, target, [FILE_LIST, MANIFEST])
     return manifest
+
+
+def _counts_of(options: PartitionOptions, total: InputCount) -> dict[str, int]:
+    """Return the counts of a manifest. total: of all inputs."""
+    each = lines_per_rank(total.lines, options.nranks)
+    return {
+        "seed": options.seed,
+        "nranks": options.nranks,
+        "lines": total.lines,
+        "lines_per_rank": each,
+        "padding_lines": each * options.nranks - total.lines,
+        "blank_lines": total.blanks,
+        "skipped_lines": total.skipped,
+    }
+
+
+def _manifest(
+    options: PartitionOptions,
+    inputs: list[Input],
+    counts: list[InputCount],
+    sizes: list[int],
+    checksums: list[int],
+) -> dict[str, Any]:
+    """Return the manifest. counts: of the inputs; sizes, checksums: of the parts (see parts.checksum)."""
+    return {
+        "format": FORMAT,
+        "algorithm": ALGORITHM,
+        **_counts_of(options, total_of(counts)),
+        "inputs": [
+            {
+                "name": one.name,
+                "size": one.size,
+                "lines": count.lines,
+                "content_bytes": count.content_bytes,
+                "checksum": f"{count.checksum:016x}",
+            }
+            for one, count in zip(inputs, counts, strict=True)
+        ],
+        "parts": [
+            {"name": name, "size": size, "checksum": f"{checksum:016x}"}
+            for name, size, checksum in zip(
+                part_names(options.nranks), sizes, checksums, strict=True
+            )
+        ],
+    }
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest and the list of the parts."""
+    names = [part["name"] for part in manifest["parts"]]
+    (folder / FILE_LIST).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_unchanged(inputs: list[Input]) -> None:
@@ -157,7 +211,7 @@ def _check_unchanged(inputs: list[Input]) -> None:
 
 
 def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
-    """Print what was left out, and a warning if more places are filled with repeats than there are lines.
+    """Log what was left out, and a warning if more places are filled with repeats than there are lines.
 
     Returns the sum of the counts. Raises DataError if there are no samples.
     """
@@ -169,22 +223,18 @@ def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
     each = lines_per_rank(total.lines, nranks)
     repeats = each * nranks - total.lines
     if repeats > total.lines:
-        _say(
-            f"warning: {nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
+        logger.warning(
+            f"{nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
             f"{repeats / (each * nranks):.0%} are repeats: there are {total.lines} lines only; a smaller "
             "--nranks has fewer"
         )
     if total.blanks:
-        _say(f"{total.blanks} blank lines were left out")
+        logger.warning(f"{total.blanks} blank lines were left out")
     for message in total.messages:
-        _say(f"skipped: {message}")
+        logger.warning(f"skipped: {message}")
     if total.skipped > len(total.messages):
-        _say(f"skipped: {total.skipped - len(total.messages)} more lines")
+        logger.warning(f"skipped: {total.skipped - len(total.messages)} more lines")
     return total
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _check_room(output: Path, temporary: Path | None, size: int, spare: int) -> None:

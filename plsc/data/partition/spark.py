@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.lines import Buffers, LineReader, LongLine
+from plsc.data.lines import Buffers, LineReader
 from plsc.data.partition.inputs import Input, InputCount, read_counted
 from plsc.data.partition.options import PartitionOptions, read_size
 from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, rank_bounds
@@ -136,11 +136,8 @@ def _count(split: Split, skip_bad: bool) -> tuple[InputCount, str]:
     count, buffers = InputCount(), Buffers(1, _BLOCK)
     try:
         with open_split(split) as (stream, start):
-            for lines in read_counted(
-                stream, split.name, count, buffers, skip_bad, start=start, keeps_long=False
-            ):
-                if not isinstance(lines, LongLine):
-                    buffers.give_back(lines.data)
+            for lines in read_counted(stream, split.name, count, buffers, skip_bad, start=start):
+                buffers.give_back(lines.data)
     except DataError as error:  # as a value: an exception would arrive as a page of Java
         return count, str(error)
     return count, ""
@@ -152,13 +149,9 @@ def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
     with open_split(split) as (stream, start):
         reader = LineReader(stream, split.name, buffers, skip_bad=plan.skip_bad, start=start)
         for lines in reader:
-            if isinstance(lines, LongLine):
-                lines.file.seek(0)
-                contents = [lines.file.read(lines.length)]
-            else:
-                pairs = zip(lines.starts.tolist(), lines.ends.tolist(), strict=True)
-                contents = [lines.data[start:end].tobytes() for start, end in pairs]
-                buffers.give_back(lines.data)
+            pairs = zip(lines.starts.tolist(), lines.ends.tolist(), strict=True)
+            contents = [lines.data[start:end].tobytes() for start, end in pairs]
+            buffers.give_back(lines.data)
             numbers = np.arange(first, first + len(contents))
             first += len(contents)
             keys = line_keys(plan.seed, numbers)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from plsc.data.lines import Buffers, Lines, LongLine, Stream
-from plsc.data.partition import manifest as manifests
+from plsc.data.lines import Lines, Stream
 from plsc.data.partition.inputs import (
     InputCount,
     list_inputs,
@@ -19,12 +19,14 @@ from plsc.data.partition.inputs import (
     share_out,
 )
 from plsc.data.partition.options import Budget, PartitionOptions
-from plsc.data.partition.order import padding_lines
+from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
+from plsc.data.partition.run import FORMAT, MANIFEST
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.urls import exists, join, shown
 
 _MODULUS = 2**128
+_MOST_MANIFEST = 256 * 2**20  # bytes
 
 
 class Digest:
@@ -43,7 +45,7 @@ class Digest:
         self.total = 0
         self._lines = 0
         self._workers = budget.workers
-        self._buffers = Buffers(budget.workers + 1, budget.block)
+        self._buffers = budget.buffers(budget.workers + 1)
         self._extra = extra
         self._wanted = np.array(sorted(extra), dtype=np.int64)
         self._skip_bad = skip_bad
@@ -54,9 +56,7 @@ class Digest:
         count = InputCount()
         samples = read_counted(stream, name, count, self._buffers, self._skip_bad, self._on_bytes)
         with pool_of(self._workers) as pool:
-            hashes = share_out(
-                samples, self._lines, pool, self._buffers, self._hash, self._hash_long
-            )
+            hashes = share_out(samples, self._lines, pool, self._buffers, self._hash)
             self.total = (self.total + sum(hashes)) % _MODULUS
         self._lines += count.lines
         return count
@@ -72,13 +72,6 @@ class Digest:
             total += self._extra[number] * _hash_line(view[start:end])
         return total
 
-    def _hash_long(self, line: LongLine, number: int) -> int:
-        line.file.seek(0)
-        state = hashlib.blake2b(digest_size=16)
-        for begin in range(0, line.length, 2**20):
-            state.update(line.file.read(min(line.length - begin, 2**20)))
-        return int.from_bytes(state.digest(), "big") * (1 + self._extra.get(number, 0))
-
 
 def _hash_line(data: memoryview) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "big")
@@ -90,14 +83,14 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
     Raises DataError that names the part that is damaged, the input that has changed, or what does not agree.
     """
     output = options.output
-    location = join(output, manifests.NAME)
+    location = join(output, MANIFEST)
     if not exists(location):
         raise DataError(
             f"{shown(location)} does not exist: there is no output to verify; make it first, without verify, "
             "or name it by output_dir"
         )
     with streamed(location) as file:
-        manifest = manifests.parse(manifests.read_limited(file), shown(location))
+        manifest = _parsed(file.read(_MOST_MANIFEST), shown(location))
     if manifest["nranks"] != options.nranks:
         raise DataError(
             f"{shown(output)} has {manifest['nranks']} parts, expected {options.nranks}; "
@@ -155,3 +148,46 @@ def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any]) -> int:
                     "has changed since, or the list names other files now"
                 )
     return digest.total
+
+
+def _parsed(data: bytes, name: str) -> dict[str, Any]:
+    """Return a manifest whose every entry has its type. Raises DataError for anything else."""
+    try:
+        manifest = json.loads(data)
+        _check(manifest)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{name} is not the manifest of a partition ({error})") from error
+    if manifest["algorithm"] != ALGORITHM:
+        raise DataError(
+            f"{name} was made by {manifest['algorithm']!r}, this version of plsc knows {ALGORITHM!r}"
+        )
+    return manifest
+
+
+def _check(manifest: Any) -> None:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"expected format {FORMAT!r}")
+    for key in ("seed", "nranks", "lines", "lines_per_rank", "padding_lines"):
+        _require(manifest[key], int, key)
+    if not 1 <= manifest["nranks"] == len(manifest["parts"]) or manifest["lines"] < 1:
+        raise ValueError("the counts contradict each other")
+    if manifest["lines_per_rank"] != lines_per_rank(manifest["lines"], manifest["nranks"]):
+        raise ValueError("the counts contradict each other")
+    _require(manifest["algorithm"], str, "algorithm")
+    for kind, numbers in (("inputs", ("size", "lines", "content_bytes")), ("parts", ("size",))):
+        _require(manifest[kind], list, kind)
+        for entry in manifest[kind]:
+            _require(entry, dict, kind)
+            for key in ("name", "checksum"):
+                _require(entry[key], str, key)
+            for key in numbers:
+                _require(entry[key], int, key)
+            int(entry["checksum"], 16)
+    for entry in manifest["parts"]:
+        if "/" in entry["name"] or entry["name"] in ("", ".", ".."):
+            raise ValueError(f"part {entry['name']!r} is not a name in the folder")
+
+
+def _require(value: Any, kind: type, key: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{key} should be {kind.__name__}, is {value!r:.40}")

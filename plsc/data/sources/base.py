@@ -6,19 +6,16 @@ import itertools
 import os
 import stat
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from plsc.data.decode import MAX_FILE_BYTES, Image
-from plsc.data.native import read_files, read_ranges
+from plsc.data.decode import MAX_FILE_BYTES, Image, check_image_bytes
+from plsc.data.native import read_files
+from plsc.data.sources.files import Shards
 from plsc.errors import DataError
-from plsc.storage.blocks import Bytes, LocalBytes
-
-# Opening a named pipe without a writer would wait for ever; O_NONBLOCK does not.
-_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Source(Protocol):
@@ -42,12 +39,19 @@ class Source(Protocol):
 class IndexedSource:
     """A source whose labels are known; the base of those that read something stored for a sample.
 
-    A format gives `name` and `_stored_at`, or `_image_at`; and `_stored_many`, if it can read many at once.
+    A format gives `name`; and `_files`, `_offsets` and `_lengths`, which say where samples are stored
+    (`_file_numbers`, too, if there are several files), or else `_stored_at`. `_image_in` takes the image out
+    of what is stored.
+
     class_names: the sorted names whose ranks are the labels; None if labels are numbers, or a label map gives
     them.
     """
 
     _labels: np.ndarray  # int64 [N]
+    _files: Shards
+    _offsets: np.ndarray  # int64 [N], in bytes, as are _lengths
+    _lengths: np.ndarray
+    _most_stored = MAX_FILE_BYTES
     class_names: list[str] | None = None
 
     def __len__(self) -> int:
@@ -57,9 +61,11 @@ class IndexedSource:
         if not 0 <= index < len(self._labels):
             raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
         try:
-            return self._image_at(index), self._labels.item(index)
+            image = self._image_in(self._stored_at(index))
+            check_image_bytes(len(image))
         except DataError as error:
             raise error.at(self.name(index)) from error
+        return image, self._labels.item(index)
 
     def read_many(self, indices: np.ndarray) -> Iterator[tuple[bytes, int] | None]:
         """Yield what ``self[index]`` gives for each index, int64 [n], read by far fewer calls.
@@ -85,17 +91,23 @@ class IndexedSource:
         """Give the samples of each label, as it is now, another one; numbers: int64 [labels]."""
         self._labels = numbers[self._labels]
 
-    def _image_at(self, index: int) -> bytes:
-        """Return the encoded image; DataError, which need not name the sample, if it cannot be had."""
-        return self._image_in(self._stored_at(index))
-
     def _stored_at(self, index: int) -> bytes:
-        """Return what is stored for a sample."""
-        raise NotImplementedError
+        """Return what is stored for a sample; DataError, which need not name it, if it cannot be had."""
+        file, length = self._file_numbers(np.array([index])).item(), self._lengths.item(index)
+        if length > self._most_stored:
+            check_image_bytes(length)  # before memory is taken for it
+        return self._files[file].read_at(self._offsets.item(index), length)
 
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
         """Yield what is stored for each sample; None for what cannot be read together with others."""
-        return itertools.repeat(None)
+        if not hasattr(self, "_files"):
+            return itertools.repeat(None)
+        files = self._file_numbers(indices)
+        return self._files.read_many(files, self._offsets[indices], self._lengths[indices])
+
+    def _file_numbers(self, indices: np.ndarray) -> np.ndarray:
+        """Return which of the files holds each sample, int64 [n]."""
+        return np.zeros(len(indices), np.int64)
 
     def _image_in(self, stored: bytes) -> bytes:
         """Return the image in what is stored."""
@@ -132,11 +144,12 @@ def read_image_file(path: bytes | str | Path) -> bytes:
     The size is asked first, so that a huge (or sparse) file is never read.
     """
     try:
-        descriptor = os.open(path, _OPEN_FLAGS)
-        try:
-            return _read_whole(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError("is not a plain file; expected an image file")
+            check_image_bytes(status.st_size)
+            return file.readall()
     except FileNotFoundError:
         raise DataError(
             "the image file is missing; add it or take its entry out", kind="missing"
@@ -145,24 +158,10 @@ def read_image_file(path: bytes | str | Path) -> bytes:
         raise DataError(f"cannot be read ({error.strerror}); check the file") from error
 
 
-def _read_whole(descriptor: int) -> bytes:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise DataError("is not a plain file; expected an image file")
-    if status.st_size > MAX_FILE_BYTES:
-        raise DataError(
-            f"is {status.st_size} bytes, over the limit of {MAX_FILE_BYTES}; shrink it",
-            kind="too large",
-        )
-    data = os.read(descriptor, status.st_size)
-    while len(data) < status.st_size:  # a signal, or a network file system, may cut a read short
-        more = os.read(descriptor, status.st_size - len(data))
-        if not more:
-            break
-        data += more
-    if not data:
-        raise DataError("is empty (0 bytes); replace the file or take it out", kind="empty")
-    return data
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(
+        path, flags | getattr(os, "O_NONBLOCK", 0)
+    )  # else a named pipe waits for a writer
 
 
 def check_labels(source: Source, class_num: int) -> None:
@@ -179,28 +178,6 @@ def check_labels(source: Source, class_num: int) -> None:
         f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} "
         f"({len(bad)} of {len(labels)} samples are); {advice}"
     )
-
-
-def check_image_bytes(length: int) -> None:
-    """Raise DataError, without the sample's name, for an image of 0 bytes or of over 64 MiB."""
-    if length <= 0:
-        raise DataError("the image is empty (0 bytes); replace it or take it out", kind="empty")
-    if length > MAX_FILE_BYTES:
-        raise DataError(
-            f"the image has {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it",
-            kind="too large",
-        )
-
-
-def read_from(
-    files: Sequence[Bytes], offsets: np.ndarray, lengths: np.ndarray
-) -> Iterator[bytes | None]:
-    """Yield lengths[i] bytes at offsets[i] of files[i]; None for what is remote, or cannot be read so.
-
-    The files stay open for as long as values come.
-    """
-    numbers = [file.fileno() if isinstance(file, LocalBytes) else -1 for file in files]
-    yield from read_ranges(np.array(numbers, np.int32), offsets, lengths)
 
 
 class PathTable:

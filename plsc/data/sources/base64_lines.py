@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import binascii
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pybase64
 
-from plsc.data.file_list import read_file_list
-from plsc.data.lines import Buffers, LineReader, LongLine
+from plsc.data.lines import MAX_LINE_BYTES, Buffers, LineReader
 from plsc.data.sources.base import IndexedSource
+from plsc.data.sources.files import Shards, read_file_list
 from plsc.data.sources.index_store import load_or_build
-from plsc.data.sources.shards import Shards
 from plsc.errors import DataError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
 
-KIND = "base64-1"
+KIND = "base64-2"
 _BLOCK = 4 * 2**20
 _COMPRESSED = (".gz", ".zst")
 
@@ -30,10 +28,12 @@ class Base64Source(IndexedSource):
     ``files``: their paths or URLs, instead of what the list names.
 
     All files are read through once, to find the lines and their labels; the index is kept (`index_store`).
-    Blank lines are passed over, `blank_lines` counts them. Raises DataError that names file and line for a
+    Blank lines are passed over. Raises DataError that names file and line for a
     line without a label, or with one that is not a whole number of 0 or more, and, when a sample is read, for
     one that is not base64. Compressed files have no random access: `plsc data partition` reads them.
     """
+
+    _most_stored = MAX_LINE_BYTES
 
     def __init__(
         self,
@@ -50,39 +50,22 @@ class Base64Source(IndexedSource):
                 )
         self._files = Shards(self.locations)
         index = load_or_build(self.locations, KIND, self._build)
-        self._starts, self._lengths, self._labels = (
-            index["starts"],
-            index["lengths"],
-            index["labels"],
-        )
-        self._firsts: list[int] = index["firsts"].tolist()
-        self._blanks, self._first_blanks = index["blanks"], index["first_blanks"]
+        self._offsets, self._lengths = index["offsets"], index["lengths"]
+        self._labels, self._lines = index["labels"], index["lines"]
+        self._firsts = index["firsts"]
 
     def name(self, index: int) -> str:
         """Return ``part_3.txt:12``: the file and the line."""
-        file = self._file(index)
-        low, high = self._first_blanks[file : file + 2].tolist()
-        before = int(np.searchsorted(self._blanks[low:high], index, side="right"))
-        line = index - self._firsts[file] + before + 1
-        return f"{base_name(shown(self.locations[file]))}:{line}"
-
-    @property
-    def blank_lines(self) -> int:
-        """How many lines were passed over."""
-        return len(self._blanks)
+        file = self._file_numbers(np.array([index])).item()
+        return f"{base_name(shown(self.locations[file]))}:{self._lines[index]}"
 
     @property
     def lines_per_file(self) -> np.ndarray:
         """Samples of each file, int64: what ranks that read a part each must agree on."""
         return np.diff(self._firsts)
 
-    def _stored_at(self, index: int) -> bytes:
-        file = self._files[self._file(index)]
-        return file.read_at(self._starts.item(index), self._lengths.item(index))
-
-    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
-        shards = np.searchsorted(self._firsts, indices, side="right") - 1
-        return self._files.read_many(shards, self._starts[indices], self._lengths[indices])
+    def _file_numbers(self, indices: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._firsts, indices, side="right") - 1
 
     def _image_in(self, stored: bytes) -> bytes:
         try:  # the checking decoder is the fast one
@@ -92,64 +75,26 @@ class Base64Source(IndexedSource):
                 f"the text before the tab is not base64 ({error}); fix the line", kind="base64"
             ) from None
 
-    def _file(self, index: int) -> int:
-        return bisect_right(self._firsts, index) - 1
-
     def _build(self) -> dict[str, np.ndarray]:
-        """Read all files: places and lengths of the base64, labels, and where blank lines were left out."""
-        builder = _Builder()
+        """Read all files: of each sample its place, the length of its base64, its label and line."""
+        buffers = Buffers(1, _BLOCK)
+        found: list[tuple[np.ndarray, ...]] = []
+        firsts = [0]  # the first sample of each file
         for number, location in enumerate(self.locations):
-            builder.read(BytesFile(self._files[number]), base_name(shown(location)))
-        if not builder.firsts[-1]:
+            stream = BytesFile(self._files[number])
+            reader = LineReader(stream, base_name(shown(location)), buffers)
+            firsts.append(firsts[-1])
+            for lines in reader:
+                lengths = (lines.tabs - lines.starts).astype(np.uint32)
+                numbers = lines.numbers.astype(np.uint32)
+                found.append((lines.starts + reader.base, lengths, lines.labels, numbers))
+                firsts[-1] += len(lines)
+                buffers.give_back(lines.data)
+        if not firsts[-1]:
             raise DataError(
                 f"the files of {shown(self.locations[0])} and others hold no samples; expected lines of "
                 "'<base64>TAB<label>'"
             )
-        return builder.arrays()
-
-
-class _Builder:
-    """Collects the index of one file after another. `blanks` are the samples before each blank line."""
-
-    def __init__(self) -> None:
-        self._starts, self._lengths, self._labels = [], [], []  # type: ignore[var-annotated]
-        self._blanks: list[np.ndarray] = []
-        self.firsts, self.first_blanks = [0], [0]
-        self._buffers = Buffers(1, _BLOCK)
-
-    def read(self, stream: BytesFile, name: str) -> None:
-        """Add a file."""
-        reader = LineReader(stream, name, self._buffers)
-        count, blanks, last_line = self.firsts[-1], self.first_blanks[-1], 0
-        for lines in reader:
-            if isinstance(lines, LongLine):
-                starts, tabs = np.array([lines.start]), np.array([lines.start + lines.tab])
-                labels, numbers = np.array([lines.label]), np.array([lines.number])
-            else:
-                starts, tabs = lines.starts + reader.base, lines.tabs + reader.base
-                labels, numbers = lines.labels, lines.numbers
-                self._buffers.give_back(lines.data)
-            self._starts.append(starts)
-            self._lengths.append((tabs - starts).astype(np.uint32))
-            self._labels.append(labels)
-            # Where the line number grows by more than one, blank lines lie before the sample.
-            gaps = np.diff(numbers, prepend=last_line) - 1
-            self._blanks.append(np.repeat(np.arange(count, count + len(starts)), gaps))
-            blanks += int(gaps.sum())
-            last_line = int(numbers[-1]) if len(numbers) else last_line
-            count += len(starts)
-        behind = reader.blanks - (blanks - self.first_blanks[-1])
-        self._blanks.append(np.full(behind, count))
-        self.firsts.append(count)
-        self.first_blanks.append(blanks + behind)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the index of all files that were read."""
-        return {
-            "starts": np.concatenate(self._starts),
-            "lengths": np.concatenate(self._lengths),
-            "labels": np.concatenate(self._labels),
-            "firsts": np.array(self.firsts, dtype=np.int64),
-            "blanks": np.concatenate(self._blanks).astype(np.int64),
-            "first_blanks": np.array(self.first_blanks, dtype=np.int64),
-        }
+        names = ("offsets", "lengths", "labels", "lines")
+        columns = map(np.concatenate, zip(*found, strict=True))
+        return {**dict(zip(names, columns, strict=True)), "firsts": np.array(firsts, np.int64)}

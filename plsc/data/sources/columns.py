@@ -81,7 +81,7 @@ class LabelReader:
         if not text:
             raise DataError("the label is missing")
         if self._codes is None:
-            if text.isascii() and _is_class_id(text.encode()):
+            if _is_class_id(text):
                 self._numbers.append(int(text))
                 return
             if len(self._numbers) or _NUMBER.fullmatch(text):
@@ -112,9 +112,9 @@ class LabelReader:
 
 
 def _is_class_id(value: Label) -> bool:
-    if isinstance(value, bytes):
-        return value.isdigit() and len(value) <= _MAX_DIGITS
-    return isinstance(value, int) and 0 <= value < 10**_MAX_DIGITS
+    if isinstance(value, int):
+        return 0 <= value < 10**_MAX_DIGITS
+    return value.isdigit() and value.isascii() and len(value) <= _MAX_DIGITS
 
 
 def with_label_map(

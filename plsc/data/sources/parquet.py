@@ -7,14 +7,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
-from plsc.data.sources.base import check_image_bytes
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -22,7 +22,7 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.shards import Shards, shard_files
+from plsc.data.sources.files import Shards, shard_files
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
@@ -30,7 +30,6 @@ from plsc.storage.urls import base_name, shown
 CACHE_BYTES = 256 * 2**20
 GROUP_BYTES = 2**30
 _MOST_OPEN = 16
-_BATCH_ROWS = 1024
 # What pyarrow raises for a file that is damaged.
 _FAULTS = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError)
 
@@ -76,13 +75,14 @@ class ParquetSource(ColumnSource):
         title = base_name(self._groups.title(shard))
         return f"{title} row {index - self._first_rows[shard]}"
 
-    def _image_at(self, index: int) -> bytes:
+    def _stored_at(self, index: int) -> bytes:
         group = bisect_right(self._ends, index)
         row = index - (self._ends[group - 1] if group else 0)
-        image = self._groups.group(*self._place_of_group[group], self._leaf).value(row)
+        image: bytes | None = self._groups.group(*self._place_of_group[group], self._leaf)[
+            row
+        ].as_py()
         if image is None:
             raise DataError("the image is missing; fill it in, or take the row out", kind="missing")
-        check_image_bytes(len(image))
         return image
 
     def _choose(self, image_column: str | None, label_column: str | None) -> None:
@@ -135,20 +135,6 @@ def _image_leaf(name: str, kind: pa.DataType) -> str:
     )
 
 
-class Decoded(NamedTuple):
-    """A row group: batches of one column, the row at which each begins, and their bytes."""
-
-    batches: list[pa.Array]
-    starts: list[int]
-    nbytes: int
-
-    def value(self, row: int) -> bytes | None:
-        """Return the value of a row."""
-        batch = bisect_right(self.starts, row) - 1
-        found: bytes | None = self.batches[batch][row - self.starts[batch]].as_py()
-        return found
-
-
 class RowGroups:
     """The row groups of some files. Threads may share it, one of them decodes at a time; it is picklable.
 
@@ -159,7 +145,7 @@ class RowGroups:
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
         self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
-        self._decoded: OrderedDict[tuple[int, int, str], Decoded] = OrderedDict()
+        self._decoded: OrderedDict[tuple[int, int, str], pa.ChunkedArray] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -192,7 +178,7 @@ class RowGroups:
                 raise ValueError(f"{len(found)} rows of {file.metadata.num_rows} could be read")
             return found
 
-    def group(self, shard: int, number: int, leaf: str) -> Decoded:
+    def group(self, shard: int, number: int, leaf: str) -> pa.ChunkedArray:
         """Return one column of a group; leaf: its name, or ``struct.field``."""
         key = shard, number, leaf
         with self._lock:
@@ -212,24 +198,17 @@ class RowGroups:
         """Return the file's name for messages."""
         return shown(self.shards.locations[shard])
 
-    def _decode(self, shard: int, number: int, leaf: str) -> Decoded:
+    def _decode(self, shard: int, number: int, leaf: str) -> pa.ChunkedArray:
         file = self._open(shard)
-        decoded = Decoded([], [], 0)
-        row = nbytes = 0
-        batches = file.iter_batches(_BATCH_ROWS, [number], [leaf], use_threads=False)
-        for batch in batches:
-            values = batch.column(0)
-            for name in leaf.split(".")[1:]:
-                values = values.field(name)
-            decoded.batches.append(values)
-            decoded.starts.append(row)
-            row, nbytes = row + len(values), nbytes + values.nbytes
-            if nbytes > GROUP_BYTES:  # what the file says of itself need not be true
-                raise ValueError(f"row group {number} is over {GROUP_BYTES} bytes")
+        column = file.read_row_group(number, columns=[leaf], use_threads=False).column(0)
+        for name in leaf.split(".")[1:]:
+            column = pc.struct_field(column, name)
         expected = file.metadata.row_group(number).num_rows
-        if row != expected:
-            raise ValueError(f"{row} rows of {expected} of row group {number} could be read")
-        return decoded._replace(nbytes=nbytes)
+        if len(column) != expected:
+            raise ValueError(
+                f"{len(column)} rows of {expected} of row group {number} could be read"
+            )
+        return column
 
     def _open(self, shard: int) -> pq.ParquetFile:
         found = self._files.get(shard)

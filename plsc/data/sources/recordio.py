@@ -15,14 +15,14 @@ import itertools
 import re
 import struct
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.sources.base import IndexedSource, check_image_bytes, read_from
+from plsc.data.sources.base import IndexedSource
+from plsc.data.sources.files import Shards
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
@@ -56,7 +56,7 @@ class RecordIOSource(IndexedSource):
     def __init__(self, location: str | Path) -> None:
         self.location = str(location)
         self._title = base_name(shown(self.location))
-        self._data = open_bytes(self.location)
+        self._files = Shards([self.location])
         idx = self.location.removesuffix(".rec") + ".idx"
         files = [self.location, idx] if exists(idx) else [self.location]
         index = load_or_build(files, "recordio-1", lambda: self._build(files))
@@ -67,21 +67,11 @@ class RecordIOSource(IndexedSource):
         """Return ``train.rec record 12``, with the number from the .idx where there is one."""
         return f"{self._title} record {self._keys[index]}"
 
-    def _stored_at(self, index: int) -> bytes:
-        length = self._lengths.item(index)
-        check_image_bytes(length)
-        return self._data.read_at(self._offsets.item(index), length)
-
-    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
-        return read_from(
-            [self._data] * len(indices), self._offsets[indices], self._lengths[indices]
-        )
-
     def _image_in(self, stored: bytes) -> bytes:
         return image_of(unframe(stored))
 
     def _build(self, files: list[str]) -> dict[str, np.ndarray]:
-        records = scan(self._data)
+        records = scan(self._files[0])
         if len(files) > 1:
             keys, rows = read_idx(open_bytes(files[1]), records.offsets)
         else:
@@ -151,26 +141,18 @@ def scan(data: Bytes) -> Records:
 
 def _join(data: Bytes, position: int, number: int) -> tuple[int, bytes]:
     """Return where a record of several parts ends, and its content."""
-    start, inside = position, False
-    while True:
-        if position + 8 > data.size:
-            raise _broken(data, number, start, "is cut off")
-        magic, word = PART.unpack(data.read_at(position, 8))
-        flag, content_bytes = word >> 29, word & LENGTH_MASK
-        if magic != MAGIC:
-            raise _broken(
-                data, number, start, f"has {magic:#010x} where {MAGIC:#010x} was expected"
-            )
-        if not fits(flag, inside):
-            raise _broken(data, number, start, f"has a part of kind {flag} in the wrong place")
-        position += 8 + (content_bytes + 3 & ~3)
-        if position > data.size:
-            raise _broken(data, number, start, f"ends at byte {position} of {data.size}")
-        if position - start > _MAX_JOINED:
+    start, flag, parts = position, -1, 0
+    while flag not in (WHOLE, LAST):
+        head = data.read_at(position, 8) if position + 8 <= data.size else bytes(8)
+        magic, word = PART.unpack(head)
+        flag, end = word >> 29, position + 8 + ((word & LENGTH_MASK) + 3 & ~3)
+        if magic != MAGIC or end > data.size or not fits(flag, parts > 0):
+            fault = f"begins a part, at byte {position}, with {head.hex(' ')}, which is none"
+            raise _broken(data, number, start, fault)
+        if end - start > _MAX_JOINED:
             raise _broken(data, number, start, f"is over {_MAX_JOINED} bytes long")
-        if flag in (WHOLE, LAST):
-            return position, unframe(data.read_at(start, position - start))
-        inside = True
+        position, parts = end, parts + 1
+    return position, unframe(data.read_at(start, position - start))
 
 
 def _damaged(

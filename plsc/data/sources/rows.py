@@ -8,15 +8,15 @@ import itertools
 import json
 import posixpath
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pybase64
 
-from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.sources.base import check_image_bytes, printable, read_from, read_image_file
+from plsc.data.decode import MAX_FILE_BYTES, check_image_bytes
+from plsc.data.sources.base import printable, read_image_file
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -25,6 +25,7 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
+from plsc.data.sources.files import Shards
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
@@ -67,19 +68,21 @@ class RowSource(ColumnSource):
     A format gives the methods that find rows and labels, and `_image_text`, which takes a row apart again.
     """
 
+    _most_stored = MAX_LINE_BYTES
+
     def _load(self, data: Bytes, kind: str, labels: LabelReader) -> Mapping[str, np.ndarray]:
         """Load or build the index, of what `kind` says."""
         self.location = data.location
         self._title = base_name(shown(self.location))
         self._folder = parent_of(self.location)
-        self._data = data
+        self._files = Shards([self.location])
         kind = f"{kind}{'-names' if labels.names_wanted else ''}"
         index = load_or_build([self.location], kind, lambda: self._build(labels))
         self._offsets, self._lengths, self._lines = (
             index[name] for name in ("offsets", "lengths", "lines")
         )
         try:
-            self._is_base64 = _is_base64(self._text(0))
+            self._is_base64 = _is_base64(self._image_text(self._stored_at(0)))
         except DataError as error:
             raise error.at(self.name(0)) from error
         return index
@@ -100,18 +103,8 @@ class RowSource(ColumnSource):
         """Return ``train.csv:12``: the file and the line in it."""
         return f"{self._title}:{self._lines[index]}"
 
-    def _text(self, index: int) -> str:
-        return self._image_text(self._stored_at(index))
-
-    def _stored_at(self, index: int) -> bytes:
-        return self._data.read_at(self._offsets.item(index), self._lengths.item(index))
-
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
-        if not self._is_base64:
-            return super()._stored_many(indices)
-        return read_from(
-            [self._data] * len(indices), self._offsets[indices], self._lengths[indices]
-        )
+        return super()._stored_many(indices) if self._is_base64 else itertools.repeat(None)
 
     def _image_in(self, stored: bytes) -> bytes:
         text = self._image_text(stored)
@@ -152,11 +145,9 @@ def _is_base64(text: str) -> bool:
 
 def _decode_base64(text: str) -> bytes:
     try:
-        image = pybase64.b64decode(text, validate=True)
+        return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"the image is no base64 ({error}); fix the line", kind="base64") from error
-    check_image_bytes(len(image))
-    return image
 
 
 class CsvSource(RowSource):
@@ -175,7 +166,6 @@ class CsvSource(RowSource):
         data = open_bytes(location)
         header = next((row for _, _, row in _whole_rows(data)), b"").removesuffix(b"\n")
         self._delimiter = max(b",;\t|".decode(), key=header.decode("utf-8", "replace").count)
-        self._separator = self._delimiter.encode()
         try:
             self.columns = [name.strip() for name in self._split(header)]
             image = choose_column(image, self.columns, IMAGE_COLUMNS, "image")
@@ -206,27 +196,18 @@ class CsvSource(RowSource):
         return rows[0] if rows else []
 
     def _image_text(self, row: bytes) -> str:
-        if _QUOTE in row:
-            fields = self._split(row)
-            if len(fields) > self._image:
-                return fields[self._image].strip()
-        else:  # the long field is cut out before it is decoded
-            parts = row.removesuffix(b"\r").split(self._separator)
-            if len(parts) > self._image:
-                return parts[self._image].decode("utf-8", "surrogateescape").strip()
-        raise DataError("the image column is missing; the file changed while it was in use")
+        fields = self._split(row)
+        if len(fields) <= self._image:
+            raise DataError("the image column is missing; the file changed while it was in use")
+        return fields[self._image].strip()
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        return itertools.islice(_whole_rows(self._data), 1, None)
+        return itertools.islice(_whole_rows(self._files[0]), 1, None)
 
     def _label_in(self, row: bytes, line: int) -> Label:
         name, wanted = shown(self.location), len(self.columns)
         try:
-            fields: Sequence[Label] = (
-                self._split(row)
-                if _QUOTE in row
-                else row.removesuffix(b"\r").split(self._separator)
-            )
+            fields = self._split(row)
         except DataError as error:
             raise DataError(f"{name}:{line} {error}; fix the line") from error
         if len(fields) != wanted:
@@ -298,7 +279,7 @@ class JsonLinesSource(RowSource):
         return image.strip()
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        return (found for found in text_lines(self._data) if not found[2].isspace())
+        return (found for found in text_lines(self._files[0]) if not found[2].isspace())
 
     def _label_in(self, row: bytes, line: int) -> Label:
         try:

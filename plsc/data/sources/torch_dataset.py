@@ -51,7 +51,7 @@ class TorchDatasetSource:
                 f"{self.name(index)}: expected (image, label), got {type(item).__name__}"
                 + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
             )
-        return item[0], self._whole_number(item[1], index)
+        return item[0], whole_number(item[1], self.name(index))
 
     def name(self, index: int) -> str:
         """Return ``dataset[12]``."""
@@ -86,14 +86,15 @@ class TorchDatasetSource:
                 return values.astype(np.int64)
         return None
 
-    def _whole_number(self, label: Any, index: int) -> int:
-        try:
-            return operator.index(label)  # int, numpy integer, integer tensor of one element
-        except (TypeError, ValueError, RuntimeError):
-            raise DataError(
-                f"{self.name(index)}: the label must be a whole number, got {type(label).__name__}",
-                kind="label",
-            ) from None
+
+def whole_number(label: Any, name: str) -> int:
+    """Return a label as an integer; DataError, with the sample's name, for what is none."""
+    try:
+        return operator.index(label)  # int, numpy integer, integer tensor of one element
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"{name}: the label must be a whole number, got {type(label).__name__}", kind="label"
+        ) from None
 
 
 def _place_in_dataset(error: Exception) -> str:

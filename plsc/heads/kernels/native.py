@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plsc.heads.rules import Rule, kernel_states
-from plsc.heads.softmax import Queries, RowGradient, Sums, TorchBackend
+from plsc.heads.softmax import ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.weights import Rows, States
 
 _ABI = 1  # PLSC_ABI of native.h
@@ -159,36 +159,28 @@ class NativeBackend(TorchBackend):
         _check(status)
         return Sums(shift, total, weighted, kept)
 
-    def gradients(
-        self, rows: Rows, queries: Queries, gradient: RowGradient, tile: slice
-    ) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
         """See `TorchBackend.gradients`."""
-        out = queries.unit.new_empty(tile.stop - tile.start, rows.weight.shape[1])
-        return out, self._update(rows, queries, gradient, tile, _Rule(), out)
+        unit = context.queries.unit
+        out = unit.new_empty(tile.stop - tile.start, unit.shape[1])
+        return out, self._update(context, tile, _Rule(), out)
 
-    def update(
-        self, rows: Rows, queries: Queries, gradient: RowGradient, rule: Rule, states: States
-    ) -> Tensor | None:
+    def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
         """See `TorchBackend.update`: here in one call, where there is a kernel for rule and states."""
-        used = kernel_states(rule, states, rows.weight)
+        weight = context.rows.weight
+        used = kernel_states(rule, states, weight)
         if used is None:
-            return super().update(rows, queries, gradient, rule, states)
-        c_rule = _rule(rule, used, states.get("steps"), rows.weight)
-        bias = self._update(rows, queries, gradient, slice(0, len(rows)), c_rule, None)
-        torch.autograd.graph.increment_version(rows.weight)
+            return super().update(context, rule, states)
+        c_rule = _rule(rule, used, states.get("steps"), weight)
+        bias = self._update(context, slice(0, len(context.rows)), c_rule, None)
+        torch.autograd.graph.increment_version(weight)
         return bias
 
     def _update(
-        self,
-        rows: Rows,
-        queries: Queries,
-        gradient: RowGradient,
-        tile: slice,
-        rule: _Rule,
-        out: Tensor | None,
+        self, context: ForwardContext, tile: slice, rule: _Rule, out: Tensor | None
     ) -> Tensor | None:
-        c_rows, c_queries = _rows(rows), _queries(queries, rows)
-        c_gradient = _gradient(gradient, rows, len(queries.unit))
+        rows, queries = context.rows, context.queries
+        c_rows, c_queries, c_gradient = _rows(rows), _queries(queries, rows), _gradient(context)
         bias = None
         if rows.bias is not None:
             bias = queries.unit.new_empty(tile.stop - tile.start)
@@ -280,9 +272,11 @@ def _queries(queries: Queries, rows: Rows) -> _Queries:
     )
 
 
-def _gradient(gradient: RowGradient, rows: Rows, batch: int) -> _Gradient:
+def _gradient(context: ForwardContext) -> _Gradient:
+    batch = len(context.queries.unit)
+
     def numbers(name: str, dtype: torch.dtype = torch.float32) -> int | None:
-        return _checked(name, getattr(gradient, name), dtype, (batch,))
+        return _checked(name, getattr(context, name), dtype, (batch,))
 
     return _Gradient(
         log_total=numbers("log_total"),
@@ -290,8 +284,8 @@ def _gradient(gradient: RowGradient, rows: Rows, batch: int) -> _Gradient:
         target_row=numbers("target_row", torch.int64),
         target_coefficient=numbers("target_coefficient"),
         shift=numbers("shift"),
-        kept=_checked("kept terms", gradient.kept, torch.bfloat16, _kept_shape(batch, rows)),
-        factor=gradient.factor,
+        kept=_checked("kept terms", context.kept, torch.bfloat16, _kept_shape(batch, context.rows)),
+        factor=context.factor,
     )
 
 

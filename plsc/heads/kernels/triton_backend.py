@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plsc.errors import first_line
 from plsc.heads.rules import Rule, kernel_states
-from plsc.heads.softmax import Queries, RowGradient, Sums, TorchBackend
+from plsc.heads.softmax import ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.weights import Rows, States
 
 _COLUMNS = 1024  # of a [B, tile] matrix in a program
@@ -108,31 +108,29 @@ class TritonBackend(TorchBackend):
                     weighted += _product(p, w)
         return Sums(shift, total, weighted, kept)
 
-    def gradients(
-        self, rows: Rows, queries: Queries, gradient: RowGradient, tile: slice
-    ) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
         """See `TorchBackend.gradients`."""
+        rows, queries = context.rows, context.queries
         if not _fits(rows, queries):
-            return super().gradients(rows, queries, gradient, tile)
+            return super().gradients(context, tile)
         with _on(queries.unit.device):
             factors = queries.unit.to(self.products)
-            dw, bias = self._sums_of_rows(rows, queries, gradient, tile, factors)
+            dw, bias = self._sums_of_rows(context, tile, factors)
             if rows.cosine:
                 self._launch_update(rows, tile, dw, Rule("none", lr=0.0), [], None)
         return dw, bias
 
-    def update(
-        self, rows: Rows, queries: Queries, gradient: RowGradient, rule: Rule, states: States
-    ) -> Tensor | None:
+    def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
         """See `TorchBackend.update`: with a fused kernel, where there is one for rows, rule and states."""
+        rows, queries = context.rows, context.queries
         used = kernel_states(rule, states, rows.weight)
         if used is None or not _fits(rows, queries):
-            return super().update(rows, queries, gradient, rule, states)
+            return super().update(context, rule, states)
         biases = []
         with _on(queries.unit.device):
             factors = queries.unit.to(self.products)
             for tile in rows.tiles(self.tile):
-                dw, bias = self._sums_of_rows(rows, queries, gradient, tile, factors)
+                dw, bias = self._sums_of_rows(context, tile, factors)
                 self._launch_update(rows, tile, dw, rule, used, states.get("steps"))
                 if bias is not None:
                     biases.append(bias)
@@ -155,11 +153,11 @@ class TritonBackend(TorchBackend):
         return out
 
     def _sums_of_rows(
-        self, rows: Rows, queries: Queries, gradient: RowGradient, tile: slice, factors: Tensor
+        self, context: ForwardContext, tile: slice, factors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return sum_i weight_i G_ij e_i [t, D], the gradient of the unit rows, and that of the biases."""
-        unit, count = queries.unit, tile.stop - tile.start
-        c, kept = None, gradient.kept
+        rows, unit, count = context.rows, context.queries.unit, tile.stop - tile.start
+        c, kept = None, context.kept
         if kept is None:
             c = _product(factors, self._directions(rows, tile).T)
         else:
@@ -168,14 +166,14 @@ class TritonBackend(TorchBackend):
         dtype = self.products if rows.bias is None else torch.float32
         g = _matrix(unit, len(unit), count, dtype)
         _kernels().coefficients[(len(unit), -(-count // _COLUMNS))](
-            *_logit_arguments(c, rows, queries, tile),
-            gradient.log_total.contiguous(),
+            *_logit_arguments(c, rows, context.queries, tile),
+            context.log_total.contiguous(),
             kept,
             0 if kept is None else kept.stride(0),
-            None if gradient.shift is None else gradient.shift.contiguous(),
-            gradient.target_row.contiguous(),
-            gradient.target_coefficient.contiguous(),
-            gradient.weight * gradient.factor,
+            context.shift.contiguous(),
+            context.target_row.contiguous(),
+            context.target_coefficient.contiguous(),
+            context.weight * context.factor,
             g,
             g.stride(0),
             **_COLUMN_PROGRAM,

@@ -53,7 +53,7 @@ def hostile_images() -> dict[str, bytes]:
         "png of 9000x9000": png_file(9_000, 9_000, zlib.compress(bytes(100))),
         "png with a bad checksum inside": png_file(20, 24, bytes(bad_checksum)),
         "png with too few pixels": png_file(20, 24, zlib.compress(bytes(100))),
-        "jpeg of 65535x65535": jpeg[: frame + 5] + b"\xff" * 4 + jpeg[frame + 9 :],
+        "jpeg of 65000x65000": jpeg[: frame + 5] + b"\xfd\xe8" * 2 + jpeg[frame + 9 :],
         "jpeg with an odd header": jpeg[:11] + b"\x7f" + jpeg[12:21] + b"\1" + jpeg[22:],
         "jpeg of no height": jpeg[: frame + 5] + b"\0\0" + jpeg[frame + 7 :],
         "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n",

@@ -54,7 +54,6 @@ def test_names_are_those_of_file_and_line_whatever_is_between(tmp_path):
     names = [source.name(index) for index in range(4)]
     assert names == ["one:2", "one:5", "three:2", "three:3"]
     assert [source[index] for index in range(4)] == [(bytes([n]), n) for n in range(4)]
-    assert source.blank_lines == 7
     assert source.lines_per_file.tolist() == [2, 0, 2]
 
 

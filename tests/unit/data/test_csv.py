@@ -141,7 +141,7 @@ def test_bad_base64_is_named_by_its_line(tmp_path):
     assert source[0] == (JPEG, 0)
     with pytest.raises(DataError, match=r"train\.csv:3: the image is no base64"):
         source[1]
-    with pytest.raises(DataError, match=r"train\.csv:4: the image is empty"):
+    with pytest.raises(DataError, match=r"train\.csv:4: is empty"):
         source[2]
 
 
@@ -191,7 +191,8 @@ def test_whatever_the_csv_module_writes_is_read_back(rows, crlf):
     filesystem.pipe("/csv/train.csv", text.getvalue().encode())
     source = CsvSource("memory://csv/train.csv")
     assert source.labels().tolist() == [label for _, label, _ in rows]
-    assert [source._text(i) for i in range(len(rows))] == [path.strip() for path, _, _ in rows]
+    texts = [source._image_text(source._stored_at(i)) for i in range(len(rows))]
+    assert texts == [path.strip() for path, _, _ in rows]
 
 
 def test_a_remote_file_has_its_images_beside_it():

@@ -8,7 +8,7 @@ import torch
 from conftest import encode, smooth_picture
 from PIL import Image
 
-from plsc.data.decode import decode_image, decode_into, jpeg_size
+from plsc.data.decode import decode_image, decode_into
 from plsc.errors import DataError
 
 SHAPE = (3, 24, 20)
@@ -24,7 +24,7 @@ HOSTILE = [
     "png of 9000x9000",
     "png with a bad checksum inside",
     "png with too few pixels",
-    "jpeg of 65535x65535",
+    "jpeg of 65000x65000",
     "jpeg with an odd header",
     "jpeg of no height",
     "eps",
@@ -63,11 +63,6 @@ def test_without_torchvision_s_decoder_pillow_reads_jpeg(monkeypatch, hostile_im
         if name.startswith("jpeg"):
             with pytest.raises(DataError):
                 decode_image(content, SHAPE)
-
-
-def test_the_size_of_a_progressive_jpeg_is_found():
-    data = encode(smooth_picture(1, 31, 17), "JPEG", progressive=True)
-    assert jpeg_size(data) == (17, 31)
 
 
 def test_transparency_is_laid_over_white():
@@ -141,7 +136,7 @@ def test_every_hostile_image_is_tried(hostile_images):
 
 
 @pytest.mark.parametrize(
-    "kind", ["png of 100000x100000", "png of 9000x9000", "jpeg of 65535x65535"]
+    "kind", ["png of 100000x100000", "png of 9000x9000", "jpeg of 65000x65000"]
 )
 def test_a_declared_size_over_the_limit_is_refused_before_decoding(kind, hostile_images):
     with pytest.raises(DataError, match="limit of 64 megapixels"):

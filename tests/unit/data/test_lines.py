@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from plsc.data import lines as lines_module
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.lines import BOM, MAX_LINE_BYTES, Buffers, LineReader, LongLine, parse_line
+from plsc.data.lines import BOM, MAX_LINE_BYTES, Buffers, LineReader, parse_line
 from plsc.errors import DataError
 
 
@@ -28,13 +28,6 @@ def read(data: bytes, block: int, **options) -> list[tuple[int, bytes, int]]:
     found = []
     reader = LineReader(io.BytesIO(data), "a.txt", buffers, **options)
     for lines in reader:
-        if isinstance(lines, LongLine):
-            lines.file.seek(0)
-            content = lines.file.read(lines.length)
-            assert data[lines.start : lines.start + lines.length] == content
-            assert content[lines.tab :].strip() == b"%d" % lines.label
-            found.append((lines.number, content, lines.label))
-            continue
         contents = [
             lines.data[a:b].tobytes() for a, b in zip(lines.starts, lines.ends, strict=True)
         ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.data.overview import class_counts, drawn, look_at, write_contact_sheet
+from plsc.data.overview import drawn, look_at, write_contact_sheet
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError, OptionError
 from tests.images import write_dataset
@@ -56,12 +56,6 @@ def test_what_is_drawn_is_a_function_of_the_seed():
     assert drawn(100, 10, 1).tolist() != drawn(100, 10, 2).tolist()
     assert len(set(drawn(100, 10, 1).tolist())) == 10
     assert drawn(5, 10, 0).tolist() == list(range(5))
-
-
-def test_class_counts_are_those_of_the_labels():
-    ids, counts = class_counts(np.array([3, 1, 3, 3]))
-    assert ids.tolist() == [1, 3]
-    assert counts.tolist() == [1, 3]
 
 
 def test_decoded_images_are_looked_at_too():

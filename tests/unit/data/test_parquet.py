@@ -157,9 +157,7 @@ def test_a_bad_label_is_named_by_its_row(tmp_path, labels, message):
 def test_a_missing_image_is_named_when_it_is_read(tmp_path):
     source = ParquetSource(write(tmp_path / "a.parquet", image=[*IMAGES[:8], None, b""]))
     for row, fault in ((8, "missing"), (9, "empty")):
-        with pytest.raises(
-            DataError, match=rf"a\.parquet row {row}: the image is {fault}"
-        ) as caught:
+        with pytest.raises(DataError, match=rf"a\.parquet row {row}: .*is {fault}") as caught:
             source[row]
         assert caught.value.kind == fault
 

@@ -343,7 +343,7 @@ def test_more_repeats_than_lines_are_warned_of(tmp_path, capsys, dry_run):
     for nranks, is_warned in ((24, False), (25, True)):
         partition(PartitionOptions(str(folder), nranks, dry_run=dry_run))
         said = capsys.readouterr().err
-        assert said.startswith("warning: 25 parts hold 1 line each, of which 52% ") == is_warned
+        assert said.startswith("25 parts hold 1 line each, of which 52% ") == is_warned
         assert len(said.splitlines()) == is_warned
 
 

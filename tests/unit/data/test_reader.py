@@ -164,8 +164,6 @@ def test_a_bad_sample_is_named_by_its_ordinal(item, message):
 
 
 def test_a_reader_that_is_no_function_or_gives_no_samples_is_refused():
-    with pytest.raises(DataError, match="pass the function itself"):
-        loader(shuffled(3)())
     with pytest.raises(DataError, match="must return a generator"):
         list(loader(lambda: 5).epoch(0))
     once = shuffled(4)()
@@ -175,8 +173,6 @@ def test_a_reader_that_is_no_function_or_gives_no_samples_is_refused():
         list(used.epoch(1))
     with pytest.raises(DataError, match="leaves no step"):
         list(loader(shuffled(3), last_batch="drop").epoch(0))
-    with pytest.raises(OptionError, match="did you mean 'keep'"):
-        loader(shuffled(3), last_batch="kep")
 
 
 def test_a_batch_of_floats_and_bytes_is_refused():

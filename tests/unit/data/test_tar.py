@@ -158,7 +158,7 @@ def test_a_label_that_is_no_class_is_named(tmp_path, label):
 
 def test_an_empty_image_is_named_when_it_is_read(tmp_path):
     source = TarSource(write(tmp_path / "a.tar", ("a.jpg", b""), ("a.cls", b"1")))
-    with pytest.raises(DataError, match=r"a\.tar:a: the image is empty"):
+    with pytest.raises(DataError, match=r"a\.tar:a: is empty"):
         source[0]
 
 
@@ -171,8 +171,8 @@ def header_of(size: int, kind: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "is truncated: it ends at byte 0"),
-        (b"\x1f\x8b" * 400, "wrong checksum; the archive is damaged, compressed"),
+        (b"", r"is truncated.*\(empty file\)"),
+        (b"\x1f\x8b" * 400, "is truncated, damaged, compressed or no tar"),
         (header_of(2**50, b"L"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"x"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"0"), "truncated"),

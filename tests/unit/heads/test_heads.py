@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from plsc.heads import (
     ShardedHead,
     build_head,
     build_margin,
+    sharded,
 )
 from plsc.heads.base import effective_rank
 from plsc.heads.weights import hash_key, initial_rows
@@ -173,7 +175,7 @@ def test_class_weights_and_embeddings_of_extreme_norms_equal_the_textbook(loss_t
 
 
 @pytest.mark.parametrize("name", MARGINS)
-def test_a_dense_twin_equals_its_sharded_head(name):
+def test_a_replicated_head_equals_its_sharded_one(name):
     sharded = filled(build_head(f"dist_{name}", 11, 6, row_dtype=torch.float64))
     dense = filled(build_head(name, 11, 6, row_dtype=torch.float64))
     embeddings, labels = batch(7, 6, 11)
@@ -188,6 +190,39 @@ def test_a_dense_twin_equals_its_sharded_head(name):
     assert ours.mean_loss.item() == pytest.approx(theirs.mean_loss.item(), rel=1e-9)
     assert ours.accuracy.item() == pytest.approx(theirs.accuracy.item())
     assert ours.effective_rank.item() == pytest.approx(theirs.effective_rank.item())
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("name", ["curricularface", "adaface", "magface", "softmax"])
+def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(
+    name, is_sampled, monkeypatch
+):
+    labels = torch.tensor([0, 6, 4, 5, 8, 11, 5, 2])  # half of them are of other ranks
+    x = torch.randn(len(labels), 6, dtype=torch.float64)
+    unit = x if name == "softmax" else torch.nn.functional.normalize(x)
+    monkeypatch.setattr(sharded, "sum_over_ranks", lambda tensor, group: tensor)
+
+    def find():
+        group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
+        centers = 1 if name == "softmax" else 2
+        head = build_head(f"dist_{name}", 12, 6, centers=centers, group=group, row_dtype="float64")
+        assert filled(head).class_range == (4, 8)
+        classes = torch.tensor([0, 1, 2]) if is_sampled else None  # all that the batch has, here
+        rows = head.all_rows()
+        with torch.no_grad():
+            found = head._find_target(unit, x.norm(dim=1), labels, rows, classes)
+        added = torch.zeros_like(x)
+        added.index_add_(0, found.samples, found.slope[found.samples, None] * found.w)
+        parts = [*vars(found.queries).values(), found.row, found.logit, found.slope, found.radial]
+        return found.samples, [added, *head.margin.buffers(), *parts]
+
+    here, expected = find()
+    monkeypatch.setattr(sharded, "_look_up", lambda is_here: torch.arange(len(is_here)))
+    every, found = find()
+    assert len(here) == 4
+    assert len(every) == len(labels)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 
 
 @pytest.mark.parametrize("name", ["arcface", "curricularface", "softmax"])
@@ -323,6 +358,19 @@ def test_embeddings_that_are_not_finite_are_named_or_passed_on(value):
         build_head("dist_arcface", 5, 4)(embeddings, labels)
     passed = build_head("dist_arcface", 5, 4, on_nonfinite="pass")(embeddings, labels)
     assert not passed.mean_loss.isfinite()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_embeddings_may_lie_in_any_order_and_be_of_an_autocast_network(loss_type):
+    x, labels = batch(6, 4, 5)
+    head = filled(build_head(loss_type, 5, 4))
+    with torch.no_grad():
+        expected = copy.deepcopy(head)(x.float(), labels).loss
+        transposed = copy.deepcopy(head)(x.float().T.contiguous().T, labels).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = copy.deepcopy(head)(x.bfloat16(), labels).loss
+    torch.testing.assert_close(transposed, expected)
+    torch.testing.assert_close(low, expected, rtol=0.05, atol=0.5)
 
 
 def test_a_second_backward_through_the_same_forward_raises():

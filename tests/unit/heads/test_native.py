@@ -13,8 +13,8 @@ from torch import Tensor
 
 from plsc.heads.kernels import native
 from plsc.heads.rules import Rule, apply_rule, to_bfloat16
-from plsc.heads.softmax import Queries, RowGradient
-from plsc.heads.weights import Rows
+from plsc.heads.softmax import ForwardContext, Queries
+from plsc.heads.weights import Rows, States
 
 pytestmark = pytest.mark.skipif(
     native.unavailable() is not None, reason=f"native kernels: {native.unavailable()}"
@@ -154,30 +154,44 @@ def near_threshold(rows: Rows, queries: Queries, dtype: torch.dtype) -> bool:
     return bool(close)
 
 
-def some_gradient(shape: Shape, rows: Rows, queries: Queries) -> RowGradient:
+def some_context(shape: Shape, rows: Rows, queries: Queries) -> ForwardContext:
     generator = torch.Generator().manual_seed(shape.seed + 1)
     z, _ = logits(rows, queries, shape.products)
     own = torch.randn(len(z), generator=generator).double()
     within = torch.randint(0, rows.centers, (len(z),), generator=generator)
     target_row = torch.where(queries.target >= 0, queries.target * rows.centers + within, -1)
-    return RowGradient(
+    return ForwardContext(
+        backend=backend(shape),
+        rows=rows,
+        home=rows,
+        queries=queries,
         log_total=torch.cat([z, own[:, None]], dim=1).logsumexp(dim=1).float(),
         weight=torch.rand(len(z), generator=generator) + 0.5,
         target_row=target_row,
         target_coefficient=-torch.rand(len(z), generator=generator),
+        shift=torch.full((len(z),), SHIFT),
         factor=0.7,
     )
 
 
+def gradients(context: ForwardContext, tile: slice | None = None) -> tuple[Tensor, Tensor | None]:
+    return context.backend.gradients(context, tile or slice(0, len(context.rows)))
+
+
+def update(context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
+    return context.backend.update(context, rule, states)
+
+
 def expected_gradients(
-    shape: Shape, rows: Rows, queries: Queries, gradient: RowGradient
+    shape: Shape, context: ForwardContext
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Row gradients times |W|, bias gradients, and for both the magnitudes that rounding errors go by."""
+    rows, queries = context.rows, context.queries
     z, slope = logits(rows, queries, shape.products)
-    g = (z - gradient.log_total.double()[:, None]).exp() * slope
-    here = (gradient.target_row >= 0).nonzero()[:, 0]
-    g[here, gradient.target_row[here]] = gradient.target_coefficient[here].double()
-    g *= gradient.weight.double()[:, None] * gradient.factor
+    g = (z - context.log_total.double()[:, None]).exp() * slope
+    here = (context.target_row >= 0).nonzero()[:, 0]
+    g[here, context.target_row[here]] = context.target_coefficient[here].double()
+    g *= context.weight.double()[:, None] * context.factor
     dw, size = g.T @ queries.unit.double(), g.abs().T @ queries.unit.double().abs()
     if rows.cosine:
         w, length = unit_rows(rows, FLOAT)
@@ -235,18 +249,15 @@ def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -
     rows, queries = make(shape)
     if near_threshold(rows, queries, shape.products):
         return
-    gradient = some_gradient(shape, rows, queries)
+    context = some_context(shape, rows, queries)
     allowed = tolerance(shape)
     if with_kept:
         sums = backend(shape).forward(rows, queries, fixed_shift=SHIFT, keep=True)
-        gradient = replace(gradient, shift=sums.shift, kept=sums.kept)
+        context = replace(context, shift=sums.shift, kept=sums.kept)
         allowed = max(allowed, 2**-8)
     middle = shape.classes // 2 * shape.centers
-    parts = [
-        backend(shape).gradients(rows, queries, gradient, tile)
-        for tile in (slice(0, middle), slice(middle, len(rows)))
-    ]
-    dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
+    parts = [gradients(context, tile) for tile in (slice(0, middle), slice(middle, len(rows)))]
+    dw, db, size, bias_size = expected_gradients(shape, context)
     assert_near(times_norms(torch.cat([part[0] for part in parts]), rows), dw, size, allowed)
     if rows.bias is None:
         assert parts[0][1] is None
@@ -289,10 +300,10 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
 ) -> None:
     shape = Shape(row_dtype=row_dtype, is_sampled=is_sampled, classes=130, cosine=not is_sampled)
     rows, queries = make(shape)
-    gradient = some_gradient(shape, rows, queries)
+    context = some_context(shape, rows, queries)
     states = states_of(rule, rows, state_dtype)
     all_rows = slice(0, len(rows))
-    dw, _ = backend(shape).gradients(rows, queries, gradient, all_rows)
+    dw, _ = gradients(context)
     plain = replace(rows, weight=rows.weight.clone())
     plain_states = {name: state.clone() for name, state in states.items()}
     apply_rule(rule, plain, all_rows, dw, plain_states)
@@ -300,7 +311,7 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     untouched[rows.positions(all_rows)] = False
     before = {name: x.clone() for name, x in {"": rows.weight, **states}.items()}
 
-    backend(shape).update(rows, queries, gradient, rule, states)
+    update(context, rule, states)
 
     for name, actual in {"": rows.weight, **states}.items():
         expected = {"": plain.weight, **plain_states}[name]
@@ -321,12 +332,12 @@ def test_rounding_noise_is_that_of_the_key_the_row_number_and_the_column(is_comp
     rows.weight = torch.zeros(len(rows.weight), 41, dtype=BF16)
     if is_compact:
         rows.weight, rows.is_compact = rows.weight[rows.selected], True
-    gradient = some_gradient(shape, rows, queries)
+    context = some_context(shape, rows, queries)
     momentum = torch.zeros_like(rows.weight)
     everything = slice(0, len(rows))
-    dw, _ = backend(shape).gradients(rows, queries, gradient, everything)
+    dw, _ = gradients(context)
     rule = Rule("sgd", lr=1.0, momentum=0.9, key=2**40 + 2**32 - 1)
-    backend(shape).update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
+    update(context, rule, {"momentum_buffer": momentum})
     numbers, where = rows.numbers(everything), rows.positions(everything)
     assert torch.equal(rows.weight[where], to_bfloat16(-dw, numbers, rule.key))
     assert torch.equal(momentum[where], to_bfloat16(dw, numbers, rule.key + 1))
@@ -335,10 +346,10 @@ def test_rounding_noise_is_that_of_the_key_the_row_number_and_the_column(is_comp
 def test_the_one_number_of_a_row_is_rounded_as_column_0() -> None:
     shape = Shape(cosine=False, classes=90)
     rows, queries = make(shape)
-    gradient = some_gradient(shape, rows, queries)
+    context = some_context(shape, rows, queries)
     everything, states = slice(0, len(rows)), {"sum_of_squares": torch.zeros(90, dtype=BF16)}
-    dw, _ = backend(shape).gradients(rows, queries, gradient, everything)
-    backend(shape).update(rows, queries, gradient, Rule("adagrad", lr=0.1, key=5), states)
+    dw, _ = gradients(context)
+    update(context, Rule("adagrad", lr=0.1, key=5), states)
     squares = dw.square().mean(dim=1, keepdim=True)
     expected = to_bfloat16(squares, rows.numbers(everything), 6)[:, 0]
     assert (
@@ -367,10 +378,10 @@ def test_an_update_does_not_depend_on_the_number_of_threads(products: torch.dtyp
     changed = []
     for threads in (1, 2, 5):
         rows, queries = make(shape)
-        gradient = some_gradient(shape, rows, queries)
+        context = some_context(shape, rows, queries)
         states = states_of(RULES[1], rows, BF16)
-        runner = backend(replace(shape, threads=threads))
-        runner.update(rows, queries, gradient, RULES[1], states)
+        context.backend = backend(replace(shape, threads=threads))
+        update(context, RULES[1], states)
         changed.append((rows.weight, states["momentum_buffer"]))
     for weight, momentum in changed[1:]:
         assert torch.equal(weight, changed[0][0])
@@ -413,9 +424,9 @@ def test_both_kinds_of_bfloat16_instructions_agree(
         p = (z - SHIFT).exp()
         assert sums.weighted is not None
         assert_near(sums.weighted, p @ w, p @ w.abs(), 1e-2)
-        gradient = some_gradient(shape, rows, queries)
-        dw, _, size, _ = expected_gradients(shape, rows, queries, gradient)
-        actual, _ = backend(shape).gradients(rows, queries, gradient, slice(0, len(rows)))
+        context = some_context(shape, rows, queries)
+        dw, _, size, _ = expected_gradients(shape, context)
+        actual, _ = gradients(context)
         assert_near(times_norms(actual, rows), dw, size, 1e-2)
 
 
@@ -439,10 +450,10 @@ def test_what_is_not_finite_shows_in_the_sums(bad: float, products: torch.dtype)
 
 def test_a_row_that_is_not_finite_stays_so_when_it_is_rounded() -> None:
     rows, queries = make(Shape(row_dtype=BF16, cosine=False))
-    gradient = some_gradient(Shape(cosine=False), rows, queries)
+    context = some_context(Shape(cosine=False), rows, queries)
     rows.weight[7, 3], rows.weight[8, 3] = math.nan, math.inf
-    gradient.weight.zero_()
-    native.NativeBackend().update(rows, queries, gradient, Rule("sgd", lr=0.0), {})
+    context.weight.zero_()
+    update(context, Rule("sgd", lr=0.0), {})
     assert rows.weight[7, 3].isnan()
     assert not rows.weight[8, 3].isfinite()
 
@@ -464,7 +475,7 @@ def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule
     None
 ):
     rows, queries = make(Shape())
-    gradient = some_gradient(Shape(), rows, queries)
+    context = some_context(Shape(), rows, queries)
     everything, plain = slice(0, len(rows)), replace(rows, weight=rows.weight.clone())
     states, plain_states = (
         {
@@ -473,9 +484,9 @@ def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule
         }
         for _ in range(2)
     )
-    dw, _ = native.NativeBackend().gradients(rows, queries, gradient, everything)
+    dw, _ = gradients(context)
     apply_rule(RULES[1], plain, everything, dw, plain_states)
-    native.NativeBackend().update(rows, queries, gradient, RULES[1], states)
+    update(context, RULES[1], states)
     assert torch.equal(rows.weight, plain.weight)
     assert torch.equal(states["momentum_buffer"], plain_states["momentum_buffer"])
 

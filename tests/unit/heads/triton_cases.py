@@ -12,8 +12,7 @@ from torch import Tensor
 from plsc.heads import Execution, RowSGD, ShardedHead, build_margin
 from plsc.heads.kernels.triton_backend import TritonBackend, _matrix
 from plsc.heads.rules import Rule, apply_rule, to_bfloat16
-from plsc.heads.softmax import Queries, RowGradient, Sums, TorchBackend
-from plsc.heads.weights import Rows
+from plsc.heads.softmax import ForwardContext, Sums, TorchBackend
 from tests.unit.heads.test_native import (
     BF16,
     FLOAT,
@@ -22,13 +21,15 @@ from tests.unit.heads.test_native import (
     Shape,
     assert_near,
     expected_gradients,
+    gradients,
     logits,
     make,
     near_threshold,
-    some_gradient,
+    some_context,
     states_of,
     times_norms,
     unit_rows,
+    update,
 )
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,6 +53,9 @@ SHAPES = [
 def there(x):
     """The tensors of a dataclass on the device of the kernels."""
     moved = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
+    if isinstance(x, ForwardContext):
+        rows = there(x.rows)
+        moved |= {"rows": rows, "home": rows, "queries": there(x.queries)}
     return replace(x, **moved)
 
 
@@ -60,24 +64,26 @@ def tolerance(shape: Shape) -> float:
     return 2e-5 if shape.products is FLOAT else 6e-2 if IS_INTERPRETED else 3e-2
 
 
-def case(shape: Shape) -> tuple[Rows, Queries, RowGradient, TritonBackend]:
+def case(shape: Shape) -> ForwardContext:
+    """A forward pass of the kernels, on the CPU."""
     rows, queries = make(shape)
     assert not (shape.has_hard and near_threshold(rows, queries, shape.products)), "another seed"
-    gradient = some_gradient(shape, rows, queries)
-    return rows, queries, gradient, TritonBackend(shape.products, TILE)
+    backend = TritonBackend(shape.products, TILE)
+    return replace(some_context(shape, rows, queries), backend=backend)
 
 
-def forward(backend: TritonBackend, rows: Rows, queries: Queries, **how: bool) -> Sums:
-    return backend.forward(there(rows), there(queries), fixed_shift=SHIFT, **how)
+def forward(context: ForwardContext, **how: bool) -> Sums:
+    here = there(context)
+    return context.backend.forward(here.rows, here.queries, fixed_shift=SHIFT, **how)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_are_those_of_the_formula(shape: Shape, keep: bool) -> None:
-    rows, queries, _, backend = case(shape)
-    sums = forward(backend, rows, queries, keep=keep)
-    z, slope = logits(rows, queries, shape.products)
-    w, _ = unit_rows(rows, shape.products)
+    context = case(shape)
+    sums = forward(context, keep=keep)
+    z, slope = logits(context.rows, context.queries, shape.products)
+    w, _ = unit_rows(context.rows, shape.products)
     p = (z - SHIFT).exp()
     assert_near(sums.total.cpu(), p.sum(dim=1), p.sum(dim=1), tolerance(shape))
     assert sums.weighted is not None
@@ -89,27 +95,23 @@ def test_sums_are_those_of_the_formula(shape: Shape, keep: bool) -> None:
 
 
 def test_without_weighted_only_the_totals_are_computed_and_are_the_same() -> None:
-    rows, queries, _, backend = case(SHAPES[0])
-    sums = forward(backend, rows, queries, want_weighted=False)
+    context = case(SHAPES[0])
+    sums = forward(context, want_weighted=False)
     assert sums.weighted is None
-    assert torch.equal(sums.total, forward(backend, rows, queries).total)
+    assert torch.equal(sums.total, forward(context).total)
 
 
 @pytest.mark.parametrize("with_kept", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -> None:
-    rows, queries, gradient, backend = case(shape)
-    allowed = tolerance(shape)
-    there_gradient = there(gradient)
+    context = case(shape)
+    rows, here, allowed = context.rows, there(context), tolerance(shape)
     if with_kept:
-        sums = forward(backend, rows, queries, keep=True)
-        there_gradient = replace(there_gradient, shift=sums.shift, kept=sums.kept)
+        sums = forward(context, keep=True)
+        here = replace(here, shift=sums.shift, kept=sums.kept)
         allowed = max(allowed, 2**-7)
-    parts = [
-        backend.gradients(there(rows), there(queries), there_gradient, tile)
-        for tile in (slice(0, 3), slice(3, len(rows)))
-    ]
-    dw, db, size, bias_size = expected_gradients(shape, rows, queries, gradient)
+    parts = [gradients(here, tile) for tile in (slice(0, 3), slice(3, len(rows)))]
+    dw, db, size, bias_size = expected_gradients(shape, context)
     assert_near(times_norms(torch.cat([part[0] for part in parts]), rows), dw, size, allowed)
     biases = [part[1] for part in parts if part[1] is not None]
     assert bool(biases) == (rows.bias is not None)
@@ -127,11 +129,11 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
 ) -> None:
     is_sampled = row_dtype is BF16
     shape = Shape(18, 40, 21, row_dtype=row_dtype, is_sampled=is_sampled, cosine=not is_sampled)
-    rows, queries, gradient, backend = case(shape)
-    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    context = there(case(shape))
+    rows = context.rows
     states = {name: state.to(DEVICE) for name, state in states_of(rule, rows, state_dtype).items()}
     everything = slice(0, len(rows))
-    dw, db = backend.gradients(rows, queries, gradient, everything)
+    dw, db = gradients(context)
     plain = replace(rows, weight=rows.weight.clone())
     plain_states = {name: state.clone() for name, state in states.items()}
     apply_rule(rule, plain, everything, dw, plain_states)
@@ -139,7 +141,7 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     untouched[rows.positions(everything)] = False
     before = {name: x.clone() for name, x in {"": rows.weight, **states}.items()}
 
-    biases = backend.update(rows, queries, gradient, rule, states)
+    biases = update(context, rule, states)
 
     torch.testing.assert_close(biases, db)
     for name, actual in {"": rows.weight, **states}.items():
@@ -159,22 +161,23 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
 ) -> None:
     # From rows of zeros a step of 1 leads to the negative momentum, exactly; then it is rounded.
     shape = Shape(cosine=False, is_sampled=True, dimension=21, classes=18, batch=12)
-    rows, queries, gradient, backend = case(shape)
+    context = case(shape)
+    rows = context.rows
     assert rows.selected is not None
     rows.bias, rows.weight = None, torch.zeros(len(rows.weight), 21, dtype=BF16)
     if is_compact:
         rows.weight, rows.is_compact = rows.weight[rows.selected], True
-    rows, queries, gradient = there(rows), there(queries), there(gradient)
-    everything = slice(0, len(rows))
+    context = there(context)
+    rows, everything = context.rows, slice(0, len(rows))
     where, numbers = rows.positions(everything), rows.numbers(everything)
     assert numbers.min() < 2**32 < numbers.max()
     momentum = torch.zeros_like(rows.weight)
     row = 0 if isinstance(where, slice) else int(where[0])
     momentum[row, 0], momentum[row, 1] = torch.inf, torch.nan
-    dw, _ = backend.gradients(rows, queries, gradient, everything)
+    dw, _ = gradients(context)
     expected = momentum[where].float() + dw
     rule = Rule("sgd", lr=1.0, momentum=1.0, key=key)
-    backend.update(rows, queries, gradient, rule, {"momentum_buffer": momentum})
+    update(context, rule, {"momentum_buffer": momentum})
     for actual, value, used in ((rows.weight, -expected, key), (momentum, expected, key + 1)):
         rounded = to_bfloat16(value, numbers, used)
         torch.testing.assert_close(actual[where], rounded, rtol=0, atol=0, equal_nan=True)
@@ -182,12 +185,12 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
 
 def test_a_nan_of_any_bits_stays_one() -> None:
     # The NaN of a GPU has all bits set: noise would carry it over to -0.
-    rows, queries, gradient, backend = case(Shape(row_dtype=BF16, classes=20))
-    rows = there(rows)
+    context = there(case(Shape(row_dtype=BF16, classes=20)))
+    rows = context.rows
     momentum = torch.zeros(rows.weight.shape, device=DEVICE)
     momentum[3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(FLOAT)
     states, rule = {"momentum_buffer": momentum}, Rule("sgd", lr=1.0, momentum=1.0)
-    backend.update(rows, there(queries), there(gradient), rule, states)
+    update(context, rule, states)
     assert rows.weight[3].isnan().all()
     assert rows.weight[4:].isfinite().all()
 
@@ -195,39 +198,38 @@ def test_a_nan_of_any_bits_stays_one() -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.9999])
 def test_the_bias_correction_of_adamw_keeps_its_digits(beta: float) -> None:
     # From zeros, with eps 0, the first step of Adam is lr in each direction, whatever the betas.
-    rows, queries, gradient, backend = case(Shape(classes=9))
+    context = there(case(Shape(classes=9)))
+    rows = context.rows
     before = rows.weight.clone()
-    states = {name: torch.zeros_like(rows.weight).to(DEVICE) for name in ("exp_avg", "exp_avg_sq")}
+    states = {name: torch.zeros_like(rows.weight) for name in ("exp_avg", "exp_avg_sq")}
     states["steps"] = torch.zeros(len(rows), dtype=torch.int32, device=DEVICE)
-    rows = there(rows)
     rule = Rule("adamw", lr=0.5, beta1=beta, beta2=beta, eps=1e-30)
-    backend.update(rows, there(queries), there(gradient), rule, states)
-    changed = (rows.weight.cpu() - before)[1:]  # row 0 has no direction
+    update(context, rule, states)
+    changed = (rows.weight - before)[1:]  # row 0 has no direction
     torch.testing.assert_close(changed.abs(), torch.full_like(changed, 0.5), rtol=1e-5, atol=1e-6)
 
 
 def test_what_has_no_kernel_is_computed_in_plain_pytorch() -> None:
     shape = Shape(centers=2, classes=20)
-    rows, queries, gradient, backend = case(shape)
-    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    context = there(case(shape))
+    rows, queries, backend = context.rows, context.queries, context.backend
     plain = TorchBackend(backend.products, backend.tile)
     for shift in (None, SHIFT):
         mine, theirs = (x.forward(rows, queries, fixed_shift=shift) for x in (backend, plain))
         assert torch.equal(mine.total, theirs.total)
-    tile = slice(0, 14)
-    mine, theirs = (x.gradients(rows, queries, gradient, tile)[0] for x in (backend, plain))
+    mine, theirs = (x.gradients(context, slice(0, 14))[0] for x in (backend, plain))
     assert torch.equal(mine, theirs)
     same = replace(rows, weight=rows.weight.clone())
-    backend.update(rows, queries, gradient, Rule("sgd", lr=1.0), {})
-    plain.update(same, queries, gradient, Rule("sgd", lr=1.0), {})
+    backend.update(context, Rule("sgd", lr=1.0), {})
+    plain.update(replace(context, rows=same), Rule("sgd", lr=1.0), {})
     assert torch.equal(rows.weight, same.weight)
 
 
 def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> (
     None
 ):
-    rows, queries, gradient, backend = case(Shape(classes=20))
-    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    context = there(case(Shape(classes=20)))
+    rows = context.rows
     rule = Rule("sgd", lr=1.0, momentum=0.9)
     same = replace(rows, weight=rows.weight.clone())
     states, plain_states = (
@@ -238,15 +240,15 @@ def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule
         for _ in range(2)
     )
     for tile in rows.tiles(TILE):
-        dw, _ = backend.gradients(same, queries, gradient, tile)
+        dw, _ = gradients(replace(context, rows=same), tile)
         apply_rule(rule, same, tile, dw, plain_states)
-    backend.update(rows, queries, gradient, rule, states)
+    update(context, rule, states)
     assert torch.equal(rows.weight, same.weight)
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
-    rows, queries, _, backend = case(Shape(classes=40, batch=18, products=BF16))
-    first, second = (forward(backend, rows, queries, keep=True) for _ in range(2))
+    context = case(Shape(classes=40, batch=18, products=BF16))
+    first, second = (forward(context, keep=True) for _ in range(2))
     for name in ("total", "weighted", "kept"):
         assert torch.equal(getattr(first, name), getattr(second, name))
 
@@ -261,20 +263,23 @@ def test_a_matrix_of_terms_has_rows_that_begin_aligned() -> None:
 def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str) -> None:
     # 4.3 GB of bfloat16, of which a CPU's memory holds but the pages that are touched.
     shape = Shape(classes=20, dimension=512, row_dtype=BF16)
-    rows, queries, gradient, backend = case(shape)
-    rows, queries, gradient = there(rows), there(queries), there(gradient)
+    context = there(case(shape))
+    rows, queries = context.rows, context.queries
     first = 2**31 // 512 + 40
     far = replace(rows, weight=torch.empty(first + 20, 512, dtype=BF16, device=DEVICE))
     far.weight[first:] = rows.weight
-    some = replace(far, selected=torch.arange(first, first + 20, device=DEVICE))
+    selected = torch.arange(first, first + 20, device=DEVICE)
+    some = replace(context, rows=replace(far, selected=selected))
     rows.first_row += first
 
-    near = backend.gradients(rows, queries, gradient, slice(0, 20))[0]
-    last = slice(first, first + 20)
-    far_queries = replace(queries, target=queries.target + first)
-    far_gradient = replace(gradient, target_row=gradient.target_row + first)
-    behind = backend.gradients(far, far_queries, far_gradient, last)[0]
-    assert torch.equal(behind, near)
+    behind = replace(
+        context,
+        rows=far,
+        queries=replace(queries, target=queries.target + first),
+        target_row=context.target_row + first,
+    )
+    last = gradients(behind, slice(first, first + 20))[0]
+    assert torch.equal(last, gradients(context)[0])
 
     rule, states, far_states = Rule(kind, lr=0.1, momentum=0.9), {}, {}
     if kind == "sgd":
@@ -284,9 +289,9 @@ def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str
     else:
         states["sum_of_squares"] = torch.zeros(20, device=DEVICE)
         far_states["sum_of_squares"] = torch.zeros(first + 20, device=DEVICE)
-    assert torch.equal(forward(backend, some, queries).total, forward(backend, rows, queries).total)
-    backend.update(rows, queries, gradient, rule, states)
-    backend.update(some, queries, gradient, rule, far_states)
+    assert torch.equal(forward(some).total, forward(context).total)
+    update(context, rule, states)
+    update(some, rule, far_states)
     assert torch.equal(far.weight[first:], rows.weight)
     for name, state in states.items():
         assert torch.equal(far_states[name][first:], state)

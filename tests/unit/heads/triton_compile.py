@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from plsc.heads.kernels.triton_backend import TritonBackend
 from plsc.heads.rules import Rule
-from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_gradient, states_of
+from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_context, states_of
 
 ARCHITECTURE = int(sys.argv[1])
 LEAST_SHARED = 48 * 1024  # bytes of shared memory that a block of every GPU may have
@@ -53,23 +53,23 @@ for shape in (
     rows, queries = make(shape)
     rows.weight = rows.weight.contiguous()
     passes = TritonBackend(shape.products, tile=32)
-    gradient = some_gradient(shape, rows, queries)
+    context = some_context(shape, rows, queries)
     for keep in (False, True):
         sums = passes.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
-    gradient.kept, gradient.shift = sums.kept, sums.shift
-    passes.gradients(rows, queries, gradient, slice(0, 20))
-    gradient.kept = None
+    context.kept, context.shift = sums.kept, sums.shift
+    passes.gradients(context, slice(0, 20))
+    context.kept = None
     for number, rule in enumerate(RULES):
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
-        passes.update(rows, queries, gradient, rule, states)
+        passes.update(context, rule, states)
 
 # A new step must not compile anything: neither its key, nor its learning rate, nor where tiles begin.
 shape = Shape(dimension=64, row_dtype=BF16)
 rows, queries = make(shape)
-gradient, before = some_gradient(shape, rows, queries), None
+context, before = some_context(shape, rows, queries), None
 for key in (1, 16, 2**31, 2**32 - 1):
     rule = Rule("sgd", lr=1 / key, key=key)
-    passes.update(rows, queries, gradient, rule, {})
+    passes.update(context, rule, {})
     assert before is None or len(compiled) == before, key
     before = len(compiled)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plsc.models import BaseModel
-from plsc.models.compiled import CompiledNetwork, describe_breaks
+from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import draw_by_sample
 from tests.distributed.launch import run_ranks
 
@@ -50,52 +50,49 @@ def assert_alike(found, expected):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_steps_are_the_plain_networks_and_other_sizes_are_not_compiled(tmp_path, monkeypatch):
+def test_steps_are_the_plain_networks_and_other_sizes_are_not_compiled(
+    tmp_path, monkeypatch, messages
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    said: list[str] = []
     plain, network = Tiny(), Tiny()
-    compiled = CompiledNetwork(network, {6}, said.append)
+    compiled = CompiledNetwork(network, {6})
     assert set(network.state_dict()) == set(plain.state_dict())
     assert len(list(compiled.parameters())) == len(list(plain.parameters()))
     for size in (6, 6, 5):
         assert_alike(learn(network, compiled, size), learn(plain, plain, size))
-    assert [line.split(":")[0] for line in said] == [
+    assert [line.split(":")[0] for line in messages] == [
         "compiling the network",
-        "the network is compiled in one piece",
+        "the network is compiled",
     ]
-    assert compiled._proved == {6}
+    assert not compiled._missing
     network.eval()
     images = torch.randn(6, 3, 8, 8)
     assert torch.equal(compiled(images, None, False), network(images, None, False))
 
 
-def test_cuts_are_told_once_in_words():
-    said: list[str] = []
+def test_what_torch_has_to_cut_is_compiled_all_the_same():
     plain, network = Tiny(is_cut=True), Tiny(is_cut=True)
-    compiled = CompiledNetwork(network, {6}, said.append, backend="aot_eager")
+    compiled = CompiledNetwork(network, {6}, backend="aot_eager")
     assert_alike(learn(network, compiled, 6), learn(plain, plain, 6))
-    learn(network, compiled, 6)
-    assert len(said) == 2
-    assert "in pieces" in said[1]
-    assert "graph_break" in said[1]
-    assert "\n" not in said[1]
+    assert compiled._compiled is not None
 
 
-def test_without_a_compiler_it_trains_the_plain_network_and_says_so(tmp_path, monkeypatch):
+def test_without_a_compiler_it_trains_the_plain_network_and_says_so(
+    tmp_path, monkeypatch, messages
+):
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing compiled is there
     torch._dynamo.reset()
-    said: list[str] = []
     plain, network = Tiny(), Tiny()
-    compiled = CompiledNetwork(network, {6}, said.append)
+    compiled = CompiledNetwork(network, {6})
     for size in (6, 6):
         expected = learn(plain, plain, size)
         with config.patch({"cpp.cxx": (None, str(tmp_path / "no-compiler"))}):
             found = learn(network, compiled, size)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert len(said) == 2
-    assert "is not compiled, and trains as it is" in said[1]
+    assert len(messages) == 2
+    assert "is not compiled, and trains as it is" in messages[1]
 
 
 def test_ranks_compile_all_or_none_and_name_the_rank_that_cannot():
@@ -108,10 +105,4 @@ def test_an_error_of_the_networks_own_comes_as_itself():
             return self.fc(input.flatten(1))
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        learn(network := Wrong(), CompiledNetwork(network, {6}, print, backend="aot_eager"), 6)
-
-
-def test_the_words_for_many_cuts_are_few():
-    line = describe_breaks([f"reason {number}\nmore\nand more" for number in range(5)])
-    assert "cut for 5 reasons" in line
-    assert "reason 2 more; and 2 more" in line
+        learn(network := Wrong(), CompiledNetwork(network, {6}, backend="aot_eager"), 6)

@@ -122,7 +122,7 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (
             {"pattern": "fc", "lr_factor": 0},
-            "'fc': optim.groups.lr_factor is 0; expected more than",
+            "'fc': lr_factor is 0; expected more than",
         ),
         ({"pattern": "fc", "lr": 0.1}, "other arguments than 'lr': set_lr"),
         ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so nothing else"),

@@ -12,8 +12,13 @@ from plsc.config import Options
 from plsc.config.optim import OPTIMIZERS
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.optim.optimizers import build_custom, build_optimizer, describe_implementation, set_rates
-from plsc.optim.state_schema import ExpectedStates
+from plsc.optim.optimizers import (
+    ExpectedStates,
+    build_custom,
+    build_optimizer,
+    describe_implementation,
+    set_rates,
+)
 from plsc.train.optim import check_optim
 
 CPU = torch.device("cpu")

@@ -10,11 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from plsc.cli import main
-from plsc.config import all_options
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
 from plsc.heads.softmax import choose_backend
-from plsc.plan import ARGUMENTS, plan, plan_head, run, tile_rows
+from plsc.plan import plan, plan_head, run, tile_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -225,9 +224,9 @@ def test_one_rank_sends_nothing():
     [
         ({"classes": 0}, "classes is 0; expected an integer, 1 or more"),
         ({"classes": 1.5}, "classes is 1.5; expected an integer"),
-        ({"classes": math.inf}, "classes is inf; expected an integer"),
-        ({"classes": math.nan}, "classes is nan; expected an integer"),
-        ({"ranks": 0}, "ranks is 0; expected an integer, 1 or more"),
+        ({"classes": math.inf}, "classes is inf; expected a number"),
+        ({"classes": math.nan}, "classes is nan; expected a number"),
+        ({"ranks": 0}, "ranks is 0; expected between 1 and 1000000"),
         ({"embedding": -1}, "embedding is -1; expected"),
         ({"batch": 0}, "batch is 0; expected"),
         ({"batch": [3, 3], "ranks": 3}, "expected one size per rank [(]ranks: 3[)]"),
@@ -241,9 +240,8 @@ def test_one_rank_sends_nothing():
         ({"centers": 0}, "centers is 0; expected"),
         ({"keep_bytes": -1}, "keep_bytes is -1; expected an integer, 0 or more"),
         ({"embedding_dtype": "int8"}, "embedding_dtype is 'int8'; expected one of"),
-        ({"precision": "int8"}, "precision is 'int8'; expected one of float32, fp32"),
+        ({"precision": "int8"}, "precision is 'int8'; expected one of float32"),
         ({"batch": 1.5}, "batch is 1.5; expected an integer"),
-        ({"tile": 4}, "there is no argument 'tile' of a plan"),
     ],
 )
 def test_wrong_values_are_refused_with_what_was_expected(wrong, expected):
@@ -300,9 +298,6 @@ def test_a_plan_takes_the_names_that_a_run_has(capsys):
     assert main(theirs.split()) == 0
     printed = capsys.readouterr().out
     assert printed.strip() == plan(10**6, ranks=8, ratio=0.1, offload=True).render()
-    runs = {spec.path for spec in all_options()}
-    for argument in ARGUMENTS:
-        assert argument.option is None or argument.option in runs
 
 
 def test_planning_does_not_load_torch():
@@ -316,17 +311,20 @@ def test_planning_does_not_load_torch():
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"classes": 10**400}, "up to 1e+15"),
+        ({"classes": 10**400}, "expected a number"),
         ({"classes": 1e308}, "up to 1e+15"),
-        ({"ranks": 10**12}, "expected an integer, 1 or more, up to 1e+06"),
-        ({"batch": []}, "one size per rank"),
+        ({"ranks": 10**12}, "expected between 1 and 1000000"),
+        ({"batch": []}, "expected sizes of the ranks, not all 0"),
         ({"ratio": "half"}, "ratio is 'half'; expected a number"),
         ({"offload": "no"}, "offload is 'no'; expected True or False"),
         ({"rows": ["float32"]}, "rows is ['float32']; expected a string"),
         ({"model": 5}, "model is 5; expected a string"),
-        ({"model": "SmallResNet", "image": None}, "image is None; expected three sizes"),
+        (
+            {"model": "SmallResNet", "image": None},
+            "image is None; expected an integer or a list of integers",
+        ),
         ({"model": "SmallResNet", "image": 2**62}, "the network cannot be planned, "),
-        ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected an integer"),
+        ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected between 1 and"),
         ({"model": "SmallResNet", "checkpoint": None}, "checkpoint is None; expected a string"),
     ],
 )

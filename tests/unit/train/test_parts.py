@@ -66,6 +66,9 @@ def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_pa
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
     options = options_for(dataset, tmp_path, train__deterministic=True)
     build_run(options, World.single(), UserParts())
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with pytest.raises((RuntimeError, NotImplementedError)):  # nothing computes on this device
+        build_run(options, World.single("cuda:99"), UserParts())
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
@@ -132,15 +135,14 @@ class Linear(BaseModel):
     ],
 )
 def test_a_run_that_does_not_learn_says_so_once_in_its_first_epoch(
-    model, options, message, tmp_path, capsys
+    model, options, message, tmp_path, messages
 ):
     data = write_dataset(tmp_path / "data", 10, 16)
     given = {"train__batch_size": 8, "train__epochs": 2, "train__with_test": False, **options}
     run_training(options_for(data, tmp_path, **given), World.single(), UserParts(model=model()))
-    lines = capsys.readouterr().out.splitlines()
-    found = [line for line in lines if message in line]
+    found = [text for text in messages if message in text]
     assert len(found) == 1
-    assert lines.index(found[0]) < next(i for i, one in enumerate(lines) if "epoch 1 " in one)
+    assert messages.index(found[0]) < next(i for i, one in enumerate(messages) if "epoch 1 " in one)
 
 
 def test_a_collapse_is_reported_once_when_it_outlasts_the_warm_up_twice():
@@ -203,12 +205,12 @@ def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
 
 
-def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(tmp_path, capsys):
+def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(tmp_path, messages):
     log = RunLog(tmp_path, True, 0, 10)
     log.step(step_entry(1), 10)
     log.step({**step_entry(2), "loss": None, "loss_scale": 32768.0, "skipped_steps": 3}, 10)
     log.close()
-    plain, scaled = capsys.readouterr().out.splitlines()
+    plain, scaled = messages
     assert plain == "epoch 0 step 1/10 loss 1.0000 lr 0.1 images/s 1"
     assert scaled == "epoch 0 step 2/10 loss overflow lr 0.1 scale 32768 skipped 3 images/s 1"
 
@@ -348,7 +350,7 @@ def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning
     changes = {"optim__freeze": ("*",), "head__loss_type": loss_type, "train__epochs": 1}
     options = options_for(dataset, tmp_path, train__with_test=False, **changes)
     run = build_run(options, World.single(), UserParts(model=Stages()))
-    assert "warning: Stages has no trainable parameter; only the head is trained" in run.notes
+    assert "note: Stages has no trainable parameter; only the head is trained" in run.notes
     before = [p.detach().clone() for p in (*run.network.parameters(), *run.head.parameters())]
     batch = next(iter(run.data.loader.epoch(0)))
     Step(run).make(batch, agree(run.world, batch, run.head.class_num).sizes, False)

@@ -12,6 +12,7 @@ from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.writers import convert
 from plsc.errors import OptionError
 from plsc.parallel.world import World
+from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.data import open_training_source
 from plsc.train.evaluation import load_targets
@@ -69,7 +70,8 @@ def test_secrets_of_urls_are_in_no_line_and_no_file_of_a_run(tmp_path, capfd):
             "checkpoint.load_dir": "last",
         }.items():  # fmt: skip
             options.set(path, value)
-        run_training(options, World.single(), UserParts())
+        with on_terminal():
+            run_training(options, World.single(), UserParts())
     said = "".join(capfd.readouterr())
     assert "part?***:7: " in said  # of the broken image
     assert "memory://redacted/up" in said

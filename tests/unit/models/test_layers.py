@@ -1,4 +1,4 @@
-"""Our convolution is torch's, but for the time of its weights' gradient over small maps."""
+"""Our PReLU and convolution are torch's, but for the time of a gradient."""
 
 from __future__ import annotations
 
@@ -6,8 +6,68 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.models.convolution import Conv2d
-from plsc.optim.autocast import PrecisionLists, apply_lists
+from plsc.models.autocast import PrecisionLists, apply_lists
+from plsc.models.layers import Conv2d, PReLU
+
+
+def gradients_for(layer: nn.Module, x: torch.Tensor, g: torch.Tensor):
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(g)
+    return y.detach(), x.grad, layer.weight.grad
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("slopes", [1, 6])
+def test_output_and_gradients_are_torchs(slopes, dtype, tolerance, layout):
+    torch.manual_seed(0)
+    ours, theirs = PReLU(slopes, init=-0.3).to(dtype), nn.PReLU(slopes, init=-0.3).to(dtype)
+    x = torch.randn(4, 6, 5, 3, dtype=dtype).contiguous(memory_format=layout)
+    x[0, 0, 0] = 0
+    g = torch.randn_like(x)
+    mine, expected = gradients_for(ours, x, g), gradients_for(theirs, x, g)
+    for one, other in zip(mine, expected, strict=True):
+        assert one.dtype == other.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert mine[0].is_contiguous(memory_format=layout)
+    assert mine[1].is_contiguous(memory_format=layout)
+
+
+def test_the_slope_of_16_bit_features_learns_in_full_precision():
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, 8, 8)
+    g = torch.randn_like(x)
+    exact = gradients_for(nn.PReLU().double(), x.bfloat16().double(), g.bfloat16().double())[2]
+    layer = PReLU()  # float32, as under autocast
+    found = gradients_for(layer, x.bfloat16(), g.bfloat16())
+    assert (found[0].dtype, found[1].dtype, found[2].dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
+    scale = (x * g).abs().sum()
+    assert abs(found[2].item() - exact.item()) < 1e-4 * scale
+
+
+def test_a_frozen_slope_has_no_gradient_and_bad_numbers_stay_bad():
+    layer = PReLU()
+    layer.weight.requires_grad_(False)
+    x = torch.tensor([float("nan"), -float("inf"), 2.0], requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert layer.weight.grad is None
+    assert torch.isnan(y[0])
+    assert y[1] == -float("inf")
+    assert x.grad.tolist()[1:] == [0.25, 1.0]
+
+
+def test_state_and_name_are_torchs():
+    layer = PReLU(init=0.4)
+    nn.PReLU().load_state_dict(layer.state_dict())
+    assert isinstance(layer, nn.PReLU)
+
 
 LAYERS = [
     {"kernel_size": 3, "padding": 1},
@@ -117,7 +177,7 @@ def test_frozen_weights_and_images_have_no_gradient():
     assert layer.weight.grad is None
 
 
-def test_a_bad_number_stays_bad():
+def test_a_bad_number_in_the_images_stays_bad():
     layer = Conv2d(4, 8, 3, bias=False)
     x = torch.randn(2, 4, 5, 5)
     x[0, 0, 0, 0] = float("inf")

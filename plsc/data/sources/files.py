@@ -1,8 +1,9 @@
-"""The files of a set that may be one file, a pattern, or a folder of shards."""
+"""The files of a set: one, a pattern, a folder of shards, or what file_list.txt names; and their bytes."""
 
 from __future__ import annotations
 
 import glob
+import posixpath
 import re
 import threading
 from collections import OrderedDict
@@ -12,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.sources.base import read_from
+from plsc.data.native import read_ranges
 from plsc.errors import DataError
-from plsc.storage.blocks import Bytes, open_bytes
+from plsc.storage.blocks import Bytes, LocalBytes, open_bytes, streamed
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import base_name, is_url, join, open_filesystem, shown
+from plsc.storage.urls import base_name, exists, is_url, join, open_filesystem, shown
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
 _MOST_OPEN = 64
+_MAX_LIST = 64 * 2**20
 
 
 def shard_files(location: str | Path, suffix: str) -> list[str]:
@@ -75,6 +77,55 @@ def _is_folder(location: str) -> bool:
     )
 
 
+def read_file_list(
+    data_dir: str | Path, file_list: str = "file_list.txt", *, must_exist: bool = True
+) -> list[str]:
+    """Return the paths or URLs of the files that the original's `file_list` names, in its order.
+
+    data_dir: local folder or fsspec URL. `file_list` lies in it, or is a path or URL of its own. A line is
+    one name, blanks inside it included: relative to data_dir, absolute, or a URL. Blanks around it, blank
+    lines, CRLF and a byte order mark are accepted. Raises DataError for a list that is missing, empty, too
+    long, names a file twice, or, with `must_exist`, a file that is not there.
+    """
+    listing = _below(str(data_dir), file_list)
+    if not is_url(file_list) and not is_url(listing) and not Path(listing).exists():
+        listing = file_list if Path(file_list).exists() else listing
+    with streamed(listing) as file:
+        data = file.read(_MAX_LIST + 1)
+    if len(data) > _MAX_LIST:
+        raise DataError(f"{shown(listing)} is over {_MAX_LIST} bytes; is it a list of files?")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{shown(listing)} is not UTF-8 text (byte {error.start}); expected one name a line"
+        ) from error
+    found: list[str] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        name = line.strip()
+        if not name:
+            continue
+        path = _below(str(data_dir), name)
+        if path in seen:
+            raise DataError(
+                f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); take one out"
+            )
+        if must_exist and not exists(path):
+            raise DataError(
+                f"{shown(listing)}:{number} names {name}, which is not in {shown(str(data_dir))}"
+            )
+        seen[path] = number
+        found.append(path)
+    if not found:
+        raise DataError(f"{shown(listing)} names no files; expected one name a line")
+    return found
+
+
+def _below(folder: str, name: str) -> str:
+    return name if is_url(name) else posixpath.join(folder, name)
+
+
 class Shards:
     """Many files of which the 64 that were read last are open. Threads may share it; it is picklable."""
 
@@ -98,7 +149,10 @@ class Shards:
     def read_many(
         self, shards: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
     ) -> Iterator[bytes | None]:
-        """Yield ranges of the files `shards`, int64 [n], as `read_from`."""
+        """Yield lengths[i] bytes at offsets[i] of the file shards[i], int64 [n], by few calls.
+
+        None stands for what is remote, or cannot be read so.
+        """
         for start in range(0, len(shards), _MOST_OPEN):
             some = slice(start, start + _MOST_OPEN)
             chosen = shards[some].tolist()
@@ -107,8 +161,12 @@ class Shards:
             except DataError:
                 yield from [None] * len(chosen)
                 continue
-            files = [opened[shard] for shard in chosen]
-            yield from read_from(files, offsets[some], lengths[some])
+            descriptors = {
+                shard: file.fileno() if isinstance(file, LocalBytes) else -1
+                for shard, file in opened.items()
+            }
+            numbers = np.array([descriptors[shard] for shard in chosen], np.int32)
+            yield from read_ranges(numbers, offsets[some], lengths[some])
 
     def __getstate__(self) -> dict[str, Any]:
         return {"locations": self.locations}

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from plsc import AutoMixedPrecisionLists
 from plsc.errors import OptionError
+from plsc.models.autocast import OPERATORS, OperatorPrecision, PrecisionLists, apply_lists, autocast
 from plsc.models.resnet import SmallResNet
-from plsc.optim.autocast import OPERATORS, OperatorPrecision, PrecisionLists, apply_lists, autocast
 
 CPU = torch.device("cpu")
 WATCHED = ("stem.0", "stem.1", "stem.2", "neck.fc", "neck.norm_out")
@@ -201,9 +201,9 @@ def test_a_name_that_means_nothing_or_two_things_is_refused(white, black, said):
 
 @pytest.mark.parametrize("wrong", ["BatchNorm2d", [1], [""], 3])
 def test_lists_of_names_are_lists_of_names(wrong):
-    with pytest.raises(OptionError, match=r"custom_white_list is .*expected a list of names"):
+    with pytest.raises(OptionError, match=r"precision.white_list is .*expected "):
         AutoMixedPrecisionLists(wrong)
-    with pytest.raises(OptionError, match=r"custom_black_list is .*expected a list of names"):
+    with pytest.raises(OptionError, match=r"precision.black_list is .*expected "):
         AutoMixedPrecisionLists(None, wrong)
 
 

@@ -1,0 +1,179 @@
+"""torch's layers, of which a gradient costs a processor a third of the time: `PReLU` and `Conv2d`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_PIECE = 2**17  # values whose products fit a core's cache
+_FEW_THREADS = 4  # torch.dot uses one thread; many are faster with the plain way
+_FEW_CELLS = 49  # of an output map; measured by benchmarks/convolution.py
+_CAST = {torch.float32, torch.float16, torch.bfloat16}
+
+
+class PReLU(nn.PReLU):
+    """`nn.PReLU`, and the same numbers; on a CPU with another way to the gradient of a shared slope.
+
+    torch writes the slope's gradient of every single value before it adds them up, and reads the slope for
+    every value. That was a fifth of a bfloat16 step of ResNet18. On other devices, with a slope for each
+    channel and under torch.compile, which fuses all of it, this is torch's own.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return max(x, 0) + slope * min(x, 0), element by element."""
+        is_ours = (
+            self.weight.numel() == 1
+            and input.device.type == "cpu"
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
+        return _SharedSlope.apply(input, self.weight) if is_ours else super().forward(input)
+
+
+class _SharedSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, slope: Tensor) -> Tensor:
+        # As a number: it is read once. On a CPU nothing waits for it.
+        ctx.number = float(slope)
+        ctx.save_for_backward(input)
+        ctx.shape, ctx.dtype = slope.shape, slope.dtype
+        return F.leaky_relu(input, ctx.number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (input,) = ctx.saved_tensors
+        d_output = gradients[0]
+        d_input = d_slope = None
+        if ctx.needs_input_grad[0]:
+            d_input = torch.ops.aten.leaky_relu_backward(d_output, input, ctx.number, False)
+        if ctx.needs_input_grad[1]:
+            d_slope = _sum_below_zero(input, d_output).to(ctx.dtype).reshape(ctx.shape)
+        return d_input, d_slope
+
+
+def _sum_below_zero(input: Tensor, d_output: Tensor) -> Tensor:
+    """Return the sum of min(x, 0) dy, a number in float32 or more."""
+    exact = torch.promote_types(input.dtype, torch.float32)
+    x, dy = _as_stored(input), _as_stored(d_output)
+    is_split = torch.get_num_threads() > _FEW_THREADS or input.dtype == torch.float16
+    if is_split or x is None or dy is None or input.stride() != d_output.stride():
+        return input.clamp_max(0).mul_(d_output).sum(dtype=exact)
+    # Piece by piece: what is made of one is in the cache when it is used. A product of bfloat16 is summed in
+    # float32 and rounded once a piece.
+    pieces = [
+        torch.dot(one.clamp_max(0), other)
+        for one, other in zip(x.split(_PIECE), dy.split(_PIECE), strict=True)
+    ]
+    return torch.stack(pieces).sum(dtype=exact)
+
+
+def _as_stored(values: Tensor) -> Tensor | None:
+    """Return a view [n] of all values in the order of memory, or None if they are scattered."""
+    if values.is_contiguous():
+        return values.view(-1)
+    if values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last):
+        return values.permute(0, 2, 3, 1).reshape(-1)
+    return None
+
+
+class Conv2d(nn.Conv2d):
+    """`nn.Conv2d`; on a CPU in bfloat16 with another way to the weights' gradient over small maps.
+
+    oneDNN's kernels for that gradient walk over the cells of one image: with 2 x 2 to 7 x 7 of them the
+    processor's matrix units stay empty (3 % of their speed at 2 x 2). Here the patches that the kernel saw,
+    of all images, are laid out as the rows of one matrix, and the gradient is one product. Large maps would
+    make that matrix too large, in float32 there is little to win: both are torch's own, as is everything
+    with a bias, groups, dilation, or on another device.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the maps [b, out_channels, h', w'] of the images [b, in_channels, h, w]."""
+        if not (torch.is_grad_enabled() and self._is_ours(input)):
+            return super().forward(input)
+        # Cast here, where autograd sees it: within the function autocast would do so unseen.
+        input, weight = input.to(torch.bfloat16), self.weight.to(torch.bfloat16)
+        result: Tensor = _BySmallMaps.apply(input, weight, self.stride, self.padding)
+        return result
+
+    def _is_ours(self, input: Tensor) -> bool:
+        is_plain = self.bias is None and self.groups == 1 and self.dilation == (1, 1)
+        if (
+            input.device.type != "cpu"
+            or input.ndim != 4
+            or not (is_plain and self._is_16_bit(input))
+        ):
+            return False
+        if isinstance(self.padding, str) or self.padding_mode != "zeros":
+            return False
+        height, width = (
+            (side + 2 * padding - kernel) // stride + 1
+            for side, padding, kernel, stride in zip(
+                input.shape[2:], self.padding, self.kernel_size, self.stride, strict=True
+            )
+        )
+        return 0 < height * width <= _FEW_CELLS
+
+    def _is_16_bit(self, input: Tensor) -> bool:
+        types = {input.dtype, self.weight.dtype}
+        if torch.is_autocast_enabled("cpu"):
+            # Others, float64 among them, autocast leaves as they are.
+            return torch.get_autocast_dtype("cpu") == torch.bfloat16 and types <= _CAST
+        return types == {torch.bfloat16}
+
+
+class _BySmallMaps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.stride, ctx.padding = stride, padding
+        return F.conv2d(input, weight, None, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        input, weight = ctx.saved_tensors
+        d_output = gradients[0]
+        d_input = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_input = torch.ops.aten.convolution_backward(
+                d_output, input, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1,
+                (True, False, False),
+            )[0]  # fmt: skip
+        if ctx.needs_input_grad[1]:
+            d_weight = weight_gradient(input, d_output, weight.shape[2:], ctx.stride, ctx.padding)
+        return d_input, d_weight, None, None
+
+
+def weight_gradient(
+    input: Tensor,
+    d_output: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+) -> Tensor:
+    """Return the gradient [O, C, kh, kw], stored channels last, of a convolution's weights as one product.
+
+    input: [b, C, h, w]; d_output: of the output, [b, O, h', w'].
+    """
+    outputs, channels = d_output.shape[1], input.shape[1]
+    (down, right), (high, wide) = padding, kernel
+    cells = F.pad(input.permute(0, 2, 3, 1), (0, 0, right, right, down, down))
+    seen = cells.unfold(1, high, stride[0]).unfold(2, wide, stride[1])  # [b, h', w', C, kh, kw]
+    # What each cell of the output sees, [b h' w', kh kw C], channels innermost.
+    patches = seen.permute(0, 1, 2, 4, 5, 3).reshape(-1, high * wide * channels)
+    rows = d_output.permute(0, 2, 3, 1).reshape(-1, outputs)  # a cell of the output each
+    return (rows.t() @ patches).view(outputs, *kernel, channels).permute(0, 3, 1, 2)
+
+
+def use_torchs_layers(network: nn.Module) -> None:
+    """Let the layers of ours that have ways of their own on a CPU go torch's way there, too, as on a GPU."""
+    for module in network.modules():
+        if isinstance(module, (PReLU, Conv2d)):
+            plain: type[nn.Module] = nn.PReLU if isinstance(module, PReLU) else nn.Conv2d
+            module.forward = plain.forward.__get__(module)  # type: ignore[method-assign]
