@@ -7,6 +7,7 @@ without a traceback; in a script they are ordinary exceptions. Anything else is 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
