@@ -192,7 +192,7 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
 
 
 def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
-    """Refuse a run over one data set that goes on from a checkpoint of several, and the other way round.
+    """Refuse a run over one data set that resumes a checkpoint of several, and the other way round.
 
     `options`: with those of the checkpoint adopted. Raises CheckpointError.
     """

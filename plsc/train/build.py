@@ -192,7 +192,7 @@ def check_combinations(options: Config, ranks: int) -> None:
 
 
 def _check_pretrained(options: Config) -> None:
-    """Refuse weights to start from beside a checkpoint to resume; "last" may find none, so it may stay."""
+    """Refuse weights to start from if there is a checkpoint to resume; "last" may find none."""
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
     source = url if place in (None, "last") else place
     if "model.pretrained" in options.explicit and source is not None:

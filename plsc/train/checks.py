@@ -146,7 +146,7 @@ def stop_at_bad_loss(
 ) -> None:
     """Raise TrainingError with the step, the learning rate and the samples; a collective.
 
-    names: this rank's samples. All names of the global batch go into a file beside the checkpoints.
+    names: this rank's samples. All names of the global batch go into a file next to the checkpoints.
     """
     everywhere = [name for part in world.all_gather_object(names) for name in part]
     path = save_dir / BAD_BATCH_NAME
@@ -164,10 +164,10 @@ def stop_at_bad_loss(
 
 
 def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:
-    """Raise TrainingError, on every rank alike, for trained weights that are not finite; a collective.
+    """Raise TrainingError, identical on all ranks, for trained weights that are not finite; a collective.
 
     A gradient may be inf where the loss was finite: the next loss would tell, but what is saved before that
-    would be what a later run goes on from.
+    would be what a later run resumes.
     """
     trained = [
         (name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad
@@ -275,7 +275,7 @@ class DataWait:
     workers: per rank; is_generator: whether one process makes all batches, however many workers are set.
     """
 
-    SHARE = 0.05  # of a step: below, nothing is said
+    SHARE = 0.05  # of a step: a smaller wait is not reported
     SKIPPED = 5  # steps at the start of the run and of an epoch: workers begin to read ahead then
     MEASURED = 40  # steps
 

@@ -84,7 +84,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Places:
+class Directories:
     """Where a run saves: its `start`, and the store where each checkpoint is sent, too.
 
     is_shared: all ranks see the same folder. is_owner: this rank tidies it on its machine.
@@ -175,8 +175,8 @@ def choose_start(
     return start(_home(*_roots(options), version), fresh, note=note)
 
 
-def open_places(options: Config, world: World, start: Start | None = None) -> Places:
-    """Return the places of a run that is about to begin: tidied after a kill, and locked. Collective.
+def open_directories(options: Config, world: World, start: Start | None = None) -> Directories:
+    """Return the directories of a run that is about to begin: tidied after a kill, and locked. Collective.
 
     Raises CheckpointError on all ranks: another run saves there, something that is no checkpoint has the name
     of one, no permission, a store that does not answer (within a minute).
@@ -209,7 +209,7 @@ def open_places(options: Config, world: World, start: Start | None = None) -> Pl
     store = None
     if start.url is not None:
         store = _open_store(start.url, options, world, bool(start.resumed))
-    return Places(start, store, is_shared, is_owner, lock)
+    return Directories(start, store, is_shared, is_owner, lock)
 
 
 def _roots(options: Config) -> tuple[Path, str | None]:

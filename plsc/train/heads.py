@@ -78,7 +78,7 @@ def margin_arguments(name: str) -> Mapping[str, inspect.Parameter]:
 def margin_of(options: Config) -> Margin:
     """Return the margin of the loss type.
 
-    Raises OptionError for an option that somebody set and the loss has not.
+    Raises OptionError for an option that was set and that the loss does not have.
     """
     head = options.head
     name = head.loss_type.removeprefix("dist_")

@@ -30,7 +30,7 @@ from plsc.train.adopt import adopt, resolve_run
 from plsc.train.build import Run, UserParts, build_run, global_batch_size
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
-from plsc.train.directories import open_load_dir, open_places, open_start
+from plsc.train.directories import open_directories, open_load_dir, open_start
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer, TrainResult
@@ -68,7 +68,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     start = open_start(options.resolve(), world)
     config = resolve_run(options, start.checkpoint, world.size, user.model)
     run = build_run(config, world, user, start.checkpoint)
-    places = open_places(config, world, start)
+    directories = open_directories(config, world, start)
     try:
         if start.note and world.is_main:
             logger.info(start.note)
@@ -81,15 +81,15 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             warm_start = start_from_pretrained(run)
             lines += warm_start.lines() if warm_start else []
             seed_generators(world, config.train.seed)
-        log = RunLog(places.local, world.is_main, run.position.step, run.total_steps)
+        log = RunLog(directories.local, world.is_main, run.position.step, run.total_steps)
         with closing(log):
             for line in [*_summary(run, start.checkpoint), *lines]:
                 log.say(line)
-            result = Trainer(run, log, Saver(run, log, places)).train()
+            result = Trainer(run, log, Saver(run, log, directories)).train()
         result.warm_start = warm_start
         return result
     finally:
-        places.release()
+        directories.release()
 
 
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:

@@ -301,7 +301,7 @@ class Trainer:
         result.checkpoint = self._saver.last
         if best is not None:
             name, result.best_model_score = best
-            result.best_model_path = self._saver.places.local / name
+            result.best_model_path = self._saver.directories.local / name
             result.best_metric = self._saver.retention.monitor or ""
 
     def _is_logged(self) -> bool:
@@ -353,14 +353,14 @@ def agree(
     """
     labels = None if batch is None else batch.labels
     is_wrong = labels is not None and bool(((labels < 0) | (labels >= class_num)).any())
-    told = world.gather_numbers(
+    gathered = world.gather_numbers(
         signal,
         int(labels is None),
         int(is_saving),
         0 if labels is None else len(labels),
         int(is_wrong),
     )
-    signals, ended, saving, sizes, wrong = zip(*told, strict=True)
+    signals, ended, saving, sizes, wrong = zip(*gathered, strict=True)
     return Agreement(
         max(signals), any(ended), any(saving), None if any(wrong) else [int(size) for size in sizes]
     )

@@ -211,7 +211,7 @@ def batch_sizes(options: Config, world: World, global_batch: int) -> set[int]:
 def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
     """Return what to evaluate: the network, or one with `speed.fold_batch_norm`, made of its present weights.
 
-    Not a collective: on ranks with equal networks the outcome is alike.
+    Not a collective: on ranks with equal networks the outcome is the same.
     """
     if not options.speed.fold_batch_norm:
         return network
@@ -276,7 +276,7 @@ def shard_size(options: Config, ranks: int) -> int:
 
 
 def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
-    """See that the network computes with its parameters split: on two blank images, on all ranks alike."""
+    """See that the network computes with its parameters split: on two blank images; a collective."""
     images = torch.zeros(
         (2, *options.model.image_shape),
         device=world.device,

@@ -27,7 +27,7 @@ from plsc.errors import CheckpointError, OptionError, PlscError, suggest
 from plsc.parallel.machine import Background, available_memory
 from plsc.storage.store import Store, Transfer, in_words
 from plsc.train.build import Run
-from plsc.train.directories import SMALL_FILES, Places
+from plsc.train.directories import SMALL_FILES, Directories
 from plsc.train.logs import RunLog
 from plsc.train.snapshot import take_snapshot
 
@@ -53,13 +53,13 @@ class Saver:
     """Saves a run. Its methods are collectives, to be called by all ranks at the same step.
 
     last: the newest checkpoint that was published, at first the one that the run resumes. best: name and
-    value of the best one in the folder of `places`, by the metric of `retention`; None if none is judged.
+    value of the best one in the run's folder, by the metric of `retention`; None if none is judged.
     """
 
-    def __init__(self, run: Run, log: RunLog, places: Places) -> None:
-        resumed = places.start.checkpoint
+    def __init__(self, run: Run, log: RunLog, directories: Directories) -> None:
+        resumed = directories.start.checkpoint
         self.last = None if resumed is None else resumed[0]
-        self.places = places
+        self.directories = directories
         self.retention = retention_of(run)
         self._lineage = [] if resumed is None else resumed[1].lineage
         self._run = run
@@ -68,16 +68,16 @@ class Saver:
         self._world = run.world.beside(run.world.save_group)
         self._background = Background("plsc-save")
         self._pending: _Pending | None = None
-        self._sender: Sender | None = None
-        if places.store is not None:
-            self._sender = Sender(run, log, places, places.store, self.retention)
+        self._uploader: Uploader | None = None
+        if directories.store is not None:
+            self._uploader = Uploader(run, log, directories, directories.store, self.retention)
             # A run before may have been killed before it had sent what this one resumes.
-            if self.last is not None and self.last.resolve().parent == places.local.resolve():
-                self._sender.add(places.local / self.last.name)
-        self._has_told = False
+            if self.last is not None and self.last.resolve().parent == directories.local.resolve():
+                self._uploader.add(directories.local / self.last.name)
+        self._has_warned = False
         self.best = on_every_rank(
             run.world,
-            f"look into {places.local}",
+            f"look into {directories.local}",
             lambda: self._find_best() if run.world.is_main else None,
         )[0]
 
@@ -89,26 +89,26 @@ class Saver:
         """
         began = time.monotonic()
         self.settle()  # at most one copy at a time is in memory
-        state = take_snapshot(self._run, metrics, self.places.start.run_id, self._lineage)
+        state = take_snapshot(self._run, metrics, self.directories.start.run_id, self._lineage)
         wait = wait or not self._can_copy(state)
         if not wait:
             state = state.copy_to_host()
-        path = self.places.local / name
+        path = self.directories.local / name
         future = self._background.submit(lambda: self._publish(path, state))
         self._pending = _Pending(future, path, time.monotonic() - began)
         if wait:
             self.settle()
 
     def _can_copy(self, state: Snapshot) -> bool:
-        """Whether there is memory for a copy; if not, it is said once."""
+        """Whether there is memory for a copy; if not, that is logged once."""
         if not self._options.asynchronous:
             return False
         # Offloaded rows are in this machine's memory because there are very many of them.
         free = 0 if self._run.options.head.offload else available_memory()
         if free is None or state.nbytes < _SHARE_OF_MEMORY * free:
             return True
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             why = (
                 "no copy is made of offloaded rows"
                 if self._run.options.head.offload
@@ -144,34 +144,36 @@ class Saver:
         )
         if outcome.problem:
             self._log.say(outcome.problem, logging.WARNING)
-        if self._sender is not None:
-            self._sender.add(pending.path)
+        if self._uploader is not None:
+            self._uploader.add(pending.path)
 
     def close(self, seconds: float | None = None) -> list[Path]:
         """Wait for all that is under way; return what could not be sent to the store, oldest first.
 
-        seconds: for the sending; None: until it has succeeded or failed.
+        seconds: for the uploads; None: until it has succeeded or failed.
         """
         self.settle()
         self._background.close()
-        return [] if self._sender is None else self._sender.close(seconds)
+        return [] if self._uploader is None else self._uploader.close(seconds)
 
     def _publish(self, path: Path, state: Snapshot) -> _Outcome:
         """Write, publish, thin out; in the thread."""
         began = time.monotonic()
-        is_shared = self.places.is_shared or self.places.store is None
+        is_shared = self.directories.is_shared or self.directories.store is None
         save_checkpoint(path.parent, path.name, state, self._world, is_shared=is_shared)
         seconds = time.monotonic() - began
-        told = on_every_rank(self._world, f"look at {path.parent}", lambda: self._tidy(path))
-        best, size, _ = told[0]
-        return _Outcome(size, seconds, best, told[self._world.rank][2])
+        tidied = on_every_rank(self._world, f"look at {path.parent}", lambda: self._tidy(path))
+        best, size, _ = tidied[0]
+        return _Outcome(size, seconds, best, tidied[self._world.rank][2])
 
     def _tidy(self, newest: Path) -> tuple[tuple[str, float] | None, int, str | None]:
         """Thin out, and note the best one; return it and the newest one's size, on rank 0, and a problem.
 
         What was saved is saved: that an older one cannot be deleted is a problem, and no error.
         """
-        problem = _problem_of(partial(self._thin_out, newest)) if self.places.is_owner else None
+        problem = (
+            _problem_of(partial(self._thin_out, newest)) if self.directories.is_owner else None
+        )
         if not self._world.is_main:
             return None, 0, problem
         size = sum(file.bytes for file in read_manifest(newest).files.values())
@@ -180,15 +182,15 @@ class Saver:
         return best, size, _problem_of(naming) or problem
 
     def _thin_out(self, newest: Path) -> None:
-        start, sender = self.places.start, self._sender
+        start, uploader = self.directories.start, self._uploader
         # Nothing else begins to be sent meanwhile.
-        with contextlib.nullcontext() if sender is None else sender.lock:
-            sending = "" if sender is None else sender.sending
-            keep = {newest.name, start.resumed, sending}
+        with contextlib.nullcontext() if uploader is None else uploader.lock:
+            uploading = "" if uploader is None else uploader.uploading
+            keep = {newest.name, start.resumed, uploading}
             prune(Store(newest.parent), self.retention, start.run_id, keep)
 
     def _find_best(self) -> tuple[str, float] | None:
-        return best_in(Store(self.places.local), self.retention, self.places.start.run_id)
+        return best_in(Store(self.directories.local), self.retention, self.directories.start.run_id)
 
 
 def _problem_of(action: Callable[[], object]) -> str | None:
@@ -215,21 +217,21 @@ def retention_of(run: Run) -> Retention:
     return Retention(options.keep_last, options.save_top_k, metric, mode)
 
 
-class Sender:
-    """Sends what was published on this machine. `add` and `close` are collectives.
+class Uploader:
+    """Uploads what was published on this machine. `add` and `close` are collectives.
 
-    sending: name of the checkpoint that is being sent, and must stay. lock: to be held while old ones are
-    deleted.
+    uploading: name of the checkpoint that is being uploaded, and must stay. lock: to be held while old ones
+    are deleted.
     """
 
     def __init__(
-        self, run: Run, log: RunLog, places: Places, store: Store, retention: Retention
+        self, run: Run, log: RunLog, directories: Directories, store: Store, retention: Retention
     ) -> None:
-        self.sending = ""
+        self.uploading = ""
         self.lock = RLock()
         self._world = run.world.beside(run.world.send_group)
         self._log = log
-        self._places = places
+        self._directories = directories
         self._store = store
         self._retention = retention
         self._background = Background("plsc-send")
@@ -253,10 +255,10 @@ class Sender:
             unsent.pop(0)
         self._background.close()
         if unsent:
-            names = ", ".join(path.name for path in unsent)
+            names, here = ", ".join(path.name for path in unsent), self._directories.local
             self._log.say(
-                f"not sent to {self._store.shown}: {names}; whole in {self._places.local}; when the store "
-                f"is back: plsc checkpoint push {self._places.local} {self._store.shown}",
+                f"not sent to {self._store.shown}: {names}; whole in {here}; when the store is back: "
+                f"plsc checkpoint push {here} {self._store.shown}",
                 logging.WARNING,
             )
         return unsent
@@ -272,7 +274,7 @@ class Sender:
             return str(error)
         finally:
             with self.lock:
-                self.sending = ""
+                self.uploading = ""
         return None
 
     def _choose(self, path: Path) -> bool:
@@ -283,7 +285,7 @@ class Sender:
         with self.lock:
             if not path.is_dir():
                 return False
-            self.sending = path.name
+            self.uploading = path.name
         if not self._world.is_main:
             return True
         try:
@@ -310,7 +312,7 @@ class Sender:
 
         A failure is logged and stops neither the rest nor the run: the checkpoint itself was sent.
         """
-        store, retention, start = self._store, self._retention, self._places.start
+        store, retention, start = self._store, self._retention, self._directories.start
         actions: list[Callable[[], object]] = [
             lambda: prune(store, retention, start.run_id, {newest.name, start.resumed}),
             lambda: write_best(store, retention.monitor, best_in(store, retention, start.run_id)),

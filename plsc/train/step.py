@@ -173,7 +173,7 @@ class Step:
             torch.cuda.manual_seed(hash_key(seed, step, world.rank, part))
 
     def _judge(self, output: HeadOutput) -> tuple[bool, bool]:
-        """Return whether the step is to be skipped, and whether its loss may be bad, alike on all ranks.
+        """Return whether the step is to be skipped, and whether its loss may be bad; identical on all ranks.
 
         Divides the backbone's gradients by the loss scale. With a scale this waits for the device, once a
         step: rows must not be written before it is known.
@@ -229,7 +229,7 @@ def clip_gradients(run: Run) -> float | Tensor:
     Scope backbone: its norm alone counts, and the class rows are not scaled. Scope all: the norm is that of
     all parameters, the rows of all ranks among them, which costs one more pass over the rows. A collective.
 
-    On a GPU the factor is a tensor there, so that nobody waits for it.
+    On a GPU the factor is a tensor there, so that nothing waits for it.
     """
     limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
     assert limit is not None  # see with_rate
@@ -343,7 +343,7 @@ class LossReader:
     def read(self, everything: bool) -> list[tuple[float, int]]:
         """Return losses with the images they are of: all of them, or those that may not come later.
 
-        Raises TrainingError, on every rank alike, for one that is not finite and not excused.
+        Raises TrainingError, identical on all ranks, for one that is not finite and not excused.
         """
         self.check(kept_back=1 if self.is_late and not everything else 0)
         losses, self._read = self._read, []

@@ -68,7 +68,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     file has none.
 
     Raises:
-        CheckpointError: on all ranks alike: no such file, a damaged or malicious one, or nothing in it
+        CheckpointError: identical on all ranks: no such file, a damaged or malicious one, or nothing in it
             matches.
     """
     location = run.options.model.pretrained
