@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.config import Config
+from plsc.config.data import DataSet
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
@@ -274,12 +275,7 @@ def _open_several(
     """Return the data of all data sets of `data.datasets`: of each, a share of every step."""
     wanted = options.data_sets()
     counts = split_batch(global_batch, [one.weight for one in wanted])
-    own_options = []
-    for one in wanted:
-        with _naming(one.name):
-            own = options_of(options, one)
-            margin_of(own)  # all options are looked at before any data
-            own_options.append(own)
+    own_options = [_options_of_set(options, one) for one in wanted]
     sources, sets, notes = [], [], []
     class_names: dict[str, ClassNames] = {}
     if "data.dataset_dir" in options.explicit:
@@ -317,6 +313,14 @@ def _open_several(
     return TrainingData(
         loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names
     )
+
+
+def _options_of_set(options: Config, one: DataSet) -> Config:
+    """Return a data set's options, all checked before any data is read."""
+    with _naming(one.name):
+        own = options_of(options, one)
+        margin_of(own)
+    return own
 
 
 def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
