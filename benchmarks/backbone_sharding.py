@@ -13,7 +13,7 @@ import collections
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from measuring import say
 from traffic import count_bytes
 
 from plsc.config import Options
-from plsc.parallel.sharding import bytes_here
+from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 
@@ -83,6 +83,10 @@ def bytes_of(run: Run) -> dict[str, int]:
     """Return the bytes of the backbone's parameters, gradients and optimizer state on this rank."""
     parameters = list(run.network.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
+
+    def bytes_here(tensors: Sequence[torch.Tensor]) -> int:
+        return sum(local_part(one).nbytes for one in tensors)
+
     return {
         "parameters": bytes_here(parameters),
         "gradients": bytes_here([p.grad for p in parameters if p.grad is not None]),

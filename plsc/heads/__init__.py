@@ -92,13 +92,13 @@ def build_head(
             f"{loss_type} has all rows on every rank and neither samples nor offloads nor rounds them; use "
             f"dist_{loss_type}"
         )
-    head = DenseHead(
+    return DenseHead(
         class_num,
         emb_size,
         margin,
         centers=centers,
+        row_dtype=row_dtype,
         initial_norm=initial_norm,
         seed=seed,
         group=group,
     )
-    return head.to(row_dtype)

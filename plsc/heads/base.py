@@ -15,7 +15,7 @@ from plsc.errors import DataError, OptionError
 from plsc.heads.geometry import Normalise, normalised, norms
 from plsc.heads.margins import Margin
 from plsc.heads.weights import ROW_DTYPES, initial_rows, read_dtype
-from plsc.parallel.collectives import gather_rows, gather_sizes, sum_over_ranks
+from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, sum_over_ranks
 
 _EQUAL = 1e-6  # variance of unit vectors below which they count as equal
 
@@ -50,11 +50,13 @@ class HeadOutput:
 class Head(nn.Module):
     """Base of the classification heads: parameters `weight` [C_local, D] and maybe `bias` [C_local].
 
-    class_num: number of all classes C; class_range: ``(start, stop)``, the classes of this rank's rows;
-    margin: how logits are made (plsc.heads.margins); seed: of the initial rows, which do not depend
-    on the number of ranks; group: the ranks that share the batch, None for one process; centers: rows a
-    class, K: with more than one `weight` is [C_local, K, D]; row_dtype: of `weight`; initial_norm: expected
-    norm of a class's initial weights, None: 0.01 sqrt(D).
+    class_num: number of all classes C; emb_size: D; margin: how logits are made (plsc.heads.margins);
+    centers: rows per class, K: with more than one `weight` is [C_local, K, D]; row_dtype: of `weight`;
+    initial_norm: expected norm of a class's initial weights, None: 0.01 sqrt(D); seed: of the initial rows,
+    which do not depend on the number of ranks; group: the ranks that share the batch, None for one process.
+
+    Attributes:
+        class_range: ``(start, stop)``, the classes of this rank's rows.
     """
 
     is_sharded: bool
@@ -62,14 +64,14 @@ class Head(nn.Module):
     def __init__(
         self,
         class_num: int,
-        class_range: tuple[int, int],
         emb_size: int,
         margin: Margin,
-        seed: int,
-        group: dist.ProcessGroup | None,
+        *,
         centers: int = 1,
         row_dtype: str | torch.dtype = torch.float32,
         initial_norm: float | None = None,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         for name, count in (("class_num", class_num), ("emb_size", emb_size), ("centers", centers)):
@@ -82,14 +84,16 @@ class Head(nn.Module):
             )
         self.class_num = class_num
         self.emb_size = emb_size
-        self.class_range = class_range
+        self.class_range = (0, class_num)
+        if self.is_sharded and group is not None:
+            self.class_range = class_range(class_num, group.rank(), group.size())
         # Its running statistics are as exact as the rows.
         margin.set_class_num(class_num)
         self.margin = margin.double() if row_dtype is torch.float64 else margin
         self.seed = seed
         self.group = group
         self.centers = centers
-        start, stop = class_range
+        start, stop = self.class_range
         if initial_norm is not None and not 0 < initial_norm < math.inf:
             raise OptionError(f"initial_norm is {initial_norm}; expected a number above 0")
         rows = initial_rows(
@@ -257,28 +261,6 @@ class DenseHead(Head):
     """
 
     is_sharded = False
-
-    def __init__(
-        self,
-        class_num: int,
-        emb_size: int,
-        margin: Margin,
-        *,
-        centers: int = 1,
-        initial_norm: float | None = None,
-        seed: int = 0,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(
-            class_num,
-            (0, class_num),
-            emb_size,
-            margin,
-            seed,
-            group,
-            centers,
-            initial_norm=initial_norm,
-        )
 
     def _loss_of(
         self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool

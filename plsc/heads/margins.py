@@ -31,7 +31,7 @@ class Margin(nn.Module):
     The first line of a margin's docstring, up to its reference, is its formula in docs/options.md.
 
     Attributes:
-        name: of the loss type, without ``dist_``; on a line of its own: plsc/options/head.py reads it.
+        name: of the loss type, without ``dist_``; on a line of its own: plsc/config/head.py reads it.
         is_cosine: embeddings and rows are normalised; False: plain softmax, raw ones, a bias, scale 1.
         needs_all_cosines: every rank needs the target cosine of every sample before the class rows
             are visited, for `observe` and `hard`.

@@ -110,27 +110,21 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises CheckpointError for states of another optimizer, head or rank count.
         """
-        groups, states = state_dict["param_groups"], state_dict["state"]
-        parameters = self.param_groups[0]["params"]
-        if len(groups) != 1 or len(states) != len(parameters):
-            raise CheckpointError("this is not the state of a row optimizer of such a head")
-        for index, parameter in enumerate(parameters):
-            mine, theirs = self.state[parameter], states[index]
-            if mine.keys() != theirs.keys():
-                raise CheckpointError(
-                    f"the state has {sorted(theirs)}, this optimizer needs {sorted(mine)}; build it with the "
-                    "settings it was saved with"
-                )
-            for name, tensor in mine.items():
-                value = theirs[name]
-                if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-                    raise CheckpointError(
-                        f"the state {name} is {value.dtype} {list(value.shape)}, this rank needs "
-                        f"{tensor.dtype} {list(tensor.shape)}"
-                    )
-                tensor.copy_(value)
-        settings = {name: value for name, value in groups[0].items() if name != "params"}
-        self.param_groups[0].update(settings)
+        (group, *others), saved = state_dict["param_groups"], state_dict["state"]
+        states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
+        theirs, mine = (
+            [{name: f"{t.dtype} {list(t.shape)}" for name, t in one.items()} for one in every]
+            for every in (saved.values(), states)
+        )
+        if others or theirs != mine:
+            raise CheckpointError(
+                f"the states of the row optimizer are {theirs}; expected {mine} on this rank: make it with "
+                "the settings, and on the ranks, that it was saved with"
+            )
+        for state, values in zip(states, saved.values(), strict=True):
+            for name, tensor in state.items():
+                tensor.copy_(values[name])
+        self.param_groups[0].update((n, value) for n, value in group.items() if n != "params")
 
     def _update(self, context: ForwardContext, rule: Rule) -> None:
         """Update from one forward pass."""
@@ -174,10 +168,13 @@ class RowOptimizer(torch.optim.Optimizer):
         rows = parameter.shape[0] * parameter.shape[1]
         return {name: state.view(rows, *state.shape[2:]) for name, state in states.items()}
 
-    def _like(self, parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return zeros of the parameter's shape; biases, being few, have theirs in full precision."""
-        kept = parameter.dtype if parameter is self.head.bias else (dtype or self._dtype)
-        return torch.zeros_like(parameter, dtype=kept)
+    def _zeros(
+        self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False
+    ) -> Tensor:
+        """Return zeros of the parameter's shape, or one per row; biases have theirs in full precision."""
+        shape = parameter.shape[:-1] if per_row and parameter.ndim > 1 else parameter.shape
+        kept = parameter.dtype if parameter is self.head.bias else self._dtype
+        return parameter.new_zeros(shape, dtype=dtype or kept)
 
 
 class RowSGD(RowOptimizer):
@@ -211,7 +208,7 @@ class RowSGD(RowOptimizer):
     def _empty_states(self, parameter: Tensor) -> States:
         if not self.defaults["momentum"]:
             return {}
-        states = {MOMENTUM: self._like(parameter)}
+        states = {MOMENTUM: self._zeros(parameter)}
         if states[MOMENTUM].dtype is torch.int8:
             blocks = -(-parameter.shape[-1] // BLOCK)
             states[MOMENTUM_SCALE] = parameter.new_zeros(
@@ -240,13 +237,10 @@ class RowAdamW(RowOptimizer):
         super().__init__(head, state_dtype, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _empty_states(self, parameter: Tensor) -> States:
-        steps = parameter.new_zeros(
-            parameter.shape[:-1] if parameter.ndim > 1 else parameter.shape, dtype=torch.int32
-        )
         return {
-            "exp_avg": self._like(parameter),
-            "exp_avg_sq": self._like(parameter),
-            "steps": steps,
+            "exp_avg": self._zeros(parameter),
+            "exp_avg_sq": self._zeros(parameter),
+            "steps": self._zeros(parameter, torch.int32, per_row=True),
         }
 
 
@@ -269,9 +263,7 @@ class RowAdagrad(RowOptimizer):
         super().__init__(head, state_dtype, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _empty_states(self, parameter: Tensor) -> States:
-        rows = parameter[..., 0] if parameter.ndim > 1 else parameter
-        kept = parameter.dtype if parameter is self.head.bias else self._dtype
-        return {"sum_of_squares": torch.zeros_like(rows, dtype=kept)}
+        return {"sum_of_squares": self._zeros(parameter, per_row=True)}
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {

@@ -36,7 +36,6 @@ from plsc.heads.softmax import (
 from plsc.heads.weights import Rows, fetch, hash_key
 from plsc.parallel.collectives import (
     ScatteredSum,
-    class_range,
     gather_rows,
     max_over_ranks,
     sum_over_ranks,
@@ -105,7 +104,6 @@ class ShardedHead(Head):
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        sampling, execution = sampling or Sampling(), execution or Execution()
         if on_nonfinite not in ("raise", "pass"):
             raise OptionError(f"on_nonfinite is {on_nonfinite!r}; expected 'raise' or 'pass'")
         if group is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -114,13 +112,18 @@ class ShardedHead(Head):
                 "classes by itself, on its own batches; pass group=dist.new_group() to share them out",
                 stacklevel=2,
             )
-        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        mine = class_range(class_num, rank, ranks)
         super().__init__(
-            class_num, mine, emb_size, margin, seed, group, centers, row_dtype, initial_norm
+            class_num,
+            emb_size,
+            margin,
+            centers=centers,
+            row_dtype=row_dtype,
+            initial_norm=initial_norm,
+            seed=seed,
+            group=group,
         )
-        self.sampling = sampling
-        self.execution = execution
+        self.sampling = sampling or Sampling()
+        self.execution = execution or Execution()
         self.offload = offload
         self.on_nonfinite = on_nonfinite
         self.contexts = SavedContexts(margin)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -125,8 +125,8 @@ class TorchBackend:
 
     def __str__(self) -> str:
         """Return what decides the last bits, as checkpoints have it."""
-        kind = self.name.capitalize()
-        return f"{kind}Passes(products={self.products}, tile={self.tile}, name={self.name!r})"
+        settings = "".join(f"{f.name}={getattr(self, f.name)}, " for f in fields(self))
+        return f"{self.name.capitalize()}Passes({settings}name={self.name!r})"
 
     def forward(
         self,
@@ -307,10 +307,11 @@ def choose_backend(
     if wanted == "native":
         from plsc.heads.kernels import native
 
-        reason = native.unavailable() if device.type == "cpu" else f"rows are on {device.type}"
-        if reason is None and native.supports(products):
+        reason = (
+            native.unavailable(products) if device.type == "cpu" else f"rows are on {device.type}"
+        )
+        if reason is None:
             return native.NativeBackend(products, rows, threads=torch.get_num_threads())
-        reason = reason or f"this processor has no instructions for {products} products"
     else:
         from plsc.heads.kernels import triton_backend
 

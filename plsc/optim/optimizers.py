@@ -23,7 +23,7 @@ from plsc.config.optim import (
 )
 from plsc.config.patterns import find_parameters, label_parameters
 from plsc.errors import OptionError, kind_and_line, refusing, suggest
-from plsc.parallel.sharding import local_part, split_rows
+from plsc.parallel.backbone import local_part, split_rows
 
 Groups = Sequence[dict[str, Any]]
 """Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""

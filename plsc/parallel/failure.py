@@ -70,8 +70,9 @@ class FailureWatch:
     def _explain(self, error: BaseException) -> None:
         """Post this rank's failure for the others, or raise that of the rank that failed first."""
         is_echo = _is_connection_failure(error)
-        first = self._wait_for(_FAILURE) if is_echo else None
-        message = _LOST if is_echo else _in_words(error)
+        first = self._wait_for_failure() if is_echo else None
+        own = str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
+        message = _LOST if is_echo else own
         first = first or self._post(message)
         if first is None or first["rank"] == self._world.rank:
             if is_echo:
@@ -93,28 +94,19 @@ class FailureWatch:
         except (RuntimeError, ValueError):
             return None  # the store went down with its host: there is no rank left to inform
 
-    def _wait_for(self, key: str) -> Any:
+    def _wait_for_failure(self) -> Any:
         """Give the rank that failed a moment to post its message."""
         deadline = time.monotonic() + _POST_SECONDS
         while time.monotonic() < deadline:
-            value = self._read(self._world.store, key)
+            value = _read_failure(self._world.store)
             if value is not None:
                 return value
             time.sleep(0.05)
         return None
 
-    @staticmethod
-    def _read(store: dist.Store | None, key: str) -> Any:
-        try:
-            if store is None or not store.check([key]):
-                return None
-            return json.loads(store.get(key))
-        except (RuntimeError, ValueError):
-            return None
-
     def _watch(self) -> None:
         while not self._left.wait(_POLL_SECONDS):
-            failure = self._read(self._watch_store, _FAILURE)
+            failure = _read_failure(self._watch_store)
             if failure is None or failure["rank"] == self._world.rank:
                 continue
             if self._left.wait(_LEAVE_SECONDS):
@@ -136,8 +128,12 @@ def _of_another(failure: dict[str, Any]) -> str:
     return f"rank {failure['rank']} failed: {failure['message']}"
 
 
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
+def _read_failure(store: dist.Store | None) -> Any:
+    try:
+        is_there = store is not None and store.check([_FAILURE])
+        return json.loads(store.get(_FAILURE)) if store is not None and is_there else None
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _is_connection_failure(error: BaseException) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import stat
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,10 @@ def folder_for(kind: str, url: str) -> Path:
 
 
 # What fsspec's clients call the thing that changes with the content, best first.
-_CONTENT_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
-_TIME_KEYS = ("modificationTime", "modification_time", "modified", "created")
+_VERSION_KEYS = (
+    *("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"),
+    *("modificationTime", "modification_time", "modified", "created"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,18 @@ class Fingerprint:
 
 def fingerprint_of(location: str | Path) -> Fingerprint:
     """Return the fingerprint of a local file or fsspec URL; DataError if it is missing or no plain file."""
-    return (
-        _remote_fingerprint(str(location))
-        if is_url(location)
-        else local_fingerprint(Path(location))
+    if not is_url(location):
+        return local_fingerprint(Path(location))
+    url = str(location)
+    filesystem, inside = open_filesystem(url)
+    info: dict[str, Any] = with_retries(
+        lambda: filesystem.info(inside), f"{shown(url)} cannot be looked up"
     )
+    size = info.get("size")
+    if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
+        raise DataError(f"{shown(url)} is not a plain file of known size")
+    found = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+    return Fingerprint(size, found.strip('"'))
 
 
 def local_fingerprint(path: Path, descriptor: int | None = None) -> Fingerprint:
@@ -89,21 +97,8 @@ def local_fingerprint(path: Path, descriptor: int | None = None) -> Fingerprint:
     return Fingerprint(status.st_size, str(status.st_mtime_ns))
 
 
-def _remote_fingerprint(url: str) -> Fingerprint:
-    filesystem, inside = open_filesystem(url)
-    info: dict[str, Any] = with_retries(
-        lambda: filesystem.info(inside), f"{shown(url)} cannot be looked up"
-    )
-    size = info.get("size")
-    if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
-        raise DataError(f"{shown(url)} is not a plain file of known size")
-    found = next((str(info[key]) for key in (*_CONTENT_KEYS, *_TIME_KEYS) if info.get(key)), "")
-    return Fingerprint(size, found.strip('"'))
-
-
 BLOCK_BYTES = 4 * 2**20
 _DEFAULT_LIMIT = 16 * 2**30
-_TOUCH_SECONDS = 60.0  # the order of eviction is that of the last use, to a minute
 
 
 class BlockCache:
@@ -126,7 +121,6 @@ class BlockCache:
             with contextlib.suppress(DataError):
                 self._root = cache_folder("blocks")
         self._folder = self._root / key if self._root else None
-        self._used: dict[int, float] = {}
         self._written = 0
 
     def read(self, block: int, start: int, length: int) -> bytes | None:
@@ -142,10 +136,7 @@ class BlockCache:
             if os.fstat(descriptor).st_size != self._bytes_of(block):
                 return None
             data = os.pread(descriptor, length, start)
-            now = time.monotonic()
-            if now - self._used.get(block, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
-                self._used[block] = now
-                os.utime(descriptor)
+            os.utime(descriptor)  # eviction is in the order of the last use
         except OSError:
             return None
         finally:
@@ -181,25 +172,16 @@ def cache_limit() -> int:
 
 def remove_oldest(root: Path, limit: int) -> None:
     """Remove blocks in the order of their last use while all of them take more than 7/8 of `limit`."""
-    blocks: list[tuple[float, int, str]] = []
-    for folder in _entries(root):
-        for entry in _entries(Path(folder.path)):
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                blocks.append((status.st_mtime, status.st_size, entry.path))
+    blocks: list[tuple[float, int, Path]] = []
+    for path in root.glob("*/*"):
+        with contextlib.suppress(OSError):  # another process may have been faster
+            status = path.lstat()
+            blocks.append((status.st_mtime, status.st_size, path))
     blocks.sort()
     total = sum(size for _, size, _ in blocks)
     for _, size, path in blocks:
         if total <= limit - limit // 8:
             break
-        with contextlib.suppress(OSError):  # another process may have been faster
-            Path(path).unlink()
+        with contextlib.suppress(OSError):
+            path.unlink()
             total -= size
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []

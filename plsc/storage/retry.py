@@ -1,6 +1,7 @@
 """Calls of a remote store: repeated for a bounded time, and given up when the store is silent.
 
-A server may fail for a moment, or take a connection and never answer."""
+A server may fail for a moment, or take a connection and never answer.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,9 @@ Answer = TypeVar("Answer")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 8.0
 # Exceptions of the clients of S3: nothing to sign a request with. By name: the client is an extra.
-_NO_CREDENTIALS = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "CredentialRetrievalError",
-    "NoAuthTokenError",
-}
+_NO_CREDENTIALS = re.compile(
+    "(No|Partial)CredentialsError|CredentialRetrievalError|NoAuthTokenError"
+)
 _SIGN_IN = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; and AWS_ENDPOINT_URL for a store "
     "that is not Amazon's"
@@ -88,7 +86,7 @@ def _cause(error: BaseException) -> BaseException | None:
 
 def _advice(error: Exception) -> str:
     """Return what to do about a client's fault, nothing where that is not known."""
-    if type(error).__name__ in _NO_CREDENTIALS:
+    if _NO_CREDENTIALS.fullmatch(type(error).__name__):
         return _SIGN_IN
     # What HDFS says for PermissionError.
     if isinstance(error, PermissionError) or "AccessControlException" in str(error):

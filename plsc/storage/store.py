@@ -2,9 +2,7 @@
 
 Every call to a remote store is repeated for a bounded time, abandoned when the store stops answering, and
 checked afterwards where some client does not report its failure. Errors are DataError, without secrets.
-
-
-How far a transfer is, and how fast: a line now and then, and one at its end."""
+"""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from plsc.config import Config, find_option
 from plsc.errors import TrainingError, TrainingInterrupted
+from plsc.parallel.backbone import local_part, plain_name
 from plsc.parallel.machine import usable_cores
-from plsc.parallel.sharding import local_part, plain_name
 from plsc.parallel.world import World
 from plsc.train.state import Position
 

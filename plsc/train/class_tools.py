@@ -26,8 +26,8 @@ from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.heads.geometry import normalised
 from plsc.heads.joint import JointRows
 from plsc.models import BaseModel
+from plsc.parallel.backbone import whole_parameters
 from plsc.parallel.collectives import sum_over_ranks
-from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.world import World
 from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run

@@ -24,7 +24,7 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
-from plsc.parallel.sharding import plain_name
+from plsc.parallel.backbone import plain_name
 from plsc.parallel.world import World
 from plsc.train.adopt import adopt, resolve_run
 from plsc.train.build import Run, UserParts, build_run, global_batch_size

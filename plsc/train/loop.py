@@ -18,8 +18,8 @@ from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.parallel.backbone import whole_parameters
 from plsc.parallel.failure import StopSignal
-from plsc.parallel.sharding import whole_parameters
 from plsc.parallel.world import World
 from plsc.spans import span
 from plsc.train.build import Run

@@ -24,13 +24,13 @@ from plsc.models.folding import fold_batch_norm
 from plsc.models.parameters import freeze, initialise_by_rule, separate_buffers, thaw
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import Assignment, assign_parameters
-from plsc.parallel.gradients import sum_gradients
-from plsc.parallel.sharding import (
+from plsc.parallel.backbone import (
     choose_units,
     is_sharded,
     match_units,
     shard_network,
     split_again,
+    sum_gradients,
 )
 from plsc.parallel.world import World
 

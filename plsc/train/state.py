@@ -27,7 +27,7 @@ from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.optim.optimizers import FULL_RATE, ExpectedStates, StateInfo
-from plsc.parallel.sharding import local_part, split_rows
+from plsc.parallel.backbone import local_part, split_rows
 
 Numbers = Mapping[str, Mapping[str, float]]
 """Plain numbers of the optimizer's state, by their names, by the key of the tensor that they belong to."""

@@ -21,9 +21,8 @@ from plsc.heads.joint import each_head
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
+from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, without_sum
 from plsc.parallel.collectives import max_over_ranks
-from plsc.parallel.gradients import without_sum
-from plsc.parallel.sharding import gradient_norm, is_sharded, local_part
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.spans import span

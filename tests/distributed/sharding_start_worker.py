@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plsc.models import BaseModel
-from plsc.parallel.sharding import local_part
+from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
 from tests.distributed.worker import run_worker

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from plsc.checkpoint import save_checkpoint
 from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
-from plsc.parallel.sharding import bytes_here, local_part
+from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
@@ -200,7 +200,7 @@ def check_memory(world: World, run: Run) -> None:
     assert len(states) == 2 * sum(p.requires_grad and p in run.optimizer.state for p in parameters)
     for tensor in (*parameters, *states):
         assert len(local_part(tensor)) <= -(-tensor.shape[0] // world.size), tensor.shape
-    here = world.all_gather_object(bytes_here([*parameters, *states]))
+    here = world.all_gather_object(sum(local_part(one).nbytes for one in [*parameters, *states]))
     assert sum(here) == sum(t.numel() * 8 for t in (*parameters, *states))
 
 
@@ -209,7 +209,9 @@ def check_share_of_a_larger_network(world: World, dataset: Path, folder: Path) -
     options.set("model.name", "SmallResNet")
     run = build_run(options, world, UserParts())
     parameters = list(run.network.parameters())
-    share = bytes_here(parameters) / sum(p.numel() * 8 for p in parameters)
+    share = sum(local_part(one).nbytes for one in parameters) / sum(
+        p.numel() * 8 for p in parameters
+    )
     assert share < 0.26, share
     assert "4 ranks, in 3 units" in run.notes[0], run.notes
     if world.is_main:
@@ -241,7 +243,7 @@ def check_evaluation(world: World, dataset: Path, folder: Path) -> None:
     run = build_run(options_for(dataset, folder, SHARDED), world, UserParts(model=Uneven()))
     image = (dataset / "images/0_0.png").read_bytes()
     broken = Target("broken", [image] * 39 + [b"no image"], np.array([True, False] * 10))
-    from plsc.parallel.sharding import whole_parameters
+    from plsc.parallel.backbone import whole_parameters
 
     for _ in range(2):
         with pytest.raises(DataError, match="image 39 of broken"), whole_parameters(run.network):

@@ -24,7 +24,7 @@ from torch import nn
 from plsc.config import Options
 from plsc.heads import ShardedHead
 from plsc.models import BaseModel
-from plsc.parallel import gradients
+from plsc.parallel import backbone
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
 from plsc.train.directories import open_directories
@@ -172,13 +172,13 @@ def train_cases(dataset: str, world: World, output: Path, cases: Iterable[str]) 
 
 
 def break_convention(patch: pytest.MonkeyPatch) -> None:
-    right = gradients._sum_bucket
+    right = backbone._sum_bucket
 
     def average_bucket(group, bucket):
         ranks = group.size()
         return right(group, bucket).then(lambda future: future.value() / ranks)
 
-    patch.setattr(gradients, "_sum_bucket", average_bucket)
+    patch.setattr(backbone, "_sum_bucket", average_bucket)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plsc.checkpoint.load import StoredTensor
 from plsc.errors import CheckpointError
-from plsc.parallel.sharding import copy_into
+from plsc.parallel.backbone import copy_into
 
 _SHOWN = 5  # names a list
 _LONGEST_NAME = 80

@@ -13,6 +13,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,82 +31,87 @@ _KINDS = {"sgd": 1, "adamw": 2, "adagrad": 3}
 _STATUS_NO_MEMORY = 1
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_double = ctypes.c_double
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+# The structures of native.h.
 
 
 class _Rows(ctypes.Structure):
     _fields_ = [
-        ("weight", _pointer),
-        ("bias", _pointer),
-        ("position", _pointer),
-        ("number", _pointer),
-        ("count", _long),
-        ("dimension", _long),
-        ("centers", _long),
-        ("first_row", _long),
-        ("is_bf16", _int),
-        ("cosine", _int),
+        *_fields(_pointer, "weight bias position number"),
+        *_fields(_long, "count dimension centers first_row"),
+        *_fields(_int, "is_bf16 cosine"),
     ]
 
 
 class _Queries(ctypes.Structure):
     _fields_ = [
-        ("unit", _pointer),
-        ("target", _pointer),
-        ("threshold", _pointer),
-        ("count", _long),
-        ("scale", _float),
-        ("hard_factor", _float),
+        *_fields(_pointer, "unit target threshold"),
+        *_fields(_long, "count"),
+        *_fields(_float, "scale hard_factor"),
     ]
 
 
 class _Gradient(ctypes.Structure):
     _fields_ = [
-        ("log_total", _pointer),
-        ("weight", _pointer),
-        ("target_row", _pointer),
-        ("target_coefficient", _pointer),
-        ("shift", _pointer),
-        ("kept", _pointer),
-        ("factor", _float),
+        *_fields(_pointer, "log_total weight target_row target_coefficient shift kept"),
+        *_fields(_float, "factor"),
     ]
 
 
 class _Rule(ctypes.Structure):
     _fields_ = [
-        ("kind", _int),
-        ("nesterov", _int),
-        ("lr", _double),
-        ("momentum", _double),
-        ("weight_decay", _double),
-        ("beta1", _double),
-        ("beta2", _double),
-        ("eps", _double),
-        ("key", ctypes.c_uint32),
-        ("state_is_bf16", _int * 2),
-        ("state", _pointer * 2),
-        ("steps", _pointer),
+        *_fields(_int, "kind nesterov"),
+        *_fields(ctypes.c_double, "lr momentum weight_decay beta1 beta2 eps"),
+        *_fields(ctypes.c_uint32, "key"),
+        *_fields(_int * 2, "state_is_bf16"),
+        *_fields(_pointer * 2, "state"),
+        *_fields(_pointer, "steps"),
     ]
 
 
 class _Run(ctypes.Structure):
-    _fields_ = [("engine", _int), ("threads", _int)]
+    _fields_ = _fields(_int, "engine threads")
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """Return None where the kernels can be used, else the reason in words."""
-    loaded = _load()
-    if isinstance(loaded, str):
-        return loaded
-    if not loaded.plsc_supports(_FP32):
+def unavailable(products: torch.dtype = torch.float32) -> str | None:
+    """Return None where the kernels can be used, with products of this type, else the reason in words."""
+    if not _LIBRARY.exists():
+        return (
+            f"{_LIBRARY.name} has not been built: install the package where there is a C compiler"
+        )
+    try:
+        library = _library()
+        abi = library.plsc_abi()
+    except (OSError, AttributeError) as error:
+        return f"{_LIBRARY} cannot be loaded: {error}"
+    if abi != _ABI:
+        return f"{_LIBRARY} is of another version ({abi}, not {_ABI}): install the package again"
+    if not library.plsc_supports(_FP32):
         return "this processor (or its operating system) has no AVX-512"
+    if _engine(products) is None:
+        return f"this processor has no instructions for {products} products"
     return None
 
 
-def supports(products: torch.dtype) -> bool:
-    """Return whether this processor multiplies in this type: float32 or bfloat16."""
-    return unavailable() is None and _engine(products) is not None
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_LIBRARY))
+    library.plsc_forward.argtypes = [_pointer] * 3 + [_int] + [_pointer] * 4
+    library.plsc_update.argtypes = [_pointer] * 5 + [_long] * 2 + [_pointer] * 2
+    return library
+
+
+@functools.cache
+def _engine(products: torch.dtype) -> int | None:
+    """Return the fastest engine for products of this type, None without one."""
+    engines = (engine for engine in _ENGINES[products] if _library().plsc_supports(engine))
+    return next(engines, None)
 
 
 @dataclass(frozen=True)
@@ -119,13 +125,6 @@ class NativeBackend(TorchBackend):
 
     name = "native"
     threads: int = 1
-
-    def __str__(self) -> str:
-        """Return what decides the last bits, as checkpoints have it."""
-        return (
-            f"NativePasses(products={self.products}, tile={self.tile}, threads={self.threads}, "
-            "name='native')"
-        )
 
     def forward(
         self,
@@ -146,17 +145,9 @@ class NativeBackend(TorchBackend):
         kept = None
         if keep and fixed_shift is not None:
             kept = unit.new_empty(_kept_shape(batch, rows), dtype=torch.bfloat16)
-        status = _library().plsc_forward(
-            ctypes.byref(c_rows),
-            ctypes.byref(c_queries),
-            ctypes.byref(self._run()),
-            int(fixed_shift is not None),
-            _address(shift),
-            _address(total),
-            _address(weighted),
-            _address(kept),
-        )
-        _check(status)
+        is_fixed = fixed_shift is not None
+        run = _Run(_engine(self.products), self.threads)
+        _call("plsc_forward", c_rows, c_queries, run, is_fixed, shift, total, weighted, kept)
         return Sums(shift, total, weighted, kept)
 
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
@@ -179,75 +170,38 @@ class NativeBackend(TorchBackend):
     def _update(
         self, context: ForwardContext, tile: slice, rule: _Rule, out: Tensor | None
     ) -> Tensor | None:
-        rows, queries = context.rows, context.queries
-        c_rows, c_queries, c_gradient = _rows(rows), _queries(queries, rows), _gradient(context)
-        bias = None
-        if rows.bias is not None:
-            bias = queries.unit.new_empty(tile.stop - tile.start)
-        status = _library().plsc_update(
-            ctypes.byref(c_rows),
-            ctypes.byref(c_queries),
-            ctypes.byref(c_gradient),
-            ctypes.byref(rule),
-            ctypes.byref(self._run()),
-            _long(tile.start),
-            _long(tile.stop),
-            _address(out),
-            _address(bias),
-        )
-        _check(status)
+        rows, unit = context.rows, context.queries.unit
+        bias = None if rows.bias is None else unit.new_empty(tile.stop - tile.start)
+        parts = (_rows(rows), _queries(context.queries, rows), _gradient(context))
+        run = _Run(_engine(self.products), self.threads)
+        _call("plsc_update", *parts, rule, run, tile.start, tile.stop, out, bias)
         return bias
 
-    def _run(self) -> _Run:
-        return _Run(_engine(self.products), self.threads)
 
-
-@functools.cache
-def _engine(products: torch.dtype) -> int | None:
-    """Return the fastest engine for products of this type, None without one."""
-    for engine in _ENGINES.get(products, ()):
-        if _library().plsc_supports(engine):
-            return engine
-    return None
-
-
-@functools.cache
-def _load() -> ctypes.CDLL | str:
-    """Return the library, or why there is none."""
-    if not _LIBRARY.exists():
-        return (
-            f"{_LIBRARY.name} has not been built: install the package where there is a C compiler"
-        )
-    try:
-        library = ctypes.CDLL(str(_LIBRARY))
-        abi = library.plsc_abi()
-    except (OSError, AttributeError) as error:
-        return f"{_LIBRARY} cannot be loaded: {error}"
-    if abi != _ABI:
-        return f"{_LIBRARY} is of another version ({abi}, not {_ABI}): install the package again"
-    library.plsc_forward.argtypes = [_pointer] * 3 + [_int] + [_pointer] * 4
-    library.plsc_update.argtypes = [_pointer] * 5 + [_long] * 2 + [_pointer] * 2
-    return library
-
-
-def _library() -> ctypes.CDLL:
-    loaded = _load()
-    if isinstance(loaded, str):
-        raise RuntimeError(loaded)
-    return loaded
+def _call(function: str, *arguments: ctypes.Structure | Tensor | int | None) -> None:
+    """Call a function of native.h, and raise what its status means."""
+    passed = [
+        ctypes.byref(argument)
+        if isinstance(argument, ctypes.Structure)
+        else argument.data_ptr()
+        if isinstance(argument, Tensor)
+        else argument
+        for argument in arguments
+    ]
+    status = getattr(_library(), function)(*passed)
+    if status == _STATUS_NO_MEMORY:
+        raise MemoryError("no memory for the kernels of the head")
+    if status:
+        raise RuntimeError(f"the kernels of the head failed with status {status}")
 
 
 def _rows(rows: Rows) -> _Rows:
     weight, selected = rows.weight, rows.selected
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"rows are {weight.dtype}; expected float32 or bfloat16")
-    if selected is not None and len(selected) and not rows.is_compact:
-        low, high = int(selected[0]), int(selected[-1])
-        if low < 0 or high >= len(weight):
-            raise ValueError(f"selected rows {low}..{high} are not in 0..{len(weight) - 1}")
+    is_bf16 = weight.dtype is torch.bfloat16
+    row_dtype = torch.bfloat16 if is_bf16 else torch.float32
     number = _checked("selected", selected, torch.int64, (len(rows),))
     return _Rows(
-        weight=_checked("rows", weight, weight.dtype, (len(weight), weight.shape[1])),
+        weight=_checked("rows", weight, row_dtype, tuple(weight.shape)),
         bias=_checked("biases", rows.bias, torch.float32, (len(weight),)),
         position=None if rows.is_compact else number,
         number=number,
@@ -255,7 +209,7 @@ def _rows(rows: Rows) -> _Rows:
         dimension=weight.shape[1],
         centers=rows.centers,
         first_row=rows.first_row,
-        is_bf16=weight.dtype is torch.bfloat16,
+        is_bf16=is_bf16,
         cosine=rows.cosine,
     )
 
@@ -327,15 +281,3 @@ def _checked(
             f"{tensor.device}; expected contiguous {dtype} {list(shape)} on the CPU"
         )
     return tensor.data_ptr()
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _check(status: int) -> None:
-    """Raise what a status of native.h means."""
-    if status == _STATUS_NO_MEMORY:
-        raise MemoryError("no memory for the kernels of the head")
-    if status:
-        raise RuntimeError(f"the kernels of the head failed with status {status}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plsc.models import BaseModel
 from plsc.models.compiled import CompiledNetwork
-from plsc.parallel.gradients import sum_gradients
+from plsc.parallel.backbone import sum_gradients
 from plsc.parallel.world import World
 from tests.distributed.worker import run_worker
 

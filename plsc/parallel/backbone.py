@@ -1,23 +1,25 @@
-"""The backbone's parameters split over the ranks by PyTorch's FSDP2 (`fully_shard`).
+"""The backbone over the ranks: whole on each, with its gradients summed by DDP, or split by FSDP2.
 
-Each rank keeps a share of the rows of every parameter, and of its gradient and optimizer state, as a DTensor.
-A unit of the network is put together on all ranks just before its forward and dropped behind it; its
-gradients are summed and split in one reduce-scatter. With shards over groups of fewer ranks (HSDP) the groups
-have the same rows and add their gradients up. The convention is that of `plsc.parallel.gradients`: the SUM
-over all ranks, no division.
+The convention is the SUM of the ranks' gradients, no division: the head gives each rank the gradient of the
+mean loss of the GLOBAL batch, so the sum of what the ranks find is the gradient.
+
+Split (`fully_shard`), each rank keeps a share of the rows of every parameter, and of its gradient and
+optimizer state, as a DTensor. A unit of the network is put together on all ranks just before its forward and
+dropped behind it; its gradients are summed and split in one reduce-scatter. With shards over groups of fewer
+ranks (HSDP) the groups have the same rows and add their gradients up.
 
 Small units cost a collective each for little memory; a unit whose parameters are used while its forward does
 not run would be found split. So a unit is a module that a trial run calls exactly once, and no parameter is
 in two of them.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import datetime
-import math
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,94 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from plsc.errors import OptionError, did_you_mean
 from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
+
+
+def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> nn.Module:
+    """Wrap a network so that backward() leaves on every rank the SUM of the ranks' gradients.
+
+    bucket_mb: MiB of gradients that are summed at once, while the rest of backward() runs.
+    """
+    if world.size == 1:
+        return network
+    if not any(p.requires_grad for p in network.parameters()):
+        _make_equal(network, world)
+        return network
+    # Buffers are made equal where it matters, before evaluating and saving, not at each step. torch
+    # 2.15 renamed the option.
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {name: False}
+    wrapped = DistributedDataParallel(
+        _Replica(network),
+        process_group=world.backbone_group,
+        bucket_cap_mb=bucket_mb,
+        # A gradient is where it is summed: no second copy of all gradients, nor the time to make it.
+        gradient_as_bucket_view=True,
+        # Without it DDP re-orders its buckets after the first step of every start, and with them the
+        # order of the additions: a resumed run would differ from an uninterrupted one in the last bit.
+        find_unused_parameters=True,
+        **options,
+    )
+    wrapped.register_comm_hook(world.backbone_group, _sum_bucket)
+    return wrapped
+
+
+@contextmanager
+def without_sum(forward: nn.Module) -> Iterator[None]:
+    """Have backward() add to this rank's gradients, to be summed over the ranks later: for micro-batches.
+
+    Of a sharded network the split gradients are added up within each group of shards, as whole ones would
+    take the memory that sharding saves; over a single group every backward() sums over all ranks at once.
+    """
+    if isinstance(forward, DistributedDataParallel):
+        with forward.no_sync():
+            yield
+        return
+    if isinstance(forward, FSDPModule):
+        forward.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        if isinstance(forward, FSDPModule):
+            forward.set_requires_all_reduce(True)
+
+
+class _Replica(nn.Module):
+    """The network, and an empty parameter that is never used.
+
+    Where all parameters are used, DDP warns on every rank that it looked for unused ones in vain.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        trained = next(p for p in network.parameters() if p.requires_grad)
+        self.never_used = nn.Parameter(trained.new_empty(0))
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.network(*inputs)
+
+
+@torch.no_grad()
+def _make_equal(network: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's parameters and buffers, as DDP does with a network that is trained."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        value = tensor.detach().contiguous()
+        dist.broadcast(value, group_src=0, group=world.backbone_group)
+        tensor.copy_(value)
+
+
+def _sum_bucket(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
 
 _DIMENSIONS = ("replicate", "shard")
 
@@ -103,23 +189,6 @@ def whole_parameters(network: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-@contextmanager
-def without_all_reduce(network: nn.Module) -> Iterator[None]:
-    """Have backward() add up gradients within each group of shards only; the next one outside adds the rest.
-
-    For micro-batches. The split gradients are kept, never whole ones: those would take the memory that
-    sharding saves. Over a single group every backward() sums over all ranks at once.
-    """
-    if not isinstance(network, FSDPModule):
-        yield
-        return
-    network.set_requires_all_reduce(False)
-    try:
-        yield
-    finally:
-        network.set_requires_all_reduce(True)
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's rows of a split tensor, sharing its memory; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
@@ -177,11 +246,6 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     squared = torch.nn.utils.get_total_norm(split).square()
     dist.all_reduce(squared, group=group)
     return squared.sqrt() if not whole else torch.hypot(norm.to(squared), squared.sqrt())
-
-
-def bytes_here(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes of the tensors' numbers this rank has."""
-    return sum(math.prod(local_part(t).shape) * t.element_size() for t in tensors)
 
 
 def _sharded_modules(network: nn.Module) -> list[FSDPModule]:
@@ -289,9 +353,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _collect(module: nn.Module, name: str, is_item: bool, calls: Mapping[str, int]) -> list[str]:
     """Return the units in a module; is_item: whether it lies directly in a container."""
-    is_container = (
-        type(module) in _CONTAINERS
-    )  # subclasses are layers of several, with a name of their own
+    is_container = type(module) in _CONTAINERS  # subclasses are layers with a name of their own
     may_be = bool(name) and not is_container and calls.get(name, 0) == 1
     has_layers = next(module.children(), None) is not None
     if may_be and is_item and has_layers and _size(module) >= LEAST_BLOCK:

@@ -20,9 +20,9 @@ from plsc.models import BaseModel, build_model
 from plsc.models.dry_run import count_calls
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import build_optimizer
-from plsc.parallel import sharding
+from plsc.parallel import backbone
+from plsc.parallel.backbone import choose_units, local_part, match_units, shard_network
 from plsc.parallel.collectives import class_ranges
-from plsc.parallel.sharding import choose_units, local_part, match_units, shard_network
 from plsc.parallel.world import World
 from plsc.train.network import build_trained_network
 from tests.devices import GPU, group_of_one
@@ -196,8 +196,8 @@ class Network(BaseModel):
 @pytest.fixture
 def small(monkeypatch):
     """Units of a few parameters."""
-    monkeypatch.setattr(sharding, "LEAST_BLOCK", 10)
-    monkeypatch.setattr(sharding, "LEAST_OTHER", 10)
+    monkeypatch.setattr(backbone, "LEAST_BLOCK", 10)
+    monkeypatch.setattr(backbone, "LEAST_OTHER", 10)
 
 
 def test_a_residual_network_is_split_into_its_large_blocks_and_its_embedding_layer():
