@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -39,8 +38,7 @@ class Batch:
     ``images`` is [b, C, H, W], uint8 in any memory layout, or float32 that is already normalised.
     ``labels`` is int64 [b]. ``names`` says where each sample came from. ``mirrored``, bool [b], marks images
     that are still to be mirrored, which `to_input` does on the way: None if none is. ``skipped`` bad samples
-    were left out; ``problems`` names each that was left out or replaced, and its fault. ``seconds`` is how
-    long it took to make, ``cpu_seconds`` how long its maker computed for that.
+    were left out; ``problems`` names each that was left out or replaced, and its fault.
 
     A batch may be kept: its memory is used again only when nothing refers to it any more.
     """
@@ -51,17 +49,9 @@ class Batch:
     skipped: int = 0
     problems: list[BadSample] = field(default_factory=list)
     mirrored: torch.Tensor | None = None
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def timed(self, began: float, computed: float) -> Batch:
-        """Note how long it took since `time.perf_counter` and `time.thread_time` gave these; return it."""
-        self.seconds = time.perf_counter() - began
-        self.cpu_seconds = time.thread_time() - computed
-        return self
 
     def input(
         self,
@@ -85,7 +75,7 @@ class Batch:
 
 
 class NamesOf(Sequence[str]):
-    """The names of some samples, looked up when they are asked for: as a rule nobody asks.
+    """The names of some samples, looked up only when they are used.
 
     A copy in another process has lost the source, which would be too much to send with each batch.
     """
@@ -203,7 +193,7 @@ def copied_aside(
 ) -> Generator[Batch, None, None]:
     """Yield the batches of a generator with their images on a GPU; on a CPU, as they are.
 
-    The copies run in a stream of their own, beside whatever the device was given before. So they cost
+    The copies run in a stream of their own, concurrently with the device's earlier work. So they cost
     nothing where the program is ahead of the device, as it is when nothing waits for losses; in the stream of
     the computation they would begin when the step before has ended. The images must be in page-locked
     memory, else the program waits for each copy. Labels stay where they are: the step looks at them.

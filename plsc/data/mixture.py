@@ -120,7 +120,7 @@ class MixturePlan:
 
     @property
     def largest_batch(self) -> int:
-        """The most samples that a rank has in a step."""
+        """The largest number of samples per rank and step."""
         return -(-self.global_batch // self.ranks)
 
     def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:

@@ -17,7 +17,7 @@ _BLOCKS, _POOL = 0, 1  # parts of the keys, so that the two draws are not relate
 class BatchPlan:
     """The order of all samples, cut by global batch and then by rank.
 
-    The global batches do not depend on ``ranks``, so a run goes on with another number of them. What
+    The global batches do not depend on ``ranks``, so a run resumes on another number of them. What
     happens to the last batch of an epoch: ``pad`` fills it with samples from the start of the same
     epoch's order (cyclically when there are fewer samples than ``global_batch``), ``keep`` leaves it
     smaller (some ranks may then get none), ``drop`` leaves it out. Every rank has the same number of
@@ -71,7 +71,7 @@ class BatchPlan:
 
     @property
     def largest_batch(self) -> int:
-        """The most samples that a rank has in a step."""
+        """The largest number of samples per rank and step."""
         return -(-self.global_batch // self.ranks)
 
     def draw_epoch(self, epoch: int, step: int) -> int:

@@ -7,14 +7,12 @@ a line ``<SHA-256>  <name>`` for each file, in their order, as `sha256sum -c` ta
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import shutil
 import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tarfile import TarInfo
 from typing import IO, Any, NamedTuple
@@ -86,15 +84,17 @@ def unpack(location: str, folder: str | Path) -> Packed:
     _check_suffix(location)
     done = Packed(0, 0)
     with (
-        _decompressed(location) as stream,
+        streamed(location) as file,
+        pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as decompressed,
         publishing_folder(folder) as target,
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
     ):
         title, compared = shown(location), False
+        stream = _Forward(decompressed, title)
         for member in read_members(stream, title, has_end=False):
             if compared:
                 raise DataError(
-                    f"{title} goes on behind its checksums; it is not from `plsc data pack`"
+                    f"{title} continues after its checksums; it is not from `plsc data pack`"
                 )
             content = _content(stream, member, title)
             if member.name == SUMS:
@@ -182,46 +182,25 @@ def _line_of(digest: str, name: str) -> bytes:
     return f"{mark}{digest}  {text}\n".encode("utf-8", "surrogateescape")
 
 
-@contextmanager
-def _decompressed(location: str) -> Iterator[IO[bytes]]:
-    """Yield the tar stream of an archive; what is wrong with the zstd stream becomes a DataError."""
-    with (
-        streamed(location) as file,
-        pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as stream,
-    ):
-        yield io.BufferedReader(_Readable(stream, shown(location)), _CHUNK)
-
-
-class _Readable(io.RawIOBase):
-    """An Arrow stream as a raw file that seeks forwards."""
+class _Forward:
+    """A decompressed stream as a file that seeks forwards; its faults are DataError."""
 
     def __init__(self, stream: Any, title: str) -> None:
-        super().__init__()
         self._stream = stream
         self._title = title
         self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def tell(self) -> int:
+        """Return the position."""
         return self._position
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        target = offset + (self._position if whence == os.SEEK_CUR else 0)
-        while self._position < target and self._read(min(_CHUNK, target - self._position)):
+    def seek(self, position: int) -> None:
+        """Read up to a position, or to the end."""
+        while self._position < position and self.read(min(_CHUNK, position - self._position)):
             pass
-        return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        data = self._read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def _read(self, length: int) -> bytes:
+    def read(self, length: int) -> bytes:
+        """Return the next `length` bytes, fewer at the end."""
         try:
             data: bytes = self._stream.read(length)
         except (OSError, ValueError, pa.ArrowException) as error:
@@ -231,7 +210,7 @@ class _Readable(io.RawIOBase):
         return data
 
 
-def _content(stream: IO[bytes], member: TarInfo, title: str) -> Iterator[bytes]:
+def _content(stream: _Forward, member: TarInfo, title: str) -> Iterator[bytes]:
     """Yield the content of the member at whose content the stream is."""
     left = member.size
     while left:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -36,12 +35,12 @@ class ReaderLoader:
     A stream has no index, so every rank runs the whole generator: a global batch is the next
     ``global_batch`` samples, and sample i of it goes to rank i mod ranks. Ranks agree as long as the
     reader's order is a function of ``random``, ``numpy.random`` and ``torch``: these are seeded from
-    (seed, epoch), alike on all ranks, whenever the generator runs, and put back afterwards. A resumed
+    (seed, epoch), identically on all ranks, whenever the generator runs, and put back afterwards. A resumed
     epoch is positioned by replaying it.
 
     With ``shards_itself``, or where the reader declares it (`declares_shards`), it is called as
     ``reader(rank, ranks)`` and yields this rank's samples only, of which a step takes the rank's share of
-    ``global_batch``. It is seeded alike on all ranks all the same: so it may shuffle a list and take every
+    ``global_batch``. It, too, is seeded identically on all ranks: so it may shuffle a list and take every
     ranks-th of it.
 
     With ``ahead`` the generator runs in a forked process, a few batches ahead: a thread would share
@@ -75,7 +74,7 @@ class ReaderLoader:
         self.shards_itself = shards_itself or declares_shards(reader)
         if self.shards_itself and global_batch < ranks:
             raise OptionError(
-                f"a reader that shards itself needs a sample a rank and step, but the global batch is "
+                f"a reader that shards itself needs a sample per rank and step, but the global batch is "
                 f"{global_batch} on {ranks} ranks"
             )
         self.reader = reader
@@ -151,7 +150,6 @@ class ReaderLoader:
             keep_all = step == 0 and self.last_batch == "pad"
             slots = range(0) if step < start_step else self._slots()
             kept: dict[int, Sample] = {}
-            began, computed = time.perf_counter(), time.thread_time()
             with randomness.active():
                 for size in range(whole + 1):
                     if size == whole:
@@ -175,7 +173,7 @@ class ReaderLoader:
                 kept |= {s: first[(s - size) % len(first)] for s in range(size, whole)}
             if step >= start_step:
                 samples_here = [kept[slot] for slot in slots if slot in kept]
-                yield self._collate(samples_here, epoch, step).timed(began, computed)
+                yield self._collate(samples_here, epoch, step)
             step += 1
         self._finish(epoch, step, start_step)
 
@@ -188,7 +186,7 @@ class ReaderLoader:
         if steps < start_step:
             raise DataError(
                 f"epoch {epoch} of the {self.title} ended after {steps} steps, before step "
-                f"{start_step} where the run goes on; the reader must give what it gave before"
+                f"{start_step} where the run resumes; the reader must give what it gave before"
             )
 
     @property

@@ -99,7 +99,7 @@ class IsolatedRandom:
     """A private stream behind ``random``, ``numpy.random`` and torch's CPU generator.
 
     Inside ``active()`` the three global generators continue this stream, seeded from ``key``; outside
-    they are as if it had never run. So people's code may call ``random.shuffle`` and still be
+    they are as if it had never run. So user code may call ``random.shuffle`` and still be
     repeatable, and dropout in the main process is not disturbed.
     """
 

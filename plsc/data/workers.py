@@ -25,7 +25,7 @@ THREAD_NAME = "plsc-data"
 
 
 class Stopped(Exception):
-    """The consumer has gone; nobody wants the result."""
+    """The consumer is closed; the result is not needed."""
 
 
 def in_order(

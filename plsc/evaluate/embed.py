@@ -13,7 +13,7 @@ from torch import nn
 from plsc.data.batch import BufferRing, to_input
 from plsc.data.decode import decode_into
 from plsc.data.workers import Stopped, in_order
-from plsc.errors import DataError, DistributedError, OptionError
+from plsc.errors import DataError, DistributedError
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range
 
@@ -52,11 +52,8 @@ def embed_images(
 
     Raises:
         DataError: an image cannot be decoded, or its embedding is not finite; on every rank.
-        OptionError: the batch size is not positive, or the model's output is not [b, D].
         DistributedError: another rank failed for a reason that is not in the data.
     """
-    if batch_size < 1:
-        raise OptionError(f"batch_size is {batch_size}; it must be at least 1")
     if not len(images):
         raise DataError(f"{name}: there are none to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
@@ -115,14 +112,7 @@ def _decode_ahead(
 
 
 def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
-    embedding = model(input, None, False)
-    if not isinstance(embedding, torch.Tensor) or embedding.shape[:-1] != input.shape[:1]:
-        got = list(embedding.shape) if isinstance(embedding, torch.Tensor) else type(embedding)
-        raise OptionError(
-            f"the network gives {got} for a batch of {len(input)}; "
-            "expected embeddings of shape [batch, embedding size]"
-        )
-    embedding = embedding.float()
+    embedding = model(input, None, False).float()
     if flip:
         embedding = embedding + model(input.flip(-1), None, False).float()
     return embedding.cpu().numpy()
@@ -136,16 +126,15 @@ def _share(world: World, embed_range: Callable[[], np.ndarray]) -> np.ndarray:
         part = embed_range()
     except Exception as caught:
         error = caught
-    # A user's mistake is raised alike on all ranks; any other error keeps its traceback on its rank.
-    kind = next((kind for kind in (DataError, OptionError) if isinstance(error, kind)), None)
-    told = None if error is None else (kind, str(error) or type(error).__name__)
+    # A bad image is the same error on all ranks; any other error keeps its traceback on its rank.
+    told = None if error is None else (isinstance(error, DataError), str(error) or repr(error))
     gathered = world.all_gather_object((part, told))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(gathered):
         if failure is not None:
-            kind, text = failure
-            if kind is not None:
-                raise kind(text)
+            is_of_data, text = failure
+            if is_of_data:
+                raise DataError(text)
             raise DistributedError(f"rank {rank} failed while it embedded images: {text}")
     return np.concatenate([part for part, _ in gathered if len(part)])

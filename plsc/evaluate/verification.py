@@ -8,15 +8,15 @@ threshold on nine folds, the first one where several are best, judges the tenth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
+FARS = (1e-1, 1e-2, 1e-3)  # false accept rates at which the true accept rate is reported
 _CHUNK = 8192  # pairs that are in memory in double precision at once
 
 
@@ -45,29 +45,18 @@ class VerificationResult:
         }
 
 
-def verify(
-    embeddings: np.ndarray,
-    is_same: np.ndarray,
-    folds: int = 10,
-    fars: Sequence[float] = (1e-1, 1e-2, 1e-3),
-) -> VerificationResult:
+def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> VerificationResult:
     """Judge pairs by their embeddings.
 
     Args:
         embeddings: [2P, D], of any length; pair p is rows 2p and 2p + 1.
         is_same: bool [P].
         folds: parts of the cross-validation, at least 2.
-        fars: false accept rates, over 0 and at most 1, at which the true accept rate is wanted.
 
     Raises:
         DataError: an embedding is not finite, there are fewer pairs than folds, or the pairs are
             all same or all different.
-        OptionError: ``folds`` or ``fars`` is out of range.
     """
-    if folds < 2:
-        raise OptionError(f"folds is {folds}; cross-validation needs at least 2")
-    if any(not 0 < far <= 1 for far in fars):
-        raise OptionError(f"fars are {tuple(fars)}; each false accept rate must be in (0, 1]")
     is_same = np.asarray(is_same, dtype=bool)
     distances, cosines, norms = _compare(embeddings)
     _check_labels(cosines, is_same)
@@ -84,8 +73,8 @@ def verify(
         accuracy_std=float(accuracies.std()),
         threshold=threshold,
         threshold_cosine=1 - threshold / 2,
-        tar_at_far={float(far): tar_at_far(cosines, is_same, far) for far in fars},
-        unresolved_fars=tuple(float(far) for far in fars if 1 / negatives > far),
+        tar_at_far={far: tar_at_far(cosines, is_same, far) for far in FARS},
+        unresolved_fars=tuple(far for far in FARS if 1 / negatives > far),
         auc=area_under_roc(cosines, is_same),
         pairs=len(is_same),
         positives=positives,
@@ -114,16 +103,8 @@ def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
     Raises:
         DataError: the pairs are all same or all different, or a score is not finite.
     """
-    cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
-    _check_labels(cosines, is_same)
-    negatives = np.sort(cosines[~is_same])[::-1]
-    # the most false accepts that are allowed; divided as a rate is, so that 29 of 100 are 0.29
-    allowed = min(int(far * len(negatives)) + 1, len(negatives))
-    while allowed / len(negatives) > far:
-        allowed -= 1
-    if allowed == len(negatives):
-        return 1.0
-    return float(np.mean(cosines[is_same] > negatives[allowed]))
+    rates, accepted = roc_curve(cosines, is_same)
+    return float(accepted[np.searchsorted(rates, far, side="right") - 1])
 
 
 def area_under_roc(cosines: np.ndarray, is_same: np.ndarray) -> float:

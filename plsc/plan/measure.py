@@ -6,6 +6,7 @@ in seconds on any machine. What the kernels of a device take besides (workspaces
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from plsc.errors import OptionError, PlscError, first_line
+from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
 from plsc.models.layers import use_torchs_layers
 
@@ -66,11 +67,11 @@ def measure(
         OptionError: the network cannot be run without data.
     """
     try:
-        network = _build(build)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        network = _build(build, fake)
         use_torchs_layers(network)
         checkpoint_activations(network, checkpoint, every)
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-            _replace_tensors(network)
+        with fake, torch.random.fork_rng(devices=[]):
             found = _sizes(network)
             with MemoryCount(network) as count:
                 images = torch.empty(batch, *image_shape)
@@ -84,34 +85,21 @@ def measure(
     except Exception as error:  # whatever a network may do with its input
         raise OptionError(
             "the network cannot be planned, for it does not run without data: "
-            f"{type(error).__name__}: {first_line(error)[:200]}"
+            f"{kind_and_line(error)[:200]}"
         ) from error
     if optimizer is not None:
         found.state = count_states(network, optimizer)
     return found
 
 
-def _build(build: Callable[[], nn.Module]) -> nn.Module:
+def _build(build: Callable[[], nn.Module], fake: FakeTensorMode) -> nn.Module:
+    """Return the network with parameters and buffers that have no memory."""
     try:
-        with torch.device("meta"):  # no memory, no time for initial weights
+        with fake:
             return build().train()
-    except PlscError:
-        return build().train()  # a constructor may want real numbers
-
-
-def _replace_tensors(network: nn.Module) -> None:
-    """Replace parameters and buffers by tensors of the CPU, fake where that mode is active."""
-    made: dict[Tensor, Tensor] = {}  # those that two modules share stay shared
-    for module in network.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if old not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    is_parameter = isinstance(old, nn.Parameter)
-                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
-                tensors[name] = made[old]  # type: ignore[assignment]
+    except PlscError:  # a constructor may want real numbers
+        with FakeCopyMode(fake):
+            return copy.deepcopy(build().train())
 
 
 def _sizes(network: nn.Module) -> Measured:

@@ -336,7 +336,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
     ("arguments", "said"),
     [
         (["--nranks", "2"], "--data_dir"),
-        (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt cannot be read"),
+        (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt does not exist"),
         (["--data_dir", "/nope", "--nranks", "2", "--verify"], "there is no output to verify"),
         (
             ["--data_dir", "/nope", "--nranks", "none"],

@@ -11,14 +11,12 @@ import ctypes
 import functools
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ctypes import c_char_p, c_int64, c_uint32, c_void_p
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-
-Kept = TypeVar("Kept")
 
 _ABI = 6  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
@@ -46,26 +44,8 @@ def function(name: str, argument_types: tuple[Any, ...]) -> Any:
     return found
 
 
-def kept_by_thread(make: Callable[[], Kept]) -> Callable[[], Kept]:
-    """Return a function that returns what `make` returned when the thread first called it.
-
-    For the memory that a call of the library fills: made anew each time, its pages would cost more than the
-    call.
-    """
-    memory = threading.local()
-
-    def kept() -> Kept:
-        if not hasattr(memory, "value"):
-            memory.value = make()
-        value: Kept = memory.value
-        return value
-
-    return kept
-
-
 _FIND = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
 _READ = (c_void_p, c_int64, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 6)
-_newlines = kept_by_thread(lambda: np.empty(4096, np.int64))
 
 
 def find_newlines(data: np.ndarray) -> np.ndarray | None:
@@ -73,7 +53,7 @@ def find_newlines(data: np.ndarray) -> np.ndarray | None:
     call = function("plsc_find_newlines", _FIND)
     if call is None:
         return None
-    found, following = _newlines(), np.zeros(1, np.int64)
+    found, following = np.empty(4096, np.int64), np.zeros(1, np.int64)
     pieces = [np.empty(0, np.int64)]
     while following[0] < len(data):
         place = (found.ctypes.data, len(found), following.ctypes.data)
@@ -103,7 +83,8 @@ def read_lines(
 
 
 _BUFFER = (c_void_p, c_int64, c_void_p)
-_buffer = kept_by_thread(lambda: np.empty(2**20, np.uint8))
+_BUFFER_BYTES = 2**20
+_memory = threading.local()  # a buffer per thread: a new one's pages would cost more than the call
 
 
 def read_files(
@@ -143,7 +124,9 @@ def _read(
     if call is None:
         yield from [None] * count
         return
-    buffer, sizes = _buffer(), np.empty(count, np.int64)
+    if not hasattr(_memory, "buffer"):
+        _memory.buffer = np.empty(_BUFFER_BYTES, np.uint8)
+    buffer, sizes = _memory.buffer, np.empty(count, np.int64)
     done = 0
     while done < count:
         places = [array[done:].ctypes.data for array in wanted]

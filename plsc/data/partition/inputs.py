@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from plsc.data.files import read_file_list
 from plsc.data.lines import Buffers, LineReader, Lines, Stream
 from plsc.data.partition.parts import checksum
-from plsc.data.sources.files import read_file_list
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.cache import Fingerprint, fingerprint_of

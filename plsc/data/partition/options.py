@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import posixpath
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
+from plsc.config.option import between, declare, not_empty, one_of, specs_of
 from plsc.data.lines import Buffers
 from plsc.errors import OptionError
 from plsc.storage.urls import is_url
@@ -62,69 +61,67 @@ class Budget:
         return Buffers(count, self.block, self.total // 2)
 
 
-def _option(meaning: str, default: Any = dataclasses.MISSING) -> Any:
-    return field(default=default, metadata={"meaning": meaning})
-
-
 @dataclass(frozen=True)
 class PartitionOptions:
     """What is partitioned, into what, and with what. Raises OptionError for values that make no sense."""
 
-    data_dir: str = _option("folder or fsspec URL of the data files")
-    nranks: int = _option("number of parts, one for each rank")
-    file_list: str = _option(
-        "list of the data files, in data_dir or a path of its own", "file_list.txt"
+    data_dir: str = declare(MISSING, "folder or fsspec URL of the data files", check=not_empty)
+    nranks: int = declare(
+        MISSING, "number of parts, one for each rank", check=between(1, MOST_RANKS)
     )
-    output_dir: str | None = _option(
-        "folder or fsspec URL to make; when not set, <data_dir>/partition_<nranks>", None
+    file_list: str = declare(
+        "file_list.txt", "list of the data files, in data_dir or a path of its own"
     )
-    seed: int = _option("of the shuffle", 0)
-    memory: str = _option(
-        "bound on the memory used beyond the interpreter's, such as 512M or 8G", "512M"
+    output_dir: str | None = declare(
+        None, "folder or fsspec URL to make; when not set, <data_dir>/partition_<nranks>"
     )
-    workers: int | None = _option("threads; when not set, one a core, at most 8", None)
-    tmp_dir: str | None = _option(
-        "folder for temporary files; when not set, beside the output (for a URL, the system's)",
+    seed: int = declare(0, "of the shuffle")
+    memory: str = declare(
+        "512M", "bound on the memory used beyond the interpreter's, such as 512M or 8G"
+    )
+    workers: int | None = declare(
+        None, "threads; when not set, one per core, at most 8", check=between(1, 64)
+    )
+    tmp_dir: str | None = declare(
         None,
+        "folder for temporary files; when not set, next to the output (for a URL, the system's)",
     )
-    engine: str = _option(
-        "local, or spark for sets beyond one machine (pip install 'plsc[spark]')", "local"
+    engine: str = declare(
+        "local",
+        "local, or spark for sets beyond one machine (pip install 'plsc[spark]')",
+        check=one_of("local", "spark"),
     )
-    master: str | None = _option(
+    master: str | None = declare(
+        None,
         "of engine spark: URL of the cluster, such as local[2]; when not set, Spark's own configuration",
-        None,
     )
-    bad_lines: str = _option("what to do about a line that is no sample: stop or skip", "stop")
-    no_sync: bool = _option(
-        "do not wait until the parts are on the disk, as cp does not: a loss of power soon afterwards may "
-        "damage them, which --verify tells",
+    bad_lines: str = declare(
+        "stop",
+        "what to do about a line that is no sample: stop or skip",
+        check=one_of("stop", "skip"),
+    )
+    no_sync: bool = declare(
         False,
+        "do not wait until the parts are on the disk, as cp does not: a loss of power soon afterwards may "
+        "damage them, which --verify reports",
     )
-    delete_inputs: bool = _option("delete the data files once the output is published", False)
-    dry_run: bool = _option(
-        "read and check the inputs, say what would be written, write nothing", False
+    delete_inputs: bool = declare(False, "delete the data files once the output is published")
+    dry_run: bool = declare(
+        False, "read and check the inputs, say what would be written, write nothing"
     )
-    verify: bool = _option(
-        "check an output folder that is there against its inputs, write nothing", False
+    verify: bool = declare(
+        False, "check an existing output folder against its inputs, write nothing"
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nranks <= MOST_RANKS:
-            raise OptionError(f"--nranks is {self.nranks}; expected 1 to {MOST_RANKS}")
-        if self.workers is not None and not 1 <= self.workers <= 64:
-            raise OptionError(f"--workers is {self.workers}; expected 1 to 64")
-        if self.bad_lines not in ("stop", "skip"):
-            raise OptionError(f"--bad_lines is {self.bad_lines!r}; expected stop or skip")
-        if self.engine not in ("local", "spark"):
-            raise OptionError(f"--engine is {self.engine!r}; expected local or spark")
+        for name, spec in specs_of("", PartitionOptions).items():
+            object.__setattr__(self, name, spec.checked(getattr(self, name)))
         if self.no_sync and self.engine == "spark":
             raise OptionError(
                 "--no_sync is for --engine local; the executors of spark sync their parts"
             )
         if self.master and self.engine != "spark":
             raise OptionError("--master is set, but not --engine spark; pass both")
-        if not -(2**63) <= self.seed < 2**64:
-            raise OptionError(f"--seed is {self.seed}; expected a number of 64 bits")
         for first, second in (
             ("verify", "delete_inputs"),
             ("verify", "dry_run"),
@@ -133,8 +130,6 @@ class PartitionOptions:
         ):
             if getattr(self, first) and getattr(self, second):
                 raise OptionError(f"--{first} and --{second} exclude each other; give one of them")
-        if not self.data_dir.strip():
-            raise OptionError("--data_dir is empty; expected a folder or URL")
         read_size(self.memory)
 
     @property

@@ -275,7 +275,7 @@ def _refuse_existing(output: str) -> None:
     if is_url(output):
         store = _open_store(output)
         if not store.can_rename:
-            store.make_folder()  # makes none: it tells of a bucket that is not there, before the work is done
+            store.make_folder()  # makes none: fails before the work if the bucket does not exist
             if all(_PART.match(name) for name in store.names()):
                 return  # parts without a manifest are what a run that was killed left: nothing
     refuse_existing(output)

@@ -82,7 +82,7 @@ def write(
         return _write(session.sparkContext, options, inputs, target)
     except (Py4JError, PySparkException) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"Spark failed: {reason[:300]}; its log tells more") from error
+        raise DataError(f"Spark failed: {reason[:300]}; see its log") from error
     finally:
         if session is not None:
             session.stop()

@@ -159,7 +159,7 @@ def _parsed(data: bytes, name: str) -> dict[str, Any]:
         raise DataError(f"{name} is not the manifest of a partition ({error})") from error
     if manifest["algorithm"] != ALGORITHM:
         raise DataError(
-            f"{name} was made by {manifest['algorithm']!r}, this version of plsc knows {ALGORITHM!r}"
+            f"{name} was made by {manifest['algorithm']!r}, this version of plsc has {ALGORITHM!r}"
         )
     return manifest
 

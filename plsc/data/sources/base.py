@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES, Image, check_image_bytes
+from plsc.data.files import Shards
 from plsc.data.native import read_files
-from plsc.data.sources.files import Shards
 from plsc.errors import DataError
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pybase64
 
+from plsc.data.files import Shards, read_file_list
 from plsc.data.lines import MAX_LINE_BYTES, Buffers, LineReader
 from plsc.data.sources.base import IndexedSource
-from plsc.data.sources.files import Shards, read_file_list
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import BytesFile

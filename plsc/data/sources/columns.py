@@ -98,7 +98,7 @@ class LabelReader:
         """Return ``labels``, int64 [N].
 
         Where they are names, a label is the rank of its name, and ``names`` and ``name_ends`` hold the
-        sorted names (`class_names_of`).
+        sorted names (`names_in`).
         """
         labels = np.array(self._numbers, np.int64)
         if self._codes is None:
@@ -185,7 +185,7 @@ def text_at(text: np.ndarray, ends: np.ndarray, index: int) -> bytes:
     return text[ends.item(index - 1) if index else 0 : ends.item(index)].tobytes()
 
 
-def class_names_of(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
+def names_in(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
     """Return the sorted class names in what `LabelReader.arrays` gave; None if labels are numbers."""
     if "names" not in arrays:
         return None
@@ -198,7 +198,7 @@ class NamedLabelSource(IndexedSource):
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
         """Take over what `LabelReader.arrays` gave."""
-        names = class_names_of(found)
+        names = names_in(found)
         self.class_names = names if label_map is None else None
         self._labels = with_label_map(found["labels"], names, label_map)
 

@@ -24,7 +24,7 @@ _MAX_LINE_BYTES = 8192  # of a label.txt
 
 
 class LabelFileSource(FileSource):
-    """``label.txt``: a path and a label a line, separated by spaces or a tab.
+    """``label.txt``: a path and a label per line, separated by spaces or a tab.
 
     A path may hold spaces: the line is split at its last run of blanks. Paths are relative to the
     folder, or to its ``images/`` if the first line's file is found only there. Blank lines, CRLF and

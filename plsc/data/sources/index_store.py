@@ -1,4 +1,4 @@
-"""Indexes of data files: built once, kept beside the data, mapped into memory, never trusted.
+"""Indexes of data files: built once, kept next to the data, mapped into memory, never trusted.
 
 An index is a handful of named arrays, such as the place and label of every record. It is kept in one
 file: the magic, the length and CRC-32 of a JSON header, the header, then the raw arrays, each at a
@@ -58,7 +58,7 @@ def load_or_build(
     changes when its meaning does, such as ``base64-1``. build: returns named arrays, C-contiguous, of
     uint8, or of 32- or 64-bit integers or floats.
 
-    The index lies beside the first file as ``.<name>.<kind>.plsc-index``; in the cache folder when the
+    The index lies next to the first file as ``.<name>.<kind>.plsc-index``; in the cache folder when the
     data are remote or their folder cannot be written. It is built again when a file's name, size or
     fingerprint is another one, or when it is damaged. Several processes may build it at once: each publishes
     the same content by a rename. When it can be kept nowhere, the arrays stay in memory.

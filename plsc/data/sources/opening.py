@@ -24,7 +24,7 @@ _COLUMNS = ("image_column", "label_column", "label_map")
 
 
 class Format(NamedTuple):
-    """The source of a suffix, the options it takes, and whether the files beside one belong to its set."""
+    """The source of a suffix, the options it takes, and whether other files in its folder belong to it."""
 
     make: Callable[..., Source]
     options: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ def _is_class_folder(folder: Path, name: str) -> bool:
 
 
 def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[str, Any]) -> bool:
-    """Whether the class folders beside a file are the set. Raises DataError if both could be."""
+    """Whether the class folders next to a file are the set. Raises DataError if both could be."""
     if not options.keys() <= {"label_map"} or len(folders) < 2:
         return False
     try:

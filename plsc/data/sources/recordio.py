@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES
+from plsc.data.files import Shards
 from plsc.data.sources.base import IndexedSource
-from plsc.data.sources.files import Shards
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
@@ -44,7 +44,7 @@ _IDX_LINE = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})\s*")  # such numbers 
 class RecordIOSource(IndexedSource):
     """Images of a ``.rec`` file: a local path or an fsspec URL.
 
-    The order is that of the ``.idx`` beside it, or of the file when there is none. A record with several
+    The order is that of its ``.idx``, or of the file when there is none. A record with several
     labels has the first as its class. In insightface's layout record 0 holds no image but the number of
     the first record that is none; the records from there on, one a person, are left out.
 

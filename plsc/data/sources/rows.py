@@ -16,6 +16,7 @@ import numpy as np
 import pybase64
 
 from plsc.data.decode import MAX_FILE_BYTES, check_image_bytes
+from plsc.data.files import Shards
 from plsc.data.sources.base import printable, read_image_file
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
@@ -25,7 +26,6 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.files import Shards
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
@@ -65,19 +65,29 @@ class RowSource(ColumnSource):
     numbers; or names, whose ids are their ranks in sorted order, or those of `label_map`. The file is
     read through once; the index is kept (`index_store`). `class_names` has the sorted names, or None.
 
-    A format gives the methods that find rows and labels, and `_image_text`, which takes a row apart again.
+    A format gives the methods that find rows and take them apart.
     """
 
     _most_stored = MAX_LINE_BYTES
+    _header_rows = 0
 
-    def _load(self, data: Bytes, kind: str, labels: LabelReader) -> Mapping[str, np.ndarray]:
-        """Load or build the index, of what `kind` says."""
-        self.location = data.location
-        self._title = base_name(shown(self.location))
-        self._folder = parent_of(self.location)
-        self._files = Shards([self.location])
-        kind = f"{kind}{'-names' if labels.names_wanted else ''}"
-        index = load_or_build([self.location], kind, lambda: self._build(labels))
+    def _open(
+        self, location: str, image: str | None, label: str | None, labels: LabelReader
+    ) -> Mapping[str, np.ndarray]:
+        self._title = base_name(shown(location))
+        self._folder = parent_of(location)
+        self._files = Shards([location])
+        _, _, first = next(self._rows(), (1, 0, b""))
+        try:
+            self._columns = self._columns_in(first.removesuffix(b"\n"))
+            self._image = choose_column(image, self._columns, IMAGE_COLUMNS, "image")
+            self._label = choose_column(label, self._columns, LABEL_COLUMNS, "label")
+        except OptionError as error:
+            raise OptionError(f"{shown(location)}: {error}") from error
+        except DataError as error:
+            raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
+        kind = f"{self._index_kind()}{'-names' if labels.names_wanted else ''}"
+        index = load_or_build([location], kind, lambda: self._build(labels))
         self._offsets, self._lengths, self._lines = (
             index[name] for name in ("offsets", "lengths", "lines")
         )
@@ -88,11 +98,19 @@ class RowSource(ColumnSource):
         return index
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield (first line, offset, row) of each sample; rows may have their LF at the end."""
+        """Yield (first line, offset, row) of each row, a header too; rows may have their LF at the end."""
         raise NotImplementedError
 
-    def _label_in(self, row: bytes, line: int) -> Label:
-        """Return the label of a row; DataError that names the line if the row is not sound."""
+    def _columns_in(self, first: bytes) -> list[str]:
+        """Return the names of the columns by the first row; DataError if it is not sound."""
+        raise NotImplementedError
+
+    def _index_kind(self) -> str:
+        """Return the kind of the index, which depends on the label column."""
+        raise NotImplementedError
+
+    def _label_in(self, row: bytes) -> Label:
+        """Return the label of a row; DataError if the row is not sound."""
         raise NotImplementedError
 
     def _image_text(self, row: bytes) -> str:
@@ -125,16 +143,20 @@ class RowSource(ColumnSource):
 
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
         places = array("q")  # offset, length and first line of each row
+        name = shown(self._files.locations[0])
 
         def found() -> Iterator[Label]:
-            for line, offset, row in self._rows():
+            for line, offset, row in itertools.islice(self._rows(), self._header_rows, None):
                 row = row.removesuffix(b"\n")
                 places.extend((offset, len(row), line))
-                yield self._label_in(row, line)
+                try:
+                    yield self._label_in(row)
+                except DataError as error:
+                    raise DataError(f"{name}:{line}: {error}; fix the line") from error
 
-        labels.extend(found(), lambda _: f"{shown(self.location)}:{places[-1]}")
+        labels.extend(found(), lambda _: f"{name}:{places[-1]}")
         if not places:
-            raise DataError(f"{shown(self.location)} holds no samples")
+            raise DataError(f"{name} holds no samples")
         offsets, lengths, lines = np.frombuffer(places, np.int64).reshape(-1, 3).T
         return {"offsets": offsets, "lengths": lengths, "lines": lines, **labels.arrays()}
 
@@ -160,24 +182,17 @@ class CsvSource(RowSource):
     many or too few fields, or with a label that is none.
     """
 
-    def _open(
-        self, location: str, image: str | None, label: str | None, labels: LabelReader
-    ) -> Mapping[str, np.ndarray]:
-        data = open_bytes(location)
-        header = next((row for _, _, row in _whole_rows(data)), b"").removesuffix(b"\n")
-        self._delimiter = max(b",;\t|".decode(), key=header.decode("utf-8", "replace").count)
-        try:
-            self.columns = [name.strip() for name in self._split(header)]
-            image = choose_column(image, self.columns, IMAGE_COLUMNS, "image")
-            label = choose_column(label, self.columns, LABEL_COLUMNS, "label")
-        except OptionError as error:
-            raise OptionError(f"{shown(location)}: {error}") from error
-        except DataError as error:
-            raise DataError(
-                f"{shown(location)}: the first line {error}; expected the columns' names"
-            ) from error
-        self._image, self._label = self.columns.index(image), self.columns.index(label)
-        return self._load(data, f"csv-1-{self._label}", labels)
+    _header_rows = 1
+
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        return _whole_rows(self._files[0])
+
+    def _columns_in(self, first: bytes) -> list[str]:
+        self._delimiter = max(",;\t|", key=first.decode("utf-8", "replace").count)
+        return [name.strip() for name in self._split(first)]
+
+    def _index_kind(self) -> str:
+        return f"csv-1-{self._columns.index(self._label)}"
 
     def _split(self, row: bytes) -> list[str]:
         """Return the fields of a row; DataError if it is no UTF-8, or its quotes do not close."""
@@ -195,27 +210,19 @@ class CsvSource(RowSource):
             raise DataError(f"is no CSV ({error})") from error
         return rows[0] if rows else []
 
+    def _label_in(self, row: bytes) -> Label:
+        fields = self._split(row)
+        if len(fields) != len(self._columns):
+            raise DataError(
+                f"has {len(fields)} fields, the header {len(self._columns)}: '{printable(row[:100])}'"
+            )
+        return fields[self._columns.index(self._label)]
+
     def _image_text(self, row: bytes) -> str:
         fields = self._split(row)
-        if len(fields) <= self._image:
+        if len(fields) != len(self._columns):
             raise DataError("the image column is missing; the file changed while it was in use")
-        return fields[self._image].strip()
-
-    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        return itertools.islice(_whole_rows(self._files[0]), 1, None)
-
-    def _label_in(self, row: bytes, line: int) -> Label:
-        name, wanted = shown(self.location), len(self.columns)
-        try:
-            fields = self._split(row)
-        except DataError as error:
-            raise DataError(f"{name}:{line} {error}; fix the line") from error
-        if len(fields) != wanted:
-            raise DataError(
-                f"{name}:{line} has {len(fields)} fields, the header {wanted}: "
-                f"'{printable(row[:100])}'; fix the line"
-            )
-        return fields[self._label]
+        return fields[self._columns.index(self._image)].strip()
 
 
 def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -250,47 +257,35 @@ _decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 class JsonLinesSource(RowSource):
-    """A file of JSON objects, one a line: see `RowSource` for images and labels.
+    """A file of JSON objects, one per line: see `RowSource` for images and labels.
 
     Blank lines, CRLF and a byte order mark are accepted. Raises OptionError for a name that the first
     object does not have, DataError that names the line for one that is no object, or lacks the label.
     """
 
-    def _open(
-        self, location: str, image: str | None, label: str | None, labels: LabelReader
-    ) -> Mapping[str, np.ndarray]:
-        data = open_bytes(location)
-        first = next((line for _, _, line in text_lines(data) if not line.isspace()), b"{}")
-        try:
-            columns = list(_object(first))
-            self._image = choose_column(image, columns, IMAGE_COLUMNS, "image")
-            self._label = choose_column(label, columns, LABEL_COLUMNS, "label")
-        except OptionError as error:
-            raise OptionError(f"{shown(location)}: {error}") from error
-        except DataError as error:
-            raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        return (found for found in text_lines(self._files[0]) if not found[2].isspace())
+
+    def _columns_in(self, first: bytes) -> list[str]:
+        return list(_object(first or b"{}"))
+
+    def _index_kind(self) -> str:
         # A hash of the name, which may hold what a file's name may not.
-        return self._load(data, f"json-1-{self._label.encode().hex()[:40]}", labels)
+        return f"json-1-{self._label.encode().hex()[:40]}"
+
+    def _label_in(self, row: bytes) -> Label:
+        label = _object(row).get(self._label)
+        if type(label) is not int and not isinstance(label, str):
+            raise DataError(
+                f"the label {self._label!r} is {_kind(label)}; expected a number or a name"
+            )
+        return label
 
     def _image_text(self, row: bytes) -> str:
         image = _object(row).get(self._image)
         if not isinstance(image, str):
             raise DataError(f"{self._image!r} is {_kind(image)}; expected a path or base64")
         return image.strip()
-
-    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        return (found for found in text_lines(self._files[0]) if not found[2].isspace())
-
-    def _label_in(self, row: bytes, line: int) -> Label:
-        try:
-            label = _object(row).get(self._label)
-            if type(label) is not int and not isinstance(label, str):
-                raise DataError(
-                    f"the label {self._label!r} is {_kind(label)}; expected a number or a name"
-                )
-        except DataError as error:
-            raise DataError(f"{shown(self.location)}:{line}: {error}; fix the line") from error
-        return label
 
 
 def _object(line: bytes) -> dict[str, Any]:
@@ -299,7 +294,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error).split(": ", 1)[0]
         raise DataError(
-            f"is no JSON ({reason}): '{printable(line[:60])}'; expected one object a line"
+            f"is no JSON ({reason}): '{printable(line[:60])}'; expected one object per line"
         ) from error
     if not isinstance(found, dict):
         raise DataError(f"is {_kind(found)}; expected an object")

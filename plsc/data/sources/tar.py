@@ -8,10 +8,11 @@ import tarfile
 from array import array
 from collections.abc import Iterator, Mapping
 from tarfile import TarInfo
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from plsc.data.files import Shards, shard_files
 from plsc.data.sources.base import printable
 from plsc.data.sources.columns import (
     ColumnSource,
@@ -20,7 +21,6 @@ from plsc.data.sources.columns import (
     pack_texts,
     text_at,
 )
-from plsc.data.sources.files import Shards, shard_files
 from plsc.data.sources.image_folders import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
@@ -172,11 +172,11 @@ def is_image(suffix: str) -> bool:
     return f".{suffix.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES
 
 
-def read_members(file: IO[bytes], title: str, *, has_end: bool = True) -> Iterator[TarInfo]:
+def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[TarInfo]:
     """Yield the files and folders of a plain tar, in their order, with names that stay below a folder.
 
-    file: seekable, forwards at least. title: its name, for messages. has_end: whether to check that the
-    archive ends with its end mark, and that nothing follows it (which would be lost silently).
+    file: has read, tell and seek, forwards at least. title: its name, for messages. has_end: whether to check
+    that the archive ends with its end mark, and that nothing follows it (which would be lost silently).
 
     Raises DataError for a damaged or truncated archive; for a link, device or sparse file; and for a name
     that is absolute or climbs out.
@@ -199,7 +199,7 @@ def read_members(file: IO[bytes], title: str, *, has_end: bool = True) -> Iterat
         ) from error
 
 
-def _check_end(file: IO[bytes]) -> None:
+def _check_end(file: Any) -> None:
     """Raise TarError unless zeros follow: tarfile takes whatever is no header for the end."""
     found = file.read(2**16)
     if len(found) < tarfile.BLOCKSIZE:
@@ -213,7 +213,7 @@ def _check_end(file: IO[bytes]) -> None:
 class _Bounded:
     """A file of which a header cannot ask for much at once, as that would take as much memory."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
         self.seek, self.tell = file.seek, file.tell
 
@@ -221,17 +221,22 @@ class _Bounded:
         """Read up to `length` bytes."""
         if not 0 <= length <= _MOST_REMARKS:
             raise tarfile.ReadError(f"a header announces {length} bytes of names or remarks")
-        return self._file.read(length)
+        data: bytes = self._file.read(length)
+        return data
 
 
 def _checked(member: TarInfo, title: str) -> TarInfo:
     """Return a member, its name made a relative path; DataError for one that is no plain file or folder."""
-    if not (member.isreg() or member.isdir()) or member.issparse() or member.size < 0:
+    is_plain = member.type == tarfile.REGTYPE and member.sparse is None  # the usual case
+    if (
+        not (is_plain or member.isdir() or (member.isreg() and not member.issparse()))
+        or member.size < 0
+    ):
         what = next(
             (name for kinds, name in _REFUSED.items() if member.type in kinds), "no plain file"
         )
         raise DataError(f"{title}: '{printable(member.name)}' is {what}; only files can be read")
-    if member.isdir():
+    if not is_plain and member.isdir():
         member.size = 0
     name = member.name
     if not name or name[0] in "/." or "/." in name or "//" in name or "\0" in name:

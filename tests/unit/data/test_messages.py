@@ -38,10 +38,10 @@ CASES = [
     ("a.tar", tar()[:1500], " is truncated, damaged, compressed or no tar (", WRITE),
     ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or no tar (", WRITE),
     ("a.tar", tar("txt"), ":1 has no label: no .cls", "label_column"),
-    ("a.jsonl", ROW + '{"image": "a', ":2: is no JSON (", "one object a line; fix the line"),
+    ("a.jsonl", ROW + '{"image": "a', ":2: is no JSON (", "one object per line; fix the line"),
     ("a.jsonl", ROW + '{"image": "a"}', ":2: the label 'label' is missing", "fix the line"),
     ("a.jsonl", '{"image":\n' + ROW, ": the first line is no JSON (", "fix the line"),
-    ("a.csv", b"\xff,label\n1,2\n", ": the first line is no UTF-8", "expected the columns' names"),
+    ("a.csv", b"\xff,label\n1,2\n", ": the first line is no UTF-8", "fix the line"),
     (
         "mk.py",
         "print()\n",

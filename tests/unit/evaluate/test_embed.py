@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from plsc.data.pairs import write_pairs
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from plsc.evaluate.embed import embed_images
 from tests.distributed.launch import run_ranks
 
@@ -94,15 +94,7 @@ def test_an_embedding_that_is_not_finite_is_named(value):
         embed(Diverged())
 
 
-def test_a_network_that_gives_no_embeddings_is_an_option_error():
-    class Unflattened(torch.nn.Module):
-        def forward(self, input, label, is_train):
-            return input
-
-    with pytest.raises(OptionError, match=r"gives \[3, 3, 16, 16\]"):
-        embed(Unflattened())
-    with pytest.raises(OptionError, match="batch_size"):
-        embed_images(Network(), IMAGES, SHAPE, batch_size=0, device="cpu")
+def test_no_images_are_a_data_error():
     with pytest.raises(DataError, match="none to embed"):
         embed(Network(), [])
 

@@ -19,7 +19,7 @@ from plsc.optim.optimizers import (
     describe_implementation,
     set_rates,
 )
-from plsc.train.build_optim import check_optim
+from plsc.train.optim import check_optim
 
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parents[3] / "docs/optimizers.md").read_text(encoding="utf-8")

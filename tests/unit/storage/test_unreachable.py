@@ -7,7 +7,7 @@ import socket
 import fsspec
 import pytest
 
-from plsc.data.sources.files import read_file_list
+from plsc.data.files import read_file_list
 from plsc.errors import DataError
 from plsc.storage.retry import reason_of, with_retries
 from plsc.storage.store import Store

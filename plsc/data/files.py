@@ -98,7 +98,7 @@ def read_file_list(
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{shown(listing)} is not UTF-8 text (byte {error.start}); expected one name a line"
+            f"{shown(listing)} is not UTF-8 text (byte {error.start}); expected one name per line"
         ) from error
     found: list[str] = []
     seen: dict[str, int] = {}
@@ -118,7 +118,7 @@ def read_file_list(
         seen[path] = number
         found.append(path)
     if not found:
-        raise DataError(f"{shown(listing)} names no files; expected one name a line")
+        raise DataError(f"{shown(listing)} names no files; expected one name per line")
     return found
 
 
