@@ -133,7 +133,7 @@ def main() -> None:
                 optimizer_ms=round(updating * 1e3, 1),
                 bytes=bytes_of(run),
                 given=given[way],
-                notes=run.notes.splitlines()[0],
+                notes=run.notes[0],
             )
     world.close()
 

@@ -24,7 +24,7 @@ from plsc.models.layers import use_torchs_layers
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.loop import agree
-from plsc.train.precision import training_mode
+from plsc.train.network import training_mode
 from plsc.train.step import Step
 
 TEXTBOOK = "textbook, fp32"
@@ -207,7 +207,7 @@ def _backbone_step(run: Run, batch: Batch) -> Tensor:
 def _batches_of(run: Run) -> Generator[Batch, None, None]:
     epoch = 0
     while True:
-        yield from run.loader.epoch(epoch)
+        yield from run.data.loader.epoch(epoch)
         epoch += 1
 
 

@@ -36,7 +36,7 @@ class TrainingRun:
         )
         self.run.network.train()
         self._step = Step(self.run)
-        with closing(self.run.loader.epoch(0, 0)) as batches:
+        with closing(self.run.data.loader.epoch(0, 0)) as batches:
             self._batch: Batch = next(iter(batches))
 
     def step(self) -> float:

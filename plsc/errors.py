@@ -93,11 +93,6 @@ def add_note(error: BaseException, note: str) -> None:
         error.args = (f"{text}; {note}", *others)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or ["no message"])[0]
-
-
 def kind_and_line(error: BaseException) -> str:
     """Return an error's type, and the first line of its message if it has one."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
@@ -115,21 +110,17 @@ def refusing(what: str, advice: str = "") -> Iterator[None]:
         raise OptionError(f"{what}: {kind_and_line(error)[:300]}{ending}") from error
 
 
-def failure_text(error: BaseException) -> str:
-    """Return what torchrun reports: a message for the user, or the traceback of a defect of ours."""
-    if isinstance(error, PlscError):
-        return f"plsc: error: {error}"
-    return shown("".join(traceback.format_exception(error))).rstrip()
-
-
 def record_failure(error: BaseException) -> None:
     """Write an error to the file from which torchrun takes its failure summary, if torchrun started us.
 
-    torch.distributed.elastic's `record` does the same, but with all causes, whose texts may hold secrets.
+    That is its message if it is one for the user, else the traceback. torch.distributed.elastic's `record`
+    writes all causes, too, whose texts may hold secrets.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        text = failure_text(error)
+        text = f"plsc: error: {error}"
+        if not isinstance(error, PlscError):
+            text = shown("".join(traceback.format_exception(error))).rstrip()
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         content = {"message": {"message": text, "extraInfo": extra}}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123

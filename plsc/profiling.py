@@ -26,17 +26,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from plsc.config import Options
 from plsc.config.option import shown_value
-from plsc.data.batch import Batch
 from plsc.errors import OptionError, TrainingError
 from plsc.parallel.world import World
 from plsc.spans import PREFIX
+from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.directories import open_to_resume
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
-from plsc.train.randomness import seed_generators
-from plsc.train.resume import resolve_run
 from plsc.train.saving import Saver
+from plsc.train.snapshot import seed_generators
 
 logger = logging.getLogger(__name__)
 
@@ -177,15 +176,12 @@ class _Watch:
             self.seconds += self._now()
             self.memory = _peak_memory(self._device)
 
-    def end_step(
-        self, batch: Batch, images: int, step_in_epoch: int, wait: float, step: float
-    ) -> str | None:
+    def end_step(self, images: int) -> None:
         """A step is made."""
         if WARM_UP <= self._made < WARM_UP + self.steps:
             self.images += images
         self._made += 1
         self._is_open = False
-        return None
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -196,8 +192,8 @@ class _Watch:
 def _train(run: Run, steps: int, output: Path) -> _Watch:
     device = run.world.device
     watch = _Watch(device, steps)
-    run.save_dir = output  # of what the loop lists next to the checkpoints
-    run.options = run.options.changed({"train.steps": watch.total, "train.epochs": _ENDLESS})
+    endless = {"train.steps": watch.total, "train.epochs": _ENDLESS}
+    run = replace(run, options=run.options.changed(endless))
     silent = RunLog(output, False, 0, watch.total)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -38,9 +38,12 @@ class Terminal(logging.Handler):
 
 @contextmanager
 def on_terminal() -> Iterator[Terminal]:
-    """Print the messages of the block, unless a handler of `plsc` or of the root logger is configured."""
+    """Print the messages of the block, unless logging is configured for them.
+
+    A root logger with a handler, but at its first level, WARNING, is not: notebooks begin with one.
+    """
     terminal, level = Terminal(), logger.level
-    if logger.hasHandlers():
+    if logger.hasHandlers() and (level or logger.isEnabledFor(logging.INFO)):
         yield terminal
         return
     logger.addHandler(terminal)

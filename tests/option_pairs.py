@@ -113,7 +113,7 @@ def losses(
     run = build_run(options_with(values), world or World.single(), user)
     run.network.train()
     step, found = Step(run), []
-    for batch in itertools.islice(run.loader.epoch(0), steps):
+    for batch in itertools.islice(run.data.loader.epoch(0), steps):
         made = step.make(batch, agree(run.world, batch, run.head.class_num).sizes, False)
         run.position.advance(made.is_skipped)
         found.append(float(made.output.mean_loss))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -39,8 +38,7 @@ class Batch:
     ``images`` is [b, C, H, W], uint8 in any memory layout, or float32 that is already normalised.
     ``labels`` is int64 [b]. ``names`` says where each sample came from. ``mirrored``, bool [b], marks images
     that are still to be mirrored, which `to_input` does on the way: None if none is. ``skipped`` bad samples
-    were left out; ``problems`` names each that was left out or replaced, and its fault. ``seconds`` is how
-    long it took to make, ``cpu_seconds`` how long its maker computed for that.
+    were left out; ``problems`` names each that was left out or replaced, and its fault.
 
     A batch may be kept: its memory is used again only when nothing refers to it any more.
     """
@@ -51,17 +49,9 @@ class Batch:
     skipped: int = 0
     problems: list[BadSample] = field(default_factory=list)
     mirrored: torch.Tensor | None = None
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def timed(self, began: float, computed: float) -> Batch:
-        """Note how long it took since `time.perf_counter` and `time.thread_time` gave these; return it."""
-        self.seconds = time.perf_counter() - began
-        self.cpu_seconds = time.thread_time() - computed
-        return self
 
     def input(
         self,

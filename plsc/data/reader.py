@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -151,7 +150,6 @@ class ReaderLoader:
             keep_all = step == 0 and self.last_batch == "pad"
             slots = range(0) if step < start_step else self._slots()
             kept: dict[int, Sample] = {}
-            began, computed = time.perf_counter(), time.thread_time()
             with randomness.active():
                 for size in range(whole + 1):
                     if size == whole:
@@ -175,7 +173,7 @@ class ReaderLoader:
                 kept |= {s: first[(s - size) % len(first)] for s in range(size, whole)}
             if step >= start_step:
                 samples_here = [kept[slot] for slot in slots if slot in kept]
-                yield self._collate(samples_here, epoch, step).timed(began, computed)
+                yield self._collate(samples_here, epoch, step)
             step += 1
         self._finish(epoch, step, start_step)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -75,7 +74,6 @@ class BatchReader:
         a fault of the code and not of a sample; Stopped once ``stopped()`` says so.
         """
         epoch, indices = request
-        began, computed = time.perf_counter(), time.thread_time()
         slots, images = ring.take(len(indices))
         batch = Batch(images, torch.empty(0, dtype=torch.int64), [])
         labels: list[int] = []
@@ -104,7 +102,7 @@ class BatchReader:
         batch.mirrored = None if floats else self._still_to_mirror(used, epoch)
         batch.labels = torch.tensor(labels, dtype=torch.int64)
         batch.names = NamesOf(used, self.source)
-        return batch.timed(began, computed)
+        return batch
 
     def _read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | None]:
         """Yield what is read of each sample; None for one that has to be asked for by its index."""

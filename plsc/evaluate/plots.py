@@ -39,11 +39,8 @@ def plot_roc(
     The axis begins at one false accept among the negatives; left of it nothing is measured.
 
     Raises:
-        DataError: there is no curve, a curve has not both kinds of pairs, or the file cannot be
-            written.
+        DataError: a curve has not both kinds of pairs, or the file cannot be written.
     """
-    if not curves:
-        raise DataError("plot_roc got no curves; give {name: (scores, is_same)}")
     figure = new_figure(5.6, 4.2)
     axes = figure.add_subplot()
     style_axes(axes)
@@ -212,14 +209,9 @@ def plot_hardest_pairs(
         count: pairs of each kind; fewer where there are fewer.
 
     Raises:
-        DataError: the lengths do not fit, an image cannot be decoded, or the file cannot be written.
+        DataError: an image cannot be decoded, or the file cannot be written.
     """
     is_same, scores = np.asarray(is_same, dtype=bool), np.asarray(scores)
-    if not len(images) == 2 * len(is_same) == 2 * len(scores) or not len(images):
-        raise DataError(
-            f"{len(images)} images, {len(is_same)} flags and {len(scores)} scores do not fit; "
-            "expected two images, one flag and one score for each pair"
-        )
     ranked = np.argsort(scores, kind="stable")
     different = _distinct(images, ranked[~is_same[ranked]][::-1], count)
     same = _distinct(images, ranked[is_same[ranked]], count)

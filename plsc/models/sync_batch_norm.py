@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from plsc.spans import span
 
@@ -17,7 +16,7 @@ from plsc.spans import span
 def synchronise_batch_norm(
     module: nn.Module, group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> nn.Module:
-    """Let every BatchNorm1d, 2d and 3d of ``module`` take its statistics over all ranks of ``group``.
+    """Let every batch norm of ``module`` take its statistics over all ranks of ``group``.
 
     device: where it is going to compute; by default where it is now. CUDA gets torch's SyncBatchNorm,
     which refuses every other device; those get ours. Layers are replaced in place, with the same
@@ -27,22 +26,14 @@ def synchronise_batch_norm(
     if group is None or group.size() == 1:
         return module
     devices = {p.device.type for p in module.parameters()} if device is None else {device.type}
-    if "cuda" in devices:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
-    return _replace(module, group)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+    for layer in [] if "cuda" in devices else converted.modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            layer.__class__ = SyncBatchNorm
+    return converted
 
 
-def _replace(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-        return SyncBatchNorm.replacing(module, group)
-    for name, child in module.named_children():
-        replacement = _replace(child, group)
-        if replacement is not child:
-            setattr(module, name, replacement)
-    return module
-
-
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch norm [b, C, ...] whose training statistics are those of the batches of all ranks together.
 
     The ranks may bring batches of different sizes, also none. The gradients of weight and bias are
@@ -50,24 +41,7 @@ class SyncBatchNorm(_BatchNorm):
     its backward, equally often. In evaluation it is an ordinary batch norm.
     """
 
-    def __init__(self, num_features: int, *, group: dist.ProcessGroup, **options: Any) -> None:
-        super().__init__(num_features, **options)
-        self.group = group
-
-    @classmethod
-    def replacing(cls, norm: _BatchNorm, group: dist.ProcessGroup) -> SyncBatchNorm:
-        """Return a layer that shares the parameters and buffers of ``norm``."""
-        layer = cls(
-            norm.num_features,
-            group=group,
-            eps=norm.eps,
-            momentum=norm.momentum,
-            affine=norm.affine,
-            track_running_stats=norm.track_running_stats,
-        )
-        layer._parameters.update(norm._parameters)
-        layer._buffers.update(norm._buffers)
-        return layer.train(norm.training)
+    process_group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` [b, C, ...].
@@ -77,14 +51,11 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not self.training:
             return super().forward(input)
-        count, mean, variance = _global_statistics(input.detach(), self.group)
+        count, mean, variance = _global_statistics(input.detach(), self.process_group)
         self._update_running(count, mean, variance)
         return _Normalise.apply(
-            input, self.weight, self.bias, mean, variance, count, self.eps, self.group
+            input, self.weight, self.bias, mean, variance, count, self.eps, self.process_group
         )
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Take images of any number of dimensions."""
 
     @torch.no_grad()
     def _update_running(self, count: int, mean: Tensor, variance: Tensor) -> None:

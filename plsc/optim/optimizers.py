@@ -36,8 +36,7 @@ FULL_RATE = "initial_lr"
 LR_FACTOR, L1_DECAY = "lr_factor", "l1_decay"
 """Keys of ours in an optimizer's groups, next to its own settings."""
 
-# torch's other ways have no rule for DTensors.
-_FUSED_WHERE_SHARDED = ("Adam", "AdamW")
+# torch's other way has no rule for DTensors.
 _NO_FOREACH_WHERE_SHARDED = ("Rprop",)
 
 
@@ -206,17 +205,6 @@ def implementation_flags(
 ) -> dict[str, bool]:
     """Return the arguments by which torch chooses what computes a step. Raises OptionError."""
     wanted = options.implementation
-    if wanted == "fused" and not kind.has_fused:
-        names = ", ".join(name for name, one in OPTIMIZERS.items() if one.has_fused)
-        raise OptionError(
-            f"optim.implementation is 'fused', but torch has no fused {options.optimizer}; expected one of "
-            f"{names}, or 'auto'"
-        )
-    if is_sharded and wanted == "fused" and kind.class_name not in _FUSED_WHERE_SHARDED:
-        raise OptionError(
-            f"optim.implementation is 'fused', but torch's fused {options.optimizer} takes no sharded "
-            "backbone; use 'auto' or 'foreach'"
-        )
     if is_sharded and wanted == "auto":
         wanted = "for_loop" if kind.class_name in _NO_FOREACH_WHERE_SHARDED else "foreach"
     elif wanted == "auto":
@@ -225,7 +213,7 @@ def implementation_flags(
         unfused = "foreach" if device.type == "cuda" else "for_loop"
         wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else unfused
     flags = {"foreach": wanted == "foreach"}
-    return {**flags, "fused": wanted == "fused"} if kind.has_fused else flags
+    return {**flags, "fused": wanted == "fused"} if kind.has_fused or wanted == "fused" else flags
 
 
 def describe_implementation(optimizer: torch.optim.Optimizer) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plsc.errors import DistributedError, OptionError, first_line
+from plsc.errors import DistributedError, OptionError, kind_and_line
 
 _LEAVE_SECONDS = 5.0  # a rank that failed never comes
 
@@ -95,7 +95,7 @@ class World:
             raise DistributedError(
                 f"rank {rank} of {size} could not join the others over {backend} at "
                 f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
-                f"{first_line(error)}; start all ranks with torchrun"
+                f"{kind_and_line(error)}; start all ranks with torchrun"
             ) from error
         return World(
             rank=rank,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from plsc.errors import OptionError, PlscError, first_line
+from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
 from plsc.models.layers import use_torchs_layers
 
@@ -85,7 +85,7 @@ def measure(
     except Exception as error:  # whatever a network may do with its input
         raise OptionError(
             "the network cannot be planned, for it does not run without data: "
-            f"{type(error).__name__}: {first_line(error)[:200]}"
+            f"{kind_and_line(error)[:200]}"
         ) from error
     if optimizer is not None:
         found.state = count_states(network, optimizer)

@@ -69,19 +69,9 @@ def with_retries(
                 after = "" if is_final else f" after {tries} in {passed:.0f} s"
                 raise DataError(
                     f"{what}{after} ({reason_of(error)}){advice and f'; {advice}'}"
-                ) from _cause(error)
+                ) from None  # a client's traceback may show a secret
             time.sleep(min(pause * _jitter.uniform(0.75, 1.25), left))
             pause = min(2 * pause, _LONGEST_WAIT)
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    """Return a client's fault as the cause of ours, None where its traceback would show a secret."""
-    one: BaseException | None = error
-    while one is not None:
-        if shown(str(one), by_client=True) != str(one):
-            return None
-        one = one.__cause__ or one.__context__
-    return error
 
 
 def _advice(error: Exception) -> str:

@@ -1,10 +1,9 @@
-"""What a checkpoint decides of a configuration and of several heads, before memory is taken for it."""
+"""What a checkpoint decides of a configuration, and what it may not, before memory is taken for it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,29 +12,87 @@ import torch
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.importers.matching import shorten
 from plsc.checkpoint.load import check_files
-from plsc.checkpoint.manifest import (
-    BACKBONE,
-    CLASS_NAMES,
-    CLASS_OPTIMIZER,
-    CLASS_WEIGHTS,
-    HEADS_KEY,
-    OPTIMIZER,
-    STATISTICS,
-    Checker,
-    Role,
-)
-from plsc.config import Config, Options
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, HEADS_KEY, Checker
+from plsc.config import Config, Options, find_option
 from plsc.config.data import is_name
 from plsc.errors import CheckpointError, OptionError
-from plsc.heads.joint import JointHead
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import harmless_arguments
-from plsc.models.registry import TIMM, TORCHVISION
-from plsc.parallel.collectives import class_ranges
-from plsc.train.build import Run
+from plsc.train.classes import OpenedCheckpoint
+from plsc.train.heads import with_margin
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
 _LARGEST_BATCH = 2**30  # numbers in the images of a rank's batch
+
+
+def resolve_run(
+    options: Options,
+    checkpoint: OpenedCheckpoint | None,
+    ranks: int,
+    model: BaseModel | None = None,
+) -> Config:
+    """Return the configuration of a run; of one that resumes a checkpoint with what that decides.
+
+    model: the network, where the script gives one. Raises OptionError, and CheckpointError for a checkpoint
+    that is damaged or of other data.
+    """
+    if checkpoint is None:
+        return with_margin(options.resolve())
+    path, manifest = checkpoint
+    config = adopt(options, path, manifest, model, "run")
+    _check_data_sets(config, path, manifest)
+    steps = manifest.scalars.get("steps_per_epoch")
+    if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
+        # With other data sets, too: epochs and schedule are unchanged.
+        config = config.changed(
+            {"train.epoch_steps": find_option("train.epoch_steps").saved(steps)}
+        )
+    return with_margin(_keep_global_batch(config, path, manifest, ranks))
+
+
+def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
+    """Return the configuration whose steps have as many samples as the checkpoint's, on any number of ranks.
+
+    A script that sets the batch per rank that it set before may be started on any number of ranks; one that
+    sets another must come to the same product. Raises OptionError for that, CheckpointError for a damaged
+    manifest.
+    """
+    saved = Checker(str(path)).integer(manifest.scalars.get("global_batch"), "the global batch")
+    if saved < ranks:
+        raise OptionError(
+            f"{path} was trained with {saved} images a step, too few for {ranks} ranks; start fewer"
+        )
+    _check_batch(options, path, saved // ranks)
+    train = options.train
+    if "train.global_batch_size" in options.explicit and train.global_batch_size != saved:
+        raise OptionError(
+            f"train.global_batch_size is {train.global_batch_size}, but {path} was trained with {saved} "
+            "images a step, which a resumed run keeps; leave it out"
+        )
+    product = train.batch_size * ranks
+    if product == saved:
+        return options
+    before = manifest.options.get("train", {})
+    is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
+    if "train.batch_size" in options.explicit and not is_the_same:
+        raise OptionError(
+            f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
+            f"{path} was trained with {saved} images a step, which a resumed run keeps; leave it out"
+        )
+    kept = replace(
+        options.changed({"train.global_batch_size": saved}),
+        adopted=options.adopted | {"train.global_batch_size"},
+    )
+    if ranks == manifest.world_size:
+        return kept
+    share = (
+        f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
+    )
+    line = (
+        f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
+        f"{share} a rank"
+    )
+    return replace(kept, differences=(*kept.differences, line))
 
 
 def adopt(
@@ -60,9 +117,6 @@ def adopt(
                 "instance of it"
             )
         config = replace(config, arguments=harmless_arguments(arguments))
-    is_other = any(line.startswith("model.name:") for line in config.differences)
-    if model is None and not is_other and name.startswith((TORCHVISION, TIMM)):
-        _check_neck(name, path, manifest)
     check_files(path, manifest)
     _check_head(config, path, manifest)
     # A network that the script chooses is compared when it is loaded.
@@ -70,11 +124,11 @@ def adopt(
     if model is None and not is_chosen and any(one.startswith("model.") for one in config.adopted):
         _check_network(config, path, manifest)
     if use == "model":
-        check_batch(config, path, config.train.test_batch_size)
+        _check_batch(config, path, config.train.test_batch_size)
     return config
 
 
-def check_batch(config: Config, path: Path, images: int) -> None:
+def _check_batch(config: Config, path: Path, images: int) -> None:
     """Raise CheckpointError if a checkpoint decides on batches per rank that take gigabytes."""
     sizes = {"train.batch_size", "train.global_batch_size", "model.image_shape"}
     shape = list(config.model.image_shape)
@@ -108,15 +162,6 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
             )
 
 
-def _check_neck(network: str, path: Path, manifest: Manifest) -> None:
-    names = [info.role.name for info in manifest.tensors.values() if info.role.kind == BACKBONE]
-    if names and not any(name.startswith("neck.") for name in names):
-        raise CheckpointError(
-            f"{path} was written before networks of torchvision and timm had a neck, so it lacks that of "
-            f"{network}; train again from its weights, set_pretrained({str(path)!r})"
-        )
-
-
 def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     saved = {one.role.name: one for one in manifest.tensors.values() if one.role.kind == BACKBONE}
     options = config.model
@@ -146,66 +191,8 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HeadMatch:
-    """The names of the heads that run and checkpoint both have, and of those that one of them has alone.
-
-    dropped: in the checkpoint alone; added: in the run alone. All are empty for a single head.
-    """
-
-    kept: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """Return what the user should know of it."""
-        lines = []
-        if self.dropped:
-            lines.append(
-                f"data sets left out: {', '.join(self.dropped)}; their heads stay in that checkpoint and "
-                "are not in those of this run"
-            )
-        if self.added:
-            lines.append(
-                f"data sets that are new: {', '.join(self.added)}; their heads begin afresh"
-            )
-        return lines
-
-    def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
-        """Whether a tensor is of no head, or of one that run and checkpoint both have.
-
-        roles: of all tensors of the one or the other, by key; key: of a tensor there.
-        """
-        role = roles.get(key)
-        if role is not None and role.kind in (OPTIMIZER, CLASS_OPTIMIZER):
-            role = roles.get(role.of)
-        is_of_head = role is not None and role.kind in (CLASS_WEIGHTS, STATISTICS, CLASS_NAMES)
-        return not is_of_head or role is None or role.of not in (*self.dropped, *self.added)
-
-
-def heads_to_save(run: Run) -> dict[str, Any]:
-    """Return what the manifest's scalars tell of several heads; nothing for a single one.
-
-    Of each: class_num, class_ranges (on each rank), loss_type, num_samples, and what computes it.
-    """
-    if not isinstance(run.head, JointHead):
-        return {}
-    saved = {}
-    for one in run.sets:
-        head = run.head.heads[one.name]
-        ranges = class_ranges(head.class_num, run.world.size if head.is_sharded else 1)
-        saved[one.name] = {
-            "class_num": head.class_num,
-            "class_ranges": [list(pair) for pair in ranges],
-            "loss_type": one.options.head.loss_type,
-            "num_samples": one.num_samples,
-            "computed_by": getattr(head, "computed_by", None),
-        }
-    return {HEADS_KEY: saved}
-
-
-def check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
-    """Refuse a run over one data set that goes on from a checkpoint of several, and the other way round.
+def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
+    """Refuse a run over one data set that resumes a checkpoint of several, and the other way round.
 
     `options`: with those of the checkpoint adopted. Raises CheckpointError.
     """
@@ -223,38 +210,6 @@ def check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
         )
 
 
-def match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
-    """Return which heads are in both. Raises CheckpointError if one of them, or its data set, changed."""
-    saved = saved_heads(path, manifest)
-    if not isinstance(run.head, JointHead):
-        return HeadMatch()
-    assert saved is not None  # see check_data_sets
-    match = HeadMatch(
-        [name for name in run.head.heads if name in saved],
-        [name for name in saved if name not in run.head.heads],
-        [name for name in run.head.heads if name not in saved],
-    )
-    if not match.kept:
-        raise CheckpointError(
-            f"{path} has heads of the data sets {', '.join(saved)}, this run of others, "
-            f"{', '.join(match.added)}; keep one of them at least, under its name, or use set_pretrained"
-        )
-    for one in run.sets:
-        if one.name not in saved:
-            continue
-        mine = {"class_num": one.class_num, "loss_type": one.options.head.loss_type}
-        if manifest.step_in_epoch:
-            mine["num_samples"] = one.num_samples
-        for key, value in mine.items():
-            theirs = saved[one.name].get(key)
-            if theirs != value:
-                raise CheckpointError(
-                    f"{path} was saved with {_WORDS[key]} {theirs} for the data set {one.name}, this run has "
-                    f"{value}; to resume, they must be the same"
-                )
-    return match
-
-
 def saved_heads(path: Path, manifest: Manifest) -> dict[str, dict[str, Any]] | None:
     """Return what a checkpoint's scalars tell of its heads by name; None if it has a single one."""
     found = manifest.scalars.get(HEADS_KEY)
@@ -265,10 +220,3 @@ def saved_heads(path: Path, manifest: Manifest) -> dict[str, dict[str, Any]] | N
     if not heads or not all(map(is_name, heads)):
         raise check.wrong("the names of its heads are damaged")
     return {name: check.mapping(value, f"the head {name!r}") for name, value in heads.items()}
-
-
-_WORDS = {
-    "class_num": "a number of classes of",
-    "loss_type": "the loss type",
-    "num_samples": "(in the middle of an epoch) a number of images of",
-}

@@ -3,64 +3,44 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from plsc.config import Config
-from plsc.config.model import read_initializations
-from plsc.data.class_names import ClassNames
 from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows
-from plsc.models import BaseModel, build_model, check_model
-from plsc.models.base_model import constructor_arguments, unwrap
-from plsc.models.checkpointing import checkpoint_activations
-from plsc.models.dropout import SampleNumbers, draw_by_sample
-from plsc.models.parameters import (
-    freeze,
-    initialise_by_rule,
-    separate_buffers,
-    thaw,
-)
-from plsc.models.sync_batch_norm import synchronise_batch_norm
+from plsc.models import BaseModel
+from plsc.models.base_model import constructor_arguments
+from plsc.models.dropout import SampleNumbers
 from plsc.optim.loss_scaling import LossScaler
-from plsc.optim.optimizers import Assignment, Factory, assign_parameters
+from plsc.optim.optimizers import Factory
 from plsc.optim.schedule import Schedule
-from plsc.parallel.backbone import is_sharded
 from plsc.parallel.world import World
-from plsc.train.acceleration import (
-    check_speed,
-    compiled,
-    lay_out,
+from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note
+from plsc.train.classes import OpenedCheckpoint
+from plsc.train.data import TrainingData, open_training_data
+from plsc.train.evaluation import Target, TestReader, load_targets
+from plsc.train.heads import build_heads, margin_of
+from plsc.train.network import (
+    build_trained_network,
+    check_network_options,
+    mode_note,
     shard_size,
     spread_backbone,
-    will_be_sharded,
+    training_mode,
 )
-from plsc.train.build_head import TrainingSet, build_heads, margin_of
-from plsc.train.build_optim import (
+from plsc.train.optim import (
     ScheduleFunction,
     build_schedule,
     build_updates,
     check_optim,
     with_rate,
 )
-from plsc.train.class_numbers import OpenedCheckpoint
-from plsc.train.evaluation import Target, TestReader, load_targets
-from plsc.train.feed import Loader, build_feed, join_notes
-from plsc.train.hints import batch_note, frozen_note, idle_note, threads_note
-from plsc.train.precision import (
-    build_scaler,
-    check_precision,
-    look_up_lists,
-    mode_note,
-    use_lists,
-)
-from plsc.train.several import build_joint_feed
 from plsc.train.state import Position, collect_group_numbers
 
 
@@ -77,13 +57,15 @@ class UserParts:
     schedule: ScheduleFunction | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """The parts of a training run.
+    """The parts of a training run. None is replaced once they are built; training changes what they hold.
 
-    network: the backbone; forward: the same, with its gradients summed over the ranks. optimizer: of the
-    backbone, and of the class rows where every rank has all; rows: that of sharded rows, else None. scaler:
-    of the loss, None where the mode needs none.
+    options: of the run, with what building decided. network: the backbone; forward: the same, with its
+    gradients summed over the ranks. optimizer: of the backbone, and of the class weights where every rank has
+    all; rows: that of sharded class weights, else None. scaler: of the loss, None where the mode needs none.
+    samples: tells dropout layers the numbers of the samples. settings: of the optimizer's groups, as they
+    were built. notes: what the user should know before training begins. position: how far the run is.
     """
 
     options: Config
@@ -95,30 +77,17 @@ class Run:
     rows: RowOptimizer | JointRows | None
     scaler: LossScaler | None
     rate: Schedule
-    loader: Loader
+    data: TrainingData
     targets: list[Target]
-    save_dir: Path
-    num_samples: int | None
-    notes: str = ""  # what the user should know before training begins
-    first_sample: int = 0  # of this rank's part of the dataset, where it reads no other
-    is_data_of_ranks: bool = False  # whether the samples of a step depend on the number of ranks
-    sets: list[TrainingSet] = field(
-        default_factory=list
-    )  # where there are several, with a head each
-    samples: SampleNumbers = field(default_factory=SampleNumbers)
-    settings: list[dict[str, float]] = field(
-        default_factory=list
-    )  # of the optimizer's groups, as they were made
-    position: Position = field(default_factory=Position)
-    class_names: dict[str, ClassNames] = field(default_factory=dict)  # by head; '' where it is one
-    lineage: list[dict[str, Any]] = field(default_factory=list)  # changes of the classes before
-    resumed_from: Path | None = None
-    run_id: str = ""  # of the checkpoints that it saves
+    samples: SampleNumbers
+    settings: list[dict[str, float]]
+    notes: list[str]
+    position: Position
 
     @property
     def total_steps(self) -> int | None:
         """How many steps the run makes in all; None when a reader does not tell its length."""
-        return _count_steps(self.options, self.loader.steps_per_epoch)
+        return _count_steps(self.options, self.data.loader.steps_per_epoch)
 
 
 def _count_steps(options: Config, steps_per_epoch: int | None) -> int | None:
@@ -141,31 +110,31 @@ def build_run(
         torch.use_deterministic_algorithms(True)
         if world.device.type == "cuda":  # else torch refuses each product there
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    network, assignment, samples = _build_trained_network(options, world, user.model)
-    memory = options.memory
-    checkpoint_activations(network, memory.checkpoint_stages, memory.checkpoint_every)
+    network, assignment, samples = build_trained_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
-    make_feed = build_joint_feed if options.data.datasets else build_feed
-    feed = make_feed(
+    data = open_training_data(
         options, world, user.train_reader, user.train_transform, global_batch, checkpoint
     )
-    steps_per_epoch = feed.loader.steps_per_epoch
+    steps_per_epoch = data.loader.steps_per_epoch
     total_steps = _count_steps(options, steps_per_epoch)
     options = with_rate(options, global_batch, total_steps)
-    head, rows = build_heads(options, feed.class_num, feed.sets, world)
-    _check_batch_norm(network, global_batch, feed.num_samples, options, world.size)
-    is_custom = user.model is not None or ":" in options.model.name
-    trained = compiled(network, options, world, global_batch)
-    forward, note = spread_backbone(network, trained, options, world)
+    head, rows = build_heads(options, data.class_num, data.sets, world)
+    _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
+    forward, sharding_note = spread_backbone(network, options, world, global_batch)
+    named = dict(network.named_parameters())
     optimizer, base_rate = build_updates(
-        options,
-        dict(network.named_parameters()),
-        assignment,
-        head,
-        rows,
-        world.device,
-        user.optimizer,
+        options, named, assignment, head, rows, world.device, user.optimizer
+    )
+    is_custom = user.model is not None or ":" in options.model.name
+    notes = (
+        sharding_note,
+        *data.notes,
+        mode_note(options, world.device),
+        frozen_note(network),
+        batch_note(global_batch, data.num_samples),
+        threads_note(options),
+        idle_note(options, constructor_arguments(network) or {} if is_custom else None),
     )
     return Run(
         options=options,
@@ -175,70 +144,29 @@ def build_run(
         head=head,
         optimizer=optimizer,
         rows=rows,
-        scaler=build_scaler(options, world.device),
-        rate=build_schedule(
-            options,
-            base_rate,
-            total_steps,
-            steps_per_epoch,
-            user.schedule,
-        ),
-        loader=feed.loader,
+        scaler=_build_scaler(options, world.device),
+        rate=build_schedule(options, base_rate, total_steps, steps_per_epoch, user.schedule),
+        data=data,
         targets=targets,
-        save_dir=Path(options.checkpoint.save_dir),
-        num_samples=feed.num_samples,
-        notes=join_notes(
-            note,
-            feed.notes,
-            mode_note(options, world.device),
-            frozen_note(network),
-            batch_note(global_batch, feed.num_samples),
-            threads_note(options),
-            idle_note(options, constructor_arguments(network) or {} if is_custom else None),
-        ),
-        first_sample=feed.first_sample,
-        is_data_of_ranks=feed.is_of_ranks,
         samples=samples,
         settings=collect_group_numbers(optimizer),
-        sets=feed.sets,
-        class_names=feed.class_names,
+        notes=list(filter(None, notes)),
+        position=Position(),
     )
 
 
-def _build_trained_network(
-    options: Config, world: World, custom: BaseModel | None
-) -> tuple[BaseModel, Assignment, SampleNumbers]:
-    """Return the backbone as it is trained, what is to become of each of its parameters, and what tells its
-    dropout layers the samples."""
-    # What is split comes to its device in parts, see `spread_backbone`.
-    is_split = will_be_sharded(options, world.size)
-    place = torch.device("cpu") if is_split else world.device
-    network = build_network(options, world, custom, place)
-    _undo_earlier_run(network)
-    lists = look_up_lists(network, options)
-    rules = read_initializations(options.model.initialization)
-    initialise_by_rule(network, rules, options.train.seed)
-    # By names and types of the plain network: what follows replaces modules.
-    assignment = assign_parameters(network, options.optim)
-    if options.model.sync_batch_norm:
-        synchronise_batch_norm(network, world.backbone_group, world.device)
-    freeze(network, assignment.frozen)
-    samples = draw_by_sample(network)
-    use_lists(network, lists, options, world.device)
-    return network, assignment, samples
-
-
-def _undo_earlier_run(network: BaseModel) -> None:
-    """Take back what a run before this one, with other options, left on a network of the user's."""
-    unwrap(network)
-    thaw(network)
+def _build_scaler(options: Config, device: torch.device) -> LossScaler | None:
+    """Return what scales the loss, or None in a mode that needs no scaling."""
+    is_needed = training_mode(options, device) == "float16"
+    if not (is_needed or options.precision.loss_scaling == "always"):
+        return None
+    return LossScaler.of(options.precision)
 
 
 def check_combinations(options: Config, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
-    check_precision(options)
-    check_speed(options, ranks)
+    check_network_options(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
             "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
@@ -264,7 +192,7 @@ def check_combinations(options: Config, ranks: int) -> None:
 
 
 def _check_pretrained(options: Config) -> None:
-    """Refuse weights to start from beside a checkpoint to resume; "last" may find none, so it may stay."""
+    """Refuse weights to start from if there is a checkpoint to resume; "last" may find none."""
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
     source = url if place in (None, "last") else place
     if "model.pretrained" in options.explicit and source is not None:
@@ -277,39 +205,6 @@ def _check_pretrained(options: Config) -> None:
 def global_batch_size(options: Config, ranks: int) -> int:
     """Return the number of samples of a step over all ranks."""
     return options.train.global_batch_size or options.train.batch_size * ranks
-
-
-def build_network(
-    options: Config, world: World, custom: BaseModel | None, place: torch.device | None = None
-) -> BaseModel:
-    """Return the backbone, one of the user's checked with a dry run; its weights follow the seed.
-
-    place: where it is put; by default on the rank's device, where it will compute.
-    """
-    torch.manual_seed(options.train.seed)
-    model = custom
-    if model is not None and is_sharded(model):
-        raise OptionError(
-            f"this {type(model).__name__} was sharded over the ranks by an earlier run of this process; make "
-            "a new one (set_model)"
-        )
-    if model is None:
-        model = build_model(
-            options.model.name,
-            options.model.emb_size,
-            options.model.image_shape,
-            dropout=options.model.dropout,
-            neck=options.model.neck,
-            arguments=options.arguments,
-        )
-    if (
-        custom is not None or ":" in options.model.name
-    ):  # those of plsc fit, and adapted ones were run once
-        check_model(model, options.model.image_shape, options.model.emb_size)
-    separate_buffers(model)
-    model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
-    lay_out(model, options, world.device)
-    return model
 
 
 def _check_batch_norm(

@@ -29,12 +29,13 @@ from plsc.models import BaseModel
 from plsc.parallel.backbone import whole_parameters
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
+from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.build_head import build_heads
+from plsc.train.data import NO_AUGMENTATION
 from plsc.train.directories import open_load_dir
-from plsc.train.feed import NO_AUGMENTATION
-from plsc.train.job import load_network
-from plsc.train.resume import resolve_run, restore
+from plsc.train.heads import build_heads
+from plsc.train.job import ImagesOf, load_network
+from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,9 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     copy_dominant(head, run.rows, counts, new_head, new_rows)
     new_head.computed_by = head.computed_by
     made = dataclasses.replace(run, options=plain, head=new_head, rows=new_rows)
-    save_checkpoint(output.parent, output.name, take_snapshot(made, {}), world)
+    save_checkpoint(
+        output.parent, output.name, take_snapshot(made, {}, lineage=manifest.lineage), world
+    )
     _say(world, counts, output)
     return output
 
@@ -81,7 +84,7 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     counts = new_counts(head)
     run.network.eval()
     with whole_parameters(run.network):
-        for batch in run.loader.epoch(0):
+        for batch in run.data.loader.epoch(0):
             images = batch.input(run.world.device, run.network.input_layout)
             labels = batch.labels.to(run.world.device)
             with torch.no_grad():
@@ -156,13 +159,12 @@ def _sum_directions(
     labels: int64 [N], of the images, in 0..count - 1; name: of the source, for messages.
     """
     sums = np.memmap(file, np.float32, "w+", shape=(count, options.model.emb_size))
-    channels, height, width = options.model.image_shape
     for start in range(0, len(source), _AT_A_TIME):
-        some: Any = _Images(source, range(start, min(len(source), start + _AT_A_TIME)))
+        some: Any = ImagesOf(source, range(start, min(len(source), start + _AT_A_TIME)))
         embeddings = embed_images(
             network,
             some,
-            (channels, height, width),
+            options.model.image_shape,
             batch_size=options.train.test_batch_size,
             device=world.device,
             flip=options.data.flip,
@@ -172,20 +174,6 @@ def _sum_directions(
         unit, _ = normalised(torch.from_numpy(embeddings))
         np.add.at(sums, labels[start : start + len(some)], unit.numpy())
     return sums
-
-
-class _Images:
-    """Some images of a source without their labels."""
-
-    def __init__(self, source: Source, which: range) -> None:
-        self._source = source
-        self._which = which
-
-    def __len__(self) -> int:
-        return len(self._which)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._source[self._which[index]][0]
 
 
 def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray:

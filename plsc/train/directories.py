@@ -10,7 +10,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,6 +27,7 @@ from plsc.storage.cache import folder_for
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
+from plsc.train.classes import OpenedCheckpoint
 from plsc.train.logs import METRICS_NAME, PLOT_NAME
 
 LAST, BEST = "last", "best"  # of the save_dir, in place of a path
@@ -51,11 +52,11 @@ class Home:
         """Return the folder, and the store if there is one."""
         return [self.local] if self.remote is None else [self.local, self.remote]
 
-    def name_of(self, locations: Collection[str]) -> str | None:
-        """Return the name of the checkpoint at one of some paths or URLs if it is in here, else None."""
+    def name_of(self, locations: Collection[str]) -> str:
+        """Return the name of the checkpoint at one of some paths or URLs if it is in here, else nothing."""
         here = {_resolved(store.url) for store in self.stores}
         names = [base_name(one) for one in map(_resolved, locations) if parent_of(one) in here]
-        return names[0] if names else None
+        return names[0] if names else ""
 
     def holds_other_run(self, run_id: str) -> bool:
         """Whether some checkpoint in here carries the id of another run, or this is a link to elsewhere."""
@@ -67,33 +68,38 @@ class Home:
 
 @dataclass(frozen=True)
 class Start:
-    """Which run this is, and where it saves: a folder, and the URL of a store or None.
+    """Which run this is, where it saves (a folder, and the URL of a store or None), and what it resumes.
 
-    resumed: name of the checkpoint in there that is resumed, None if the run is a new one. launches: of all
-    ranks. note: for the user.
+    checkpoint: its local folder and manifest, None if the run begins anew. resumed: its name if it is in the
+    folder or store where this run saves, else empty. launches: of all ranks. note: for the user.
     """
 
     local: Path
     url: str | None
     run_id: str = ""
-    resumed: str | None = None
+    resumed: str = ""
     launches: Sequence[str] = ()
     note: str = ""
+    checkpoint: OpenedCheckpoint | None = None
 
 
-@dataclass
-class Places:
-    """local: the folder of checkpoints, metrics and plots. store: where each checkpoint is sent, too.
+@dataclass(frozen=True)
+class Directories:
+    """Where a run saves: its `start`, and the store where each checkpoint is sent, too.
 
-    is_shared: all ranks see the same `local`. is_owner: this rank tidies it on its machine.
+    is_shared: all ranks see the same folder. is_owner: this rank tidies it on its machine.
     """
 
-    local: Path
+    start: Start
     store: Store | None
     is_shared: bool
     is_owner: bool
     lock: FolderLock | None
-    start: Start
+
+    @property
+    def local(self) -> Path:
+        """The folder of checkpoints, metrics and plots."""
+        return self.start.local
 
     def release(self) -> None:
         """Let other runs save here."""
@@ -131,33 +137,34 @@ def choose_start(
     launches: Collection[str],
     interrupted: str | None,
     locations: Collection[str],
-    manifest: Manifest | None,
+    run_id: str,
 ) -> Start:
     """Return which run this is; for one process.
 
     A run saves only where its own options say, and only where no other run's checkpoints are: a checkpoint
     that is in such a folder is resumed in place; from any other one, or from none, a new run begins in
     save_dir, or in its next version if save_dir has checkpoints. interrupted: the version of
-    `interrupted_home`. locations, manifest: of the checkpoint to resume, if any.
+    `interrupted_home`. locations, run_id: of the checkpoint to resume, if any.
     """
     homes = homes_of(options)
-    run_id = "" if manifest is None else manifest.run_id
     fresh = secrets.token_hex(8)
-    launches = sorted(launches)
+
+    def start(home: Home, run_id: str, resumed: str = "", note: str = "") -> Start:
+        url = None if home.remote is None else home.remote.url
+        return Start(Path(home.local.url), url, run_id, resumed, sorted(launches), note)
+
     for home in homes:
         name = home.name_of(locations)
-        is_resumed = name is not None and not options.checkpoint.new_version
+        is_resumed = name and not options.checkpoint.new_version
         if home.version == interrupted or (
             interrupted is None and is_resumed and not home.holds_other_run(run_id)
         ):
-            kept = run_id if name is not None and run_id else fresh
-            return _start(home, kept, name, launches)
+            return start(home, run_id if name and run_id else fresh, name)
     taken = [store for store in homes[-1].stores if checkpoints_in(store)]
     if not taken and not options.checkpoint.new_version:
-        return _start(homes[-1], fresh, None, launches)
+        return start(homes[-1], fresh)
     newest = _number(homes[0].version) if len(homes) > 1 else -1
     version = f"version_{max(newest, 0 if taken else -1) + 1}"
-    home = _home(*_roots(options), version)
     note = ""
     if taken and not options.checkpoint.new_version:
         note = (
@@ -165,18 +172,11 @@ def choose_start(
             f"{shown(join(options.checkpoint.save_dir, version))} (set_checkpoint_dir('last') resumes the "
             "newest run)"
         )
-    return _start(home, fresh, None, launches, note)
+    return start(_home(*_roots(options), version), fresh, note=note)
 
 
-def _start(
-    home: Home, run_id: str, resumed: str | None, launches: Sequence[str], note: str = ""
-) -> Start:
-    url = None if home.remote is None else home.remote.url
-    return Start(Path(home.local.url), url, run_id, resumed, launches, note)
-
-
-def open_places(options: Config, world: World, start: Start | None = None) -> Places:
-    """Return the places of a run that is about to begin: tidied after a kill, and locked. Collective.
+def open_directories(options: Config, world: World, start: Start | None = None) -> Directories:
+    """Return the directories of a run that is about to begin: tidied after a kill, and locked. Collective.
 
     Raises CheckpointError on all ranks: another run saves there, something that is no checkpoint has the name
     of one, no permission, a store that does not answer (within a minute).
@@ -208,8 +208,8 @@ def open_places(options: Config, world: World, start: Start | None = None) -> Pl
     lock = locks[0] if locks else None
     store = None
     if start.url is not None:
-        store = _open_store(start.url, options, world, start.resumed is not None)
-    return Places(local, store, is_shared, is_owner, lock, start)
+        store = _open_store(start.url, options, world, bool(start.resumed))
+    return Directories(start, store, is_shared, is_owner, lock)
 
 
 def _roots(options: Config) -> tuple[Path, str | None]:
@@ -260,19 +260,7 @@ def _open_store(url: str, options: Config, world: World, is_own: bool) -> Store:
     return opened[0]
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint that was found: its folder on rank 0's machine, its URL; one of the two at least."""
-
-    folder: Path | None
-    url: str | None
-
-    @property
-    def locations(self) -> set[str]:
-        return {str(one) for one in (self.folder, self.url) if one is not None}
-
-
-def open_load_dir(options: Config, world: World) -> tuple[Path, Manifest]:
+def open_load_dir(options: Config, world: World) -> OpenedCheckpoint:
     """Return the local folder of the checkpoint to load, fetched if need be, and its manifest; a collective.
 
     Raises OptionError if none is named, CheckpointError if there is none.
@@ -290,14 +278,32 @@ def open_load_dir(options: Config, world: World) -> tuple[Path, Manifest]:
     )
 
 
-def open_to_resume(options: Config, world: World) -> tuple[Path, Manifest] | None:
+def open_to_resume(options: Config, world: World) -> OpenedCheckpoint | None:
     """Return the checkpoint that training resumes, and its manifest; None to begin anew; a collective.
 
     A run with "last" begins anew (or from `checkpoint.download_dir`) where nothing was saved yet, so that
     the same script starts, and is started again.
     """
-    folder = _open(options, world)[0]
-    return None if folder is None else (folder, open_checkpoint(folder))
+    return _open(options, world, ())[0]
+
+
+def open_start(options: Config, world: World) -> Start:
+    """Return which run this is, and the checkpoint that it resumes, if any; a collective.
+
+    Ranks that a launcher started in place of those that failed resume the run that these had begun.
+    """
+    launches = {one for one in world.all_gather_object(world.launch) if one}
+    checkpoint, locations, interrupted = _open(options, world, launches)
+    run_id = "" if checkpoint is None else checkpoint[1].run_id
+
+    def choose() -> Start | None:
+        if not world.is_main:
+            return None
+        return choose_start(options, launches, interrupted, locations, run_id)
+
+    start = on_every_rank(world, f"look into {shown(options.checkpoint.save_dir)}", choose)[0]
+    assert start is not None
+    return replace(start, checkpoint=checkpoint)
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -314,93 +320,80 @@ def open_checkpoint(path: Path) -> Manifest:
         ) from error
 
 
-def open_start(options: Config, world: World) -> tuple[tuple[Path, Manifest] | None, Start]:
-    """Return the checkpoint that a training run resumes, if any, and which run it is; a collective.
-
-    Ranks that a launcher started in place of those that failed resume the run that these had begun.
-    """
-    launches = {one for one in world.all_gather_object(world.launch) if one}
-    folder, locations, interrupted = _open(options, world, launches)
-    manifest = None if folder is None else open_checkpoint(folder)
-
-    def choose() -> Start | None:
-        if not world.is_main:
-            return None
-        return choose_start(options, launches, interrupted, locations, manifest)
-
-    doing = f"look into {shown(options.checkpoint.save_dir)}"
-    start = on_every_rank(world, doing, choose)[0]
-    assert start is not None
-    return None if folder is None or manifest is None else (folder, manifest), start
-
-
 def _open(
-    options: Config, world: World, launches: Collection[str] = ()
-) -> tuple[Path | None, set[str], str | None]:
-    """Return the local folder of the checkpoint to load, if any, and all paths and URLs that it has.
+    options: Config, world: World, launches: Collection[str]
+) -> tuple[OpenedCheckpoint | None, set[str], str | None]:
+    """Return the checkpoint to load, if any, and all paths and URLs that it has.
 
     And the version in which ranks of one of these `launches` were saving, None if there is none.
     """
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
-    found, interrupted = on_every_rank(
+    (folder, found_url), interrupted = on_every_rank(
         world,
         f"find the {place if place in (LAST, BEST) else LAST} checkpoint of "
         f"{shown(options.checkpoint.save_dir)}",
-        lambda: _look(options, launches) if world.is_main else (None, None),
+        lambda: _look(options, launches) if world.is_main else ((None, None), None),
     )[0]
-    if found is not None:
-        return _bring(found, world), found.locations, interrupted
-    folder: Path | None = None
-    if place is not None and is_url(place):
+    locations = {str(one) for one in (folder, found_url) if one is not None}
+    if locations:
+        folder = _bring(folder, found_url, world)
+    else:
+        if place is not None and is_url(place):
+            if url is not None:
+                raise OptionError(
+                    f"both {shown(place)} and {shown(url)} are to be loaded; name one"
+                )
+            url = place
+        elif place not in (None, LAST, BEST):
+            folder = Path(place)
+        locations = {str(one) for one in (folder, url) if one is not None}
         if url is not None:
-            raise OptionError(f"both {shown(place)} and {shown(url)} are to be loaded; name one")
-        url = place
-    elif place not in (None, LAST, BEST):
-        folder = Path(place)
-    locations = {str(one) for one in (folder, url) if one is not None}
-    if url is not None:
-        folder = fetch(url, world, folder)
-    return folder, locations, interrupted
+            folder = fetch(url, world, folder)
+    opened = None if folder is None else (folder, open_checkpoint(folder))
+    return opened, locations, interrupted
 
 
-def _bring(found: _Found, world: World) -> Path:
+def _bring(folder: Path | None, url: str | None, world: World) -> Path:
     """Return the folder of what rank 0 found, if every rank sees it, or a copy of what is in the store."""
-    folder = found.folder
     if folder is not None:
         seen = on_every_rank(world, f"look at {folder}", (folder / MANIFEST_NAME).is_file)
         if all(seen):
             return folder
-        if found.url is None:
+        if url is None:
             raise CheckpointError(
                 f"rank {seen.index(False)} does not see {folder}, where rank 0 found the checkpoint; save to "
                 "a folder that all machines share, or to a store (checkpoint.upload_dir)"
             )
-    assert found.url is not None
-    return fetch(found.url, world)
+    assert url is not None
+    return fetch(url, world)
 
 
-def _look(options: Config, launches: Collection[str]) -> tuple[_Found | None, str | None]:
+_Found = tuple[Path | None, str | None]
+"""A checkpoint that was found: its folder on rank 0's machine, its URL; one of the two at least."""
+
+
+def _look(options: Config, launches: Collection[str]) -> tuple[_Found, str | None]:
     """Return what is to be loaded from where the run saves, and the version that was interrupted.
 
     For one process. Raises CheckpointError if no best checkpoint is known.
     """
     wanted = options.checkpoint.load_dir
     if not launches and wanted not in (LAST, BEST):
-        return None, None
+        return (None, None), None
     homes = homes_of(options)
-    interrupted = interrupted_home(homes, launches)
-    if interrupted is not None and (found := _find(interrupted, LAST)):
-        return found, interrupted.version
-    if wanted in (LAST, BEST):
-        for home in homes:
-            if found := _find(home, wanted):
-                return found, None if interrupted is None else interrupted.version
-        if wanted == BEST:
-            raise CheckpointError(
-                f"{shown(options.checkpoint.save_dir)} holds no checkpoint, so none is the best; train "
-                "first, or give the path of one"
-            )
-    return None, None if interrupted is None else interrupted.version
+    home = interrupted_home(homes, launches)
+    interrupted = None if home is None else home.version
+    if home is not None and (found := _find(home, LAST)):
+        return found, interrupted
+    for home in homes if wanted in (LAST, BEST) else ():
+        if found := _find(home, wanted):
+            return found, interrupted
+    if wanted == BEST:
+        raise CheckpointError(
+            f"{shown(options.checkpoint.save_dir)} holds no checkpoint, so none is the best; train "
+            "first, or give the path of one"
+        )
+    return (None, None), interrupted
 
 
 def _find(home: Home, wanted: str | None) -> _Found | None:
@@ -423,7 +416,7 @@ def _find(home: Home, wanted: str | None) -> _Found | None:
             f"{home.local.child(BEST_NAME)} names {name!r}, which is not there; give the path of a checkpoint"
         )
     is_newer_there = is_there and remote_age > local_age
-    return _Found(
+    return (
         Path(home.local.child(name)) if is_here and not is_newer_there else None,
         home.remote.child(name) if home.remote is not None and is_there else None,
     )

@@ -16,8 +16,7 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.acceleration import evaluated
-from plsc.train.precision import evaluation_context
+from plsc.train.network import evaluated, evaluation_context
 
 _DEFAULT_TARGET = "lfw"
 _FOLDS = 10
@@ -74,7 +73,6 @@ def evaluate_targets(
     network: BaseModel, targets: Sequence[Target], options: Config, world: World
 ) -> dict[str, VerificationResult]:
     """Return the ten-fold verification of every target, the same on all ranks; a collective."""
-    channels, height, width = options.model.image_shape
     results = {}
     network = evaluated(network, options, world)
     for target in targets:
@@ -82,7 +80,7 @@ def evaluate_targets(
             embeddings = embed_images(
                 network,
                 target.images,
-                (channels, height, width),
+                options.model.image_shape,
                 batch_size=options.train.test_batch_size,
                 device=world.device,
                 flip=options.data.flip,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -25,20 +26,26 @@ from plsc.heads.joint import each_head
 from plsc.models import BaseModel
 from plsc.parallel.backbone import plain_name
 from plsc.parallel.world import World
-from plsc.train.acceleration import evaluated
-from plsc.train.adopt import adopt
-from plsc.train.build import Run, UserParts, build_network, build_run, global_batch_size
-from plsc.train.class_numbers import OpenedCheckpoint
-from plsc.train.directories import Places, open_load_dir, open_places, open_start
+from plsc.train.adopt import adopt, resolve_run
+from plsc.train.build import Run, UserParts, build_run, global_batch_size
+from plsc.train.classes import OpenedCheckpoint
+from plsc.train.data import is_generator_reader, open_training_source
+from plsc.train.directories import open_directories, open_load_dir, open_start
 from plsc.train.evaluation import evaluate_targets, load_targets
-from plsc.train.feed import is_generator_reader, open_training_source
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer, TrainResult
-from plsc.train.precision import evaluation_context, look_up_lists, training_mode, use_lists
-from plsc.train.randomness import seed_generators
-from plsc.train.resume import resolve_run, restore
+from plsc.train.network import (
+    build_network,
+    evaluated,
+    evaluation_context,
+    look_up_lists,
+    training_mode,
+    use_lists,
+)
+from plsc.train.resume import restore
 from plsc.train.saving import Saver
-from plsc.train.warm_start import WarmStart, start_from_pretrained
+from plsc.train.snapshot import seed_generators
+from plsc.train.warm_start import start_from_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -58,49 +65,31 @@ class Prediction:
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
-    checkpoint, start = open_start(options.resolve(), world)
-    config = resolve_run(options, checkpoint, world.size, user.model)
-    differences = list(config.differences)
-    run = build_run(config, world, user, checkpoint)
-    run.resumed_from = checkpoint[0] if checkpoint else None
-    run.run_id = start.run_id
-    places = open_places(config, world, start)
+    start = open_start(options.resolve(), world)
+    config = resolve_run(options, start.checkpoint, world.size, user.model)
+    run = build_run(config, world, user, start.checkpoint)
+    directories = open_directories(config, world, start)
     try:
-        run.save_dir = places.local
         if start.note and world.is_main:
             logger.info(start.note)
+        lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
-        if checkpoint:
-            differences += restore(run, *checkpoint)
+        if start.checkpoint:
+            more = restore(run, *start.checkpoint)
+            lines += [f"differs from the checkpoint: {line}" for line in more]
         else:
             warm_start = start_from_pretrained(run)
+            lines += warm_start.lines() if warm_start else []
             seed_generators(world, config.train.seed)
-        return _train(run, places, differences, warm_start)
-    finally:
-        places.release()
-
-
-def _train(
-    run: Run, places: Places, differences: list[str], warm_start: WarmStart | None
-) -> TrainResult:
-    options, world = run.options, run.world
-    log = RunLog(run.save_dir, world.is_main, run.position.step, run.total_steps)
-    try:
-        log.say(_summary(run))
-        for difference in differences:
-            log.say(f"differs from the checkpoint: {difference}")
-        if run.position.epoch >= options.train.epochs:
-            log.say(
-                f"{run.resumed_from} is the end of a run of {options.train.epochs} epochs: "
-                "there is nothing left to train; set_train_epochs to more"
-            )
-        if warm_start:
-            log.say("\n".join(warm_start.lines()))
-        result = Trainer(run, log, Saver(run, log, places)).train()
+        log = RunLog(directories.local, world.is_main, run.position.step, run.total_steps)
+        with closing(log):
+            for line in [*_summary(run, start.checkpoint), *lines]:
+                log.say(line)
+            result = Trainer(run, log, Saver(run, log, directories)).train()
         result.warm_start = warm_start
         return result
     finally:
-        log.close()
+        directories.release()
 
 
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
@@ -142,7 +131,8 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
         source.renumber(saved.numbered(class_names))
     # A Dataset of the user's own may not be made for several threads.
     threads = 0 if isinstance(source, TorchDatasetSource) else config.data.num_workers
-    embeddings = _embed(network, _Images(source), config, world, config.data.dataset_dir, threads)
+    images = ImagesOf(source, range(len(source)))
+    embeddings = _embed(network, images, config, world, config.data.dataset_dir, threads)
     where = source.path if isinstance(source, FileSource) else source.name
     names = [str(where(index)) for index in range(len(source))]
     return Prediction(embeddings, names, source.labels())
@@ -175,28 +165,28 @@ def load_network(
     return network, config
 
 
-class _Images:
-    """The images of a source without their labels, read when they are asked for."""
+class ImagesOf:
+    """Images of a source without their labels, read when they are asked for."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, which: range) -> None:
         self._source = source
+        self._which = which
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self._which)
 
     def __getitem__(self, index: int) -> Any:
-        return self._source[index][0]
+        return self._source[self._which[index]][0]
 
 
 def _embed(
     network: BaseModel, images: Any, options: Config, world: World, name: str, threads: int
 ) -> np.ndarray:
-    channels, height, width = options.model.image_shape
     with evaluation_context(options, world.device):
         return embed_images(
             network,
             images,
-            (channels, height, width),
+            options.model.image_shape,
             batch_size=options.train.test_batch_size,
             device=world.device,
             flip=False,
@@ -230,20 +220,22 @@ def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
             yield sample, -1
 
 
-def _summary(run: Run) -> str:
+def _summary(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
+    """Return what the user should know before training begins."""
     parameters = sum(p.numel() for p in run.network.parameters())
-    images = "a reader" if run.num_samples is None else f"{run.num_samples:,} images"
-    resumed = f", from step {run.position.step} ({run.resumed_from})" if run.resumed_from else ""
+    samples = run.data.num_samples
+    images = "a reader" if samples is None else f"{samples:,} images"
+    resumed = f", from step {run.position.step} ({checkpoint[0]})" if checkpoint else ""
     mode = training_mode(run.options, run.world.device)
     mode = "" if mode == "float32" else f", {mode}"
-    count = len(run.sets)
+    count = len(run.data.sets)
     heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
     text = (
         f"training {plain_name(run.network)} ({parameters:,} parameters) with "
         f"{heads} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
     )
-    return "\n".join(filter(None, (text, _rates(run), run.notes)))
+    return [text, _rates(run), *run.notes]
 
 
 def _rates(run: Run) -> str:

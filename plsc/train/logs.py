@@ -15,14 +15,18 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from plsc.data.batch import BadSample
+from plsc.data.samples import BadSampleList
 from plsc.errors import TrainingError, shown
 from plsc.evaluate.plots import plot_metrics
+from plsc.parallel.world import World
 from plsc.storage.publish import replacing
 
 logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
+_SHOWN = 10  # bad samples on the terminal per rank; a dataset may be bad altogether
 
 
 class RunLog:
@@ -36,6 +40,7 @@ class RunLog:
     def __init__(
         self, save_dir: Path, is_main: bool, start_step: int, total_steps: int | None
     ) -> None:
+        self.folder = save_dir
         self._path = save_dir / METRICS_NAME
         self._plot = save_dir / PLOT_NAME
         self._file: TextIO | None = None
@@ -52,9 +57,9 @@ class RunLog:
             self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
 
     def say(self, text: str, level: int = logging.INFO) -> None:
-        """Log a message of rank 0."""
-        if self._is_main:
-            logger.log(level, shown(text))
+        """Log a message of rank 0, line by line."""
+        for line in text.splitlines() if self._is_main else ():
+            logger.log(level, shown(line))
 
     def advance(self) -> None:
         """One step is made."""
@@ -137,6 +142,49 @@ def _drop_later_lines(path: Path, step: int) -> None:
             kept.append(line + "\n")
     with replacing(path) as temporary:
         temporary.write_text("".join(kept), encoding="utf-8")
+
+
+class BadSampleReport:
+    """Collects the bad samples of all ranks; rank 0 writes ``bad_samples.txt`` next to the log."""
+
+    def __init__(self, world: World, log: RunLog, policy: str) -> None:
+        self._world = world
+        self._log = log
+        self._done = "replaced" if policy == "replace" else "skipped"
+        self._list = BadSampleList(log.folder) if world.is_main else None
+        self._pending: list[BadSample] = []
+        self._shown: set[str] = set()
+        self._is_cut = False
+
+    def note(self, problems: list[BadSample]) -> None:
+        """Take what a batch of this rank met; the first few are printed, each in one epoch alone."""
+        for problem in problems:
+            if problem.text in self._shown:
+                continue
+            if len(self._shown) < _SHOWN:
+                self._shown.add(problem.text)
+                logger.warning(f"{self._done}: {problem.text}")
+            elif not self._is_cut:
+                self._is_cut = True
+                logger.warning("further ones are in bad_samples.txt alone")
+        self._pending.extend(problems)
+
+    def gather(self) -> int:
+        """Bring what all ranks met since the last time into the file; a collective.
+
+        Returns how many different bad samples the run has met, on rank 0; 0 on the others.
+        """
+        everywhere = self._world.all_gather_object(self._pending)
+        self._pending = []
+        if self._list is None:
+            return 0
+        self._list.add([problem for part in everywhere for problem in part])
+        return sum(self._list.counts.values())
+
+    def say(self) -> None:
+        """Print how many there are of each kind, if there are some."""
+        if self._list is not None and self._list.counts:
+            self._log.say(f"bad samples: {self._list.summary()}; listed in {self._list.path}")
 
 
 @dataclass

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, load_tensors
-from plsc.checkpoint.manifest import OPTIMIZER, Checker
-from plsc.config import Config, Options, find_option
+from plsc.checkpoint.manifest import (
+    CLASS_NAMES,
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
+    OPTIMIZER,
+    STATISTICS,
+    Checker,
+    Role,
+)
 from plsc.config.option import is_finite_number
 from plsc.data.reader import ReaderLoader
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError
 from plsc.heads import ShardedHead
-from plsc.heads.joint import each_head
-from plsc.models import BaseModel
+from plsc.heads.joint import JointHead, each_head
+from plsc.optim.loss_scaling import COUNTS, LossScaler
 from plsc.optim.optimizers import FULL_RATE, describe_implementation
-from plsc.train.adopt import (
-    HeadMatch,
-    adopt,
-    check_batch,
-    check_data_sets,
-    match_heads,
-    saved_heads,
-)
+from plsc.train.adopt import saved_heads
 from plsc.train.build import Run, global_batch_size
-from plsc.train.build_head import with_margin
-from plsc.train.precision import restore_scaler
-from plsc.train.randomness import seed_generators
-from plsc.train.snapshot import own_tensors, take_own
-from plsc.train.state import (
-    Position,
-    check_counts,
-    collect_tensors,
-    make_state,
-)
+from plsc.train.snapshot import own_tensors, seed_generators, take_own
+from plsc.train.state import check_counts, collect_tensors, make_state
 
+_WORDS = {
+    "class_num": "a number of classes of",
+    "loss_type": "the loss type",
+    "num_samples": "(in the middle of an epoch) a number of images of",
+}
 _HOW_TO_CHANGE = {
     "classes": " (plsc checkpoint classes changes them)",
     "embedding size": "; set_pretrained takes the weights that fit",
@@ -46,82 +44,12 @@ _HOW_TO_CHANGE = {
 }
 
 
-def resolve_run(
-    options: Options,
-    checkpoint: tuple[Path, Manifest] | None,
-    ranks: int,
-    model: BaseModel | None = None,
-) -> Config:
-    """Return the configuration of a run; of one that resumes a checkpoint with what that decides.
-
-    model: the network, where the script gives one. Raises OptionError, and CheckpointError for a checkpoint
-    that is damaged or of other data.
-    """
-    if checkpoint is None:
-        return with_margin(options.resolve())
-    path, manifest = checkpoint
-    config = adopt(options, path, manifest, model, "run")
-    check_data_sets(config, path, manifest)
-    steps = manifest.scalars.get("steps_per_epoch")
-    if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
-        # With other data sets, too: epochs and schedule are unchanged.
-        config = config.changed(
-            {"train.epoch_steps": find_option("train.epoch_steps").saved(steps)}
-        )
-    return with_margin(_keep_global_batch(config, path, manifest, ranks))
-
-
-def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
-    """Return the configuration whose steps have as many samples as the checkpoint's, on any number of ranks.
-
-    A script that sets the batch per rank that it set before may be started on any number of ranks; one that
-    sets another must come to the same product. Raises OptionError for that, CheckpointError for a damaged
-    manifest.
-    """
-    saved = Checker(str(path)).integer(manifest.scalars.get("global_batch"), "the global batch")
-    if saved < ranks:
-        raise OptionError(
-            f"{path} was trained with {saved} images a step, too few for {ranks} ranks; start fewer"
-        )
-    check_batch(options, path, saved // ranks)
-    train = options.train
-    if "train.global_batch_size" in options.explicit and train.global_batch_size != saved:
-        raise OptionError(
-            f"train.global_batch_size is {train.global_batch_size}, but {path} was trained with {saved} "
-            "images a step, which a resumed run keeps; leave it out"
-        )
-    product = train.batch_size * ranks
-    if product == saved:
-        return options
-    before = manifest.options.get("train", {})
-    is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
-    if "train.batch_size" in options.explicit and not is_the_same:
-        raise OptionError(
-            f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
-            f"{path} was trained with {saved} images a step, which a resumed run keeps; leave it out"
-        )
-    kept = replace(
-        options.changed({"train.global_batch_size": saved}),
-        adopted=options.adopted | {"train.global_batch_size"},
-    )
-    if ranks == manifest.world_size:
-        return kept
-    share = (
-        f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
-    )
-    line = (
-        f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
-        f"{share} a rank"
-    )
-    return replace(kept, differences=(*kept.differences, line))
-
-
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     """Load the whole state of `path` into the run; a collective.
 
     Of several heads those that the run and the checkpoint both have; returns lines about the others.
     """
-    match = match_heads(run, path, manifest)
+    match = _match_heads(run, path, manifest)
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
     numbers = Checker(str(path)).mapping(
@@ -153,14 +81,13 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     load_tensors(path, {**wanted, **own}, run.world)
     check_counts(path, wanted)
     _restore_heads(run, path, manifest, match)
-    run.position = _position(path, manifest)
+    _restore_position(run, path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
         restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
-    run.lineage = manifest.lineage
-    run.resumed_from = path
     length = scalars.get("steps_per_epoch")
-    if isinstance(run.loader, ReaderLoader) and manifest.epoch and length is not None:
-        run.loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
+    loader = run.data.loader
+    if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
+        loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
     return [*match.lines(), *_lines_about_optimizer(run, scalars, {role.of for role in fresh})]
@@ -198,12 +125,13 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
     return lines
 
 
-def _position(path: Path, manifest: Manifest) -> Position:
-    check = Checker(str(path))
+def _restore_position(run: Run, path: Path, manifest: Manifest) -> None:
+    check, position = Checker(str(path)), run.position
     updates = check.integer(manifest.scalars.get("updates", manifest.step), "the count of updates")
     if updates > manifest.step:
         raise check.wrong(f"{updates} updates are more than the {manifest.step} steps")
-    return Position(manifest.step, manifest.epoch, manifest.step_in_epoch, updates)
+    position.step, position.updates = manifest.step, updates
+    position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
 
 
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
@@ -214,7 +142,7 @@ def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -
             continue
         head.step = manifest.step
         before = manifest.scalars.get("head_computed_by")
-        if run.sets:
+        if run.data.sets:
             before = saved.get(name, {}).get("computed_by")
         if not (match.dropped or match.added):  # then the batches of the heads are other ones
             head.computed_by = head.resumed_from = None if before is None else str(before)
@@ -231,7 +159,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
             global_batch_size(options, run.world.size),
         ),
     }
-    if not run.sets:
+    if not run.data.sets:
         expected = {
             "classes": (manifest.class_num, run.head.class_num),
             "loss type": (scalars.get("loss_type"), options.head.loss_type),
@@ -243,15 +171,15 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
                 f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
                 f"be the same{_HOW_TO_CHANGE.get(what, '')}"
             )
-    if not manifest.step_in_epoch or run.sets:  # of several data sets, match_heads has looked
+    if not manifest.step_in_epoch or run.data.sets:  # of several data sets, match_heads has looked
         return
     saved_samples = scalars.get("num_samples")
-    if saved_samples != run.num_samples:
+    if saved_samples != run.data.num_samples:
         raise CheckpointError(
             f"{path} was saved in the middle of an epoch over {saved_samples} images, the dataset has "
-            f"{run.num_samples} now; resume from the end of an epoch, or bring the data back"
+            f"{run.data.num_samples} now; resume from the end of an epoch, or bring the data back"
         )
-    if run.is_data_of_ranks and manifest.world_size != run.world.size:
+    if run.data.is_of_ranks and manifest.world_size != run.world.size:
         raise CheckpointError(
             f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks that each read data "
             f"of their own (order 'rank_files', or a reader that shards itself); {run.world.size} cannot "
@@ -269,3 +197,77 @@ def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
             "choose another checkpoint"
         )
     return saved
+
+
+@dataclass(frozen=True)
+class HeadMatch:
+    """Which heads the checkpoint alone has (dropped), and which the run alone (added)."""
+
+    dropped: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return what the user should know of it."""
+        lines = []
+        if self.dropped:
+            lines.append(
+                f"data sets left out: {', '.join(self.dropped)}; their heads stay in that checkpoint and "
+                "are not in those of this run"
+            )
+        if self.added:
+            lines.append(
+                f"data sets that are new: {', '.join(self.added)}; their heads begin afresh"
+            )
+        return lines
+
+    def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
+        """Whether a tensor is of no head, or of one that run and checkpoint both have.
+
+        roles: of all tensors of the one or the other, by key; key: of a tensor there.
+        """
+        role = roles.get(key)
+        if role is not None and role.kind in (OPTIMIZER, CLASS_OPTIMIZER):
+            role = roles.get(role.of)
+        is_of_head = role is not None and role.kind in (CLASS_WEIGHTS, STATISTICS, CLASS_NAMES)
+        return not is_of_head or role is None or role.of not in (*self.dropped, *self.added)
+
+
+def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
+    """Return which heads are not in both. Raises CheckpointError if one of them, or its data set, changed."""
+    if not isinstance(run.head, JointHead):
+        return HeadMatch()
+    saved, here = saved_heads(path, manifest), run.head.heads
+    assert saved is not None  # see resolve_run
+    match = HeadMatch([n for n in saved if n not in here], [n for n in here if n not in saved])
+    if len(match.added) == len(here):
+        raise CheckpointError(
+            f"{path} has heads of the data sets {', '.join(saved)}, this run of others, "
+            f"{', '.join(match.added)}; keep one of them at least, under its name, or use set_pretrained"
+        )
+    for one in run.data.sets:
+        if one.name not in saved:
+            continue
+        mine = {"class_num": one.class_num, "loss_type": one.options.head.loss_type}
+        if manifest.step_in_epoch:
+            mine["num_samples"] = one.num_samples
+        for key, value in mine.items():
+            theirs = saved[one.name].get(key)
+            if theirs != value:
+                raise CheckpointError(
+                    f"{path} was saved with {_WORDS[key]} {theirs} for the data set {one.name}, this run has "
+                    f"{value}; to resume, they must be the same"
+                )
+    return match
+
+
+def restore_scaler(scaler: LossScaler, saved: object, check: Checker) -> None:
+    """Let the loss scale go on from a checkpoint's; CheckpointError if that is damaged."""
+    values = check.mapping(saved, "the state of the loss scaling")
+    scale = values.get("scale")
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale < 2**53:
+        raise check.wrong(f"the loss scale is {str(scale)[:80]}, expected a number from 1")
+    counts = {
+        name: check.integer(check.item(values, name), f"{name} of the loss scaling")
+        for name in COUNTS
+    }
+    scaler.load(float(scale), counts)

@@ -1,35 +1,53 @@
-"""What a checkpoint of a run holds, taken without changing the run: saving leaves no trace in training."""
+"""What a checkpoint of a run holds, taken without changing the run, and what of it is one rank's own.
+
+A rank's own are the buffers that differ over the ranks and the global random generators. Nothing of plsc
+draws from these. But a network of the user's may draw from `random`, numpy's or torch's, and a resumed run is
+to draw what the uninterrupted one draws.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plsc import __version__
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
 from plsc.checkpoint.load import class_name_tensors
-from plsc.checkpoint.manifest import BACKBONE, RANK, Role
+from plsc.checkpoint.manifest import BACKBONE, HEADS_KEY, RANK, Role
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.errors import CheckpointError
+from plsc.heads import Head
 from plsc.heads.joint import JointHead
 from plsc.models.base_model import constructor_arguments
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.optim.optimizers import describe_implementation
 from plsc.parallel.collectives import class_ranges
+from plsc.parallel.world import World
+from plsc.seeds import hash_key
 from plsc.storage.urls import without_secrets
-from plsc.train.adopt import ARGUMENTS_KEY, heads_to_save
+from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run, global_batch_size
-from plsc.train.randomness import LARGEST_STATE, pack_generators, unpack_generators
 from plsc.train.state import collect_group_numbers, collect_numbers, collect_tensors
 
+_LARGEST_STATE = 2**20  # bytes; it is about 30 thousand
+_PYTHON, _NUMPY = 0, 1  # parts of the keys
 
-def take_snapshot(run: Run, metrics: dict[str, float]) -> Snapshot:
-    """Return the run's state, without a copy of it; a collective.
 
-    metrics: what the checkpoint is judged by. Nothing of the run is changed.
+def take_snapshot(
+    run: Run,
+    metrics: dict[str, float],
+    run_id: str = "",
+    lineage: list[dict[str, Any]] | None = None,
+) -> Snapshot:
+    """Return the run's state, without a copy of it; a collective. Nothing of the run is changed.
+
+    metrics: what the checkpoint is judged by. lineage: changes of the classes in the checkpoints before.
     """
     manifest = Manifest(
         plsc_version=__version__,
@@ -39,24 +57,23 @@ def take_snapshot(run: Run, metrics: dict[str, float]) -> Snapshot:
         world_size=run.world.size,
         class_num=run.head.class_num,
         emb_size=run.options.model.emb_size,
-        class_ranges=_class_ranges(run),
+        # Those of several heads are among the scalars.
+        class_ranges=[] if isinstance(run.head, JointHead) else _class_ranges(run.head, run.world),
         options=without_secrets(run.options.as_dict()),
         scalars={
             METRICS_KEY: metrics,
             ARGUMENTS_KEY: constructor_arguments(run.network),
             **_scalars(run),
         },
-        lineage=run.lineage,
-        run_id=run.run_id,
+        lineage=lineage or [],
+        run_id=run_id,
     )
     return Snapshot(_tensors(run), manifest)
 
 
-def _class_ranges(run: Run) -> list[list[int]]:
-    if isinstance(run.head, JointHead):
-        return []  # those of each head are among the scalars
-    ranks = run.world.size if run.head.is_sharded else 1
-    return [list(pair) for pair in class_ranges(run.head.class_num, ranks)]
+def _class_ranges(head: Head, world: World) -> list[list[int]]:
+    ranks = world.size if head.is_sharded else 1
+    return [list(pair) for pair in class_ranges(head.class_num, ranks)]
 
 
 def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
@@ -78,7 +95,7 @@ def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
         if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
             found[_own(run, f"buffers.{kind}")] = packed
     if run.world.is_main:
-        for head, names in run.class_names.items():
+        for head, names in run.data.class_names.items():
             found |= class_name_tensors(names, head)
     return found
 
@@ -90,12 +107,12 @@ def _own(run: Run, name: str) -> Role:
 def _scalars(run: Run) -> dict[str, Any]:
     """Return the numbers and names of a checkpoint, as plain JSON."""
     return {
-        **heads_to_save(run),
+        **_heads(run),
         "loss_type": run.options.head.loss_type,
         "global_batch": global_batch_size(run.options, run.world.size),
-        "num_samples": run.num_samples,
-        "steps_per_epoch": run.loader.steps_per_epoch,
-        "head_computed_by": None if run.sets else getattr(run.head, "computed_by", None),
+        "num_samples": run.data.num_samples,
+        "steps_per_epoch": run.data.loader.steps_per_epoch,
+        "head_computed_by": None if run.data.sets else getattr(run.head, "computed_by", None),
         "optimizer": type(run.optimizer).__name__,
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
@@ -103,6 +120,23 @@ def _scalars(run: Run) -> dict[str, Any]:
         "optimizer_groups": _changed_settings(run),
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }
+
+
+def _heads(run: Run) -> dict[str, Any]:
+    """Return what the scalars tell of several heads by name; nothing for a single one."""
+    if not isinstance(run.head, JointHead):
+        return {}
+    saved = {}
+    for one in run.data.sets:
+        head = run.head.heads[one.name]
+        saved[one.name] = {
+            "class_num": head.class_num,
+            "class_ranges": _class_ranges(head, run.world),
+            "loss_type": one.options.head.loss_type,
+            "num_samples": one.num_samples,
+            "computed_by": getattr(head, "computed_by", None),
+        }
+    return {HEADS_KEY: saved}
 
 
 def _changed_settings(run: Run) -> list[dict[str, float]]:
@@ -130,10 +164,10 @@ def own_tensors(run: Run, manifest: Manifest) -> dict[Role, Tensor]:
     random = _own(run, "random")
     info = manifest.tensors.get(random.key)
     if info is not None:
-        if math.prod(info.shape) > LARGEST_STATE:
+        if math.prod(info.shape) > _LARGEST_STATE:
             raise CheckpointError(
                 f"the checkpoint is damaged: {random.key} has {math.prod(info.shape)} bytes, expected at "
-                f"most {LARGEST_STATE}; choose another one"
+                f"most {_LARGEST_STATE}; choose another one"
             )
         own[random] = torch.empty(info.shape, dtype=torch.uint8)
     return own
@@ -177,3 +211,55 @@ def _buffers(run: Run) -> dict[str, Tensor]:
 
 def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def seed_generators(world: World, *key: int) -> None:
+    """Seed ``random`` and ``numpy.random`` by a key and the rank; torch is seeded at each step."""
+    random.seed(hash_key(*key, world.rank, _PYTHON))
+    np.random.seed(hash_key(*key, world.rank, _NUMPY) % 2**32)
+
+
+def pack_generators(device: torch.device) -> Tensor:
+    """Return the state of this rank's global generators as JSON text, uint8 [n]."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = bytes(torch.cuda.get_rng_state(device).tolist()).hex()
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def unpack_generators(packed: Tensor, device: torch.device) -> None:
+    """Put the global generators in the state that `pack_generators` returned.
+
+    A state of a GPU's generator is passed over on the CPU. Raises CheckpointError if it is no such state.
+    """
+    try:
+        state = json.loads(bytes(packed.tolist()))
+        version, words, gauss = state["python"]
+        python = (version, tuple(words), gauss)
+        name, keys, *rest = state["numpy"]
+        if not 0 <= rest[0] <= len(keys):  # numpy would read there without a check
+            raise ValueError(f"position {rest[0]} of {len(keys)}")
+        numpy_state = (name, np.array(keys, dtype=np.uint32), *rest)
+        torch_state = _bytes(state["torch"])
+        random.Random().setstate(python)  # tried elsewhere first: all change, or none
+        np.random.RandomState().set_state(numpy_state)
+        torch.Generator().set_state(torch_state)
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state of the random generators in the checkpoint is damaged: {error}"
+        ) from error
+
+
+def _bytes(text: Any) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

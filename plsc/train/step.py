@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from plsc.data.batch import Batch
+from plsc.data.batch import Batch, NamesOf
+from plsc.data.reader import ReaderLoader
+from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.heads.joint import each_head
 from plsc.models.autocast import autocast
-from plsc.optim.loss_scaling import scale_gradient, unscale
+from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
 from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, without_sum
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.world import World
+from plsc.seeds import hash_key
 from plsc.spans import span
 from plsc.train.build import Run
-from plsc.train.guards import stop_at_bad_loss
-from plsc.train.precision import BufferCopy, hopeless, training_mode
-from plsc.train.randomness import number_samples, seed_step
+from plsc.train.checks import stop_at_bad_loss
+from plsc.train.network import training_mode
 from plsc.train.state import Position
 
 
@@ -46,15 +48,17 @@ class StepResult:
 class Step:
     """Makes the steps of a run, one at a call, at the run's position. A collective.
 
-    losses: those of the steps that were made, to be read.
+    save_dir: for the names of a bad batch; by default the run's option. losses: those of the steps that were
+    made, to be read.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, save_dir: Path | None = None) -> None:
         self._run = run
         self._options = run.options.train
         self._mode = training_mode(run.options, run.world.device)
         is_late = run.world.device.type == "cuda" and run.options.speed.late_losses
-        self.losses = LossReader(run.world, run.save_dir, is_late)
+        folder = save_dir or Path(run.options.checkpoint.save_dir)
+        self.losses = LossReader(run.world, folder, is_late)
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
         self._has_updated = False
 
@@ -88,7 +92,7 @@ class Step:
         if run.scaler is not None:
             run.scaler.update(is_skipped)
             if run.scaler.is_hopeless:
-                raise hopeless(run.scaler)
+                raise _hopeless(run.scaler)
         return StepResult(output, rate, is_skipped)
 
     def _set_rates(self, factor: float) -> None:
@@ -114,13 +118,13 @@ class Step:
         with span("copy to device"):
             images = batch.input(device, run.network.input_layout).tensor_split(parts)
             labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
-        numbers = number_samples(run.samples, batch, run.loader, run.first_sample, device)
+        numbers = self._number_samples(batch)
         split = None if numbers is None else numbers.tensor_split(parts)
         total = sum(sizes) if sizes else 0
         outputs: list[HeadOutput] = []
         for part in range(parts):
             is_last = part == parts - 1
-            seed_step(self._options.seed, run.position.step, part, run.world)
+            self._seed(part)
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
             with nullcontext() if is_last else without_sum(run.forward):
@@ -140,8 +144,35 @@ class Step:
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
 
+    def _number_samples(self, batch: Batch) -> Tensor | None:
+        """Return the numbers of a batch's samples, int64 [b]; None if no dropout layer asks.
+
+        Their places in the dataset, or in the global batch of a generator reader; neither depends on ranks.
+        """
+        data = self._run.data
+        if self._run.samples.layers == 0:
+            return None
+        if isinstance(batch.names, NamesOf):
+            numbers = torch.tensor(batch.names.samples, dtype=torch.int64) + data.first_sample
+        elif isinstance(data.loader, ReaderLoader):
+            numbers = data.loader.places(len(batch.labels))
+        else:
+            return None
+        return numbers.to(self._run.world.device, non_blocking=True)
+
+    def _seed(self, part: int) -> None:
+        """Seed torch's generators for a micro-batch of the step.
+
+        The CPU's identically on all ranks and for every part, as the dropout layers need it, which tell
+        samples apart by their numbers; a GPU's differently on each, for what a network draws there itself.
+        """
+        seed, step, world = self._options.seed, self._run.position.step, self._run.world
+        torch.manual_seed(hash_key(seed, step))
+        if world.device.type == "cuda":
+            torch.cuda.manual_seed(hash_key(seed, step, world.rank, part))
+
     def _judge(self, output: HeadOutput) -> tuple[bool, bool]:
-        """Return whether the step is to be skipped, and whether its loss may be bad, alike on all ranks.
+        """Return whether the step is to be skipped, and whether its loss may be bad; identical on all ranks.
 
         Divides the backbone's gradients by the loss scale. With a scale this waits for the device, once a
         step: rows must not be written before it is known.
@@ -197,7 +228,7 @@ def clip_gradients(run: Run) -> float | Tensor:
     Scope backbone: its norm alone counts, and the class rows are not scaled. Scope all: the norm is that of
     all parameters, the rows of all ranks among them, which costs one more pass over the rows. A collective.
 
-    On a GPU the factor is a tensor there, so that nobody waits for it.
+    On a GPU the factor is a tensor there, so that nothing waits for it.
     """
     limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
     assert limit is not None  # see with_rate
@@ -217,6 +248,46 @@ def clip_gradients(run: Run) -> float | Tensor:
     if scope == "backbone" or run.rows is None:
         return 1.0
     return factor if factor.is_cuda else float(factor)
+
+
+def _hopeless(scaler: LossScaler) -> TrainingError:
+    """Return the error that ends a run of which no step comes through."""
+    why = "cannot fall below 1" if scaler.is_dynamic else "is fixed"
+    return TrainingError(
+        f"{MOST_SKIPS} steps in a row had a nan or inf in their gradients or embeddings, with a loss scale "
+        f"of {scaler.scale:g}, which {why}: float16 has too small a range for this network; use "
+        "set_precision('bfloat16'), keep the layers that overflow in float32 (set_precision_black_list), or "
+        "lower the learning rate, and resume from the last checkpoint"
+    )
+
+
+class BufferCopy:
+    """A copy of the buffers of modules, running statistics among them, to put back if a step is skipped.
+
+    A network with an inf in its activations has it in the statistics of its batch norms, too, from where it
+    would never go away.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the buffers as they are now."""
+        buffers = self._buffers()
+        self._copies = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._copies, buffers)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the buffers the values that they had at the last `take`."""
+        if self._copies:
+            torch._foreach_copy_(self._buffers(), self._copies)
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer.detach() for module in self._modules for buffer in module.buffers()]
 
 
 @dataclass
@@ -271,7 +342,7 @@ class LossReader:
     def read(self, everything: bool) -> list[tuple[float, int]]:
         """Return losses with the images they are of: all of them, or those that may not come later.
 
-        Raises TrainingError, on every rank alike, for one that is not finite and not excused.
+        Raises TrainingError, identical on all ranks, for one that is not finite and not excused.
         """
         self.check(kept_back=1 if self.is_late and not everything else 0)
         losses, self._read = self._read, []

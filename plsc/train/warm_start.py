@@ -68,7 +68,7 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     file has none.
 
     Raises:
-        CheckpointError: on all ranks alike: no such file, a damaged or malicious one, or nothing in it
+        CheckpointError: identical on all ranks: no such file, a damaged or malicious one, or nothing in it
             matches.
     """
     location = run.options.model.pretrained
@@ -118,7 +118,7 @@ def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
     """Return which class of a checkpoint each class is; by head, where both have names."""
     manifest = read_manifest(path)
     orders = {}
-    for head, names in run.class_names.items():
+    for head, names in run.data.class_names.items():
         saved = read_class_names(path, manifest, head)
         if saved is not None:
             orders[head] = saved.numbered(names)

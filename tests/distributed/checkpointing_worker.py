@@ -51,7 +51,7 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
         assert isinstance(run.forward, DistributedDataParallel) == (world.size > 1)
         step, losses = Step(run), []
         run.network.train()
-        for batch in itertools.islice(run.loader.epoch(0, 0), 3):
+        for batch in itertools.islice(run.data.loader.epoch(0, 0), 3):
             sizes = agree(world, batch, run.head.class_num).sizes
             losses.append(float(step.make(batch, sizes, is_logged=True).output.mean_loss))
             run.position.advance()

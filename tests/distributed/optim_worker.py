@@ -17,7 +17,7 @@ from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.directories import open_places
+from plsc.train.directories import open_directories
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.saving import Saver
@@ -89,11 +89,11 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         torch.manual_seed(world.rank)  # rank 0's network counts
         user = UserParts(Network(), optimizer=centred, schedule=rising)
         run = build_run(options, world, user)
-        places = open_places(options, world)
-        log = RunLog(run.save_dir, world.is_main, 0, STEPS)
-        Trainer(run, log, Saver(run, log, places)).train()
+        directories = open_directories(options, world)
+        log = RunLog(directories.local, world.is_main, 0, STEPS)
+        Trainer(run, log, Saver(run, log, directories)).train()
         log.close()
-        places.release()
+        directories.release()
         world.barrier()
     found = {f"{case}: {key}": value for key, value in run.network.state_dict().items()}
     rows = world.all_gather_object(run.head.weight.detach())

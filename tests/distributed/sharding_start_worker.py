@@ -44,7 +44,7 @@ def main() -> None:
         assert local.device == world.device
         assert mine.full_tensor().cpu().equal(right)
     run.network.train()
-    for batch in itertools.islice(run.loader.epoch(0), 1):
+    for batch in itertools.islice(run.data.loader.epoch(0), 1):
         run.forward(batch.input(world.device), None, True).sum().backward()
     world.close()
 

@@ -20,11 +20,12 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
+from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.directories import open_checkpoint
 from plsc.train.evaluation import Target, evaluate_targets
 from plsc.train.loop import agree
-from plsc.train.resume import resolve_run, restore
+from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
 from plsc.train.step import Step
 from plsc.train.warm_start import start_from_pretrained
@@ -212,7 +213,7 @@ def check_share_of_a_larger_network(world: World, dataset: Path, folder: Path) -
         p.numel() * 8 for p in parameters
     )
     assert share < 0.26, share
-    assert "4 ranks, in 3 units" in run.notes, run.notes
+    assert "4 ranks, in 3 units" in run.notes[0], run.notes
     if world.is_main:
         print(f"memory: {share:.3f} of the parameters on rank 0", flush=True)
 
@@ -283,7 +284,6 @@ def check_networks(world: World, dataset: Path, folder: Path) -> None:
             Uneven(), {"parallel.shard_size": 3},
         ),
         r"adafactor cannot update a sharded": (Uneven(), {"optim.optimizer": "adafactor"}),
-        r"torch's fused sgd takes no sharded": (Uneven(), {"optim.implementation": "fused"}),
         r"unused is called 0 times": (Uneven(), {"parallel.shard_units": "unused"}),
     }  # fmt: skip
     for text, (network, more) in refusals.items():
@@ -303,7 +303,7 @@ def check_factories(world: World, dataset: Path, folder: Path) -> None:
         user = UserParts(model=Uneven(), optimizer=partial(kind, lr=0.1, **{way: True}))
         run = build_run(options, world, user)
         run.network.train()
-        batch = next(iter(run.loader.epoch(0)))
+        batch = next(iter(run.data.loader.epoch(0)))
         sizes = agree(world, batch, run.head.class_num).sizes
         step = Step(run)
         said = r"^the optimizer users:factory cannot update a sharded backbone: .*"

@@ -27,7 +27,7 @@ from plsc.models import BaseModel
 from plsc.parallel import backbone
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.directories import open_places
+from plsc.train.directories import open_directories
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.saving import Saver
@@ -133,11 +133,11 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         torch.manual_seed(0)
         run = build_run(options, world, UserParts(model=network()))
         before = weights_of(run)
-        places = open_places(options, world)
-        log = RunLog(run.save_dir, world.is_main, 0, STEPS)
-        Trainer(run, log, Saver(run, log, places)).train()
+        directories = open_directories(options, world)
+        log = RunLog(directories.local, world.is_main, 0, STEPS)
+        Trainer(run, log, Saver(run, log, directories)).train()
         log.close()
-        places.release()
+        directories.release()
         world.barrier()
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()
         metrics = [json.loads(line) for line in lines]

@@ -86,7 +86,7 @@ def test_a_step_that_is_not_logged_does_not_wait_for_the_device(mode, dataset, t
     run = build_run(made, world, UserParts())
     run.network.train()
     step = Step(run)
-    for number, batch in enumerate(run.loader.epoch(0, 0)):
+    for number, batch in enumerate(run.data.loader.epoch(0, 0)):
         sizes = agree(run.world, batch, run.head.class_num).sizes
         torch.cuda.set_sync_debug_mode(
             "error" if number >= 3 else "default"

@@ -21,7 +21,7 @@ from plsc.config import Options, all_options
 from plsc.errors import CheckpointError
 from plsc.storage.publish import clean, lock_note
 from plsc.storage.store import Store
-from plsc.train.randomness import pack_generators, unpack_generators
+from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 
 SAVED = Path(__file__).parents[1] / "saved" / "format_1"

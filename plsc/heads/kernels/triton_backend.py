@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from plsc.errors import first_line
+from plsc.errors import kind_and_line
 from plsc.heads.rules import Rule, kernel_states
 from plsc.heads.softmax import ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.weights import Rows, States
@@ -45,7 +45,7 @@ def unavailable(device: torch.device) -> str | None:
         with _on(device):
             TritonBackend()._directions(Rows(torch.zeros(1, 1, device=device)), slice(0, 1))
     except Exception as error:
-        return f"triton cannot run a kernel here: {type(error).__name__}: {first_line(error)}"
+        return f"triton cannot run a kernel here: {kind_and_line(error)}"
     return None
 
 

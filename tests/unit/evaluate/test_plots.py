@@ -56,9 +56,7 @@ def test_roc_takes_any_name_and_many_curves(tmp_path):
     assert_picture(tmp_path / "roc.png")
 
 
-def test_roc_of_nothing_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match="no curves"):
-        plot_roc({}, tmp_path / "roc.png")
+def test_roc_of_one_kind_of_pairs_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match="only same"):
         plot_roc({"net": (np.ones(3), np.ones(3, bool))}, tmp_path / "roc.png")
     with pytest.raises(DataError, match="cannot write"):
@@ -159,9 +157,7 @@ def test_hardest_pairs_show_two_images_once(tmp_path, monkeypatch):
     assert captions == ["0.900", "0.700"]
 
 
-def test_hardest_pairs_name_a_bad_image_and_lengths_that_do_not_fit(tmp_path):
+def test_hardest_pairs_name_a_bad_image(tmp_path):
     images, is_same, cosines = [grey(9), b"bad", grey(9), grey(9)], np.array([True, False]), [0, 1]
     with pytest.raises(DataError, match="image 1 of the pairs: "):
         plot_hardest_pairs(images, is_same, cosines, tmp_path / "hardest.png")
-    with pytest.raises(DataError, match="3 images, 2 flags and 2 scores"):
-        plot_hardest_pairs(images[:3], is_same, cosines, tmp_path / "hardest.png")

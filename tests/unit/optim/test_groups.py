@@ -11,7 +11,6 @@ from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.parameters import freeze, initialise_by_rule
-from plsc.models.sync_batch_norm import SyncBatchNorm
 from plsc.optim.optimizers import assign_parameters
 
 
@@ -168,7 +167,7 @@ def test_a_batch_norm_of_which_a_part_is_trained_learns_its_statistics():
 def test_a_synchronised_batch_norm_is_frozen_by_the_name_of_the_plain_one():
     network = Small()
     names = assigned(network, freeze=["type:BatchNorm2d"]).frozen
-    network.stem[1] = SyncBatchNorm.replacing(network.stem[1], group=None)
+    network.stem[1] = nn.SyncBatchNorm.convert_sync_batchnorm(network.stem[1])
     freeze(network, names)
     network.train()
     assert not network.stem[1].training

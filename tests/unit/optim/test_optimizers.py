@@ -19,7 +19,7 @@ from plsc.optim.optimizers import (
     describe_implementation,
     set_rates,
 )
-from plsc.train.build_optim import check_optim
+from plsc.train.optim import check_optim
 
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parents[3] / "docs/optimizers.md").read_text(encoding="utf-8")
@@ -286,7 +286,7 @@ def test_settings_that_an_optimizer_has_not_are_refused_before_any_data_is_read(
     [
         (
             {"optimizer": "radam", "implementation": "fused"},
-            "no fused radam; expected one of sgd, adam",
+            "radam cannot be made: TypeError: RAdam.__init__() got an unexpected keyword argument 'fused'",
         ),
         (
             {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},

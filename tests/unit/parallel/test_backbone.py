@@ -24,7 +24,7 @@ from plsc.parallel import backbone
 from plsc.parallel.backbone import choose_units, local_part, match_units, shard_network
 from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
-from plsc.train.build import _build_trained_network
+from plsc.train.network import build_trained_network
 from tests.devices import GPU, group_of_one
 from tests.option_pairs import options_with
 
@@ -92,7 +92,7 @@ def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device
         (sharded | {"parallel.shard_size": 1}, 4, "meta"),
     ):
         options = options_with(values)
-        network, *_ = _build_trained_network(options, World(0, ranks, 0, device), None)
+        network, *_ = build_trained_network(options, World(0, ranks, 0, device), None)
         assert {t.device.type for t in (*network.parameters(), *network.buffers())} == {expected}
 
 
@@ -100,7 +100,7 @@ def test_batch_norms_over_the_ranks_are_those_of_the_device_they_go_to(group):
     for device in ("cuda", "cpu"):
         network = nn.Sequential(nn.BatchNorm2d(3))
         synchronise_batch_norm(network, group, torch.device(device))
-        assert isinstance(network[0], nn.SyncBatchNorm) == (device == "cuda")
+        assert (type(network[0]) is nn.SyncBatchNorm) == (device == "cuda")
         assert type(network[0]) is not nn.BatchNorm2d
         network.eval()(torch.zeros(2, 3, 4, 4))  # the trial runs where the network is: on the CPU
 

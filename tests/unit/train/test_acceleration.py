@@ -12,8 +12,8 @@ from plsc.models import BaseModel, build_model
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.folding import FoldedNetwork
 from plsc.parallel.world import World
-from plsc.train.acceleration import batch_sizes, check_speed, evaluated, lay_out
 from plsc.train.build import UserParts, build_run
+from plsc.train.network import batch_sizes, check_network_options, evaluated, lay_out
 from tests.images import write_dataset
 from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, options_with, pairs
 from tests.resuming import different, losses_of, options_of, saved_at, train
@@ -123,14 +123,14 @@ def test_a_network_that_does_not_stand_the_layout_is_left_alone_or_refused():
 def test_what_excludes_each_other_says_so():
     compiled = {"speed.compile": True}
     with pytest.raises(OptionError, match=r"model\.sync_batch_norm"):
-        check_speed(options_with({**compiled, "model.sync_batch_norm": True}), 2)
-    check_speed(options_with({**compiled, "model.sync_batch_norm": True}), 1)
+        check_network_options(options_with({**compiled, "model.sync_batch_norm": True}), 2)
+    check_network_options(options_with({**compiled, "model.sync_batch_norm": True}), 1)
     with pytest.raises(OptionError, match=r"parallel\.backbone 'sharded'"):
-        check_speed(options_with({**compiled, "parallel.backbone": "sharded"}), 2)
+        check_network_options(options_with({**compiled, "parallel.backbone": "sharded"}), 2)
     with pytest.raises(OptionError, match=r"memory\.checkpoint_stages"):
-        check_speed(options_with({**compiled, "memory.checkpoint_stages": "all"}), 1)
+        check_network_options(options_with({**compiled, "memory.checkpoint_stages": "all"}), 1)
     with pytest.raises(OptionError, match=r"train\.deterministic"):
-        check_speed(options_with({**compiled, "train.deterministic": True}), 1)
+        check_network_options(options_with({**compiled, "train.deterministic": True}), 1)
 
 
 def test_the_sizes_that_are_compiled_are_those_of_full_batches():

@@ -18,7 +18,7 @@ from plsc.data.cache import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
-from plsc.train.feed import NO_AUGMENTATION, build_feed, make_recipe, open_rank_source
+from plsc.train.data import NO_AUGMENTATION, make_recipe, open_rank_source, open_training_data
 from plsc.utils import base64_reader
 from tests.images import write_dataset
 
@@ -36,7 +36,7 @@ def feed(dataset, reader=None, transform=None, **settings):
     options.set("model.image_shape", (3, 16, 16))
     for name, value in settings.items():
         options.set(name.replace("__", "."), value)
-    return build_feed(options, ALONE, reader, transform, 6)
+    return open_training_data(options, ALONE, reader, transform, 6)
 
 
 def names(feed, epoch=0):
@@ -45,7 +45,7 @@ def names(feed, epoch=0):
 
 def test_threads_are_the_default_and_are_said_once(dataset):
     made = feed(dataset)
-    assert made.notes == "data: 2 threads a rank read ahead, as nothing of your own is in Python"
+    assert made.notes == ["data: 2 threads a rank read ahead, as nothing of your own is in Python"]
     assert (made.num_samples, made.class_num) == (20, 4)
 
 
@@ -55,7 +55,7 @@ def blur(image: torch.Tensor) -> torch.Tensor:
 
 def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(dataset):
     made = feed(dataset, transform=blur, data__flip=False)
-    assert "processes a rank read ahead, for the transform of your own" in made.notes
+    assert "processes a rank read ahead, for the transform of your own" in made.notes[-1]
     plain = feed(dataset, data__flip=False)
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)
@@ -99,7 +99,7 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
         data__cache_decoded=True,
     )
     list(made.loader.epoch(0))
-    assert made.notes.endswith("as nothing of your own is in Python")  # nor did anybody choose
+    assert made.notes[-1].endswith("as nothing of your own is in Python")  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
     assert source.cache.used >= 20 * 16 * 16 * 3
@@ -120,7 +120,7 @@ def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):
     with pytest.raises(DataError, match=r"label 3 .*label\.txt:16.*outside 0\.\.2"):
         feed(dataset, head__class_num=3)
     made = feed(dataset, head__class_num=3, data__bad_images="skip")
-    assert "5 samples have labels outside 0..2" in made.notes
+    assert "note: 5 samples have labels outside 0..2" in made.notes
     batches = list(made.loader.epoch(0))
     assert {problem.kind for batch in batches for problem in batch.problems} == {"label"}
 
@@ -141,7 +141,7 @@ def reader(*shard):
 
 def test_a_generator_reader_runs_ahead_in_a_process(dataset):
     made = feed(dataset, reader=reader, head__class_num=4)
-    assert "the reader runs ahead in a process" in made.notes
+    assert "the reader runs ahead in a process" in made.notes[-1]
     inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
     for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images)
@@ -175,7 +175,7 @@ def test_every_sample_of_a_reader_is_trained_once_an_epoch(tmp_path, monkeypatch
         }.items():
             options.set(name, value)
         world = replace(ALONE, rank=rank, size=ranks)
-        built = build_feed(options, world, made if shards else everything, None, 6)
+        built = open_training_data(options, world, made if shards else everything, None, 6)
         assert built.is_of_ranks == shards
         labels += [label for batch in built.loader.epoch(0) for label in batch.labels.tolist()]
     assert sorted(labels) == list(range(24))
@@ -253,7 +253,7 @@ def test_rank_files_need_an_even_batch_and_no_reader(dataset):
     options = Options()
     options.set("data.order", "rank_files")
     with pytest.raises(OptionError, match="global batch is 7 on 2 ranks"):
-        build_feed(options, replace(ALONE, size=2), None, None, 7)
+        open_training_data(options, replace(ALONE, size=2), None, None, 7)
 
 
 def test_ranks_with_files_of_their_own_read_each_sample_once(parts):
@@ -267,7 +267,7 @@ def test_a_dataset_without_samples_is_refused_in_one_line():
     options = Options()
     options.set("head.class_num", 4)
     with pytest.raises(DataError, match="holds no samples"):
-        build_feed(options, ALONE, Nothing(), None, 6)
+        open_training_data(options, ALONE, Nothing(), None, 6)
 
 
 class Nothing:

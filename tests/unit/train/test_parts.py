@@ -5,6 +5,7 @@ import math
 import os
 import random
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,15 @@ from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run, check_combinations
-from plsc.train.guards import LearningCheck, interrupted, slow_start, stop_at_bad_loss
-from plsc.train.hints import batch_note, idle_note, threads_note
+from plsc.train.checks import (
+    LearningCheck,
+    batch_note,
+    idle_note,
+    interrupted,
+    slow_start,
+    stop_at_bad_loss,
+    threads_note,
+)
 from plsc.train.job import run_training
 from plsc.train.logs import RunLog
 from plsc.train.loop import agree
@@ -47,7 +55,7 @@ def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(
     device, changes, is_late, dataset, tmp_path
 ):
     run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
-    run.world = SimpleNamespace(device=torch.device(device))
+    run = replace(run, world=SimpleNamespace(device=torch.device(device)))
     assert Step(run).losses.is_late == is_late
 
 
@@ -298,7 +306,7 @@ def test_options_that_a_custom_network_is_not_made_with_are_noted(
     options = options_for(
         dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2
     )
-    notes = build_run(options, World.single(), UserParts(model=model)).notes
+    notes = build_run(options, World.single(), UserParts(model=model)).notes[-1]
     assert notes.count("(the custom network was not made with it)") == len(noted)
     assert all(f"{path} (the custom network" in notes for path in noted)
 
@@ -329,7 +337,7 @@ def two_steps(network, dataset, tmp_path, **changes):
     run = build_run(options, World.single(), UserParts(model=network))
     run.network.train()
     step, losses = Step(run), []
-    for batch in run.loader.epoch(0):
+    for batch in run.data.loader.epoch(0):
         sizes = agree(run.world, batch, run.head.class_num).sizes
         losses.append(float(step.make(batch, sizes, False).output.mean_loss))
     return losses[:2], network.types
@@ -344,7 +352,7 @@ def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning
     run = build_run(options, World.single(), UserParts(model=Stages()))
     assert "note: Stages has no trainable parameter; only the head is trained" in run.notes
     before = [p.detach().clone() for p in (*run.network.parameters(), *run.head.parameters())]
-    batch = next(iter(run.loader.epoch(0)))
+    batch = next(iter(run.data.loader.epoch(0)))
     Step(run).make(batch, agree(run.world, batch, run.head.class_num).sizes, False)
     after = [*run.network.parameters(), *run.head.parameters()]
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] * 6 + [False]
@@ -428,7 +436,7 @@ def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
         build_run(options_for(tmp_path / "nested", tmp_path), World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=5)
     run = build_run(options, World.single(), UserParts())
-    assert run.notes.startswith("note: 2 of 5 classes have no image, the first is 3")
+    assert run.notes[0].startswith("note: 2 of 5 classes have no image, the first is 3")
 
 
 def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
@@ -461,5 +469,5 @@ def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
         OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"
     ):
         retention_of(run)
-    run.options = run.options.changed({"checkpoint.monitor": "loss"})
+    run = replace(run, options=run.options.changed({"checkpoint.monitor": "loss"}))
     assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")

@@ -12,13 +12,13 @@ from plsc.checkpoint.manifest import Checker
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
-from plsc.train import job, precision
+from plsc.train import build, job, network
 from plsc.train import step as step_module
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
+from plsc.train.heads import head_products
 from plsc.train.loop import agree
-from plsc.train.precision import head_products, restore_scaler
-from plsc.train.resume import restore
+from plsc.train.resume import restore, restore_scaler
 from plsc.train.step import LossReader, Step
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import Scripted, logged, train_scripted
@@ -171,7 +171,7 @@ def first_step(dataset, save_dir, **settings):
     run = build_run(made, WORLD, UserParts())
     run.network.train()
     before = run.head.weight.detach().clone()
-    batch = next(run.loader.epoch(0, 0))
+    batch = next(run.data.loader.epoch(0, 0))
     output = Step(run).make(batch, agree(WORLD, batch, run.head.class_num).sizes, False).output
     gradient = torch.cat([p.grad.flatten() for p in run.network.parameters()])
     return output.mean_loss, gradient, run.head.weight.detach() - before
@@ -249,7 +249,10 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     made = options(dataset, tmp_path / "a", precision__mode="float16")
     run = build_run(made, WORLD, UserParts(model=Scripted()))
     assert run.scaler is None
-    assert run.notes.count("is float16, which is for GPUs: this CPU computes in bfloat16") == 1
+    assert (
+        "\n".join(run.notes).count("is float16, which is for GPUs: this CPU computes in bfloat16")
+        == 1
+    )
     assert head_products(made) == "bfloat16"
     made.set("head.products", "float32")
     assert head_products(made) == "float32"
@@ -306,7 +309,7 @@ def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(
     dataset, tmp_path, monkeypatch
 ):
     # A CPU can compute in float16, too slowly for use: here it may.
-    for module in (precision, step_module, job):
+    for module in (network, step_module, build, job):
         monkeypatch.setattr(module, "training_mode", lambda options, device: options.precision.mode)
     small = {"model__name": "SmallResNet", "model__emb_size": 32}
     settings = {

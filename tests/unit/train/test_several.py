@@ -18,9 +18,9 @@ from plsc.heads import DenseHead, ShardedHead
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
 from plsc.train.class_tools import run_dominant
+from plsc.train.data import options_of
 from plsc.train.job import run_prediction
 from plsc.train.resume import restore
-from plsc.train.several import options_of
 from plsc.train.state import collect_tensors
 from tests.images import write_dataset
 from tests.resuming import (
@@ -334,9 +334,9 @@ def test_a_label_out_of_range_is_passed_over_and_never_a_class_of_the_next_data_
     made.set("data.datasets", [{**first, "class_num": 5}, *others])
     made.set("data.bad_images", "skip")
     run = build_run(made, WORLD, UserParts(Drawing()))
-    labels = np.concatenate([batch.labels for batch in run.loader.epoch(0)])
+    labels = np.concatenate([batch.labels for batch in run.data.loader.epoch(0)])
     assert set(labels) == set(range(5 + 4))
-    assert sum(batch.skipped for batch in run.loader.epoch(0)) == 5 * 6 - len(labels) >= 3
+    assert sum(batch.skipped for batch in run.data.loader.epoch(0)) == 5 * 6 - len(labels) >= 3
     train(made, WORLD)
     assert (tmp_path / "run/bad_samples.txt").read_text().count("label\tfaces: ") == 3
 

@@ -1,15 +1,16 @@
-"""Options in, the head and the optimizer of its rows out."""
+"""The heads of a run, one for each of its data sets: their options, margins and optimizers of the rows."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from plsc.config import Config
+from plsc.config import Config, find_option
+from plsc.config.data import HEAD_OPTIONS, DataSet
 from plsc.errors import OptionError
 from plsc.heads import (
     MARGINS,
@@ -25,7 +26,6 @@ from plsc.heads import (
 from plsc.heads.joint import JointHead, JointRows
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
-from plsc.train.precision import head_products
 
 MARGIN_OPTIONS = {
     "head.scale": "scale",
@@ -78,7 +78,7 @@ def margin_arguments(name: str) -> Mapping[str, inspect.Parameter]:
 def margin_of(options: Config) -> Margin:
     """Return the margin of the loss type.
 
-    Raises OptionError for an option that somebody set and the loss has not.
+    Raises OptionError for an option that was set and that the loss does not have.
     """
     head = options.head
     name = head.loss_type.removeprefix("dist_")
@@ -111,6 +111,31 @@ def with_margin(options: Config) -> Config:
             for path in ("head.margin", "head.easy_margin")
             if MARGIN_OPTIONS[path] in has and path not in options.explicit | options.adopted
         }
+    )
+
+
+def options_of(options: Config, one: DataSet) -> Config:
+    """Return the options of a run with those of one of its data sets in place.
+
+    A data set with a loss of its own takes of the run's options for margins the scale alone: the others
+    were chosen for another loss. One whose head is not sharded takes none of those for sharded rows.
+    """
+    loss_type = one.loss_type or options.head.loss_type
+    name = loss_type.removeprefix("dist_")
+    left_out: set[str] = set()
+    if name != options.head.loss_type.removeprefix("dist_"):
+        has_scale = "scale" in margin_arguments(name)
+        left_out.update(path for path in MARGIN_OPTIONS if path != "head.scale" or not has_scale)
+    if not loss_type.startswith("dist_"):
+        left_out.update(ONLY_SHARDED)
+    given = {f"head.{key}": getattr(one, key) for key in HEAD_OPTIONS}
+    given = {path: value for path, value in given.items() if value is not None}
+    values = {path: find_option(path).default for path in left_out}
+    values |= {"data.datasets": (), "data.train_image_num": None, "data.dataset_dir": one.path}
+    return replace(
+        options.changed({**values, "head.class_num": None, **given}),
+        explicit=options.explicit - left_out | given.keys(),
+        adopted=options.adopted - left_out,
     )
 
 
@@ -153,6 +178,14 @@ def _build_one(
         group=world.head_group,
     ).to(world.device)
     return built, _row_optimizer(options, built) if isinstance(built, ShardedHead) else None
+
+
+def head_products(options: Config) -> str:
+    """Return the type of the factors in the products of sharded heads: 'float32' or 'bfloat16'."""
+    products = options.head.products
+    if products != "auto":
+        return products
+    return "float32" if options.precision.mode == "float32" else "bfloat16"
 
 
 def _row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:

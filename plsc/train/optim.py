@@ -233,7 +233,7 @@ def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction
         arguments = []
     given = {"total_steps": total_steps} if "total_steps" in arguments else {}
     shape = shapes.custom(lambda step: function(step, **given), name)
-    shape(0)  # a mistake in it is told now, if it can be
+    shape(0)  # a mistake in it is reported now, if possible
     return shape
 
 

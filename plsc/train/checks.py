@@ -1,19 +1,23 @@
-"""What stops or warns: a loss that is not finite, a run that does not learn, a signal."""
+"""What warns of likely mistakes, before a run and during it, and what stops one that went wrong."""
 
 from __future__ import annotations
 
 import json
 import math
+import platform
 import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from plsc.config import Config, find_option
 from plsc.errors import TrainingError, TrainingInterrupted
-from plsc.parallel.backbone import local_part
+from plsc.parallel.backbone import local_part, plain_name
+from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 from plsc.train.state import Position
 
@@ -37,6 +41,104 @@ _RISEN, _SURE = (
 )  # ratio of the medians of two halves of the losses; deviations of their ranks
 _FEWEST_LOSSES, _MOST_LOSSES = 16, 10_000
 _PAGE = "see docs/not_learning.md"
+_STEPS = ("step", "multi_step")
+_FALLING = ("polynomial", "cosine", "exponential")
+_SCALING = (
+    "init_loss_scaling",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "incr_ratio",
+    "decr_ratio",
+    "use_dynamic_loss_scaling",
+)
+
+
+def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
+    """Return a line that names the options without effect and why, or nothing if there are none.
+
+    made_with: the arguments of the constructor of a custom network.
+
+    One that is set to its default, as `set_mixed_precision` sets many, does not count.
+    """
+    found = [
+        f"{path} ({reason})"
+        for paths, reason in _unused(options, made_with)
+        for path in paths
+        if path in options.explicit and options.get(path) != find_option(path).default
+    ]
+    return f"note: set, but without effect in this run: {', '.join(found)}" if found else ""
+
+
+def batch_note(global_batch: int, num_samples: int | None) -> str:
+    """Return a line for a batch that shows the images of the set more than once, or nothing."""
+    if num_samples is None or global_batch <= num_samples:
+        return ""
+    return (
+        f"note: a step takes {global_batch} images, and the set has {num_samples}: it shows them "
+        f"{global_batch / num_samples:.1f} times each"
+    )
+
+
+def frozen_note(network: nn.Module) -> str:
+    """Return a line for a network of which nothing is trained, or nothing."""
+    if any(parameter.requires_grad for parameter in network.parameters()):
+        return ""
+    return f"note: {plain_name(network)} has no trainable parameter; only the head is trained"
+
+
+def threads_note(options: Config) -> str:
+    """Return a line for more threads than there are cores, or nothing."""
+    threads, cores = options.runtime.cpu_threads, usable_cores()
+    if threads <= cores:
+        return ""
+    return (
+        f"note: runtime.cpu_threads is {threads}, but this process may use {cores} core{'s' * (cores != 1)}: "
+        "threads that wait for each other can make a step many times as slow"
+    )
+
+
+def _unused(
+    options: Config, made_with: Mapping[str, Any] | None
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield options that this run does not look at, and the reason."""
+    optim, precision, head = options.optim, options.precision, options.head
+    if made_with is not None:
+        paths = tuple(
+            path
+            for path in ("model.dropout", "model.neck")
+            if made_with.get(path.removeprefix("model.")) != options.get(path)
+        )
+        yield paths, "the custom network was not made with it"
+    has_own_rows = head.loss_type.startswith("dist_")
+    schedule = f"optim.schedule is {optim.schedule}"
+    if optim.schedule not in _STEPS:
+        yield ("optim.step_boundaries", "optim.lr_decay_factor"), schedule
+    if optim.schedule not in _FALLING:
+        yield ("optim.decay_steps", "optim.end_lr_factor"), schedule
+    if optim.schedule != "cosine":
+        yield ("optim.cosine_cycles",), schedule
+    if optim.schedule != "polynomial":
+        yield ("optim.decay_power",), schedule
+    if head.loss_type.removeprefix("dist_") in ("softmax", "normface"):
+        yield ("head.margin_warmup_steps",), f"head.loss_type is {head.loss_type}"
+    if ":" in optim.optimizer and not has_own_rows:
+        yield ("optim.lr", "optim.weight_decay"), "the optimizer's factory decides"
+    if optim.optimizer.lower() != "sgd" and not (has_own_rows and head.optimizer == "sgd"):
+        yield ("optim.momentum", "optim.nesterov"), "no optimizer here is sgd"
+    if optim.clip_norm == 0:
+        yield ("optim.clip_scope",), "optim.clip_norm is 0"
+    if options.memory.checkpoint_stages.strip() == "none":
+        yield ("memory.checkpoint_every",), "memory.checkpoint_stages is none"
+    if options.parallel.backbone == "replicated":
+        units = ("parallel.shard_size", "parallel.shard_units")
+        yield units, "parallel.backbone is replicated"
+    else:
+        yield ("speed.bucket_mb",), "parallel.backbone is sharded"
+    mode = f"precision.mode is {precision.mode}"
+    if precision.mode == "float32":
+        yield ("precision.white_list", "precision.black_list"), mode
+    if precision.mode != "float16" and precision.loss_scaling == "auto":
+        yield tuple(f"precision.{name}" for name in _SCALING), mode
 
 
 def stop_at_bad_loss(
@@ -44,7 +146,7 @@ def stop_at_bad_loss(
 ) -> None:
     """Raise TrainingError with the step, the learning rate and the samples; a collective.
 
-    names: this rank's samples. All names of the global batch go into a file beside the checkpoints.
+    names: this rank's samples. All names of the global batch go into a file next to the checkpoints.
     """
     everywhere = [name for part in world.all_gather_object(names) for name in part]
     path = save_dir / BAD_BATCH_NAME
@@ -62,10 +164,10 @@ def stop_at_bad_loss(
 
 
 def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:
-    """Raise TrainingError, on every rank alike, for trained weights that are not finite; a collective.
+    """Raise TrainingError, identical on all ranks, for trained weights that are not finite; a collective.
 
     A gradient may be inf where the loss was finite: the next loss would tell, but what is saved before that
-    would be what a later run goes on from.
+    would be what a later run resumes.
     """
     trained = [
         (name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad
@@ -167,6 +269,63 @@ def _rank_difference(first: Sequence[float], second: Sequence[float]) -> float:
     return above / math.sqrt(m * n * (m + n + 1) / 12)
 
 
+class DataWait:
+    """Measures the first steps of a run, and says once if they wait for their batches, and what to try.
+
+    workers: per rank; is_generator: whether one process makes all batches, however many workers are set.
+    """
+
+    SHARE = 0.05  # of a step: a smaller wait is not reported
+    SKIPPED = 5  # steps at the start of the run and of an epoch: workers begin to read ahead then
+    MEASURED = 40  # steps
+
+    def __init__(self, world: World, workers: int, is_generator: bool) -> None:
+        self._world = world
+        self._workers = workers
+        self._is_generator = is_generator
+        self._passed = self._measured = 0
+        self._wait = self._step = 0.0
+
+    def add(self, step_in_epoch: int, wait: float, step: float) -> str | None:
+        """Count a step, from 1 in its epoch, and its seconds until the batch was there and in all.
+
+        Return the advice, if there is some. A collective at the last measured step, the same on all ranks.
+        """
+        self._passed += 1
+        if min(self._passed, step_in_epoch) <= self.SKIPPED or self._measured == self.MEASURED:
+            return None
+        self._measured += 1
+        self._wait += wait
+        self._step += step
+        if self._measured < self.MEASURED:
+            return None
+        mine = (self._wait / self.MEASURED, self._step / self.MEASURED, platform.node())
+        everywhere = self._world.all_gather_object(mine)
+        wait, step, host = max(everywhere, key=lambda one: one[0] / one[1])
+        neighbours = sum(one[2] == host for one in everywhere)
+        return self._advise(wait, step, max(1, usable_cores() // neighbours))
+
+    def _advise(self, wait: float, step: float, cores: int) -> str | None:
+        if wait < self.SHARE * step:
+            return None
+        workers = self._workers
+        # What a batch costs a worker, if all are busy, over what the rest of the step takes; a tenth more.
+        reading = step * workers if workers else wait
+        wanted = max(workers + 1, math.ceil(1.1 * reading / max(step - wait, 1e-6)))
+        if self._is_generator and workers:
+            remedy = "a generator runs in one process: use a cheaper one, or a map-style Dataset"
+        elif self._is_generator:
+            remedy = "set_num_workers(1) lets the reader run ahead"
+        elif workers < cores:
+            remedy = f"try set_num_workers({min(wanted, cores)})"
+        else:
+            remedy = "there is a worker for each core already; see docs/data.md for what else helps"
+        return (
+            f"a step waits {1e3 * wait:.3g} of its {1e3 * step:.3g} ms ({wait / step:.0%}) for its batch; "
+            f"{workers} worker{'s' * (workers != 1)} and {cores} core{'s' * (cores != 1)} per rank; {remedy}"
+        )
+
+
 def slow_start(seconds: float, log_period: int) -> str | None:
     """Return a line for who waits for the first log line, if the first step took long."""
     if seconds < SLOW_STEP:
@@ -177,13 +336,13 @@ def slow_start(seconds: float, log_period: int) -> str | None:
     )
 
 
-def epoch_warning(epoch: int, steps: int, expected: int | None) -> str | None:
-    """Return a warning when an epoch had other steps than expected; None for what was not said."""
-    if expected is None or steps == expected:
+def epoch_warning(position: Position, expected: int | None) -> str | None:
+    """Return a warning for the end of an epoch of other steps than expected, None if that was not known."""
+    if expected is None or position.step_in_epoch == expected:
         return None
     return (
-        f"epoch {epoch} of the reader had {steps} steps, but {expected} were expected; warm-up, log "
-        "lines and resuming count with these: correct set_train_image_num"
+        f"epoch {position.epoch} of the reader had {position.step_in_epoch} steps, but {expected} "
+        "were expected; warm-up, log lines and resuming count with these: correct set_train_image_num"
     )
 
 

@@ -1,0 +1,429 @@
+"""The training data of a run: from the options, data sets and the user's reader to a loader."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from plsc.config import Config
+from plsc.config.data import DataSet
+from plsc.data.augment import Augmentation
+from plsc.data.cache import CachedSource, DiskCache, MemoryCache
+from plsc.data.class_names import ClassNames, first_and_last_class
+from plsc.data.files import read_file_list
+from plsc.data.loader import SourceLoader, choose_kind
+from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
+from plsc.data.order import BatchPlan, count_steps
+from plsc.data.reader import ReaderLoader
+from plsc.data.samples import Recipe
+from plsc.data.sources import ImageFolderSource, open_source
+from plsc.data.sources.base import Source
+from plsc.data.sources.base64_lines import Base64Source
+from plsc.data.sources.torch_dataset import TorchDatasetSource
+from plsc.data.transform import Transform
+from plsc.errors import DataError, OptionError
+from plsc.parallel.world import World
+from plsc.seeds import hash_key
+from plsc.train.classes import (
+    OpenedCheckpoint,
+    count_classes,
+    count_named_classes,
+    number_classes,
+)
+from plsc.train.heads import TrainingSet, margin_of, options_of
+
+Loader = SourceLoader | ReaderLoader
+
+NO_AUGMENTATION = {
+    "data.flip": False,
+    "data.crop_padding": 0,
+    "data.colour_jitter": (0.0, 0.0, 0.0),
+    "data.low_resolution": 0.0,
+    "data.random_erasing": 0.0,
+}
+"""The options of all augmentations that `make_recipe` reads, as they leave images alone."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The loader, the number of samples if it is known, and of classes.
+
+    notes: what the user should know of the data. first_sample: where this rank's part of the dataset begins,
+    when it reads no other. is_of_ranks: which samples a step takes depends on the number of ranks. sets: the
+    data sets, where there are several, with a head each. class_names: of each head whose classes have names,
+    '' where there is one head.
+    """
+
+    loader: Loader
+    num_samples: int | None
+    class_num: int
+    notes: list[str]
+    first_sample: int = 0
+    is_of_ranks: bool = False
+    sets: list[TrainingSet] = field(default_factory=list)
+    class_names: dict[str, ClassNames] = field(default_factory=dict)
+
+
+def is_generator_reader(reader: Any) -> bool:
+    """Whether this is a function that returns a generator, and not an indexed dataset."""
+    return callable(reader) and not hasattr(reader, "__getitem__")
+
+
+def open_training_source(options: Config, reader: Any) -> Source:
+    """Return the source of a dataset object, or of the dataset folder when there is none."""
+    if reader is not None:
+        if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
+            raise OptionError(
+                f"the reader is of type {type(reader).__name__}; expected a function that returns a "
+                "generator, or a map-style torch Dataset"
+            )
+        return TorchDatasetSource(reader)
+    data = options.data
+    return open_source(
+        data.dataset_dir,
+        image_column=data.image_column,
+        label_column=data.label_column,
+        label_map=data.label_map,
+        class_depth=data.class_depth,
+    )
+
+
+def open_training_data(
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None = None,
+) -> TrainingData:
+    """Return the training data and its loader; a collective.
+
+    checkpoint: the one that the run resumes. Raises OptionError, DataError or CheckpointError.
+    """
+    data = options.data
+    if data.datasets:
+        _check_several(options, reader)
+        return _open_several(options, world, transform, global_batch, checkpoint)
+    is_generator = reader is not None and is_generator_reader(reader)
+    if is_generator or data.order == "rank_files":
+        open_it = _open_generator if is_generator else _open_rank_files
+        opened = open_it(options, world, reader, transform, global_batch)
+        names, notes = number_classes(None, checkpoint)
+        named = {} if names is None else {"": names.resized(opened.class_num)}
+        return replace(opened, notes=[*notes, *opened.notes], class_names=named)
+    source = open_training_source(options, reader)
+    check_save_dir(source, options)
+    class_num, names, notes = count_named_classes(source, options, checkpoint)
+    plan = BatchPlan(
+        len(source),
+        global_batch,
+        world.size,
+        options.train.seed,
+        data.last_batch,
+        data.order,
+        data.block_samples,
+        data.pool_samples,
+    )
+    recipe = make_recipe(options, transform, class_num)
+    loader = source_loader(source, plan, world.rank, recipe, options, world)
+    notes.append(loader.describe())
+    named = {} if names is None else {"": names}
+    return TrainingData(loader, len(source), class_num, notes, class_names=named)
+
+
+def _open_generator(
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
+) -> TrainingData:
+    data, class_num = options.data, options.head.class_num
+    if class_num is None:
+        raise OptionError("a generator reader cannot tell its classes; call set_class_num")
+    if transform is not None:
+        raise OptionError(
+            "train_transform is for a dataset; a generator reader transforms its images itself"
+        )
+    if data.loader == "threads" and data.num_workers:
+        raise OptionError(
+            "data.loader is 'threads', but a generator reader draws from Python's and torch's global "
+            "generators, which threads share; use 'processes', or set_num_workers(0)"
+        )
+    loader = ReaderLoader(
+        reader,
+        global_batch=global_batch,
+        rank=world.rank,
+        ranks=world.size,
+        image_shape=options.model.image_shape,
+        class_num=class_num,
+        seed=options.train.seed,
+        last_batch=data.last_batch,
+        num_samples=data.train_image_num,
+        shards_itself=data.reader_shards_itself,
+        ahead=data.num_workers > 0 and "fork" in multiprocessing.get_all_start_methods(),
+        pin_memory=world.device.type == "cuda",
+    )
+    notes, is_of_ranks = [loader.describe()], loader.shards_itself
+    return TrainingData(loader, data.train_image_num, class_num, notes, is_of_ranks=is_of_ranks)
+
+
+def _open_rank_files(
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
+) -> TrainingData:
+    """Each rank has a plan of its own over its own part, of as many samples as every other rank's."""
+    if reader is not None:
+        raise OptionError("data.order 'rank_files' reads the files of file_list.txt, not a reader")
+    if global_batch % world.size:
+        raise OptionError(
+            f"data.order 'rank_files' needs the same batch on every rank, but the global batch is "
+            f"{global_batch} on {world.size} ranks"
+        )
+    source = open_rank_source(options.data.dataset_dir, world)
+    class_num, notes = count_classes(source, options, world)
+    plan = BatchPlan(
+        len(source),
+        global_batch // world.size,
+        1,
+        hash_key(options.train.seed, world.rank),
+        options.data.last_batch,
+    )
+    first = world.rank * len(source)
+    recipe = make_recipe(options, transform, class_num, first_sample=first)
+    loader = source_loader(source, plan, 0, recipe, options, world)
+    notes.append(loader.describe())
+    return TrainingData(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
+
+
+def open_rank_source(data_dir: str, world: World) -> Source:
+    """Return the source of this rank's part: the r-th of those that ``data_dir/file_list.txt`` names.
+
+    The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
+    part for each rank, if one cannot be opened, or if their counts differ: then the ranks would not make
+    the same steps. A collective.
+    """
+    source: Source | None = None
+    problem = ""
+    try:
+        source = _open_part(data_dir, _own_part(data_dir, world))
+    except DataError as error:
+        problem = str(error)
+    everywhere = world.all_gather_object((0 if source is None else len(source), problem))
+    for rank, (_, text) in enumerate(everywhere):
+        if text:
+            raise DataError(f"rank {rank}: {text}")
+    counts = [count for count, _ in everywhere]
+    few, many = counts.index(min(counts)), counts.index(max(counts))
+    if counts[few] != counts[many] or source is None:
+        raise DataError(
+            f"data.order 'rank_files' needs as many samples on every rank, but rank {few} has "
+            f"{counts[few]} and rank {many} has {counts[many]}; partition the data for {world.size} "
+            "ranks anew, or use another order"
+        )
+    return source
+
+
+def _open_part(data_dir: str, part: str) -> Source:
+    """Return the source of one part: base64 lines, unless its name tells another format."""
+    is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
+    if is_plain_text and not Path(part).is_dir():
+        return Base64Source(data_dir, files=[part])
+    return open_source(part)
+
+
+def _own_part(data_dir: str, world: World) -> str:
+    parts = read_file_list(data_dir, must_exist=False)
+    if len(parts) != world.size:
+        raise DataError(
+            f"data.order 'rank_files' needs a part for each rank, but {data_dir}/file_list.txt names "
+            f"{len(parts)} for {world.size} ranks; start {len(parts)} ranks, or partition the data anew"
+        )
+    return parts[world.rank]
+
+
+def _check_several(options: Config, reader: Any) -> None:
+    """Raise OptionError for what several data sets do not go with."""
+    if reader is not None:
+        raise OptionError(
+            "train_reader is set beside several data sets (data.datasets); leave one of the two out"
+        )
+    if "head.class_num" in options.explicit and options.head.class_num is not None:
+        raise OptionError(
+            "head.class_num is set, but each of several data sets has classes of its own; give class_num "
+            "to add_dataset, or leave it out"
+        )
+    if options.data.order == "rank_files":
+        raise OptionError(
+            "data.order 'rank_files' is for one data set; use 'global', 'block' or 'sequential'"
+        )
+    if options.data.last_batch == "keep":
+        raise OptionError(
+            "data.last_batch is 'keep', but every step over several data sets has the same number of images "
+            "of each; use 'pad' or 'drop'"
+        )
+
+
+def _open_several(
+    options: Config,
+    world: World,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None,
+) -> TrainingData:
+    """Return the data of all data sets of `data.datasets`: of each, a share of every step."""
+    wanted = options.data_sets()
+    counts = split_batch(global_batch, [one.weight for one in wanted])
+    own_options = [_options_of_set(options, one) for one in wanted]
+    sources, sets, notes = [], [], []
+    class_names: dict[str, ClassNames] = {}
+    if "data.dataset_dir" in options.explicit:
+        notes.append(
+            f"note: of {options.data.dataset_dir} only the pair files are used: the images to "
+            "train on are those of the data sets that were added"
+        )
+    for one, own, per_step in zip(wanted, own_options, counts, strict=True):
+        with _naming(one.name):
+            source = open_training_source(own, None)
+            check_save_dir(source, own)
+            class_num, names, about = count_named_classes(source, own, checkpoint, one.name)
+        if names is not None:
+            class_names[one.name] = names
+        seed = hash_key(options.train.seed, zlib.crc32(one.name.encode()))
+        sets.append(TrainingSet(one.name, own, class_num, len(source), per_step, seed))
+        sources.append(source)
+        notes.append(
+            f"data set {one.name}: {len(source):,} images of {class_num:,} classes ({own.data.dataset_dir}), "
+            f"{own.head.loss_type}, {per_step} of the {global_batch} images of a step"
+        )
+        notes += [f"{one.name}: {note}" for note in about]
+    class_nums = [one.class_num for one in sets]
+    joined = JoinedSource([one.name for one in sets], sources, class_nums)
+    if options.data.train_image_num not in (None, len(joined)):
+        raise OptionError(
+            f"data.train_image_num is {options.data.train_image_num}, but the data sets have {len(joined)} "
+            "images; leave it out, or fix them"
+        )
+    steps = _epoch_steps(options, len(joined), global_batch)
+    plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
+    recipe = make_recipe(options, transform, sum(class_nums))
+    loader = source_loader(joined, plan, world.rank, recipe, options, world)
+    notes.append(loader.describe())
+    return TrainingData(
+        loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names
+    )
+
+
+def _options_of_set(options: Config, one: DataSet) -> Config:
+    """Return a data set's options, all checked before any data is read."""
+    with _naming(one.name):
+        own = options_of(options, one)
+        margin_of(own)
+    return own
+
+
+def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
+    """Return the steps of an epoch of the run."""
+    steps = options.train.epoch_steps
+    if steps is None:
+        steps = count_steps(num_samples, global_batch, options.data.last_batch)
+    if steps == 0:
+        raise DataError(
+            f"last_batch 'drop' leaves no step: all data sets have {num_samples} samples, fewer than the "
+            f"global batch of {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
+        )
+    return steps
+
+
+def _share(one: TrainingSet, options: Config) -> Share:
+    data = options.data
+    plan = BatchPlan(
+        one.num_samples,
+        global_batch=1,
+        ranks=1,
+        seed=one.seed,
+        order=data.order,
+        block_samples=data.block_samples,
+        pool_samples=data.pool_samples,
+    )
+    return Share(plan, one.per_step)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let errors say which data set they are about."""
+    try:
+        yield
+    except DataError as error:
+        raise error.at(f"data set {name}") from error
+    except OptionError as error:
+        raise OptionError(f"data set {name}: {error}") from error
+
+
+def check_save_dir(source: Source, options: Config) -> None:
+    """Refuse to save into a folder whose folders are classes."""
+    save_dir = Path(options.checkpoint.save_dir).resolve()
+    if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
+        raise OptionError(
+            f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
+            "where every folder is a class; choose another"
+        )
+
+
+def make_recipe(
+    options: Config, transform: Transform | None, class_num: int, first_sample: int = 0
+) -> Recipe:
+    """Return how a sample becomes an image, as the options say; see `Recipe`."""
+    data = options.data
+    brightness, contrast, saturation = data.colour_jitter
+    augmentation = Augmentation(
+        flip=data.flip,
+        crop_padding=data.crop_padding,
+        low_resolution=data.low_resolution,
+        colour=(brightness, contrast, saturation),
+        erase=data.random_erasing,
+    )
+    return Recipe(
+        options.model.image_shape,
+        options.train.seed,
+        augmentation,
+        transform,
+        data.bad_images,
+        class_num,
+        first_sample,
+    )
+
+
+def source_loader(
+    source: Source,
+    plan: BatchPlan | MixturePlan,
+    rank: int,
+    recipe: Recipe,
+    options: Config,
+    world: World,
+) -> SourceLoader:
+    """Return the loader of a source, behind a cache if the options ask for one."""
+    data = options.data
+    kind, reason = choose_kind(data.loader, source, recipe, data.num_workers)
+    if data.cache != "none":
+        if kind == "processes" and data.num_workers:
+            way_out = "set_num_workers(0)" if data.loader == "auto" else "set_loader('auto')"
+            raise OptionError(
+                f"data.cache '{data.cache}' is shared by threads, but this run reads by processes, "
+                f"{reason}; {way_out}, or leave the cache out"
+            )
+        cache: MemoryCache | DiskCache = MemoryCache(data.cache_bytes)
+        if data.cache == "disk":
+            folder = Path(data.cache_dir or tempfile.gettempdir())
+            cache = DiskCache(folder, data.cache_bytes, len(source))
+        source = CachedSource(source, cache, recipe.image_shape, data.cache_decoded)
+    return SourceLoader(
+        source,
+        plan,
+        rank,
+        recipe,
+        kind=data.loader,
+        num_workers=data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
