@@ -15,7 +15,7 @@ from plsc.config import Config
 from plsc.config.data import DataSet
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
-from plsc.data.class_names import ClassNames, first_and_last_class
+from plsc.data.class_names import ClassNames
 from plsc.data.files import read_file_list
 from plsc.data.loader import SourceLoader, choose_kind
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch

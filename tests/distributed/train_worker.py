@@ -27,7 +27,7 @@ from plsc.models import BaseModel
 from plsc.parallel import backbone
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.directories import open_directories
+from plsc.train.directories import open_directories, open_start
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.saving import Saver
@@ -131,9 +131,10 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         for path, value in settings.items():
             options.set(path, value)
         torch.manual_seed(0)
-        run = build_run(options, world, UserParts(model=network()))
+        config = options.resolve()
+        run = build_run(config, world, UserParts(model=network()))
         before = weights_of(run)
-        directories = open_directories(options, world)
+        directories = open_directories(config, world, open_start(config, world))
         log = RunLog(directories.local, world.is_main, 0, STEPS)
         Trainer(run, log, Saver(run, log, directories)).train()
         log.close()
