@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from plsc.spans import span
 
@@ -29,16 +30,17 @@ def synchronise_batch_norm(
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
     for layer in [] if "cuda" in devices else converted.modules():
         if isinstance(layer, nn.SyncBatchNorm):
-            layer.__class__ = SyncBatchNorm
+            layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
     return converted
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """Batch norm [b, C, ...] whose training statistics are those of the batches of all ranks together.
 
     The ranks may bring batches of different sizes, also none. The gradients of weight and bias are
     local sums: added over the ranks they are those of the global batch. All ranks must call it, and
-    its backward, equally often. In evaluation it is an ordinary batch norm.
+    its backward, equally often. In evaluation it is an ordinary batch norm. It is not derived from torch's,
+    which DDP refuses on a CPU.
     """
 
     process_group: dist.ProcessGroup
@@ -56,6 +58,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return _Normalise.apply(
             input, self.weight, self.bias, mean, variance, count, self.eps, self.process_group
         )
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Take images of any number of dimensions."""
 
     @torch.no_grad()
     def _update_running(self, count: int, mean: Tensor, variance: Tensor) -> None:

@@ -128,7 +128,7 @@ void plsc_exponentials(const struct plan *, struct scratch *, struct block, int6
 void plsc_coefficients(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
 void plsc_reduce_panel(const struct plan *, int64_t panel);
 
-/* update.c */
+/* rules.c */
 void plsc_finish_rows(const struct plan *, struct scratch *, struct block);
 
 static inline int64_t row_position(const struct plan *plan, int64_t row) {

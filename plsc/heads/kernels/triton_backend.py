@@ -85,7 +85,7 @@ class TritonBackend(TorchBackend):
             for tile in rows.tiles(self.tile):
                 count = tile.stop - tile.start
                 w = self._directions(rows, tile)
-                c = _product(factors, w.T)
+                c = self._product(factors, w.T)
                 p = None
                 if kept is not None and self.products is torch.bfloat16:
                     p = kept[:, tile]  # what is kept is what is multiplied
@@ -105,7 +105,7 @@ class TritonBackend(TorchBackend):
                 if kept is not None and p is not None and self.products is not torch.bfloat16:
                     kept[:, tile] = p
                 if weighted is not None and p is not None:
-                    weighted += _product(p, w)
+                    weighted += self._product(p, w)
         return Sums(shift, total, weighted, kept)
 
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +159,7 @@ class TritonBackend(TorchBackend):
         rows, unit, count = context.rows, context.queries.unit, tile.stop - tile.start
         c, kept = None, context.kept
         if kept is None:
-            c = _product(factors, self._directions(rows, tile).T)
+            c = self._product(factors, self._directions(rows, tile).T)
         else:
             kept = kept[:, tile]
         # Biases take the sums of these numbers as they are, before they become factors.
@@ -179,7 +179,7 @@ class TritonBackend(TorchBackend):
             **_COLUMN_PROGRAM,
         )
         bias = None if rows.bias is None else g.sum(dim=0)
-        return _product(g.to(self.products).T, factors), bias
+        return self._product(g.T, factors), bias
 
     def _launch_update(
         self,
@@ -254,15 +254,6 @@ def _logit_arguments(
 def _positions(rows: Rows) -> Tensor | None:
     """Return where the rows in play lie in `weight`; None: in sequence."""
     return None if rows.is_compact else rows.selected
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32, of factors in the type of the products: `TorchBackend._product`."""
-    if a.dtype is torch.float32:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
 
 
 def _matrix(like: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ def test_files_that_are_no_plain_full_files_are_left_to_the_plain_way(tmp_path):
 @needs_library
 def test_more_than_the_memory_holds_is_read_by_several_calls(tmp_path, monkeypatch):
     buffer = np.empty(100, np.uint8)
-    monkeypatch.setattr(native, "_buffer", lambda: buffer)
+    monkeypatch.setattr(native._memory, "buffer", buffer, raising=False)
     contents = [bytes([65 + n]) * (n * 9 + 1) for n in range(20)]  # of 1 to 172 bytes
     names = [str(n) for n in range(20)]
     for name, content in zip(names, contents, strict=True):

@@ -229,7 +229,7 @@ def test_a_reader_that_shards_itself_goes_on_from_any_step(start):
 
 
 def test_a_global_batch_smaller_than_the_ranks_is_refused_for_such_readers():
-    with pytest.raises(OptionError, match="needs a sample a rank"):
+    with pytest.raises(OptionError, match="needs a sample per rank"):
         loader(own_shard(9), 0, 4, 3, shards_itself=True)
 
 

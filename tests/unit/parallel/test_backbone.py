@@ -100,7 +100,7 @@ def test_batch_norms_over_the_ranks_are_those_of_the_device_they_go_to(group):
     for device in ("cuda", "cpu"):
         network = nn.Sequential(nn.BatchNorm2d(3))
         synchronise_batch_norm(network, group, torch.device(device))
-        assert (type(network[0]) is nn.SyncBatchNorm) == (device == "cuda")
+        assert isinstance(network[0], nn.SyncBatchNorm) == (device == "cuda")
         assert type(network[0]) is not nn.BatchNorm2d
         network.eval()(torch.zeros(2, 3, 4, 4))  # the trial runs where the network is: on the CPU
 
