@@ -175,13 +175,12 @@ def choose_start(
     return start(_home(*_roots(options), version), fresh, note=note)
 
 
-def open_directories(options: Config, world: World, start: Start | None = None) -> Directories:
+def open_directories(options: Config, world: World, start: Start) -> Directories:
     """Return the directories of a run that is about to begin: tidied after a kill, and locked. Collective.
 
     Raises CheckpointError on all ranks: another run saves there, something that is no checkpoint has the name
     of one, no permission, a store that does not answer (within a minute).
     """
-    start = start or Start(*_roots(options))
     local = start.local
     index, count = neighbours(local, world)
     is_owner = index == 0

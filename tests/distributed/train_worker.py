@@ -27,7 +27,7 @@ from plsc.models import BaseModel
 from plsc.parallel import backbone
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.directories import open_directories
+from plsc.train.directories import open_directories, open_start
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.saving import Saver
@@ -132,7 +132,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         torch.manual_seed(0)
         run = build_run(config, world, UserParts(model=network()))
         before = weights_of(run)
-        directories = open_directories(config, world)
+        directories = open_directories(config, world, open_start(config, world))
         log = RunLog(directories.local, world.is_main, 0, STEPS[case])
         Trainer(run, log, Saver(run, log, directories)).train()
         log.close()

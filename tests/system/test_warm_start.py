@@ -67,9 +67,7 @@ def same_start(checkpoint, source):
         torch.testing.assert_close(value, learnt(source)[name], rtol=0, atol=1e-6)
 
 
-def test_a_network_of_torchvision_keeps_its_neck_and_older_ones_without_are_refused(
-    dataset, tmp_path
-):
+def test_a_network_of_torchvision_keeps_its_neck(dataset, tmp_path):
     network = "torchvision/mobilenet_v3_small"
     save_file(
         random_network(network, EMB, (3, 32, 32)).network.state_dict(), tmp_path / "w.safetensors"
@@ -88,14 +86,6 @@ def test_a_network_of_torchvision_keeps_its_neck_and_older_ones_without_are_refu
     assert {name.split(".")[1] for name in load_weights(run.checkpoint) if "neck" in name} == {
         "norm", "fc",
     }  # fmt: skip
-
-    manifest = run.checkpoint / "manifest.json"
-    # As before there was a neck.
-    manifest.write_text(manifest.read_text().replace("neck.", "network."))
-    again = entry(dataset, tmp_path / "b", **settings, set_checkpoint_dir=run.checkpoint)
-    for start in (later.predict, again.train):
-        with pytest.raises(CheckpointError, match="before networks of torchvision and timm had a"):
-            start()
 
 
 def test_a_warm_start_takes_network_and_head_but_neither_momentum_nor_position(
