@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.checkpoint.snapshot import local_of
+from plsc.checkpoint.save import local_of
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
 from plsc.train.state import collect_tensors

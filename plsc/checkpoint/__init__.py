@@ -3,8 +3,7 @@
 from plsc.checkpoint.load import load_tensors, load_weights
 from plsc.checkpoint.manifest import Manifest, read_manifest
 from plsc.checkpoint.retention import Retention, list_checkpoints
-from plsc.checkpoint.save import save_checkpoint
-from plsc.checkpoint.snapshot import ShardedTensor, Snapshot
+from plsc.checkpoint.save import ShardedTensor, Snapshot, save_checkpoint
 
 __all__ = [
     "Manifest",

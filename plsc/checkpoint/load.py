@@ -26,8 +26,8 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
     read_manifest,
 )
+from plsc.checkpoint.save import ShardedTensor, Tensors, info_of, local_of
 from plsc.checkpoint.shard_file import PIECE_BYTES, Part, bytes_of, checksum, read_header
-from plsc.checkpoint.snapshot import ShardedTensor, Tensors, info_of, local_of
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from plsc.checkpoint.agree import neighbours, on_every_rank
 from plsc.checkpoint.load import check_checksums, check_files
-from plsc.checkpoint.manifest import SUFFIX, FileInfo, Manifest, parse_manifest, read_manifest
+from plsc.checkpoint.manifest import FileInfo, Manifest, parse_manifest, read_manifest
 from plsc.checkpoint.retention import checkpoints_in, list_checkpoints, manifest_in
+from plsc.checkpoint.save import check_replaceable, check_space, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
@@ -76,17 +76,6 @@ def upload(
         raise
 
 
-def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None:
-    """Write the manifest of a folder that has all its data files, and publish it under its name."""
-    store.write(f"{target}/{MANIFEST_NAME}", manifest)
-    if target != name:
-        publish.publish(store, target, name)
-        return
-    keep = {MANIFEST_NAME, *parse_manifest(manifest, name).files}
-    for old in set(store.names(name)) - keep:
-        store.delete(f"{name}/{old}")
-
-
 def _make_way(store: Store, name: str, manifest: Manifest) -> None:
     """Withdraw an older checkpoint of the name if files of the new one would overwrite some of its own."""
     if MANIFEST_NAME not in store.names(name):
@@ -94,30 +83,6 @@ def _make_way(store: Store, name: str, manifest: Manifest) -> None:
     old, new = manifest_in(store, name)[0].files, manifest.files
     if any(old[one] != new[one] for one in old.keys() & new.keys()):
         store.delete(f"{name}/{MANIFEST_NAME}")
-
-
-def check_replaceable(store: Store, name: str, run_id: str | None = None) -> None:
-    """Check that only a checkpoint, of this run if `run_id` is given, stands where one is to be saved.
-
-    Raises:
-        CheckpointError: a file, a link, a folder of something else, or a checkpoint of another run.
-    """
-    if not store.is_link(name) and not store.exists(name):
-        return
-    inside = [] if store.is_link(name) else store.names(name)
-    if MANIFEST_NAME in inside:
-        there = ""
-        with contextlib.suppress(CheckpointError):  # damaged: no run's
-            there = manifest_in(store, name)[0].run_id
-        if run_id is not None and there not in ("", run_id):
-            raise CheckpointError(
-                f"{shown(store.child(name))} is a checkpoint of another run; save elsewhere, or delete it"
-            )
-    elif store.can_rename or not all(one.endswith(SUFFIX) for one in inside):
-        raise CheckpointError(
-            f"{shown(store.child(name))} is there already and is no checkpoint; move it away or save "
-            "elsewhere"
-        )
 
 
 def clean(store: Store) -> list[str]:
@@ -211,13 +176,6 @@ def _bring(store: Store, name: str, info: FileInfo, work: Path, transfer: Transf
             raise CheckpointError(
                 f"{where} is damaged: its checksum is not the saved one; choose another checkpoint"
             )
-
-
-def check_space(folder: Path, needed: int, advice: str) -> None:
-    """Raise CheckpointError if so many bytes do not fit on the disk of a folder."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(f"{folder} has {free} bytes free, {needed} are needed; {advice}")
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:

@@ -1,24 +1,96 @@
-"""Save a checkpoint: a fresh folder, its manifest last, then its name."""
+"""What a rank saves, and how: a fresh folder, its manifest last, then its name."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from plsc.checkpoint.agree import on_every_rank
-from plsc.checkpoint.manifest import FileInfo, TensorInfo
-from plsc.checkpoint.remote import check_replaceable, check_space, finish_folder
-from plsc.checkpoint.shard_file import Entry, entry_of, shard_name, write_shard
-from plsc.checkpoint.snapshot import ShardedTensor, Snapshot, info_of, local_of
-from plsc.errors import CheckpointError, OptionError
+from plsc.checkpoint.manifest import SUFFIX, FileInfo, Manifest, Role, TensorInfo, parse_manifest
+from plsc.checkpoint.retention import manifest_in
+from plsc.checkpoint.shard_file import DTYPES, Entry, entry_of, shard_name, write_shard
+from plsc.errors import CheckpointError, OptionError, shown
 from plsc.parallel.world import World
-from plsc.storage.publish import hidden_name
+from plsc.storage import publish
+from plsc.storage.publish import MANIFEST_NAME, hidden_name
 from plsc.storage.store import Store
 
 _ADVICE = "nothing was published and earlier checkpoints are whole"
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """This rank's rows of a tensor whose rows are split over the ranks.
+
+    local: [rows here, ...], possibly none. rows: of the whole tensor. start: number of the first local row.
+    is_copy: a rank of another group has the same rows, and saves them.
+    """
+
+    local: Tensor
+    rows: int
+    start: int
+    is_copy: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return (self.rows, *self.local.shape[1:])
+
+
+Tensors = Mapping[Role, Tensor | ShardedTensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run's state at one step, as this rank has it; of the manifest all but tensors and files."""
+
+    tensors: Tensors
+    manifest: Manifest
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors that this rank holds."""
+        return sum(local_of(value).nbytes for value in self.tensors.values())
+
+    def copy_to_host(self) -> Snapshot:
+        """Return a copy in this machine's memory, which training does not change.
+
+        It takes as much memory as the state of this rank, until it is written.
+        """
+        copies: dict[Role, Tensor | ShardedTensor] = {}
+        for role, value in self.tensors.items():
+            if isinstance(value, ShardedTensor):
+                copies[role] = dataclasses.replace(value, local=_copy(value.local))
+            else:
+                copies[role] = _copy(value)
+        return Snapshot(copies, self.manifest)
+
+
+def local_of(value: Tensor | ShardedTensor) -> Tensor:
+    """Return what this rank has of a tensor."""
+    return value.local if isinstance(value, ShardedTensor) else value
+
+
+def info_of(role: Role, value: Tensor | ShardedTensor) -> TensorInfo:
+    """Return the manifest's entry for a tensor; CheckpointError for a type that checkpoints do not hold."""
+    dtype = local_of(value).dtype
+    if dtype not in DTYPES.values():
+        raise CheckpointError(f"{role.key} is of {dtype}, which a checkpoint cannot hold")
+    is_sharded = isinstance(value, ShardedTensor)
+    return TensorInfo(tuple(value.shape), str(dtype).removeprefix("torch."), is_sharded, role)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # Not on huge pages: where the system has to make them first, the copy takes twice as long.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 def save_checkpoint(
@@ -119,6 +191,41 @@ def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, 
     return {path.name: write_shard(path, entries)} if entries else {}
 
 
+def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None:
+    """Write the manifest of a folder that has all its data files, and publish it under its name."""
+    store.write(f"{target}/{MANIFEST_NAME}", manifest)
+    if target != name:
+        publish.publish(store, target, name)
+        return
+    keep = {MANIFEST_NAME, *parse_manifest(manifest, name).files}
+    for old in set(store.names(name)) - keep:
+        store.delete(f"{name}/{old}")
+
+
+def check_replaceable(store: Store, name: str, run_id: str | None = None) -> None:
+    """Check that only a checkpoint, of this run if `run_id` is given, stands where one is to be saved.
+
+    Raises:
+        CheckpointError: a file, a link, a folder of something else, or a checkpoint of another run.
+    """
+    if not store.is_link(name) and not store.exists(name):
+        return
+    inside = [] if store.is_link(name) else store.names(name)
+    if MANIFEST_NAME in inside:
+        there = ""
+        with contextlib.suppress(CheckpointError):  # damaged: no run's
+            there = manifest_in(store, name)[0].run_id
+        if run_id is not None and there not in ("", run_id):
+            raise CheckpointError(
+                f"{shown(store.child(name))} is a checkpoint of another run; save elsewhere, or delete it"
+            )
+    elif store.can_rename or not all(one.endswith(SUFFIX) for one in inside):
+        raise CheckpointError(
+            f"{shown(store.child(name))} is there already and is no checkpoint; move it away or save "
+            "elsewhere"
+        )
+
+
 def check_destination(source: Path, destination: Path) -> None:
     """Raise OptionError unless a new checkpoint can be made there, outside of the source."""
     if destination.exists() or destination.is_symlink():
@@ -143,3 +250,10 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]]) -> dict[str, F
         for rank, entries in enumerate(shards)
         if entries
     }
+
+
+def check_space(folder: Path, needed: int, advice: str) -> None:
+    """Raise CheckpointError if so many bytes do not fit on the disk of a folder."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(f"{folder} has {free} bytes free, {needed} are needed; {advice}")

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput
-from plsc.heads.context import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.geometry import normalised, norms
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import Sampling, draw_classes, nearest_classes
@@ -33,6 +32,7 @@ from plsc.heads.softmax import (
     TorchBackend,
     choose_backend,
 )
+from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import Rows, fetch, hash_key
 from plsc.parallel.collectives import (
     ScatteredSum,

@@ -17,8 +17,9 @@ from typing import Any
 from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
 from plsc.checkpoint.agree import neighbours, on_every_rank
 from plsc.checkpoint.manifest import MANIFEST_NAME
-from plsc.checkpoint.remote import check_replaceable, clean, fetch
+from plsc.checkpoint.remote import clean, fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
+from plsc.checkpoint.save import check_replaceable
 from plsc.config import Config
 from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, OptionError

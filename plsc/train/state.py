@@ -21,8 +21,8 @@ from plsc.checkpoint.manifest import (
     Role,
     TensorInfo,
 )
+from plsc.checkpoint.save import Tensors, local_of
 from plsc.checkpoint.shard_file import DTYPES
-from plsc.checkpoint.snapshot import Tensors, local_of
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head

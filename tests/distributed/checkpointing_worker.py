@@ -8,7 +8,7 @@ import tempfile
 
 from torch.nn.parallel import DistributedDataParallel
 
-from plsc.checkpoint.snapshot import local_of
+from plsc.checkpoint.save import local_of
 from plsc.config import Options
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run

@@ -15,7 +15,7 @@ from torch import nn
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
 from plsc.checkpoint.manifest import EXTRA, Role
-from plsc.checkpoint.snapshot import local_of
+from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
 from plsc.parallel.world import World

@@ -55,9 +55,8 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
 )
 from plsc.checkpoint.retention import METRICS_KEY
-from plsc.checkpoint.save import check_destination, write_shards
+from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Chunks, Entry, tensor_chunks
-from plsc.checkpoint.snapshot import info_of
 from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError

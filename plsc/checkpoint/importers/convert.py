@@ -35,9 +35,8 @@ from plsc.checkpoint.importers.source import (
 from plsc.checkpoint.importers.tensor_files import read_state_dict
 from plsc.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorInfo, role_of_key
 from plsc.checkpoint.retention import METRICS_KEY
-from plsc.checkpoint.save import check_destination, write_shards
+from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, entry_of, tensor_chunks
-from plsc.checkpoint.snapshot import info_of
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model

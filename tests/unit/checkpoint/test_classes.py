@@ -18,7 +18,7 @@ from plsc.checkpoint import load as reading
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.remote import verify
-from plsc.checkpoint.snapshot import local_of
+from plsc.checkpoint.save import local_of
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.weights import initial_rows

@@ -11,7 +11,7 @@ import yaml
 
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint.snapshot import local_of
+from plsc.checkpoint.save import local_of
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads import DenseHead, ShardedHead

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plsc.checkpoint.manifest import OPTIMIZER, TensorInfo, role_of_key
-from plsc.checkpoint.snapshot import info_of
+from plsc.checkpoint.save import info_of
 from plsc.config.optim import OPTIMIZERS as BY_NAME
 from plsc.config.optim import OptimOptions
 from plsc.errors import CheckpointError

@@ -1,0 +1,360 @@
+"""From backward() of the head to the step of the optimizer of the class weights.
+
+1. The forward pass makes a `ForwardContext` (softmax.py) and puts it into `HeadLoss`.
+2. backward() through that loss returns the gradient of the embeddings and saves the context, once
+   (`SavedContexts.save`). A head without such an optimizer gets whole gradients instead.
+3. `RowOptimizer.step` consumes the saved contexts (`SavedContexts.consume`), one for each micro-batch, and
+   computes from them the gradients of a tile of rows at a time. A skipped step discards them.
+
+optimizers.py has the optimizers to choose from; how a tile of rows changes is in rules.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plsc.errors import CheckpointError, OptionError
+from plsc.heads.geometry import through_normalisation
+from plsc.heads.margins import Margin
+from plsc.heads.rules import Rule, apply_rule
+from plsc.heads.softmax import ForwardContext
+from plsc.heads.weights import Rows, States, bring_back, fetch_states, hash_key, read_dtype
+from plsc.parallel.collectives import ScatteredSum, sum_over_ranks
+
+if TYPE_CHECKING:
+    from plsc.heads.sharded import ShardedHead
+
+_MANY_CONTEXTS = 256  # more micro-batches than anyone accumulates
+
+
+class SavedContexts(list[ForwardContext]):
+    """The contexts that backward() saved since the last step of the optimizer of the class weights.
+
+    The protocol between a head and that optimizer: the head calls `begin` in each forward pass in training
+    and `save` in each backward pass; the optimizer calls `consume` when it steps, or `discard`.
+
+    Attributes:
+        has_consumer: an optimizer has been made for the head: backward() saves contexts for it.
+        step: steps so far; keys sampling and rounding.
+    """
+
+    def __init__(self, margin: Margin) -> None:
+        super().__init__()
+        self.has_consumer = False
+        self.step = 0
+        self._margin = margin
+        self._statistics: dict[str, Tensor] | None = None  # the margin's, before this step
+
+    def begin(self) -> None:
+        """Keep the margin's running statistics of before the step, for `discard`."""
+        if self._statistics is None:
+            state = self._margin.state_dict()
+            self._statistics = {name: value.clone() for name, value in state.items()}
+
+    def save(self, context: ForwardContext) -> None:
+        """Keep a context until the step; warn where the steps seem to be forgotten."""
+        self.append(context)
+        if len(self) == _MANY_CONTEXTS:
+            warnings.warn(
+                f"{len(self)} backward passes went through the head since its row optimizer last stepped, so "
+                "the class weights do not learn and memory grows; call step() (or skip()) of the row "
+                "optimizer after each step of the backbone's optimizer",
+                stacklevel=2,
+            )
+
+    def consume(self) -> list[ForwardContext]:
+        """Return all contexts, for one update; the next step begins."""
+        contexts = list(self)
+        self.clear()
+        self._statistics = None
+        self.step += 1
+        return contexts
+
+    def discard(self) -> None:
+        """Drop all contexts and restore the margin's running statistics; the next step begins."""
+        if self._statistics is not None:
+            self._margin.load_state_dict(self._statistics)
+        self.consume()
+
+
+def rows_of(contexts: list[ForwardContext]) -> Rows:
+    """Return the rows that took part in any of the forward passes, at home."""
+    homes = [context.home for context in contexts]
+    if homes[0].selected is None:
+        return homes[0]
+    selected = torch.cat([home.selected for home in homes if home.selected is not None])
+    return dataclasses.replace(homes[0], selected=torch.unique(selected))
+
+
+def summed_gradients(
+    contexts: list[ForwardContext], rows: Rows
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield each tile of `rows_of` with the gradients of its rows [t, D] and biases [t], summed."""
+    for tile in rows.tiles(contexts[0].backend.tile):
+        count, unit = tile.stop - tile.start, contexts[0].queries.unit
+        dw = unit.new_zeros(count, unit.shape[1])
+        db = None if rows.bias is None else unit.new_zeros(count)
+        for context in contexts:
+            part, places = _part_of(context, rows, tile)
+            more, more_biases = context.backend.gradients(context, part)
+            dw[places] += more
+            if db is not None and more_biases is not None:
+                db[places] += more_biases
+        yield tile, dw, db
+
+
+def _part_of(context: ForwardContext, rows: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
+    """Return which rows of a context are in a tile of all rows, and where in the tile."""
+    mine = context.home.selected
+    if rows.selected is None or mine is None:
+        return tile, slice(None)
+    wanted = rows.selected[tile]
+    low = torch.searchsorted(mine, wanted[0])
+    high = torch.searchsorted(mine, wanted[-1], right=True)
+    part = slice(int(low), int(high))
+    return part, torch.searchsorted(wanted, mine[part]).to(context.rows.weight.device)
+
+
+@dataclass
+class EmbeddingGradient:
+    """The gradient of this rank's embeddings while it is communicated.
+
+    unit [b, D], length [b]: of the local embeddings; radial [b]: the slope of the loss in |x|, or None.
+    """
+
+    scattered: ScatteredSum
+    unit: Tensor
+    length: Tensor | None
+    radial: Tensor | None
+
+    def wait(self) -> Tensor:
+        """Return dL / dx [b, D]: tangential, as the norm does not count, but for `radial`."""
+        de = self.scattered.wait()
+        if self.length is not None:
+            de = through_normalisation(de, self.unit, self.length)
+        if self.radial is not None:
+            de = de + self.radial[:, None] * self.unit
+        return de
+
+
+class HeadLoss(torch.autograd.Function):
+    """Hands the loss of a forward pass to autograd; once, as the rows may have changed afterwards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        embeddings: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: ShardedHead,
+        loss: Tensor,
+        context: ForwardContext,
+        gradient: EmbeddingGradient | None,
+    ) -> Tensor:
+        """Return the loss as it is."""
+        ctx.parts = (head, context, gradient)
+        ctx.like = embeddings.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that exist, and save the context for the optimizer of the class weights."""
+        if ctx.parts is None:
+            raise RuntimeError(
+                "backward() a second time through the same forward pass of the head; call the head again "
+                "(the first backward() has handed its parts to the update of the rows)"
+            )
+        head, context, gradient = ctx.parts
+        ctx.parts = None
+        loss_gradient = gradients[0].detach()
+        context.weight = context.weight * loss_gradient.to(context.weight)
+        to_embeddings = None
+        if gradient is not None:
+            to_embeddings = (gradient.wait() * loss_gradient).to(ctx.like)
+        to_weight, to_bias = None, None
+        if ctx.needs_input_grad[1]:
+            if head.contexts.has_consumer:
+                head.contexts.save(context)
+            else:
+                to_weight, to_bias = _whole_gradients(head, context)
+                head.contexts.step += 1
+        return to_embeddings, to_weight, to_bias, None, None, None, None
+
+
+def _whole_gradients(head: ShardedHead, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of all rows and biases of this rank, zero for those that took no part."""
+    weight = torch.zeros_like(head.weight)
+    bias = None if head.bias is None else torch.zeros_like(head.bias)
+    flat = weight.view(-1, weight.shape[-1])
+    for tile, dw, db in summed_gradients([context], context.home):
+        places = context.home.positions(tile)
+        flat[places] = dw.to(flat)
+        if bias is not None and db is not None:
+            bias[places] = db.to(bias)
+    return weight, bias
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Base: updates the rows of a head from the forward passes that were backpropagated since the last step.
+
+    A torch optimizer over the head's parameters, so learning-rate schedules and state dicts work, but
+    `step()` consumes saved contexts instead of `.grad`: each row is read, changed and written once, and no
+    gradient of all rows exists.
+
+    head: from now on its backward() leaves no `weight.grad`. Several passes before a step accumulate.
+    Raises OptionError for settings out of range.
+    """
+
+    kind: str
+    state_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    def __init__(self, head: ShardedHead, state_dtype: str | torch.dtype, **settings: Any) -> None:
+        for name, value in settings.items():
+            if min(value if isinstance(value, tuple) else (value,)) < 0:
+                raise OptionError(f"{name} is {value}; expected 0 or more")
+        self.head = head
+        self._dtype = read_dtype("state_dtype", state_dtype, self.state_dtypes)
+        if head.weight.dtype is torch.float64:
+            self._dtype = torch.float64
+        parameters = [head.weight] + ([] if head.bias is None else [head.bias])
+        super().__init__([{"params": parameters}], dict(settings))
+        head.contexts.has_consumer = True
+        for parameter in parameters:
+            self.state[parameter] = self._empty_states(parameter)
+
+    def _empty_states(self, parameter: Tensor) -> States:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scale: float = 1.0,
+        clip: float | Tensor = 1.0,
+    ) -> Any:
+        """Update the rows, and begin the next step. Not a collective.
+
+        grad_scale: what the loss was multiplied with before backward() (GradScaler.get_scale()); the rows
+        are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`; a scalar
+        tensor on a GPU is not waited for.
+        """
+        outcome = None
+        if closure is not None:
+            with torch.enable_grad():
+                outcome = closure()
+        head, group = self.head, self.param_groups[0]
+        names = ("lr", "momentum", "nesterov", "weight_decay", "eps")
+        settings = {name: group[name] for name in names if name in group}
+        if "betas" in group:
+            settings["beta1"], settings["beta2"] = group["betas"]
+        rule = Rule(kind=self.kind, key=hash_key(head.seed, head.step, 3), **settings)
+        contexts = head.contexts.consume()
+        for context in contexts:
+            if isinstance(clip, Tensor):
+                context.weight = context.weight * clip.to(context.weight)
+            context.factor = (1.0 if isinstance(clip, Tensor) else clip) / grad_scale
+        if len(contexts) == 1:
+            self._update(contexts[0], rule)
+        elif contexts:
+            self._accumulate(contexts, rule)
+        return outcome
+
+    def skip(self) -> None:
+        """Leave the rows as they are (an overflow): forget the gradients, restore running statistics."""
+        self.head.contexts.discard()
+
+    @torch.no_grad()
+    def gradient_norm(self, grad_scale: float = 1.0) -> Tensor:
+        """Return the 2-norm of the gradient of all rows of all ranks, a scalar; a collective.
+
+        It costs one more pass over the rows. Nothing is changed. For clipping over all parameters, add
+        its square to that of the backbone's.
+        """
+        contexts = list(self.head.contexts)
+        device = contexts[0].log_total.device if contexts else self.head.weight.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if contexts:
+            for _, dw, db in summed_gradients(contexts, rows_of(contexts)):
+                total += dw.double().square().sum()
+                if db is not None:
+                    total += db.double().square().sum()
+        return sum_over_ranks(total, self.head.group).sqrt() / grad_scale
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the settings and states of `state_dict()`, in place and in the types they have here.
+
+        Raises CheckpointError for states of another optimizer, head or rank count.
+        """
+        (group, *others), saved = state_dict["param_groups"], state_dict["state"]
+        states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
+        theirs, mine = (
+            [{name: f"{t.dtype} {list(t.shape)}" for name, t in one.items()} for one in every]
+            for every in (saved.values(), states)
+        )
+        if others or theirs != mine:
+            raise CheckpointError(
+                f"the states of the row optimizer are {theirs}; expected {mine} on this rank: make it with "
+                "the settings, and on the ranks, that it was saved with"
+            )
+        for state, values in zip(states, saved.values(), strict=True):
+            for name, tensor in state.items():
+                tensor.copy_(values[name])
+        self.param_groups[0].update((n, value) for n, value in group.items() if n != "params")
+
+    def _update(self, context: ForwardContext, rule: Rule) -> None:
+        """Update from one forward pass."""
+        rows, home = context.rows, context.home
+        is_away = rows is not home
+        states = self._states(self.head.weight)
+        here = fetch_states(states, home, rows.weight.device) if is_away else states
+        biases = context.backend.update(context, rule, here)
+        if is_away:
+            bring_back(rows, home, here, states)
+        if biases is not None:
+            self._update_biases(home, biases, rule)
+
+    def _accumulate(self, contexts: list[ForwardContext], rule: Rule) -> None:
+        """Update from several passes: each row of any of them once, by the sum of its gradients."""
+        rows, states, biases = rows_of(contexts), self._states(self.head.weight), []
+        for tile, dw, db in summed_gradients(contexts, rows):
+            apply_rule(rule, rows, tile, dw, states)
+            if db is not None:
+                biases.append(db)
+        if biases:
+            self._update_biases(rows, torch.cat(biases), rule)
+
+    def _update_biases(self, rows: Rows, gradients: Tensor, rule: Rule) -> None:
+        """Update the biases of the rows in play: rows of one number, in full precision."""
+        bias = self.head.bias
+        assert bias is not None
+        as_rows = Rows(bias.detach()[:, None], selected=rows.selected, first_row=rows.first_row)
+        states = {
+            name: state[:, None] if name in ("momentum_buffer", "exp_avg", "exp_avg_sq") else state
+            for name, state in self._states(bias).items()
+        }
+        every = slice(0, len(as_rows))
+        apply_rule(rule, as_rows, every, gradients.to(bias.device)[:, None], states)
+
+    def _states(self, parameter: Tensor) -> States:
+        """Return the states of a parameter with the rows in the first dimension, sub-centres among them."""
+        states = self.state[parameter]
+        if parameter.ndim < 3:
+            return dict(states)
+        rows = parameter.shape[0] * parameter.shape[1]
+        return {name: state.view(rows, *state.shape[2:]) for name, state in states.items()}
+
+    def _zeros(
+        self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False
+    ) -> Tensor:
+        """Return zeros of the parameter's shape, or one per row; biases have theirs in full precision."""
+        shape = parameter.shape[:-1] if per_row and parameter.ndim > 1 else parameter.shape
+        kept = parameter.dtype if parameter is self.head.bias else self._dtype
+        return parameter.new_zeros(shape, dtype=dtype or kept)
