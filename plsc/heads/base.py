@@ -131,7 +131,7 @@ class Head(nn.Module):
     def _loss_of(
         self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
-        """Return the output for a global batch, of which embeddings and labels are this rank's."""
+        """Return the output for the global batch that `forward` gathered; embeddings, labels: this rank's."""
         raise NotImplementedError
 
     def sync_gradients(self) -> None:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from plsc.data.batch import BadSample
 from plsc.data.samples import BadSampleList
 from plsc.errors import TrainingError, shown
-from plsc.evaluate.plots import plot_metrics
 from plsc.parallel.world import World
 from plsc.storage.publish import replacing
 
@@ -102,6 +101,8 @@ class RunLog:
     def plot(self) -> None:
         """Draw metrics.jsonl into loss.png, once a step was logged."""
         if self._is_main and self._has_steps:
+            from plsc.evaluate.plots import plot_metrics  # matplotlib takes a third of a second
+
             plot_metrics(self._path, self._plot)
 
     def close(self) -> None:
