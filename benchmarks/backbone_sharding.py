@@ -70,12 +70,12 @@ def build(arguments: argparse.Namespace, world: World, way: str, folder: str) ->
 def step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> float:
     """Make a step; return the seconds of the backbone's optimizer."""
     run.optimizer.zero_grad(set_to_none=True)
-    run.head(run.forward(images, labels, True), labels).loss.backward()
+    run.head(run.trained_network(images, labels, True), labels).loss.backward()
     began = time.perf_counter()
     run.optimizer.step()
     seconds = time.perf_counter() - began
-    assert run.rows is not None
-    run.rows.step()
+    assert run.row_optimizer is not None
+    run.row_optimizer.step()
     return seconds
 
 

@@ -198,7 +198,7 @@ def _backbone_step(run: Run, batch: Batch) -> Tensor:
     images = batch.input(run.world.device, run.network.input_layout)
     run.optimizer.zero_grad(set_to_none=True)
     with autocast(mode, run.world.device):
-        embeddings = run.forward(images, None, True)
+        embeddings = run.trained_network(images, None, True)
     embeddings.float().backward(torch.full_like(embeddings, 1e-3, dtype=torch.float32))
     run.optimizer.step()
     return embeddings.detach()

@@ -29,7 +29,8 @@ from plsc.storage.urls import set_hdfs_user
 from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.class_tools import run_dominant
-from plsc.train.job import Prediction, TrainResult, run_prediction, run_test, run_training
+from plsc.train.evaluation import Prediction, run_prediction, run_test
+from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
 
 T = TypeVar("T")

@@ -54,7 +54,7 @@ class Scripted(BaseModel):
 
 def state_of(run) -> dict[str, torch.Tensor]:
     """Return copies of everything that learning changes: weights, momentum, rows, running statistics."""
-    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
     return {role.key: local_of(value).clone() for role, value in found.items()}
 
 
@@ -79,7 +79,7 @@ def train_scripted(options, world, script: str, network=Scripted):
                 key for key in after if key not in before or not before[key].equal(after[key])
             }
             assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
-            for _, head, _ in each_head(run.head, run.rows):
+            for _, head, _ in each_head(run.head, run.row_optimizer):
                 assert len(head.weight) == 0 or any(key.startswith("head") for key in changed)
         return made
 

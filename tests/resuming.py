@@ -16,7 +16,7 @@ from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.terminal import on_terminal
-from plsc.train import job
+from plsc.train import loop
 from plsc.train.build import UserParts
 
 
@@ -75,7 +75,7 @@ def train(options: Options, world: World, network=Drawing, user=None):
     torch.manual_seed(5)
     user.model = network()
     with on_terminal():
-        return job.run_training(options, world, user)
+        return loop.run_training(options, world, user)
 
 
 def saved_at(save_dir: Path, step: int) -> Path:

@@ -10,22 +10,24 @@ import torch
 from torch import nn
 
 from plsc.config import Config
+from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
-from plsc.heads.joint import JointHead, JointRows
+from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
 from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.optimizers import Factory
 from plsc.optim.schedule import Schedule
+from plsc.parallel.backbone import plain_name
 from plsc.parallel.world import World
 from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
-from plsc.train.heads import build_heads, margin_of
+from plsc.train.heads import build_heads, margin_of, sampling_of
 from plsc.train.network import (
     build_trained_network,
     check_network_options,
@@ -61,20 +63,21 @@ class UserParts:
 class Run:
     """The parts of a training run. None is replaced once they are built; training changes what they hold.
 
-    options: of the run, with what building decided. network: the backbone; forward: the same, with its
-    gradients summed over the ranks. optimizer: of the backbone, and of the class weights where every rank has
-    all; rows: that of sharded class weights, else None. scaler: of the loss, None where the mode needs none.
-    samples: tells dropout layers the numbers of the samples. settings: of the optimizer's groups, as they
-    were built. notes: what the user should know before training begins. position: how far the run is.
+    options: of the run, with what building decided. network: the backbone; trained_network: the same, with
+    its gradients summed over the ranks. optimizer: of the backbone, and of the class weights where every
+    rank has all; row_optimizer: that of sharded class weights, else None. scaler: of the loss, None where
+    the mode needs none. samples: tells dropout layers the numbers of the samples. settings: of the
+    optimizer's groups, as they were built. notes: what the user should know before training begins.
+    position: how far the run is.
     """
 
     options: Config
     world: World
     network: BaseModel
-    forward: nn.Module
+    trained_network: nn.Module
     head: Head | JointHead
     optimizer: torch.optim.Optimizer
-    rows: RowOptimizer | JointRows | None
+    row_optimizer: RowOptimizer | JointRows | None
     scaler: LossScaler | None
     rate: Schedule
     data: TrainingData
@@ -110,21 +113,31 @@ def build_run(
         torch.use_deterministic_algorithms(True)
         if world.device.type == "cuda":  # else torch refuses each product there
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # The network by its name or the user's, its parameters grouped, some frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
+    # A source, the order of its samples, and the loader whose workers read, decode and augment them.
     data = open_training_data(
         options, world, user.train_reader, user.train_transform, global_batch, checkpoint
     )
     steps_per_epoch = data.loader.steps_per_epoch
     total_steps = _count_steps(options, steps_per_epoch)
     options = with_rate(options, global_batch, total_steps)
-    head, rows = build_heads(options, data.class_num, data.sets, world)
+    # `plsc.heads.ShardedHead` and its RowSGD, say; of several data sets a head each.
+    head, row_optimizer = build_heads(options, data.class_num, data.sets, world)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
-    forward, sharding_note = spread_backbone(network, options, world, global_batch)
-    named = dict(network.named_parameters())
+    # DDP whose gradients are summed, not averaged, or FSDP2; the network itself on one rank.
+    trained_network, sharding_note = spread_backbone(network, options, world, global_batch)
+    # A torch.optim optimizer of the backbone; the row optimizer gets its learning rate, too.
     optimizer, base_rate = build_updates(
-        options, named, assignment, head, rows, world.device, user.optimizer
+        options,
+        dict(network.named_parameters()),
+        assignment,
+        head,
+        row_optimizer,
+        world.device,
+        user.optimizer,
     )
     is_custom = user.model is not None or ":" in options.model.name
     notes = (
@@ -140,10 +153,10 @@ def build_run(
         options=options,
         world=world,
         network=network,
-        forward=forward,
+        trained_network=trained_network,
         head=head,
         optimizer=optimizer,
-        rows=rows,
+        row_optimizer=row_optimizer,
         scaler=_build_scaler(options, world.device),
         rate=build_schedule(options, base_rate, total_steps, steps_per_epoch, user.schedule),
         data=data,
@@ -166,6 +179,7 @@ def _build_scaler(options: Config, device: torch.device) -> LossScaler | None:
 def check_combinations(options: Config, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     margin_of(options)
+    sampling_of(options)
     check_network_options(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
@@ -243,3 +257,47 @@ def _check_batch_norm(
         f"leaves fewer than 2 at once, from which batch norm cannot take statistics; use "
         f"{', or '.join(remedies)}"
     )
+
+
+def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
+    """Return what the user should know before training begins."""
+    parameters = sum(p.numel() for p in run.network.parameters())
+    samples = run.data.num_samples
+    images = "a reader" if samples is None else f"{samples:,} images"
+    resumed = f", from step {run.position.step} ({checkpoint[0]})" if checkpoint else ""
+    mode = training_mode(run.options, run.world.device)
+    mode = "" if mode == "float32" else f", {mode}"
+    count = len(run.data.sets)
+    heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
+    text = (
+        f"training {plain_name(run.network)} ({parameters:,} parameters) with "
+        f"{heads} over {run.head.class_num:,} classes on {images}; "
+        f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
+    )
+    return [text, _rates(run), *run.notes]
+
+
+def _rates(run: Run) -> str:
+    """Return a line with the learning rate, where it comes from, the warm-ups and automatic scales."""
+    options = run.options
+    if ":" in options.optim.optimizer:
+        source = "of the optimizer's factory"
+    elif "optim.lr" in options.explicit:
+        source = "optim.lr"
+    elif "optim.lr" in options.adopted:
+        source = "from the checkpoint"
+    else:
+        batch = global_batch_size(options, run.world.size)
+        source = f"default: {DEFAULT_RATE:g} x global batch {batch} / {REFERENCE_BATCH}"
+    parts = [
+        f"learning rate {run.rate.base:.4g} ({source})",
+        f"schedule {options.optim.schedule}",
+        f"warm-up {run.rate.warmup_steps} step{'s' * (run.rate.warmup_steps != 1)}",
+    ]
+    if options.head.margin_warmup_steps:
+        parts.append(f"margin warm-up {options.head.margin_warmup_steps} steps")
+    for name, head, _ in each_head(run.head, run.row_optimizer):
+        if head.margin.is_auto_scale:
+            of = f" of {name}" if name else ""
+            parts.append(f"scale{of} {head.margin.scale:.4g} (auto, {head.class_num:,} classes)")
+    return ", ".join(parts)

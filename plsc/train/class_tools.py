@@ -33,8 +33,8 @@ from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.data import NO_AUGMENTATION
 from plsc.train.directories import open_load_dir
+from plsc.train.evaluation import ImagesOf, load_network
 from plsc.train.heads import build_heads
-from plsc.train.job import ImagesOf, load_network
 from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
 
@@ -68,10 +68,10 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     new_head, new_rows = build_heads(plain, head.class_num, (), world)
     assert isinstance(new_head, ShardedHead)
     assert not isinstance(new_rows, JointRows)
-    assert not isinstance(run.rows, JointRows)
-    copy_dominant(head, run.rows, counts, new_head, new_rows)
+    assert not isinstance(run.row_optimizer, JointRows)
+    copy_dominant(head, run.row_optimizer, counts, new_head, new_rows)
     new_head.computed_by = head.computed_by
-    made = dataclasses.replace(run, options=plain, head=new_head, rows=new_rows)
+    made = dataclasses.replace(run, options=plain, head=new_head, row_optimizer=new_rows)
     save_checkpoint(
         output.parent, output.name, take_snapshot(made, {}, lineage=manifest.lineage), world
     )

@@ -1,23 +1,45 @@
-"""Verification on the run's pair files: loaded before training, judged during and after it."""
+"""What is done with a network: verification on pair files, during training and after it, and prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plsc.config import Config
+from plsc.checkpoint import load_weights
+from plsc.checkpoint.load import read_class_names
+from plsc.config import Config, Options
+from plsc.data.class_names import class_names_of
 from plsc.data.pairs import read_pairs
-from plsc.errors import DataError
+from plsc.data.reader import declares_shards
+from plsc.data.sources.base import FileSource, IndexedSource, Source
+from plsc.data.sources.torch_dataset import TorchDatasetSource
+from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.network import evaluated, evaluation_context
+from plsc.train.adopt import adopt
+from plsc.train.classes import OpenedCheckpoint
+from plsc.train.data import is_generator_reader, open_training_source
+from plsc.train.directories import open_load_dir
+from plsc.train.network import (
+    build_network,
+    evaluated,
+    evaluation_context,
+    look_up_lists,
+    use_lists,
+)
 
+if TYPE_CHECKING:
+    from plsc.train.build import UserParts
+
+logger = logging.getLogger(__name__)
 _DEFAULT_TARGET = "lfw"
 _FOLDS = 10
 
@@ -92,3 +114,144 @@ def evaluate_targets(
         result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
         results[target.name] = world.broadcast_object(result)
     return results
+
+
+@dataclass
+class Prediction:
+    """Embeddings float32 [N, D], not normalised; names and labels of the N images, in their order.
+
+    A name is the path of the file, or says which sample of a reader it is. A label is -1 where the reader
+    gave none.
+    """
+
+    embeddings: np.ndarray
+    names: list[str]
+    labels: np.ndarray
+
+
+def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
+    """Return the verification of the checkpoint's network on every pair file, by name."""
+    network, config = load_network(options, world, user)
+    targets = load_targets(config, user.test_reader)
+    if not targets:
+        raise DataError(
+            f"there is nothing to test on in {config.data.dataset_dir}; put a pair file there and "
+            "name it with set_val_targets"
+        )
+    results = evaluate_targets(network, targets, config, world)
+    if world.is_main:
+        for name, result in results.items():
+            rates = ", ".join(
+                f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items()
+            )
+            logger.info(
+                f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}"
+            )
+    return results
+
+
+def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
+    """Return the embeddings of the dataset's images, or of the predict reader's.
+
+    Classes with names are numbered as in the checkpoint, those that it lacks behind its own.
+    """
+    checkpoint = open_load_dir(options.resolve(), world)
+    network, config = load_network(options, world, user, checkpoint)
+    network = evaluated(network, config, world)
+    reader = user.predict_reader
+    if reader is not None and is_generator_reader(reader):
+        return _predict_stream(network, reader, config, world)
+    source = open_training_source(config, reader)
+    class_names, saved = class_names_of(source), read_class_names(*checkpoint)
+    if class_names is not None and saved is not None:
+        assert isinstance(source, IndexedSource)
+        source.renumber(saved.numbered(class_names))
+    # A Dataset of the user's own may not be made for several threads.
+    threads = 0 if isinstance(source, TorchDatasetSource) else config.data.num_workers
+    images = ImagesOf(source, range(len(source)))
+    embeddings = _embed(network, images, config, world, config.data.dataset_dir, threads)
+    where = source.path if isinstance(source, FileSource) else source.name
+    names = [str(where(index)) for index in range(len(source))]
+    return Prediction(embeddings, names, source.labels())
+
+
+def load_network(
+    options: Options,
+    world: World,
+    user: UserParts,
+    checkpoint: OpenedCheckpoint | None = None,
+) -> tuple[BaseModel, Config]:
+    """Return a checkpoint's network, and the configuration with what the checkpoint decides of it.
+
+    checkpoint: when not given, that of `checkpoint.load_dir`.
+    """
+    path, manifest = checkpoint or open_load_dir(options.resolve(), world)
+    config = adopt(options, path, manifest, user.model, "model")
+    if world.is_main:
+        for difference in config.differences:
+            logger.info(f"differs from the checkpoint: {difference}")
+    network = build_network(config, world, user.model)
+    use_lists(network, look_up_lists(network, config), config, world.device)
+    try:
+        network.load_state_dict(load_weights(path))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} does not fit {type(network).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; use the model and image shape that were trained"
+        ) from error
+    return network, config
+
+
+class ImagesOf:
+    """Images of a source without their labels, read when they are asked for."""
+
+    def __init__(self, source: Source, which: range) -> None:
+        self._source = source
+        self._which = which
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[self._which[index]][0]
+
+
+def _embed(
+    network: BaseModel, images: Any, options: Config, world: World, name: str, threads: int
+) -> np.ndarray:
+    with evaluation_context(options, world.device):
+        return embed_images(
+            network,
+            images,
+            options.model.image_shape,
+            batch_size=options.train.test_batch_size,
+            device=world.device,
+            flip=False,
+            world=world,
+            name=name,
+            num_threads=threads,
+        )
+
+
+def _predict_stream(network: BaseModel, reader: Any, options: Config, world: World) -> Prediction:
+    """Every rank runs the reader; each chunk of its images is shared out over the ranks."""
+    parts: list[np.ndarray] = []
+    labels: list[int] = []
+    whole = reader(0, 1) if declares_shards(reader) else reader()
+    samples = _images_and_labels(whole)
+    while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
+        images = [image for image, _ in chunk]
+        parts.append(_embed(network, images, options, world, "the predict reader", 0))
+        labels.extend(label for _, label in chunk)
+    if not parts:
+        raise DataError("the predict reader yielded no image")
+    names = [f"sample {index}" for index in range(len(labels))]
+    return Prediction(np.concatenate(parts), names, np.array(labels, dtype=np.int64))
+
+
+def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
+    for sample in samples:
+        if isinstance(sample, (tuple, list)):
+            yield sample[0], int(sample[1]) if len(sample) > 1 else -1
+        else:
+            yield sample, -1

@@ -102,6 +102,18 @@ def margin_of(options: Config) -> Margin:
         raise OptionError(f"head.loss_type is {head.loss_type}: {error}") from error
 
 
+def sampling_of(options: Config) -> Sampling | None:
+    """Return which classes take part in a step; None for a head with all class weights on every rank."""
+    head = options.head
+    if not head.loss_type.startswith("dist_"):
+        return None
+    if head.hard_share and head.sample_ratio == 1:
+        raise OptionError(
+            f"head.hard_share is {head.hard_share}, but all classes take part; set head.sample_ratio below 1"
+        )
+    return Sampling(head.sample_ratio, head.hard_share)
+
+
 def with_margin(options: Config) -> Config:
     """Return the configuration with the loss's own margin where none was set or adopted."""
     has = margin_arguments(options.head.loss_type.removeprefix("dist_"))
@@ -157,7 +169,6 @@ def _build_one(
     options: Config, class_num: int, world: World, seed: int
 ) -> tuple[Head, RowOptimizer | None]:
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
-    is_sharded = head.loss_type.startswith("dist_")
     if dtype is not torch.float64:
         dtype = getattr(torch, head.row_dtype)
     built = build_head(
@@ -166,7 +177,7 @@ def _build_one(
         options.model.emb_size,
         margin=margin_of(options),
         centers=head.sub_centers,
-        sampling=Sampling(head.sample_ratio, head.hard_share) if is_sharded else None,
+        sampling=sampling_of(options),
         execution=Execution(
             head_products(options), int(head.keep_mb * 2**20), head.tile, head.kernels
         ),

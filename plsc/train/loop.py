@@ -1,4 +1,4 @@
-"""The training loop: next batch, forward, head, backward, step, log, maybe evaluate, maybe save."""
+"""A training run and its loop: next batch, forward, head, backward, step, log, maybe evaluate and save."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
+from plsc.config import Options
 from plsc.data.batch import Batch, copied_aside
 from plsc.data.reader import ReaderLoader
 from plsc.evaluate.verification import VerificationResult
@@ -22,7 +23,8 @@ from plsc.parallel.backbone import whole_parameters
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.spans import span
-from plsc.train.build import Run
+from plsc.train.adopt import resolve_run
+from plsc.train.build import Run, UserParts, build_run, describe_run
 from plsc.train.checks import (
     DataWait,
     LearningCheck,
@@ -32,11 +34,45 @@ from plsc.train.checks import (
     slow_start,
     stop_at_bad_weights,
 )
+from plsc.train.directories import open_directories, open_start
 from plsc.train.evaluation import evaluate_targets
 from plsc.train.logs import BadSampleReport, Mean, Meter, RunLog
+from plsc.train.resume import restore
 from plsc.train.saving import Saver
+from plsc.train.snapshot import seed_generators
 from plsc.train.step import Step, StepResult
-from plsc.train.warm_start import WarmStart
+from plsc.train.warm_start import WarmStart, start_from_pretrained
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
+    """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
+    start = open_start(options.resolve(), world)
+    config = resolve_run(options, start.checkpoint, world.size, user.model)
+    run = build_run(config, world, user, start.checkpoint)
+    directories = open_directories(config, world, start)
+    try:
+        if start.note and world.is_main:
+            logger.info(start.note)
+        lines = [f"differs from the checkpoint: {line}" for line in config.differences]
+        warm_start = None
+        if start.checkpoint:
+            more = restore(run, *start.checkpoint)
+            lines += [f"differs from the checkpoint: {line}" for line in more]
+        else:
+            warm_start = start_from_pretrained(run)
+            lines += warm_start.lines() if warm_start else []
+            seed_generators(world, config.train.seed)
+        log = RunLog(directories.local, world.is_main, run.position.step, run.total_steps)
+        with closing(log):
+            for line in [*describe_run(run, start.checkpoint), *lines]:
+                log.say(line)
+            result = Trainer(run, log, Saver(run, log, directories)).train()
+        result.warm_start = warm_start
+        return result
+    finally:
+        directories.release()
 
 
 class StepWatch(Protocol):
@@ -96,7 +132,7 @@ class Trainer:
         workers = int(loader.ahead) if isinstance(loader, ReaderLoader) else loader.num_workers
         self._data_wait = DataWait(run.world, workers, is_generator)
         self._bad_samples = BadSampleReport(run.world, log, run.options.data.bad_images)
-        classes = [head.class_num for _, head, _ in each_head(run.head, run.rows)]
+        classes = [head.class_num for _, head, _ in each_head(run.head, run.row_optimizer)]
         starts_afresh = saver.last is None and run.options.model.pretrained is None
         self._learning = LearningCheck(
             min(run.options.model.emb_size, *classes),

@@ -65,7 +65,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         {of: found for of, found in numbers.items() if match.is_kept(of, saved)},
     )
     _restore_groups(run, path, scalars.get("optimizer_groups", []))
-    tensors = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    tensors = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
     fresh = {
         role
         for role, value in tensors.items()
@@ -137,7 +137,7 @@ def _restore_position(run: Run, path: Path, manifest: Manifest) -> None:
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
     """Give the heads the count of steps, which keys sampling and rounding, and what computed them."""
     saved = saved_heads(path, manifest) or {}
-    for name, head, _ in each_head(run.head, run.rows):
+    for name, head, _ in each_head(run.head, run.row_optimizer):
         if not isinstance(head, ShardedHead):
             continue
         head.step = manifest.step

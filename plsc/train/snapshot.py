@@ -84,7 +84,7 @@ def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
     ``rank<r>.buffers.<type>``, end to end in the order of `_buffers`, for a resume on as many ranks.
     ``rank<r>.random`` is the state of a rank's random generators; `class_name_tensors` names the classes.
     """
-    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
     mine = pack_buffers(run)
     with equal_buffers(run.network, run.world.backbone_group):
         for name, buffer in _buffers(run).items():

@@ -97,13 +97,13 @@ class Step:
 
     def _set_rates(self, factor: float) -> None:
         groups = self._run.optimizer.param_groups
-        rows = self._run.rows
+        rows = self._run.row_optimizer
         set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
     def _set_margins(self, updates: int) -> None:
         """Set the share of the margin of every head for the step after so many updates."""
         steps = self._run.options.head.margin_warmup_steps
-        for _, head, _ in each_head(self._run.head, self._run.rows):
+        for _, head, _ in each_head(self._run.head, self._run.row_optimizer):
             head.margin.share = min(1.0, (updates + 1) / max(1, steps))
 
     def _forward_backward(
@@ -127,9 +127,9 @@ class Step:
             self._seed(part)
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
-            with nullcontext() if is_last else without_sum(run.forward):
+            with nullcontext() if is_last else without_sum(run.trained_network):
                 with span("forward"), autocast(self._mode, device):
-                    embeddings = run.forward(images[part], labels[part], True)
+                    embeddings = run.trained_network(images[part], labels[part], True)
                 with span("head"):
                     output = run.head(
                         scale_gradient(embeddings, scale),
@@ -192,9 +192,9 @@ class Step:
             clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
         with span("optimizer"):
             self._update_backbone()
-        if run.rows is not None:
+        if run.row_optimizer is not None:
             with span("update class weights"):
-                run.rows.step(clip=clip)
+                run.row_optimizer.step(clip=clip)
 
     def _update_backbone(self) -> None:
         """Let the optimizer make its step. Raises OptionError if it cannot where the backbone is sharded."""
@@ -211,8 +211,8 @@ class Step:
 
     def _skip(self) -> None:
         """Leave everything as it was before the step: the rows of the heads, and all running statistics."""
-        if self._run.rows is not None:
-            self._run.rows.skip()
+        if self._run.row_optimizer is not None:
+            self._run.row_optimizer.skip()
         if self._before is not None:
             self._before.put_back()
 
@@ -237,15 +237,15 @@ def clip_gradients(run: Run) -> float | Tensor:
     gradients = [p.grad for p in wanted if p.grad is not None]
     # The gradients are summed over the ranks by now; a sharded backbone's are split over them.
     norm = gradient_norm(gradients)
-    if scope == "all" and run.rows is not None:
-        norm = torch.hypot(norm, run.rows.gradient_norm().to(norm))
+    if scope == "all" and run.row_optimizer is not None:
+        norm = torch.hypot(norm, run.row_optimizer.gradient_norm().to(norm))
     # Gradients that are not finite stay as they are: `stop_at_bad_weights` names those alone.
     factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
     if not factor.is_cuda and factor == 1:
         return 1.0
     if gradients:
         torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
-    if scope == "backbone" or run.rows is None:
+    if scope == "backbone" or run.row_optimizer is None:
         return 1.0
     return factor if factor.is_cuda else float(factor)
 

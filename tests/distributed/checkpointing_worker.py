@@ -47,14 +47,14 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
         }
         options.set_together(settings)
         run = build_run(options.resolve(), world, UserParts())
-        assert isinstance(run.forward, DistributedDataParallel) == (world.size > 1)
+        assert isinstance(run.trained_network, DistributedDataParallel) == (world.size > 1)
         step, losses = Step(run), []
         run.network.train()
         for batch in itertools.islice(run.data.loader.epoch(0, 0), 3):
             sizes = agree(world, batch, run.head.class_num).sizes
             losses.append(float(step.make(batch, sizes, is_logged=True).output.mean_loss))
             run.position.advance()
-    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
     return losses, {role.key: local_of(value) for role, value in found.items()}
 
 

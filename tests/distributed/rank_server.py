@@ -117,7 +117,7 @@ def main() -> None:
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
 
-    import plsc.train.job  # noqa: F401
+    import plsc.train.loop  # noqa: F401
 
     code = run(**{name: value for name, value in serve(requests).items() if name != "ranks"})
     threading._shutdown()

@@ -45,7 +45,7 @@ def main() -> None:
         assert mine.full_tensor().cpu().equal(right)
     run.network.train()
     for batch in itertools.islice(run.data.loader.epoch(0), 1):
-        run.forward(batch.input(world.device), None, True).sum().backward()
+        run.trained_network(batch.input(world.device), None, True).sum().backward()
     world.close()
 
 

@@ -249,7 +249,7 @@ def check_evaluation(world: World, dataset: Path, folder: Path) -> None:
         with pytest.raises(DataError, match="image 39 of broken"), whole_parameters(run.network):
             evaluate_targets(run.network, [broken], run.options, world)
         run.network.train()
-        run.forward(torch.zeros(4, 3, 16, 16).double(), None, True).sum().backward()
+        run.trained_network(torch.zeros(4, 3, 16, 16).double(), None, True).sum().backward()
     if world.is_main:
         print("evaluation: refused everywhere", flush=True)
 

@@ -12,7 +12,7 @@ from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
-from plsc.train.job import load_network
+from plsc.train.evaluation import load_network
 from tests.distributed.launch import run_ranks, run_torchrun
 from tests.distributed.resume_worker import joined
 from tests.distributed.sharding_worker import CASES, STEPS, Uneven

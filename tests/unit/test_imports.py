@@ -1,6 +1,7 @@
-"""Imports go one way through the rooms."""
+"""Imports go one way through the rooms, and the architecture page names what is there."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,17 @@ def test_importing_the_facade_makes_no_process_group_and_touches_no_generator():
         "assert torch.equal(a, torch.get_rng_state())"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_walks_of_the_architecture_page_name_at_most_eight_files_and_what_is_in_them():
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.split("## Three walks through the code")[1].split("\n## ")[0]
+    for walk in section.split("\n**")[1:]:
+        steps = re.findall(r"^\d\. `(plsc/\S+)` (.+?):", walk, re.MULTILINE)
+        assert 6 <= len(steps) <= 8, walk
+        for path, names in steps:
+            source = (ROOT / path).read_text()
+            for name in re.findall(r"`(\w+)`", names):
+                assert re.search(rf"^ *(def|class) {name}\b|^    {name}:", source, re.MULTILINE), (
+                    name
+                )

@@ -143,7 +143,7 @@ def test_the_sizes_that_are_compiled_are_those_of_full_batches():
 def test_evaluation_takes_the_plain_network_or_a_folded_one_never_a_compiled_one(messages):
     values = {"speed.compile": True, "speed.fold_batch_norm": True}
     run = build_run(options_with(values), World.single(), UserParts(train_reader=Images()))
-    assert isinstance(run.forward, CompiledNetwork)
+    assert isinstance(run.trained_network, CompiledNetwork)
     assert type(run.network).__name__ == "SmallResNet"
     assert isinstance(evaluated(run.network, run.options, run.world), FoldedNetwork)
     network = Viewing()

@@ -27,9 +27,8 @@ from plsc.train.checks import (
     stop_at_bad_loss,
     threads_note,
 )
-from plsc.train.job import run_training
 from plsc.train.logs import RunLog
-from plsc.train.loop import agree
+from plsc.train.loop import agree, run_training
 from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step

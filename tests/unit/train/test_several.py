@@ -19,7 +19,7 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
 from plsc.train.class_tools import run_dominant
 from plsc.train.data import options_of
-from plsc.train.job import run_prediction
+from plsc.train.evaluation import run_prediction
 from plsc.train.resume import restore
 from plsc.train.state import collect_tensors
 from tests.images import write_dataset
@@ -144,7 +144,7 @@ def resumed_run(sets, trained, tmp_path, *names, at=7, **settings):
 
 
 def state_of(run):
-    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
     return {role.key: local_of(value) for role, value in found.items()}
 
 

@@ -16,7 +16,7 @@ from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.data import open_training_source
 from plsc.train.evaluation import load_targets
-from plsc.train.job import run_training
+from plsc.train.loop import run_training
 from tests.images import write_dataset, write_pair_file
 
 
