@@ -340,22 +340,22 @@ def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, way):
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_more_repeats_than_lines_are_warned_of(tmp_path, capsys, dry_run):
+def test_more_repeats_than_lines_are_warned_of(tmp_path, messages, dry_run):
     folder = write_set(tmp_path, some_lines(12))
     for nranks, is_warned in ((24, False), (25, True)):
         partition(PartitionOptions(str(folder), nranks, dry_run=dry_run))
-        said = capsys.readouterr().err
+        said = "\n".join(messages)
         assert said.startswith("25 parts hold 1 line each, of which 52% ") == is_warned
         assert len(said.splitlines()) == is_warned
 
 
-def test_bad_and_blank_lines_are_left_out_counted_and_told(tmp_path, way, capsys):
+def test_bad_and_blank_lines_are_left_out_counted_and_told(tmp_path, way, messages):
     good = some_lines(20)
     folder = write_set(tmp_path, [*good[:7], b"", b"A\tnan", *good[7:], b"  "], files=1)
     manifest = partition(PartitionOptions(str(folder), 2, bad_lines="skip"))
     assert read_parts(folder / "partition_2") == expected_parts(good, 2, 0)
     assert (manifest["blank_lines"], manifest["skipped_lines"]) == (2, 1)
-    said = capsys.readouterr().err
+    said = "\n".join(messages)
     assert "2 blank lines" in said
     assert "data0.txt:9: a label must be a whole number, got 'nan'" in said
     verify(PartitionOptions(str(folder), 2))

@@ -240,6 +240,10 @@ def dataset(tmp_path_factory):
         ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no margin"),
         ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no scale"),
         ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank makes 4"),
+        (
+            {"head__loss_type": "dist_softmax", "head__hard_share": 0.5},
+            "set head.sample_ratio below 1",
+        ),
     ],
 )
 def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, changes, expected):

@@ -12,7 +12,7 @@ from plsc.checkpoint.manifest import Checker
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
-from plsc.train import build, job, network
+from plsc.train import build, network
 from plsc.train import step as step_module
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
@@ -309,7 +309,7 @@ def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(
     dataset, tmp_path, monkeypatch
 ):
     # A CPU can compute in float16, too slowly for use: here it may.
-    for module in (network, step_module, build, job):
+    for module in (network, step_module, build):
         monkeypatch.setattr(module, "training_mode", lambda options, device: options.precision.mode)
     small = {"model__name": "SmallResNet", "model__emb_size": 32}
     settings = {
