@@ -51,9 +51,7 @@ class BuildLibraries(build_ext):
         """Compile and link; raises nothing, since plsc works without."""
         compiler = _compiler()
         if compiler is None:
-            self.warn(
-                "plsc will run slower: there is no C compiler, neither $CC nor cc, gcc or clang"
-            )
+            self.warn("plsc will run slower: there is no C compiler, neither $CC nor cc, gcc or clang")
             return
         for extension in self.extensions:
             target = Path(self.get_ext_fullpath(extension.name))
@@ -98,9 +96,7 @@ class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         """Return the wheel's tags."""
         python, abi, platform = super().get_tag()
-        return (
-            ("py3", "none", platform) if self.distribution.ext_modules else (python, abi, platform)
-        )
+        return ("py3", "none", platform) if self.distribution.ext_modules else (python, abi, platform)
 
 
 def _library(name: str) -> Extension:

@@ -149,16 +149,12 @@ def draw_curves(out: Path, ways: list[str], seeds: int) -> None:
 
 def main() -> None:
     """Train what is asked for, then report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path, help="folder that demo/make_glyphs.py made")
     parser.add_argument("out", type=Path, help="folder for trainings and results")
     parser.add_argument("--ways", default="all", help="names separated by semicolons, or 'all'")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--report", action="store_true", help="report what has been trained, train nothing"
-    )
+    parser.add_argument("--report", action="store_true", help="report what has been trained, train nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -122,9 +122,7 @@ def _read_glyphs(options: argparse.Namespace) -> Any:
 
 
 def _to_tensor(data: bytes, size: int) -> Tensor:
-    image = (
-        Image.open(io.BytesIO(data)).convert("L").resize((size, size), Image.Resampling.BILINEAR)
-    )
+    image = Image.open(io.BytesIO(data)).convert("L").resize((size, size), Image.Resampling.BILINEAR)
     return (torch.from_numpy(np.array(image)).float() - 127.5) / 128
 
 
@@ -233,9 +231,7 @@ def run_one(way: Way, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def write_results(
-    results: dict[Way, list[dict[str, Any]]], raw: dict[str, float], folder: Path
-) -> None:
+def write_results(results: dict[Way, list[dict[str, Any]]], raw: dict[str, float], folder: Path) -> None:
     """Write mean and deviation over the seeds of each way as a table, and the course of ours as a picture."""
     lines = [f"| way | rate | {' | '.join(COLUMNS)} | worst accuracy | seconds |", "|---" * 6 + "|"]
     lines.append(f"| raw pixels | | {' | '.join(f'{raw[c]:.3f}' for c in COLUMNS)} | | |")
@@ -275,9 +271,7 @@ def _plot(results: dict[Way, list[dict[str, Any]]], folder: Path) -> None:
 
 def read_arguments() -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the results")
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--omniglot", type=Path, help="omniglot_small2.zip")
@@ -326,9 +320,7 @@ def main() -> None:
             ways.append(Way(name, None, values))
     seeds = range(1, options.seeds + 1)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        jobs = {
-            (way, seed): pool.submit(run_one, way, seed, options) for seed in seeds for way in ways
-        }
+        jobs = {(way, seed): pool.submit(run_one, way, seed, options) for seed in seeds for way in ways}
     results = {way: [jobs[way, seed].result() for seed in seeds] for way in ways}
     write_results(results, images.judge(images.test[:, 0].flatten(1).numpy()), options.folder)
 

@@ -121,9 +121,7 @@ def main() -> None:
             world.barrier()
     if world.is_main:
         for way, run in runs.items():
-            seconds, updating = (
-                statistics.median(values) for values in zip(*times[way], strict=True)
-            )
+            seconds, updating = (statistics.median(values) for values in zip(*times[way], strict=True))
             say(
                 "backbone sharding",
                 way=way,

@@ -52,9 +52,7 @@ _READY, _DONE = 1, 2
 
 def main() -> int:
     """Measure all ways in turns and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder for the results and the checkpoints")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--classes", type=int, default=1_000_000)
@@ -261,8 +259,7 @@ def _row(way: str, samples: list[Sample]) -> str:
     seconds = sorted(one["seconds"] for one in mine)
     ratio = statistics.median(one["seconds"] / ours[one["round"]] for one in mine)
     middle = {
-        key: statistics.median(one[key] for one in mine)
-        for key in ("waited", "cpu", "peak", "on_one_rank")
+        key: statistics.median(one[key] for one in mine) for key in ("waited", "cpu", "peak", "on_one_rank")
     }
     return (
         f"| {way} | {middle['waited']:.2f} | {statistics.median(seconds):.2f} ({seconds[0]:.2f} to "

@@ -23,9 +23,7 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def main() -> None:
     """Draw and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("picture", type=Path)
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER")
     options = parser.parse_args()

@@ -38,9 +38,7 @@ PLACES = ("set.rec", "set.parquet", "set.tar", "set_base64", "set.csv", "set.jso
 
 def main() -> int:
     """Write the set in every format, read it in turns, and tell the rates."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="a small set, two rounds")
     parser.add_argument("--rounds", type=int, default=5)
@@ -132,9 +130,7 @@ def in_blocks(records: int, rng: np.random.Generator) -> np.ndarray:
     blocks = rng.permutation(-(-records // 1000))
     parts = []
     for start in range(0, len(blocks), 16):
-        pool = np.concatenate(
-            [np.arange(b * 1000, b * 1000 + 1000) for b in blocks[start : start + 16]]
-        )
+        pool = np.concatenate([np.arange(b * 1000, b * 1000 + 1000) for b in blocks[start : start + 16]])
         parts.append(rng.permutation(pool[pool < records]))
     return np.concatenate(parts)
 
@@ -161,9 +157,7 @@ def webdataset_in_order(path: Path) -> Iterator[dict[str, Any]]:
         import webdataset
     except ImportError:
         return
-    seconds, count = timed(
-        lambda: sum(1 for _ in webdataset.WebDataset(str(path), shardshuffle=False))
-    )
+    seconds, count = timed(lambda: sum(1 for _ in webdataset.WebDataset(str(path), shardshuffle=False)))
     yield told("in order", count, seconds, path.stat().st_size)
 
 

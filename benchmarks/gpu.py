@@ -122,9 +122,7 @@ def run_tests(here: Slice) -> list[str]:
         def pytest_collectreport(self, report: Any) -> None:
             if report.failed:
                 outcomes[report.nodeid] = "failed"
-                here.report.keep(
-                    kind="test", test=report.nodeid, outcome="failed", why=str(report.longrepr)
-                )
+                here.report.keep(kind="test", test=report.nodeid, outcome="failed", why=str(report.longrepr))
 
     files = [
         path
@@ -203,9 +201,7 @@ def most_classes(batch: int, dimension: int) -> int:
     return int(most / 1e6) * 10**6
 
 
-def measure_ways(
-    here: Slice, names: Sequence[str], batch: int, classes: int, dimension: int
-) -> list[str]:
+def measure_ways(here: Slice, names: Sequence[str], batch: int, classes: int, dimension: int) -> list[str]:
     """Measure ways of the head at one size, print a row for each and the plan; return what failed."""
     print_row = here.report.print
     print_row(f"\n### The head: C = {classes:,}, B = {batch:,}, D = {dimension:,}\n")
@@ -263,9 +259,7 @@ def measure_steps(here: Slice) -> list[str]:
     times: dict[tuple[str, int, int], float] = {}
     for name, classes, batches in plan:
         sizes_text = ",".join(map(str, batches))
-        found, trouble = here.child(
-            "train.py", "--measure", name, network, classes, sizes_text, *timing
-        )
+        found, trouble = here.child("train.py", "--measure", name, network, classes, sizes_text, *timing)
         for one in found:
             outcome = one.get("outcome")
             if outcome is None:
@@ -326,9 +320,7 @@ def measure_loader(here: Slice) -> list[str]:
         rate = read() / (time.perf_counter() - began)
         here.report.keep(kind="loader", images_a_second=rate, threads=cores)
         here.report.print(f"The loader alone: {rate:,.0f} images a second.\n")
-        here.report.print(
-            "| B | in memory: images a second | from files | data wait |\n|---|---|---|---|"
-        )
+        here.report.print("| B | in memory: images a second | from files | data wait |\n|---|---|---|---|")
         for batch in batches:
             case = Case(network, SHAPE, 512, 10_000, batch, workers=cores)
             read_case = Case(**{**vars(case), "folder": folder})

@@ -194,9 +194,7 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
     )
     report.print("|---|---|---|---|---|---|---|---|")
     times = {
-        name: {
-            s["round"]: s["seconds"] for s in samples if s["kind"] == "time" and s["way"] == name
-        }
+        name: {s["round"]: s["seconds"] for s in samples if s["kind"] == "time" and s["way"] == name}
         for name in able
     }
     failed = {s["way"]: s["outcome"] for s in samples if s["kind"] == "failed"}
@@ -224,9 +222,7 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
     sys.path.insert(0, str(HERE.parent))  # this checkout's plsc
     from plsc.plan import plan_head
 
-    samples, trouble = run_child(
-        [str(HERE / "head.py"), "--rates", str(batch), *passed_on(options)], None
-    )
+    samples, trouble = run_child([str(HERE / "head.py"), "--rates", str(batch), *passed_on(options)], None)
     if not samples:
         report.print(f"\nNo rates of this machine: {trouble}")
         return
@@ -256,8 +252,7 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
         seconds = [
             one["seconds"]
             for one in report.samples
-            if one["kind"] == "time"
-            and (one["C"], one["B"], one["way"]) == (classes, batch, way.name)
+            if one["kind"] == "time" and (one["C"], one["B"], one["way"]) == (classes, batch, way.name)
         ]
         taken = statistics.median(seconds or sample["seconds"])
         parts = [made.operations / rates[products], made.rows_moved / rates["copy"]]
@@ -272,9 +267,7 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
 
 def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
     """Print how the peak grows when B doubles, at two sizes of C, and when C doubles."""
-    report.print(
-        f"\n### How the peak grows: C = {classes:,}, B = {batch}, D = {options.dimension}\n"
-    )
+    report.print(f"\n### How the peak grows: C = {classes:,}, B = {batch}, D = {options.dimension}\n")
     report.print(
         "| way | bytes for one more sample, at C | the same at 2 C | bytes for one more class | of that "
         "over rows and states |"
@@ -305,9 +298,7 @@ def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report
 
 def traffic(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
     """Print what the collectives of some ranks are given in a step, beside the formula."""
-    report.print(
-        f"\n### What a rank gives to the network in a step: B = {batch}, D = {options.dimension}\n"
-    )
+    report.print(f"\n### What a rank gives to the network in a step: B = {batch}, D = {options.dimension}\n")
     report.print("| ranks | C | collective | bytes given | by the formula |")
     report.print("|---|---|---|---|---|")
     remarks = []
@@ -380,9 +371,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="C = 2000, B = 32, 3 rounds: a smoke test")
-    add(
-        "--measure", nargs=3, metavar=("NAME", "C", "B"), help="memory and time of one way, as JSON"
-    )
+    add("--measure", nargs=3, metavar=("NAME", "C", "B"), help="memory and time of one way, as JSON")
     add("--rates", type=int, metavar="B", help="what plain products and copies reach, as JSON")
     add("--take-turns", nargs=3, metavar=("NAMES", "C", "B"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -424,9 +413,7 @@ def main() -> None:
     report = Report(options.output, "head")
     facts = machine(options.threads, options.device)
     report.keep(**facts)
-    where = (
-        facts["gpu"] or f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} threads"
-    )
+    where = facts["gpu"] or f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} threads"
     title = f"{where} ({', '.join(facts['instructions'])}), torch {facts['torch']}, {facts['date']}"
     report.print(f"`{' '.join(['python', 'benchmarks/head.py', *sys.argv[1:]])}`")
     report.print(f"on {title}")
@@ -451,9 +438,7 @@ def main() -> None:
             traffic(options, min(options.classes), batch, report)
     if not options.no_table:
         base = [s["ready"] for s in report.samples if s["kind"] == "memory"] or [0]
-        memory = (
-            "allocated on the GPU" if options.device == "cuda" else "the process's resident set"
-        )
+        memory = "allocated on the GPU" if options.device == "cuda" else "the process's resident set"
         report.print(
             f"\nPeak: {memory}; over: peak less rows, their states, and what the same "
             "process held after a step over 64 classes (torch and late imports: "

@@ -122,9 +122,7 @@ def launch(job: Facts) -> tuple[bool, list[Facts]]:
     done = run_ranks(__file__, 2, json.dumps(job), timeout=900, check=False)
     journal = read_lines(Path(job["journal"]))
     if done.returncode and not any(line["event"] == "kill" for line in journal):
-        raise SystemExit(
-            f"{done.stdout}{done.stderr}\na run failed by itself: see {job['journal']}"
-        )
+        raise SystemExit(f"{done.stdout}{done.stderr}\na run failed by itself: see {job['journal']}")
     return done.returncode == 0, journal
 
 
@@ -141,16 +139,12 @@ def newest_in(place: str, least: int, problems: list[str]) -> str | None:
     store = Store(place)
     found = checkpoints_in(store)
     if not store.is_remote and (not found or found[-1][1].step < least):
-        clean(
-            store
-        )  # killed between the two renames of a replacement: the next start does this, too
+        clean(store)  # killed between the two renames of a replacement: the next start does this, too
         found = checkpoints_in(store)
     others = set(store.names()) - {name for name, _ in found} - NOT_CHECKPOINTS
     problems += [f"{place}/{name} is not hidden" for name in others if not name.startswith(".")]
     if (found[-1][1].step if found else 0) < least:
-        problems.append(
-            f"step {least} is missing in {place}, which has {[name for name, _ in found]}"
-        )
+        problems.append(f"step {least} is missing in {place}, which has {[name for name, _ in found]}")
     if not found:
         return None
     verify(f"{place}/{found[-1][0]}")
@@ -197,9 +191,7 @@ def plan_kill(dice: random.Random, phase: str | None) -> Facts:
     }
 
 
-def disturb(
-    job: Facts, dice: random.Random, phases: list[str | None], reference: str, log: Path
-) -> None:
+def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference: str, log: Path) -> None:
     """Kill one run in phase after phase until it is complete; take the phases off the list."""
     here = there = None
     published: Counter[str] = Counter()  # the highest step, of a save and of an upload

@@ -55,9 +55,7 @@ def make_pictures(count: int, shape: tuple[int, int, int] = SHAPE) -> list[bytes
         noise = generator.normal(0, 6, (height, width, 3))
         noisy = np.clip(np.asarray(smooth) + noise, 0, 255).astype(np.uint8)
         file = io.BytesIO()
-        Image.fromarray(noisy).convert("RGB" if channels == 3 else "L").save(
-            file, "JPEG", quality=88
-        )
+        Image.fromarray(noisy).convert("RGB" if channels == 3 else "L").save(file, "JPEG", quality=88)
         pictures.append(file.getvalue())
     return pictures
 
@@ -140,8 +138,7 @@ def decode_alone(pictures: list[bytes], threads: int) -> Callable[[], int]:
 
     def run() -> int:
         workers = [
-            threading.Thread(target=decode, args=(pictures[first::threads],))
-            for first in range(threads)
+            threading.Thread(target=decode, args=(pictures[first::threads],)) for first in range(threads)
         ]
         for worker in workers:
             worker.start()
@@ -198,14 +195,11 @@ def show(rates: dict[str, list[float]], baselines: list[str]) -> list[dict[str, 
     print("|---|---|" + "---|" * len(baselines))
     for name, found in rates.items():
         ratios = [
-            statistics.median(a / b for a, b in zip(found, rates[base], strict=True))
-            for base in baselines
+            statistics.median(a / b for a, b in zip(found, rates[base], strict=True)) for base in baselines
         ]
         rate = statistics.median(found)
         print(f"| {name} | {rate:,.0f} |" + "".join(f" {ratio:.2f} |" for ratio in ratios))
-        rows.append(
-            {"way": name, "images_per_second": rate, **dict(zip(baselines, ratios, strict=True))}
-        )
+        rows.append({"way": name, "images_per_second": rate, **dict(zip(baselines, ratios, strict=True))})
     return rows
 
 
@@ -218,9 +212,7 @@ def compare_loaders(arguments: argparse.Namespace, folder: Path) -> list[dict[st
     sources = {name: SOURCES[name](folder / name, pictures) for name in arguments.sources}
     for name, source in sources.items():
         for threads in (1, 2):
-            ways[f"plsc, {name}, {threads} thread{'s' * (threads > 1)}"] = read_with_plsc(
-                source, threads
-            )
+            ways[f"plsc, {name}, {threads} thread{'s' * (threads > 1)}"] = read_with_plsc(source, threads)
     if "jpeg" in sources:
         ways["plsc, jpeg, 2 threads, no flip"] = read_with_plsc(sources["jpeg"], 2, flip=False)
         ways["plsc, jpeg, 2 threads, floats"] = read_with_plsc(sources["jpeg"], 2, to_floats=True)
@@ -252,9 +244,7 @@ def compare_training(arguments: argparse.Namespace, folder: Path) -> list[dict[s
             torch.cuda.synchronize()
 
     plan = BatchPlan(len(source), arguments.batch, 1, seed=0, last_batch="drop")
-    loader = SourceLoader(
-        source, plan, 0, Recipe(SHAPE, 0), num_workers=2, pin_memory=device.type == "cuda"
-    )
+    loader = SourceLoader(source, plan, 0, Recipe(SHAPE, 0), num_workers=2, pin_memory=device.type == "cuda")
     batches = endless(loader)
     floating = {
         "data in memory": lambda: step(kept),
@@ -283,9 +273,7 @@ def endless(loader: SourceLoader) -> Iterator[Any]:
 
 def main() -> int:
     """Run the comparison that is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sources", nargs="+", choices=list(SOURCES), default=["jpeg"])
     parser.add_argument("--images", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)

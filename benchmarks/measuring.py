@@ -57,9 +57,7 @@ def free_memory() -> int:
     return free
 
 
-def measure(
-    name: str, classes: int, batch: int, dimension: int, steps: int, device: torch.device
-) -> None:
+def measure(name: str, classes: int, batch: int, dimension: int, steps: int, device: torch.device) -> None:
     """Make a few steps of one way and say what they took: the peak memory and the times.
 
     imported: bytes after `import torch`; ready: after a step of the same way over 64 classes, which imports

@@ -89,9 +89,7 @@ def main() -> None:
     for name in args.optimizers.split(","):
         found = measure(name, args.rounds, args)
         shown = [f"{found[way] * 1e3:.1f}" if way in found else "" for way in WAYS]
-        ratios = [
-            f"{found[way] / found['for_loop']:.2f}" if way in found else "" for way in WAYS[1:]
-        ]
+        ratios = [f"{found[way] / found['for_loop']:.2f}" if way in found else "" for way in WAYS[1:]]
         print(f"| {name} | {' | '.join([*shown, *ratios])} |", flush=True)
 
 

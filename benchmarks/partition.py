@@ -45,9 +45,7 @@ class Way:
 
 def ours(name: str, *arguments: object) -> Way:
     """Return a way that runs the tool."""
-    tool = (
-        f"{sys.executable} {TOOL} --data_dir {{data}} --nranks {PARTS} --output_dir {{out}}/parts"
-    )
+    tool = f"{sys.executable} {TOOL} --data_dir {{data}} --nranks {PARTS} --output_dir {{out}}/parts"
     return Way(name, " ".join([tool, *map(str, arguments)]), is_ours=True)
 
 
@@ -63,33 +61,23 @@ WAYS = (
     ours("plsc, within memory, 1 worker", "--memory 8G --workers 1"),
     ours("plsc, bound of 256 MB", "--memory 256M"),
     ours("plsc, bound of 64 MB", "--memory 64M"),
-    Way(
-        "cat in* | shuf | split -n r/8", f"cat {{files}} | shuf | split -n r/{PARTS} - {{out}}/part"
-    ),
+    Way("cat in* | shuf | split -n r/8", f"cat {{files}} | shuf | split -n r/{PARTS} - {{out}}/part"),
     Way("sort -R", "sort -R {files} > {out}/one", once=True),
 )
 
 
 def main() -> int:
     """Run the ways in turns and write what they took."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="a small set, two rounds")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--work", type=Path, help="folder for the set and the outputs")
-    parser.add_argument(
-        "--ways", help="names, separated by |; others are left out (both of cat run always)"
-    )
+    parser.add_argument("--ways", help="names, separated by |; others are left out (both of cat run always)")
     given = parser.parse_args()
     lines, rounds = (10_003, 2) if given.quick else (200_003, given.rounds)
     work = given.work or given.results / "work"
-    chosen = [
-        way
-        for way in WAYS
-        if way in BASELINES or not given.ways or way.name in given.ways.split("|")
-    ]
+    chosen = [way for way in WAYS if way in BASELINES or not given.ways or way.name in given.ways.split("|")]
     given.results.mkdir(parents=True, exist_ok=True)
     samples = []
     try:
@@ -153,9 +141,7 @@ def measure(command: str) -> dict[str, Any]:
     seconds, after = time.perf_counter() - began, os.times()
     if process.returncode:
         raise SystemExit(f"{command} ended with {process.returncode}")
-    cpu = (
-        after.children_user + after.children_system - before.children_user - before.children_system
-    )
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
     return {"seconds": seconds, "cpu": cpu, "peak": peak}
 
 
@@ -166,9 +152,7 @@ def resident(root: int) -> int:
         pid = waiting.pop()
         with contextlib.suppress(OSError, StopIteration):
             status = Path(f"/proc/{pid}/status").read_text().splitlines()
-            total += 1024 * next(
-                int(line.split()[1]) for line in status if line.startswith("VmRSS")
-            )
+            total += 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
             for task in Path(f"/proc/{pid}/task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
     return total

@@ -143,9 +143,7 @@ def compare(case: Case, options: argparse.Namespace, world: World, report: Repor
         for way in chosen[first:] + chosen[:first]:
             seconds = timed(way, built[way.name], steps, world, clock)
             times[way.name].append(seconds)
-            report.keep(
-                kind="time", way=way.name, round=turn, seconds=seconds, **facts(case, world)
-            )
+            report.keep(kind="time", way=way.name, round=turn, seconds=seconds, **facts(case, world))
     for one in built.values():
         one.close()
     print_table(case, chosen, times, options, world, report)
@@ -191,9 +189,7 @@ def print_table(
     for way in chosen:
         mine = times[way.name]
         middle = statistics.median(mine)
-        ratio = statistics.median(
-            other / own for other, own in zip(times[TEXTBOOK], mine, strict=True)
-        )
+        ratio = statistics.median(other / own for other, own in zip(times[TEXTBOOK], mine, strict=True))
         peak = peaks[dtype_of(way)]
         done = flops if way.has_head else flops - of_head
         report.print(
@@ -232,9 +228,7 @@ def memory(case: Case, options: argparse.Namespace, world: World, report: Report
             report.print(f"| {way.name} | {found[0]['outcome'] if found else trouble} | |")
             continue
         report.keep(**found[0])
-        report.print(
-            f"| {way.name} | {found[0]['peak'] / GIB:.2f} | {found[0]['over'] / GIB:.2f} |"
-        )
+        report.print(f"| {way.name} | {found[0]['peak'] / GIB:.2f} | {found[0]['over'] / GIB:.2f} |")
 
 
 def measure(name: str, cases: list[Case], options: argparse.Namespace, world: World) -> None:
@@ -250,9 +244,7 @@ def measure(name: str, cases: list[Case], options: argparse.Namespace, world: Wo
         torch.cuda.empty_cache()
 
 
-def measured_steps(
-    way: TrainWay, case: Case, options: argparse.Namespace, world: World
-) -> dict[str, Any]:
+def measured_steps(way: TrainWay, case: Case, options: argparse.Namespace, world: World) -> dict[str, Any]:
     """Return the seconds of each round, the peak memory, and how well the device was used."""
     device, clock = world.device, clock_of(options)
     on_gpu = device.type == "cuda"
@@ -274,8 +266,7 @@ def measured_steps(
         "seconds": seconds,
         "peak": peak,
         "over": peak - before,
-        "of_peak": reached
-        / (1e12 * (options.peak or 0) or measured_peak(dtype_of(way), device, clock)),
+        "of_peak": reached / (1e12 * (options.peak or 0) or measured_peak(dtype_of(way), device, clock)),
         "busy": statistics.median(busy) if busy else None,
     }
 

@@ -84,9 +84,7 @@ def ways(device: str) -> list[TrainWay]:
         TrainWay("plsc, bf16", options=_BF16),
         TrainWay("plsc's backbone alone, bf16", options=_BF16, has_head=False),
         TrainWay("plsc, bf16, kept", options={**_BF16, "head.keep_mb": 4096.0}),
-        TrainWay(
-            "plsc, bf16, kept, compiled", options={**_BF16, **_COMPILED, "head.keep_mb": 4096.0}
-        ),
+        TrainWay("plsc, bf16, kept, compiled", options={**_BF16, **_COMPILED, "head.keep_mb": 4096.0}),
     ]
     if device == "cuda":
         found += [
@@ -212,9 +210,7 @@ def _batches_of(run: Run) -> Generator[Batch, None, None]:
 
 
 def _batches_in_memory(case: Case, world: World) -> Generator[Batch, None, None]:
-    batches = [
-        Batch(images, labels, [""] * len(labels)) for images, labels in synthetic(case, world)
-    ]
+    batches = [Batch(images, labels, [""] * len(labels)) for images, labels in synthetic(case, world)]
     if world.device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
     while True:
@@ -242,9 +238,7 @@ def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
     model: nn.Module = _Textbook(case, device).train()
     if world.size > 1:
         model = DistributedDataParallel(model, process_group=world.backbone_group)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=1e-3, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     batches = _textbook_files(case, world) if case.folder else _textbook_memory(case, world)
 
     def make() -> float:

@@ -31,9 +31,7 @@ class TrainingRun:
         }
         for path, value in settings.items():
             options.set(path, value)
-        self.run: Run = build_run(
-            options.resolve(), world, UserParts(train_reader=_reader(options))
-        )
+        self.run: Run = build_run(options.resolve(), world, UserParts(train_reader=_reader(options)))
         self.run.network.train()
         self._step = Step(self.run)
         with closing(self.run.data.loader.epoch(0, 0)) as batches:
@@ -41,9 +39,7 @@ class TrainingRun:
 
     def step(self) -> float:
         """Make a step over the same batch as ever; return its loss."""
-        sizes = agree(
-            self.run.world, self._batch, self.run.head.class_num
-        ).sizes  # as the loop does
+        sizes = agree(self.run.world, self._batch, self.run.head.class_num).sizes  # as the loop does
         loss = float(self._step.make(self._batch, sizes, is_logged=False).output.mean_loss)
         self.run.position.advance()
         return loss

@@ -42,9 +42,7 @@ class Store:
         """Return rows [C, D], fp32, those that our head starts from."""
         from plsc.heads.weights import initial_rows
 
-        return self.get(
-            "weight", lambda: initial_rows(0, 0, self.classes, self.dimension).to(self.device)
-        )
+        return self.get("weight", lambda: initial_rows(0, 0, self.classes, self.dimension).to(self.device))
 
     def momentum(self) -> Tensor:
         """Return the momentum of the rows [C, D], fp32."""
@@ -152,9 +150,7 @@ def _sgd(parameter: nn.Parameter, momentum: Tensor) -> torch.optim.SGD:
     return optimizer
 
 
-def _plain(
-    store: Store, loss: Callable[[Tensor, Tensor, Tensor], Tensor], autocast: bool = False
-) -> Built:
+def _plain(store: Store, loss: Callable[[Tensor, Tensor, Tensor], Tensor], autocast: bool = False) -> Built:
     """Build a way that is a loss of (x, W, labels) and leaves the rest to autograd and torch.optim.SGD."""
     weight = nn.Parameter(store.weight())
     optimizer = _sgd(weight, store.momentum())
@@ -293,9 +289,7 @@ def _cut_whole(store: Store) -> Built:
     return _cut(store, filter_eps=None)
 
 
-def _our_way(
-    name: str, products: str, needs_gpu: bool = False, tf32: bool = False, **how: Any
-) -> Way:
+def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = False, **how: Any) -> Way:
     planned: dict[str, Any] = {"ratio": how.get("ratio", 1.0)}
     if how.get("keep"):
         planned["keep_bytes"] = EVERYTHING

@@ -41,9 +41,7 @@ class PlainNet(BaseModel):
 
 def main() -> None:
     """Train the network for some steps, and embed the pairs with what was saved."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
     parser.add_argument("run", type=Path, help="new folder for checkpoints, metrics and plots")
     parser.add_argument("--steps", type=int, default=100)

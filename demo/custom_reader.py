@@ -40,9 +40,7 @@ def make_reader(folder: Path, samples: list[tuple[str, int]]) -> Reader:
 
 def main() -> None:
     """Train on what the reader yields."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
     parser.add_argument("run", type=Path, help="new folder for checkpoints, metrics and plots")
     parser.add_argument("--steps", type=int, default=100)

@@ -69,9 +69,7 @@ def agreed_pairs(faces: list[Face], codes: set[int]) -> list[tuple[int, int]]:
 
 def equal_outlines(face: Face, codes: list[int]) -> list[tuple[int, int]]:
     """Return the pairs of code points that a face draws alike, up to position and size."""
-    drawn = {
-        c: image for c in codes if (image := plain(face.path, chr(c), COMPARE_SIZE)) is not None
-    }
+    drawn = {c: image for c in codes if (image := plain(face.path, chr(c), COMPARE_SIZE)) is not None}
     codes = list(drawn)
     pixels = np.stack([soften(drawn[c]) for c in codes]).reshape(len(codes), -1)  # [N, P]
     directions = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)

@@ -29,21 +29,15 @@ HELD_OUT = 0.12  # share of the classes that training never sees
 
 def main() -> None:
     """Read the arguments; make the data set unless it is there."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the data set goes")
     parser.add_argument("--images-per-class", type=int, default=14)
     parser.add_argument("--classes", type=int, default=0, help="at most this many classes; 0: all")
-    parser.add_argument(
-        "--pairs", type=int, default=4000, help="verification pairs, a multiple of 40"
-    )
+    parser.add_argument("--pairs", type=int, default=4000, help="verification pairs, a multiple of 40")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if options.pairs < 40 or options.pairs % 40:
-        parser.error(
-            f"--pairs is {options.pairs}; give a multiple of 40: ten folds, each half positive"
-        )
+        parser.error(f"--pairs is {options.pairs}; give a multiple of 40: ten folds, each half positive")
 
     faces = bundled_faces()
     faces += system_faces(faces)
@@ -79,11 +73,7 @@ def make(folder: Path, faces: list[Face], options: argparse.Namespace) -> None:
         ]
         counts = [options.images_per_class] * len(jobs)
         seeds = [options.seed] * len(jobs)
-        lines = [
-            line
-            for part in pool.map(write_class, jobs, counts, seeds, chunksize=32)
-            for line in part
-        ]
+        lines = [line for part in pool.map(write_class, jobs, counts, seeds, chunksize=32) for line in part]
     (folder / "label.txt").write_text("".join(lines))
     pairs = choose_pairs(unseen, faces, options.pairs, options.seed)
     write_pair_files(folder / "glyphs_unseen", pairs)

@@ -57,9 +57,7 @@ def place(
     x, y = size + 2 * shift[0], size + 2 * shift[1]  # where the middle of the mask goes
     a, b, d, e = cos / stretch, sin / stretch, -sin, cos
     matrix = (a, b, mask.width / 2 - a * x - b * y, d, e, mask.height / 2 - d * x - e * y)
-    doubled = mask.transform(
-        (2 * size, 2 * size), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR
-    )
+    doubled = mask.transform((2 * size, 2 * size), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
     return doubled.reduce(2)
 
 
@@ -79,9 +77,7 @@ def varied(path: str, character: str, seed: tuple[int, ...]) -> Image.Image:
     mask = glyph_mask(path, character)
     if mask is None:
         raise ValueError(f"{character!r} has no ink in {path}")
-    rng = np.random.default_rng(
-        [*seed, ord(character), zlib.crc32(path.rpartition("/")[2].encode())]
-    )
+    rng = np.random.default_rng([*seed, ord(character), zlib.crc32(path.rpartition("/")[2].encode())])
     mask = change_weight(mask, rng.uniform(-1, 1))
     ink = place(
         mask,

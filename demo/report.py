@@ -30,9 +30,7 @@ TEXT = Template((Path(__file__).parent / "report_template.md").read_text(encodin
 
 def main() -> None:
     """Embed the pairs in three ways, judge each, and write everything down."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
     parser.add_argument("run", type=Path, help="folder that train_glyphs.py made")
     options = parser.parse_args()
@@ -108,9 +106,7 @@ def judge(embeddings: np.ndarray, is_same: np.ndarray, is_hard: np.ndarray) -> d
 
 def make_table(figures: dict[str, dict[str, float]]) -> str:
     """Return the figures as a table in Markdown, the trained network last."""
-    rows = [
-        "|  | accuracy | TAR at FAR 1e-2 | accuracy, random negatives | TAR, random negatives |"
-    ]
+    rows = ["|  | accuracy | TAR at FAR 1e-2 | accuracy, random negatives | TAR, random negatives |"]
     rows.append("| --- | --- | --- | --- | --- |")
     for name, values in figures.items():
         rows.append(f"| {name} | " + " | ".join(f"{v:.3f}" for v in values.values()) + " |")

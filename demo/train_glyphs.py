@@ -16,9 +16,7 @@ from plsc import Entry
 
 def main() -> None:
     """Set the options, train, and show that the weights that were saved work."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
     parser.add_argument("run", type=Path, help="new folder for checkpoints, metrics and plots")
     parser.add_argument("--epochs", type=int, default=3)

@@ -99,12 +99,8 @@ class Entry(Setters):
                 "parameter groups and returns a torch.optim.Optimizer (the network's parameters may not "
                 "exist yet)"
             )
-        name, factory = (
-            (optimizer, None) if isinstance(optimizer, str) else (name_of(optimizer), optimizer)
-        )
-        self.options.set_together(
-            {"optim.optimizer": name, "optim.optimizer_arguments": arguments or None}
-        )
+        name, factory = (optimizer, None) if isinstance(optimizer, str) else (name_of(optimizer), optimizer)
+        self.options.set_together({"optim.optimizer": name, "optim.optimizer_arguments": arguments or None})
         self._optimizer = factory
 
     def set_lr_schedule(self, schedule: str | ScheduleFunction) -> None:

@@ -89,9 +89,7 @@ class Hdfs:
 
     def revive(self) -> None:
         """Start the nodes that were killed."""
-        for node in [
-            node for node, process in self.processes.items() if process.poll() is not None
-        ]:
+        for node in [node for node, process in self.processes.items() if process.poll() is not None]:
             self.start(node)
         self.wait_until_ready()
 

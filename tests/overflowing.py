@@ -75,9 +75,7 @@ def train_scripted(options, world, script: str, network=Scripted):
             changed = [key for key in before if not before[key].equal(after[key])]
             assert not changed, f"step {run.position.step} changed {changed}"
         else:
-            changed = {
-                key for key in after if key not in before or not before[key].equal(after[key])
-            }
+            changed = {key for key in after if key not in before or not before[key].equal(after[key])}
             assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
             for _, head, _ in each_head(run.head, run.row_optimizer):
                 assert len(head.weight) == 0 or any(key.startswith("head") for key in changed)

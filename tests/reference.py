@@ -45,16 +45,12 @@ def mean_loss(
     if isinstance(margin, MagFace):
         loss = (
             loss
-            + magface_regulariser(
-                embeddings.norm(dim=1), margin.norm_range, margin.regularisation
-            ).mean()
+            + magface_regulariser(embeddings.norm(dim=1), margin.norm_range, margin.regularisation).mean()
         )
     return loss
 
 
-def logits(
-    margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
-) -> Tensor:
+def logits(margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
     """Return the logits [B, C] by the formula of this margin, whose numbers and state are read off it.
 
     Those of the labels are s (c + share (psi - c)).
@@ -144,9 +140,7 @@ def arcface_logits(
     return scale * _put(c, labels, psi)
 
 
-def cosface_logits(
-    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float
-) -> Tensor:
+def cosface_logits(embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float) -> Tensor:
     """Return s (c - m) at the label, s c elsewhere, [B, C] (Wang et al. 2018, eq. 4)."""
     c = cosines(embeddings, weight)
     at_label = torch.nn.functional.one_hot(labels, c.shape[1]).to(c.dtype)
@@ -227,9 +221,7 @@ def magface_logits(
     return scale * _put(c, labels, _arcface_target(_target(c, labels), m, easy_margin))
 
 
-def magface_regulariser(
-    norms: Tensor, norm_range: tuple[float, ...], regularisation: float
-) -> Tensor:
+def magface_regulariser(norms: Tensor, norm_range: tuple[float, ...], regularisation: float) -> Tensor:
     """Return lambda_g g(a), g(a) = a / u_a^2 + 1 / a, for norms [B] clipped to norm_range, [B]."""
     l_a, u_a = norm_range
     a = torch.clip(norms, l_a, u_a)

@@ -121,9 +121,7 @@ def losses() -> str:
 
 def main() -> int:
     """Write the files, or check them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
     stale = []

@@ -243,16 +243,12 @@ class OpenCheckpoint:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def select(
-        self, kinds: Collection[str], rank: int = 0, ranks: int = 1
-    ) -> dict[Role, StoredTensor]:
+    def select(self, kinds: Collection[str], rank: int = 0, ranks: int = 1) -> dict[Role, StoredTensor]:
         """Return the tensors of kinds of roles, whose files have their checksums.
 
         Of `ranks` each compares its share of the files. Raises CheckpointError.
         """
-        roles = {
-            info.role: key for key, info in self.manifest.tensors.items() if info.role.kind in kinds
-        }
+        roles = {info.role: key for key, info in self.manifest.tensors.items() if info.role.kind in kinds}
         names = sorted({part.path.name for key in roles.values() for part in self._parts[key]})
         check_checksums(self.folder, self.manifest, names[rank::ranks])
         return {role: self.tensors[key] for role, key in roles.items()}
@@ -303,9 +299,7 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
 def _check_regular(path: Path, size: int) -> None:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(
-            f"{path} is no regular file; a checkpoint holds neither links nor devices"
-        )
+        raise CheckpointError(f"{path} is no regular file; a checkpoint holds neither links nor devices")
     if status.st_size != size:
         raise CheckpointError(
             f"{path} has {status.st_size} bytes, {size} were saved; choose another checkpoint"

@@ -201,15 +201,11 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         CheckpointError: as `read_manifest`.
     """
     if len(data) > LARGEST_MANIFEST:
-        raise CheckpointError(
-            f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours"
-        )
+        raise CheckpointError(f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours")
     try:
         content = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{source} is not JSON: {error}; choose another checkpoint"
-        ) from error
+        raise CheckpointError(f"{source} is not JSON: {error}; choose another checkpoint") from error
     _check_plain(source, content)
     return _build(Checker(source), content)
 
@@ -227,9 +223,7 @@ def _check_plain(source: str, content: object) -> None:
             for inner in ([*one, *one.values()] if isinstance(one, dict) else one)
         ]
     if level:
-        raise CheckpointError(
-            f"{source} is nested over {_DEEPEST} levels deep; choose another checkpoint"
-        )
+        raise CheckpointError(f"{source} is nested over {_DEEPEST} levels deep; choose another checkpoint")
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -153,9 +153,7 @@ def _is_there(target: Path, text: bytes, manifest: Manifest) -> bool:
     try:
         if (target / MANIFEST_NAME).read_bytes() != text:
             return False
-        return all(
-            (target / name).stat().st_size == info.bytes for name, info in manifest.files.items()
-        )
+        return all((target / name).stat().st_size == info.bytes for name, info in manifest.files.items())
     except FileNotFoundError:
         return False
 
@@ -208,9 +206,7 @@ def push(source: str, url: str) -> list[str]:
         CheckpointError: one is damaged, or the store fails; those before it are there.
     """
     if not is_url(url):
-        raise CheckpointError(
-            f"{url!r} is no fsspec URL, such as hdfs://server/run or s3://bucket/run"
-        )
+        raise CheckpointError(f"{url!r} is no fsspec URL, such as hdfs://server/run or s3://bucket/run")
     folder = Path(source)
     store = Store(url)
     inside = list_checkpoints(folder)

@@ -123,9 +123,7 @@ def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
     return manifest.step, manifest.epoch, name
 
 
-def prune(
-    store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()
-) -> list[str]:
+def prune(store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()) -> list[str]:
     """Delete the checkpoints of a run that are not to be kept; return their names, oldest first.
 
     For one process. Those of other runs, those whose name is in `protect`, and linked folders are unchanged.

@@ -138,9 +138,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
             "shape": list(entry.shape),
             "data_offsets": [begin, end],
         }
-        places[entry.key] = {
-            OFFSETS_KEY: [entry.start, *(0 for _ in entry.shape)][: len(entry.shape)]
-        }
+        places[entry.key] = {OFFSETS_KEY: [entry.start, *(0 for _ in entry.shape)][: len(entry.shape)]}
         begin = end
     metadata = {PLACES_KEY: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
     text = json.dumps({"__metadata__": metadata, **parts}, separators=(",", ":")).encode()
@@ -209,9 +207,7 @@ def read_header(path: Path) -> list[Part]:
         raise check.wrong(f"it is no whole safetensors file: {error}") from error
 
 
-def _part(
-    check: Checker, path: Path, key: str, entry: Any, place: Any, data: int, size: int
-) -> Part:
+def _part(check: Checker, path: Path, key: str, entry: Any, place: Any, data: int, size: int) -> Part:
     """Return a part of the header. data: where the tensors begin in the file, which has `size` bytes."""
     what = f"tensor {key!r}"
     entry = check.mapping(entry, what)

@@ -56,9 +56,7 @@ def run_show(checkpoint: str, tensors: bool) -> None:
             for key, one in held.items()
         }
         listing = {"tensor_list": lines}
-        print(
-            yaml.safe_dump(listing, sort_keys=False, default_flow_style=False, width=1000), end=""
-        )
+        print(yaml.safe_dump(listing, sort_keys=False, default_flow_style=False, width=1000), end="")
 
 
 def run_verify(checkpoint: str) -> None:
@@ -74,9 +72,7 @@ def run_verify(checkpoint: str) -> None:
     )
 
 
-def run_prune(
-    folder: str, keep_last: int, save_top_k: int, monitor: str, monitor_mode: str
-) -> None:
+def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str, monitor_mode: str) -> None:
     """Delete old checkpoints."""
     from plsc.checkpoint.retention import Retention, mode_of, prune_all
     from plsc.data.sources.base import printable
@@ -106,9 +102,7 @@ def run_pull(checkpoint: str, folder: str) -> None:
     print(f"fetched to {fetch(checkpoint, World.single(), Path(folder))}")
 
 
-def run_classes(
-    source: str, destination: str, images: str | None, model: str | None, **given: Any
-) -> None:
+def run_classes(source: str, destination: str, images: str | None, model: str | None, **given: Any) -> None:
     """Write a checkpoint with other classes, and say what came of it."""
     from plsc.checkpoint.classes import change_classes
     from plsc.checkpoint.classes.map import MAP_NAME
@@ -124,9 +118,7 @@ def run_classes(
         manifest = grow_from_images(source, destination, given["grow"], images, model)
     change = manifest.lineage[-1]
     where = f"; labels: {destination}/{MAP_NAME}" if "map" in change else ""
-    print(
-        f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}"
-    )
+    print(f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}")
 
 
 def run_import(
@@ -167,9 +159,7 @@ GROUP = Group(
             (
                 word("source", "a folder of shards, or a file of weights"),
                 word("target", "the checkpoint folder to write; must not exist"),
-                Argument(
-                    "layout", str, "auto", "auto, insightface, plsc1, safetensors or state_dict"
-                ),
+                Argument("layout", str, "auto", "auto, insightface, plsc1, safetensors or state_dict"),
                 Argument("ranks", int, 1, "files to write: the ranks that will train"),
                 Argument(
                     "model",
@@ -178,12 +168,8 @@ GROUP = Group(
                     "the network, as set_model_name takes it, if the files do not say",
                 ),
                 Argument("emb_size", int, None, "size of the embedding, if the files do not say"),
-                Argument(
-                    "image_shape", str, None, "channels,height,width, if the files do not say"
-                ),
-                Argument(
-                    "loss_type", str, None, "as set_loss_type takes it; by default the layout's own"
-                ),
+                Argument("image_shape", str, None, "channels,height,width, if the files do not say"),
+                Argument("loss_type", str, None, "as set_loss_type takes it; by default the layout's own"),
                 Argument("class_num", int, None, "number of classes that must be there"),
                 Argument(
                     "global_batch_size",
@@ -250,9 +236,7 @@ GROUP = Group(
                 Argument("drop", str, None, "file of the classes that leave, one per line"),
                 Argument("merge", str, None, "file of lines 'from to': classes that join others"),
                 Argument("rows", str, "mean", "of merge: the mean of the rows, or the target's"),
-                Argument(
-                    "reorder", str, None, "file of all classes in their new order, one per line"
-                ),
+                Argument("reorder", str, None, "file of all classes in their new order, one per line"),
             ),
         ),
     },

@@ -31,9 +31,7 @@ def run_partition(**given: Any) -> None:
     if options.verify:
         print(f"{output} is whole: {counts}")
     elif options.dry_run:
-        left_out = (
-            f"{manifest['blank_lines']} blank and {manifest['skipped_lines']} bad lines left out"
-        )
+        left_out = f"{manifest['blank_lines']} blank and {manifest['skipped_lines']} bad lines left out"
         print(f"would write {output}: {counts}; {left_out}; {manifest['content_bytes']} bytes")
     else:
         print(f"wrote {output}: {counts}")
@@ -43,9 +41,7 @@ _LOCATION = word("location", "the set: a file, a folder, or an fsspec URL of one
 _READING = (
     Argument("image_column", str, None, "column or suffix of the image, if it is not the usual"),
     Argument("label_column", str, None, "column or suffix of the label, if it is not the usual"),
-    Argument(
-        "label_map", str, None, "file of class names and ids; sorted names count from 0 without it"
-    ),
+    Argument("label_map", str, None, "file of class names and ids; sorted names count from 0 without it"),
     Argument("class_depth", int, None, "depth of the folders that are classes, if they are nested"),
 )
 
@@ -99,9 +95,7 @@ def run_unpack(archive: str, folder: str) -> None:
     from plsc.data.pack import unpack
 
     done = unpack(archive, folder)
-    print(
-        f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums right"
-    )
+    print(f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums right")
 
 
 _FOLDER = word("folder", "the local folder")
@@ -125,9 +119,7 @@ GROUP = Group(
                 _LOCATION,
                 _DESTINATION,
                 *_READING,
-                Argument(
-                    "broken", str, "stop", "a sample that cannot be read: stop, or skip (left out)"
-                ),
+                Argument("broken", str, "stop", "a sample that cannot be read: stop, or skip (left out)"),
             ),
         ),
         "inspect": Command(
@@ -137,16 +129,12 @@ GROUP = Group(
                 _LOCATION,
                 *_READING,
                 Argument("check", int, 10_000, "samples to decode, drawn at random; 0: all"),
-                Argument(
-                    "sheet", str, None, "PNG file to write: pictures of samples and their labels"
-                ),
+                Argument("sheet", str, None, "PNG file to write: pictures of samples and their labels"),
                 Argument("sheet_images", int, 64, "pictures on that sheet"),
                 Argument("seed", int, 0, "of what is drawn"),
             ),
         ),
-        "pack": Command(
-            "put a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)
-        ),
+        "pack": Command("put a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),
         "unpack": Command(
             "extract such an archive into a new folder, and check it",
             run_unpack,

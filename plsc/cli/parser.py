@@ -90,9 +90,7 @@ def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Seque
         if word not in found.commands:
             problem = f"there is no command {word!r}" if word else "a command must be given"
             hint = did_you_mean(word, found.commands)
-            raise OptionError(
-                f"{problem}; known: {', '.join(found.commands)}{hint}; see {name} --help"
-            )
+            raise OptionError(f"{problem}; known: {', '.join(found.commands)}{hint}; see {name} --help")
         name, chosen = f"{name} {word}", found.commands[word]
         if isinstance(chosen, Command):
             return name, chosen, words
@@ -125,14 +123,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, name: str, command: Command) -> None:
         self._takes_options = command.takes_options
-        usage = (
-            f"{name} [--config FILE] [--<group>.<option> VALUE ...]"
-            if self._takes_options
-            else None
-        )
-        super().__init__(
-            prog=name, usage=usage, description=_sentence(command.meaning), allow_abbrev=False
-        )
+        usage = f"{name} [--config FILE] [--<group>.<option> VALUE ...]" if self._takes_options else None
+        super().__init__(prog=name, usage=usage, description=_sentence(command.meaning), allow_abbrev=False)
         found = command.arguments() if callable(command.arguments) else command.arguments
         self._arguments = {one.name: one for one in found}
         is_flags_only = not any(one.positional for one in self._arguments.values())
@@ -157,9 +149,7 @@ class CommandParser(argparse.ArgumentParser):
         if one.kind is bool:  # a value behind a switch would be taken for a positional argument
             how |= {"nargs": "?", "const": "true"} if is_flags_only else {"nargs": 0}
         names = [f"--{name}" for name in (one.name, one.option) if name]
-        self.add_argument(
-            *names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how
-        )
+        self.add_argument(*names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse finds wrong."""
@@ -173,11 +163,7 @@ class CommandParser(argparse.ArgumentParser):
             problem = "there is no option" if flag.startswith("-") else "there is no place for"
             self.error(f"{problem} {flag}{self._hint(flag.lstrip('-'))}")
         options = Options()
-        values = {
-            name: one.default
-            for name, one in self._arguments.items()
-            if one.default is not REQUIRED
-        }
+        values = {name: one.default for name, one in self._arguments.items() if one.default is not REQUIRED}
         for name, text in namespace.given:
             if name in self._arguments:
                 values[name] = self._value(self._arguments[name], text)

@@ -79,9 +79,7 @@ def _plan(**given: Any) -> None:
 
 
 COMMANDS = {
-    "train": Command(
-        "train, from the start or from --checkpoint.load_dir", _train, takes_options=True
-    ),
+    "train": Command("train, from the start or from --checkpoint.load_dir", _train, takes_options=True),
     "test": Command(
         "verify the network of --checkpoint.load_dir on the pair files", _test, takes_options=True
     ),

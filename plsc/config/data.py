@@ -50,9 +50,7 @@ class DataSet:
 
     name: str = declare(None, "of the data set", check=_name)
     path: str = declare(None, "folder, file or URL, as set_dataset_dir takes it", check=not_empty)
-    weight: float = declare(
-        1.0, "share of a step's images, by the side of the others", check=more_than(0)
-    )
+    weight: float = declare(1.0, "share of a step's images, by the side of the others", check=more_than(0))
     class_num: int | None = _of_head("class_num")
     loss_type: str | None = _of_head("loss_type")
     margin: float | None = _of_head("margin")
@@ -70,9 +68,7 @@ def read_data_sets(values: Sequence[Mapping[str, Any]]) -> list[DataSet]:
     for value in values:
         name = value.get("name")
         is_named = isinstance(name, str) and is_name(name)
-        fields, others = read_fields(
-            DataSet, value, f"data set {name}" if is_named else "a data set"
-        )
+        fields, others = read_fields(DataSet, value, f"data set {name}" if is_named else "a data set")
         for key in others:
             raise OptionError(f"a data set has no {key!r}; {suggest(str(key), fields)}")
         if name in found:

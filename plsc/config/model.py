@@ -66,8 +66,7 @@ def _read(value: Mapping[str, Any]) -> Initialization:
     pattern, rule = read_pattern(value, "an initialization"), value.get("rule")
     if not isinstance(rule, str) or rule not in RULES:
         raise OptionError(
-            f"initialization {pattern!r}: no rule is named {shown_value(rule)}; "
-            f"{suggest(str(rule), RULES)}"
+            f"initialization {pattern!r}: no rule is named {shown_value(rule)}; {suggest(str(rule), RULES)}"
         )
     arguments = {key: given for key, given in value.items() if key not in ("pattern", "rule")}
     for key, given in arguments.items():
@@ -79,9 +78,7 @@ def _read(value: Mapping[str, Any]) -> Initialization:
         is_sound = isinstance(given, str) if key in _TEXTS else is_finite_number(given)
         if not is_sound:
             kind = "a string" if key in _TEXTS else "a finite number"
-            raise OptionError(
-                f"initialization {pattern!r}: {key} is {shown_value(given)}; expected {kind}"
-            )
+            raise OptionError(f"initialization {pattern!r}: {key} is {shown_value(given)}; expected {kind}")
     if rule == "constant" and "val" not in arguments:
         raise OptionError(f"initialization {pattern!r}: the rule constant needs val, the value")
     return Initialization(pattern, rule, arguments)
@@ -93,10 +90,7 @@ def _image_shape(shape: tuple[int, ...]) -> str | None:
 
 
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        f"ResNet{depth}": ("plsc.models.resnet:ResNet", {"depth": depth})
-        for depth in (18, 34, 50, 101, 152)
-    },
+    **{f"ResNet{depth}": ("plsc.models.resnet:ResNet", {"depth": depth}) for depth in (18, 34, 50, 101, 152)},
     **{
         f"IResNet{depth}": ("plsc.models.iresnet:IResNet", {"depth": depth})
         for depth in (18, 34, 50, 100, 200)

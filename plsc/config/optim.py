@@ -121,9 +121,7 @@ class ParameterGroup:
     def as_dict(self) -> dict[str, Any]:
         """Return what `optim.groups` holds of it: what differs from the defaults, as plain values."""
         values = {name: getattr(self, name) for name in _SETTINGS}
-        changed = {
-            name: one for name, one in values.items() if one != getattr(ParameterGroup, name)
-        }
+        changed = {name: one for name, one in values.items() if one != getattr(ParameterGroup, name)}
         return {"pattern": self.pattern, **changed, **self.arguments}
 
 
@@ -150,9 +148,7 @@ def _read(value: Mapping[str, Any]) -> ParameterGroup:
         raise OptionError(f"{what}: expected {expected}")
     group = ParameterGroup(pattern, arguments=arguments, **settings)
     if group.frozen and group != ParameterGroup(pattern, frozen=True):
-        raise OptionError(
-            f"{what} is frozen, so nothing else can be set for it; leave the rest out"
-        )
+        raise OptionError(f"{what} is frozen, so nothing else can be set for it; leave the rest out")
     return group
 
 
@@ -230,12 +226,8 @@ class OptimOptions:
         (0.9, 0.999), "decay of the two moments of Adam and its relatives", "set_betas(betas)",
         _two_decays,
     )  # fmt: skip
-    weight_decay: float = of_run(
-        5e-4, "L2 decay of all parameters", "set_weight_decay(decay)", at_least(0)
-    )
-    l1_decay: float = of_run(
-        0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0)
-    )
+    weight_decay: float = of_run(5e-4, "L2 decay of all parameters", "set_weight_decay(decay)", at_least(0))
+    l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
     decay_norm_and_bias: bool = of_run(
         True, "decay parameters of one dimension, too: biases, norms, PReLU's slopes",
         "set_decay_norm_and_bias(decay)",

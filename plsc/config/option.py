@@ -56,9 +56,7 @@ def between(low: float, high: float) -> Check:
 def one_of(*names: str) -> Check:
     """The value is one of the names."""
     listed = ", ".join(names)
-    return lambda value: (
-        None if value in names else f"one of {listed}{did_you_mean(str(value), names)}"
-    )
+    return lambda value: None if value in names else f"one of {listed}{did_you_mean(str(value), names)}"
 
 
 def _in_digits(number: float) -> str:
@@ -123,9 +121,7 @@ class OptionSpec:
             return value
         call = f"{self.setter}({self.argument})"
         if isinstance(value, str):
-            call = (
-                f"{self.setter}({value!r}), or {self.setter.removesuffix('_name')} with the object"
-            )
+            call = f"{self.setter}({value!r}), or {self.setter.removesuffix('_name')} with the object"
         raise CheckpointError(
             f"{self.path} is {shown_value(value)} in the checkpoint, which decides numbers and known names, "
             f"but no code and no other strings; if that is what you want, set it here: {call}"
@@ -188,11 +184,7 @@ def convert(value: Any, kind: Any) -> Any:
     if kind is bool or kind is types.NoneType:
         return value if isinstance(value, kind) else WRONG
     if kind is int:
-        number = (
-            None
-            if isinstance(value, bool) or not hasattr(value, "__index__")
-            else value.__index__()
-        )
+        number = None if isinstance(value, bool) or not hasattr(value, "__index__") else value.__index__()
         return WRONG if number is None or not -(2**63) <= number < 2**63 else number
     if kind is float:
         return float(value) if is_finite_number(value) else WRONG
@@ -235,9 +227,7 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
     return found
 
 
-def read_fields(
-    factory: type, value: Mapping[str, Any], what: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the declared fields of a dataclass, as a mapping gives them, and the rest of the mapping.
 
     what: the entry of an option, such as a data set and its name. Raises OptionError for a wrong value.

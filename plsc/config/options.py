@@ -95,9 +95,7 @@ class Options:
             raise AttributeError(name)
         return getattr(self.resolve(), name)
 
-    def resolve(
-        self, saved: Mapping[str, Any] | None = None, use: Literal["model", "run"] = "run"
-    ) -> Config:
+    def resolve(self, saved: Mapping[str, Any] | None = None, use: Literal["model", "run"] = "run") -> Config:
         """Return the configuration: what was set, else what a checkpoint decides, else the defaults.
 
         saved: the options in its manifest; use: of its network, or of its run. Options that no checkpoint

@@ -22,9 +22,7 @@ from plsc.errors import OptionError
 class RuntimeOptions:
     """Device and processes."""
 
-    device: str = declare(
-        "auto", "auto, cpu or cuda", "set_device(device)", one_of("auto", "cpu", "cuda")
-    )
+    device: str = declare("auto", "auto, cpu or cuda", "set_device(device)", one_of("auto", "cpu", "cuda"))
     backend: str = declare(
         "auto",
         "auto (NCCL on CUDA, gloo elsewhere), gloo or nccl",

@@ -44,9 +44,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     _FLOAT,
-    re.compile(
-        r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-    ),
+    re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
     list("-+.0123456789"),
 )
 
@@ -64,9 +62,7 @@ def from_text(text: str, kind: Any, where: str) -> Any:
                 return number(text)
             except ValueError:
                 pass
-    if not text.strip() or (
-        str in kinds and not (types.NoneType in kinds and text in ("null", "~"))
-    ):
+    if not text.strip() or (str in kinds and not (types.NoneType in kinds and text in ("null", "~"))):
         return text
     if types.NoneType in kinds and text in ("None", "none"):
         return None

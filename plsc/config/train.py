@@ -47,12 +47,8 @@ class TrainOptions:
     calc_acc: bool = of_run(
         False, "measure the accuracy of the batch at each logged step", "set_calc_acc(calc)"
     )
-    log_period: int = of_run(
-        200, "steps between two log lines", "set_log_period(period)", at_least(1)
-    )
-    with_test: bool = of_run(
-        True, "evaluate val_targets while training", "set_with_test(with_test)"
-    )
+    log_period: int = of_run(200, "steps between two log lines", "set_log_period(period)", at_least(1))
+    with_test: bool = of_run(True, "evaluate val_targets while training", "set_with_test(with_test)")
     test_period: int = of_run(
         0, "steps between evaluations, besides each epoch's end; 0: none", "set_test_period(period)",
         at_least(0),

@@ -188,9 +188,7 @@ class BufferRing:
         lent[key] = weakref.ref(pixels, take_back)
 
 
-def copied_aside(
-    batches: Generator[Batch, None, None], device: torch.device
-) -> Generator[Batch, None, None]:
+def copied_aside(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:
     """Yield the batches of a generator with their images on a GPU; on a CPU, as they are.
 
     The copies run in a stream of their own, concurrently with the device's earlier work. So they cost

@@ -155,9 +155,7 @@ def check_image_bytes(length: int) -> None:
     if length <= 0:
         raise DataError("is empty (0 bytes); replace the file or take it out", kind="empty")
     if length > MAX_FILE_BYTES:
-        raise DataError(
-            f"is {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large"
-        )
+        raise DataError(f"is {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large")
 
 
 def _check_file(data: bytes) -> None:

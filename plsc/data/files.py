@@ -72,9 +72,7 @@ def _is_folder(location: str) -> bool:
     if not is_url(location):
         return Path(location).is_dir()
     filesystem, inside = open_filesystem(location)
-    return with_retries(
-        lambda: bool(filesystem.isdir(inside)), f"{shown(location)} cannot be looked up"
-    )
+    return with_retries(lambda: bool(filesystem.isdir(inside)), f"{shown(location)} cannot be looked up")
 
 
 def read_file_list(
@@ -112,9 +110,7 @@ def read_file_list(
                 f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); take one out"
             )
         if must_exist and not exists(path):
-            raise DataError(
-                f"{shown(listing)}:{number} names {name}, which is not in {shown(str(data_dir))}"
-            )
+            raise DataError(f"{shown(listing)}:{number} names {name}, which is not in {shown(str(data_dir))}")
         seen[path] = number
         found.append(path)
     if not found:
@@ -162,8 +158,7 @@ class Shards:
                 yield from [None] * len(chosen)
                 continue
             descriptors = {
-                shard: file.fileno() if isinstance(file, LocalBytes) else -1
-                for shard, file in opened.items()
+                shard: file.fileno() if isinstance(file, LocalBytes) else -1 for shard, file in opened.items()
             }
             numbers = np.array([descriptors[shard] for shard in chosen], np.int32)
             yield from read_ranges(numbers, offsets[some], lengths[some])

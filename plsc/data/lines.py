@@ -18,9 +18,7 @@ from plsc.data import native
 from plsc.errors import DataError
 
 MAX_LABEL_DIGITS = 18  # all such numbers fit int64
-MAX_LINE_BYTES = (
-    64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4
-)  # base64 of the largest image, tab, label
+MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the largest image, tab, label
 BOM = b"\xef\xbb\xbf"
 
 _EXCERPT = 60
@@ -100,9 +98,7 @@ def _look_closer(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) 
         start, end = int(lines.starts[index]), int(lines.ends[index])
         try:
             if end - start > MAX_LINE_BYTES:
-                raise ValueError(
-                    f"the line is over {MAX_LINE_BYTES} bytes long; is it base64 of an image?"
-                )
+                raise ValueError(f"the line is over {MAX_LINE_BYTES} bytes long; is it base64 of an image?")
             parsed = parse_line(lines.data[start:end].tobytes())
         except ValueError as problem:
             message = f"{name}:{lines.numbers[index]}: {problem}"

@@ -73,9 +73,7 @@ class SourceLoader:
         """Return a line for the user: what reads the images, and why."""
         if self.num_workers == 0:
             return "data: images are read between the steps (num_workers 0)"
-        what = (
-            self.kind if self.num_workers > 1 else {"threads": "thread"}.get(self.kind, "process")
-        )
+        what = self.kind if self.num_workers > 1 else {"threads": "thread"}.get(self.kind, "process")
         return f"data: {self.num_workers} {what} a rank read ahead, {self.reason}"
 
     def _read(self, request: Request, stopped: Callable[[], bool]) -> Batch:
@@ -88,9 +86,7 @@ class SourceLoader:
             yield batch
 
 
-def _requests(
-    plan: BatchPlan | MixturePlan, rank: int, epoch: int, start_step: int
-) -> Iterator[Request]:
+def _requests(plan: BatchPlan | MixturePlan, rank: int, epoch: int, start_step: int) -> Iterator[Request]:
     # In the consumer's thread and process: the order of (maybe) millions of samples exists once.
     for step in range(start_step, plan.steps_per_epoch):
         yield plan.draw_epoch(epoch, step), plan.indices(epoch, step, rank)

@@ -23,9 +23,7 @@ class JoinedSource:
     never one of another source's.
     """
 
-    def __init__(
-        self, names: Sequence[str], sources: Sequence[Source], class_nums: Sequence[int]
-    ) -> None:
+    def __init__(self, names: Sequence[str], sources: Sequence[Source], class_nums: Sequence[int]) -> None:
         self._names = list(names)
         self._sources = list(sources)
         self._class_nums = list(class_nums)
@@ -56,9 +54,7 @@ class JoinedSource:
     def labels(self) -> np.ndarray:
         """Return all labels, int64 [N]; -1 where one is outside of its source's classes."""
         parts = []
-        for source, first, count in zip(
-            self._sources, self._first_classes, self._class_nums, strict=False
-        ):
+        for source, first, count in zip(self._sources, self._first_classes, self._class_nums, strict=False):
             labels = source.labels()
             is_good = (labels >= 0) & (labels < count)
             parts.append(np.where(is_good, labels + first, -1))

@@ -149,9 +149,7 @@ def _check(source: Source, index: int) -> tuple[int, str] | DataError:
     return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
 
 
-def write_contact_sheet(
-    source: Source, path: str | Path, *, images: int = 64, seed: int = 0
-) -> int:
+def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, seed: int = 0) -> int:
     """Write a PNG of `images` samples, drawn at random, in the order of their labels; return their number.
 
     Each is shrunk or enlarged to fit a square of 112 pixels, with its label below; a broken one is a red

@@ -54,9 +54,7 @@ def pack(folder: str | Path, destination: str) -> Packed:
         publishing(destination) as file,
         pa.CompressedOutputStream(pa.PythonFile(file, mode="w"), "zstd") as stream,
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
-        tarfile.open(
-            fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK
-        ) as archive,
+        tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
     ):
         for path in _files_below(root):
             name = path.relative_to(root).as_posix()
@@ -93,9 +91,7 @@ def unpack(location: str, folder: str | Path) -> Packed:
         stream = _Forward(decompressed, title)
         for member in read_members(stream, title, has_end=False):
             if compared:
-                raise DataError(
-                    f"{title} continues after its checksums; it is not from `plsc data pack`"
-                )
+                raise DataError(f"{title} continues after its checksums; it is not from `plsc data pack`")
             content = _content(stream, member, title)
             if member.name == SUMS:
                 _compare(content, sums, title)
@@ -107,9 +103,7 @@ def unpack(location: str, folder: str | Path) -> Packed:
                 sums.write(_line_of(digest, member.name))
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
-            raise DataError(
-                f"{title} has no checksums; it is not whole, or not from `plsc data pack`"
-            )
+            raise DataError(f"{title} has no checksums; it is not whole, or not from `plsc data pack`")
     return done
 
 
@@ -226,9 +220,7 @@ def _extract(content: Iterator[bytes], member: TarInfo, target: Path, title: str
     path = target / member.name
     free = shutil.disk_usage(target).free
     if member.size > free:
-        raise DataError(
-            f"{title}: '{printable(member.name)}' has {member.size} bytes, the disk {free} free"
-        )
+        raise DataError(f"{title}: '{printable(member.name)}' has {member.size} bytes, the disk {free} free")
     path.parent.mkdir(parents=True, exist_ok=True)
     sha = hashlib.sha256()
     try:
@@ -246,6 +238,4 @@ def _compare(content: Iterator[bytes], sums: IO[bytes], title: str) -> None:
     expected = sums.tell()
     sums.seek(0)
     if any(data != sums.read(len(data)) for data in content) or sums.tell() != expected:
-        raise DataError(
-            f"{title} is damaged: what it holds is not what its checksums say; fetch it again"
-        )
+        raise DataError(f"{title} is damaged: what it holds is not what its checksums say; fetch it again")

@@ -148,11 +148,7 @@ def _check_operations(file: BinaryIO, size: int) -> None:
             for _ in range(2 if name in ("GLOBAL", "INST") else 1):
                 argument = file.readline(limit)
                 if not argument.endswith(b"\n"):
-                    raise (
-                        _too_large(name, len(argument))
-                        if len(argument) == limit
-                        else _truncated(size)
-                    )
+                    raise (_too_large(name, len(argument)) if len(argument) == limit else _truncated(size))
             index = int(argument) if name == "PUT" else 0
         elif width < 0:
             index, length = 0, int.from_bytes(read(_LENGTH_BYTES[width]), "little")
@@ -241,11 +237,7 @@ def _dtype(code: Any, _align: Any = False, _copy: Any = True) -> _Dtype:
 
 
 def _array(data: Any, dtype: Any, shape: Any, _order: Any = None) -> _Array:
-    if (
-        type(data) not in (bytes, bytearray)
-        or type(dtype) is not _Dtype
-        or type(shape) is not tuple
-    ):
+    if type(data) not in (bytes, bytearray) or type(dtype) is not _Dtype or type(shape) is not tuple:
         raise TypeError("an array that is none")
     # The dimensions are checked one by one, which also keeps their product cheap.
     if len(shape) > 32 or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
@@ -281,15 +273,12 @@ _BUILDERS = {
 
 
 def _truncated(size: int) -> DataError:
-    return DataError(
-        f"is truncated: it ends at byte {size}, inside the pickle; fetch or write it again"
-    )
+    return DataError(f"is truncated: it ends at byte {size}, inside the pickle; fetch or write it again")
 
 
 def _too_large(operation: str, length: int) -> DataError:
     return DataError(
-        f"holds one value of {length} bytes ({operation}); no image of a pair file is over "
-        f"{_MAX_VALUE_BYTES}"
+        f"holds one value of {length} bytes ({operation}); no image of a pair file is over {_MAX_VALUE_BYTES}"
     )
 
 
@@ -297,9 +286,7 @@ def _checked(bins: Any, flags: Any, name: str) -> PairSet:
     if not isinstance(bins, (list, tuple)):
         raise DataError(f"{name}: the images are {_kind(bins)}; expected a list of encoded images")
     copies: dict[int, bytes] = {}
-    images = [
-        _image_bytes(image, f"image {index} of {name}", copies) for index, image in enumerate(bins)
-    ]
+    images = [_image_bytes(image, f"image {index} of {name}", copies) for index, image in enumerate(bins)]
     is_same = _flags(flags, name)
     if len(images) != 2 * len(is_same):
         raise DataError(

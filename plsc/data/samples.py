@@ -65,9 +65,7 @@ class BatchReader:
         self.recipe = recipe
         self._changes_pixels = recipe.augmentation.changes_pixels or recipe.transform is not None
 
-    def read(
-        self, request: Request, ring: BufferRing, stopped: Callable[[], bool] = lambda: False
-    ) -> Batch:
+    def read(self, request: Request, ring: BufferRing, stopped: Callable[[], bool] = lambda: False) -> Batch:
         """Return the batch of a request.
 
         Raises DataError, which names the sample, for a bad one if the recipe says stop, and for what is
@@ -93,9 +91,7 @@ class BatchReader:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
                 mine, theirs = ("uint8", "float32") if image is None else ("float32", "uint8")
-                raise DataError(
-                    f"{self.source.name(chosen)}: is {mine}, others are {theirs}; make them one"
-                )
+                raise DataError(f"{self.source.name(chosen)}: is {mine}, others are {theirs}; make them one")
             used.append(chosen)
             labels.append(label)
         batch.images = torch.stack(floats) if floats else images[: len(used)]
@@ -181,9 +177,7 @@ class BatchReader:
                 pixels[...] = pixels[:, ::-1].copy()
             if recipe.transform is None:
                 return image
-            result = apply_transform(
-                recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key
-            )
+            result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key)
         except DataError as error:  # a fault of the code, not of this image: never skipped
             raise error.at(self.source.name(index)) from error
         if result.dtype != torch.uint8:

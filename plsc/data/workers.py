@@ -74,9 +74,7 @@ class WorkerProcesses:
     caller's process does the work.
     """
 
-    def __init__(
-        self, work: Callable[[Any], Any], num_workers: int, pin_memory: bool = False
-    ) -> None:
+    def __init__(self, work: Callable[[Any], Any], num_workers: int, pin_memory: bool = False) -> None:
         self._requests = _Requests()
         self._loader: DataLoader[Any] = DataLoader(
             _Work(work),

@@ -227,9 +227,7 @@ def describe(done: Conversion, destination: str) -> str:
     return "\n".join(lines)
 
 
-def _samples(
-    source: Source, broken: str, done: Conversion, progress: bool
-) -> Iterator[tuple[bytes, int]]:
+def _samples(source: Source, broken: str, done: Conversion, progress: bool) -> Iterator[tuple[bytes, int]]:
     numbers: Any = range(len(source))
     for index in tqdm(numbers, unit=" samples", disable=not progress or not sys.stderr.isatty()):
         try:

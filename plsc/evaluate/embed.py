@@ -62,9 +62,7 @@ def embed_images(
 
     def embed_range() -> np.ndarray:
         parts = []
-        batches = [
-            range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)
-        ]
+        batches = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
         with closing(_decode_ahead(images, batches, image_shape, name, num_threads)) as decoded:
             for batch, pixels in zip(batches, decoded, strict=True):
                 parts.append(_embed(model, to_input(pixels, device, layout=layout), flip))

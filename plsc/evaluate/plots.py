@@ -31,9 +31,7 @@ _GAP = 6  # white pixels between the two of a pair
 _COLUMNS = 3
 
 
-def plot_roc(
-    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os.PathLike[str]
-) -> None:
+def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os.PathLike[str]) -> None:
     """Draw a ROC of each ``{name: (cosines [P], is_same [P])}`` over a logarithmic FAR axis.
 
     The axis begins at one false accept among the negatives; left of it nothing is measured.
@@ -124,9 +122,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, _Points], dict[str, _Points]]:
     except OSError as error:
         raise DataError(f"cannot read metrics {path}: {error.strerror or error}") from error
     if "loss" not in series:
-        raise DataError(
-            f"{path} holds no loss to draw; expected a JSON object a line, with step and loss"
-        )
+        raise DataError(f"{path} holds no loss to draw; expected a JSON object a line, with step and loss")
     return series, evaluations
 
 
@@ -223,9 +219,7 @@ def plot_hardest_pairs(
     figure = new_figure(10, 0.6 + rows * 1.02)
     halves = figure.subfigures(1, 2, squeeze=False, wspace=0.02)[0]
     for half, (title, colour, pairs) in zip(halves, blocks, strict=True):
-        _draw_block(
-            half, title, colour, [(_pair(images, p), float(scores[p])) for p in pairs], rows
-        )
+        _draw_block(half, title, colour, [(_pair(images, p), float(scores[p])) for p in pairs], rows)
     save_png(figure, path)
 
 

@@ -61,9 +61,7 @@ def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> Veri
     distances, cosines, norms = _compare(embeddings)
     _check_labels(cosines, is_same)
     if len(is_same) < folds:
-        raise DataError(
-            f"{len(is_same)} pairs cannot fill {folds} folds; give more, or fewer folds"
-        )
+        raise DataError(f"{len(is_same)} pairs cannot fill {folds} folds; give more, or fewer folds")
     accuracies, thresholds = _cross_validate(distances, is_same, folds)
     positives = int(is_same.sum())
     negatives = len(is_same) - positives
@@ -175,9 +173,7 @@ def _check_labels(cosines: np.ndarray, is_same: np.ndarray) -> None:
         raise DataError(f"verification needs same and different pairs, but there are {kind} pairs")
 
 
-def _cross_validate(
-    distances: np.ndarray, is_same: np.ndarray, folds: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _cross_validate(distances: np.ndarray, is_same: np.ndarray, folds: int) -> tuple[np.ndarray, np.ndarray]:
     """Return each fold's accuracy and the threshold that the other folds chose for it."""
     sizes = np.full(folds, len(is_same) // folds)
     sizes[: len(is_same) % folds] += 1  # the first folds take the remainder

@@ -70,9 +70,7 @@ def build_head(
     name = loss_type.removeprefix("dist_")
     margin = build_margin(name) if margin is None else margin
     if margin.name != name:
-        raise OptionError(
-            f"loss type {loss_type} was given the margin {margin.name}; expected {name}"
-        )
+        raise OptionError(f"loss type {loss_type} was given the margin {margin.name}; expected {name}")
     if loss_type.startswith("dist_"):
         return ShardedHead(
             class_num,

@@ -96,15 +96,11 @@ class Head(nn.Module):
         start, stop = self.class_range
         if initial_norm is not None and not 0 < initial_norm < math.inf:
             raise OptionError(f"initial_norm is {initial_norm}; expected a number above 0")
-        rows = initial_rows(
-            seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm
-        )
+        rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm)
         shape = (stop - start, emb_size) if centers == 1 else (stop - start, centers, emb_size)
         self.weight = nn.Parameter(rows.view(shape))
         bias_dtype = torch.float64 if row_dtype is torch.float64 else torch.float32
-        self.bias = (
-            None if margin.is_cosine else nn.Parameter(torch.zeros(stop - start, dtype=bias_dtype))
-        )
+        self.bias = None if margin.is_cosine else nn.Parameter(torch.zeros(stop - start, dtype=bias_dtype))
 
     def forward(
         self,
@@ -143,10 +139,7 @@ def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
     names = {name: None for part in parts for name in part.parts}
     whole = mean_output(
         parts,
-        {
-            name: join_outputs([part.parts[name] for part in parts if name in part.parts])
-            for name in names
-        },
+        {name: join_outputs([part.parts[name] for part in parts if name in part.parts]) for name in names},
     )
     whole.loss, whole.effective_rank = whole.mean_loss, parts[-1].effective_rank
     return whole
@@ -193,11 +186,7 @@ class GlobalBatch:
 
 def check_batch(embeddings: Tensor, labels: Tensor, emb_size: int) -> None:
     """Raise DataError unless these are embeddings [b, D], floating, and labels [b], int64."""
-    if (
-        embeddings.ndim != 2
-        or embeddings.shape[1] != emb_size
-        or not embeddings.is_floating_point()
-    ):
+    if embeddings.ndim != 2 or embeddings.shape[1] != emb_size or not embeddings.is_floating_point():
         raise DataError(
             f"the embeddings are {embeddings.dtype} {list(embeddings.shape)}; expected floating numbers "
             f"[b, {emb_size}]"

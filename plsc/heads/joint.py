@@ -30,9 +30,7 @@ class JointHead(nn.Module):
             self.add_module(f"head_{name}", head)
         self.group = group
         self.class_num = sum(head.class_num for head in heads.values())
-        self._first_classes = list(
-            accumulate((head.class_num for head in heads.values()), initial=0)
-        )
+        self._first_classes = list(accumulate((head.class_num for head in heads.values()), initial=0))
 
     def forward(
         self,
@@ -75,9 +73,7 @@ class JointHead(nn.Module):
         mine = torch.tensor([len(part) for part in rows] + [int(wrong.sum())], device=wrong.device)
         *counts, outside = sum_over_ranks(mine, self.group).tolist()
         if outside:
-            raise DataError(
-                f"{outside} labels of the global batch are outside 0..{self.class_num - 1}"
-            )
+            raise DataError(f"{outside} labels of the global batch are outside 0..{self.class_num - 1}")
         if not any(counts):
             raise DataError(
                 "the global batch is empty: no rank has a sample (were all its images bad? look above)"

@@ -52,9 +52,7 @@ class Margin(nn.Module):
     def __init__(self, scale: float | str) -> None:
         super().__init__()
         self.is_auto_scale = scale == "auto"
-        self.scale = (
-            math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
-        )
+        self.scale = math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
 
     def set_class_num(self, class_num: int) -> None:
         """Take the number of classes, before anything is computed; the head's constructor calls it."""
@@ -70,9 +68,7 @@ class Margin(nn.Module):
             return float(value)
         least = f"more than {low:g}" if above else f"at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"
-        raise OptionError(
-            f"{option} of {self.name} is {value:g}; expected a number of {least}{most}"
-        )
+        raise OptionError(f"{option} of {self.name} is {value:g}; expected a number of {least}{most}")
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit is scale * psi.
@@ -210,9 +206,7 @@ class CombinedMargin(Margin):
 
     name = "combined"
 
-    def __init__(
-        self, scale: float | str = 64.0, margins: Sequence[float] = (1.0, 0.3, 0.2)
-    ) -> None:
+    def __init__(self, scale: float | str = 64.0, margins: Sequence[float] = (1.0, 0.3, 0.2)) -> None:
         super().__init__(scale)
         m1, m2, m3 = margins
         self.margins = (
@@ -334,9 +328,7 @@ class CurricularFace(Margin):
     needs_all_cosines = True
     t: Tensor
 
-    def __init__(
-        self, scale: float | str = 64.0, margin: float = 0.5, momentum: float = 0.99
-    ) -> None:
+    def __init__(self, scale: float | str = 64.0, margin: float = 0.5, momentum: float = 0.99) -> None:
         super().__init__(scale)
         self.margin = self._number("margin", margin, 0, _RIGHT_ANGLE)
         self.momentum = self._number("momentum", momentum, 0, 1)
@@ -366,7 +358,11 @@ class CurricularFace(Margin):
         return 2 * self.scale
 
 
-MARGINS: dict[str, type[Margin]] = {margin.name: margin for margin in Margin.__subclasses__()}
+MARGINS: dict[str, type[Margin]] = {
+    margin.name: margin
+    for margin in list(vars().values())
+    if isinstance(margin, type) and issubclass(margin, Margin) and "name" in vars(margin)
+}
 """The margins of this file by name: the loss types, their checks, help and tables derive from it."""
 
 

@@ -48,9 +48,7 @@ class RowSGD(RowOptimizer):
         states = {MOMENTUM: self._zeros(parameter)}
         if states[MOMENTUM].dtype is torch.int8:
             blocks = -(-parameter.shape[-1] // BLOCK)
-            states[MOMENTUM_SCALE] = parameter.new_zeros(
-                *parameter.shape[:-1], blocks, dtype=torch.float32
-            )
+            states[MOMENTUM_SCALE] = parameter.new_zeros(*parameter.shape[:-1], blocks, dtype=torch.float32)
         return states
 
 

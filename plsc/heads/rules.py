@@ -51,9 +51,7 @@ def apply_rule(rule: Rule, rows: Rows, tile: slice, gradients: Tensor, states: S
     where, numbers = rows.positions(tile), rows.numbers(tile).to(gradients.device)
     stored = rows.weight[where]
     w = stored.to(gradients.device, gradients.dtype)
-    {"sgd": _sgd, "adamw": _adamw, "adagrad": _adagrad}[rule.kind](
-        rule, w, gradients, states, where, numbers
-    )
+    {"sgd": _sgd, "adamw": _adamw, "adagrad": _adagrad}[rule.kind](rule, w, gradients, states, where, numbers)
     _write(rows.weight, where, w, numbers, rule.key)
 
 
@@ -67,9 +65,7 @@ def _sgd(rule: Rule, w: Tensor, g: Tensor, states: States, where: Places, number
     w -= rule.lr * g
 
 
-def _adamw(
-    rule: Rule, w: Tensor, g: Tensor, states: States, where: Places, numbers: Tensor
-) -> None:
+def _adamw(rule: Rule, w: Tensor, g: Tensor, states: States, where: Places, numbers: Tensor) -> None:
     """Loshchilov and Hutter 2019, algorithm 2; the bias correction counts a row's own steps."""
     states["steps"][where] += 1
     t = states["steps"][where].to(g.device, g.dtype)[:, None]
@@ -82,9 +78,7 @@ def _adamw(
     w -= rule.lr * m / (1 - rule.beta1**t) / denominator
 
 
-def _adagrad(
-    rule: Rule, w: Tensor, g: Tensor, states: States, where: Places, numbers: Tensor
-) -> None:
+def _adagrad(rule: Rule, w: Tensor, g: Tensor, states: States, where: Places, numbers: Tensor) -> None:
     """Adagrad (Duchi et al. 2011) with the mean square of a row's gradient: one number a row."""
     g = g + rule.weight_decay * w
     h = states["sum_of_squares"][where].to(g) + g.square().mean(dim=1)
@@ -114,9 +108,7 @@ def _read_momentum(states: States, where: Places, like: Tensor) -> Tensor:
     return from_int8(levels, states[MOMENTUM_SCALE][where]).to(like)
 
 
-def _write_momentum(
-    states: States, where: Places, values: Tensor, numbers: Tensor, key: int
-) -> None:
+def _write_momentum(states: States, where: Places, values: Tensor, numbers: Tensor, key: int) -> None:
     if states[MOMENTUM].dtype is not torch.int8:
         _write(states[MOMENTUM], where, values, numbers, key)
         return

@@ -28,22 +28,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise OptionError(
-                f"the sample ratio is {self.ratio}; expected a share of the classes in (0, 1]"
-            )
+            raise OptionError(f"the sample ratio is {self.ratio}; expected a share of the classes in (0, 1]")
         if not 0 <= self.hard < 1:
-            raise OptionError(
-                f"the hard share of the sample is {self.hard}; expected a number in [0, 1)"
-            )
+            raise OptionError(f"the hard share of the sample is {self.hard}; expected a number in [0, 1)")
         if self.hard and self.ratio == 1:
             raise OptionError(
                 f"the hard share is {self.hard}, but all classes take part; set a sample ratio below 1"
             )
 
 
-def draw_classes(
-    positives: Tensor, classes: int, count: int, key: int, near: Tensor | None = None
-) -> Tensor:
+def draw_classes(positives: Tensor, classes: int, count: int, key: int, near: Tensor | None = None) -> Tensor:
     """Return about `count` of 0..classes - 1, ascending int64, all of `positives` and `near` among them.
 
     positives: int64, in any order, with repetitions. near: more that are to be in. The rest is uniform

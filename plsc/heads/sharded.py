@@ -157,9 +157,7 @@ class ShardedHead(Head):
         loss = mean_loss
         if has_gradient:
             # The parameters are inputs so that backward() reaches them too, when they want gradients.
-            loss = HeadLoss.apply(
-                embeddings, self.weight, self.bias, self, mean_loss, context, gradient
-            )
+            loss = HeadLoss.apply(embeddings, self.weight, self.bias, self, mean_loss, context, gradient)
         return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite)
 
     def extra_repr(self) -> str:
@@ -343,9 +341,7 @@ class ShardedHead(Head):
     def _backend(self, x: Tensor, products: torch.dtype) -> TorchBackend:
         """Return what computes on this device; warn if a checkpoint was computed by something else."""
         how = self.execution
-        backend = choose_backend(
-            how.kernels, x.device, self.weight.dtype, products, how.tile, len(x)
-        )
+        backend = choose_backend(how.kernels, x.device, self.weight.dtype, products, how.tile, len(x))
         before, self.computed_by = self.computed_by, str(backend)
         if before not in (None, self.computed_by) and before == self.resumed_from:
             warnings.warn(
@@ -355,9 +351,7 @@ class ShardedHead(Head):
             )
         return backend
 
-    def _classes_in_play(
-        self, every: Rows, unit: Tensor, labels: Tensor, tile: int
-    ) -> Tensor | None:
+    def _classes_in_play(self, every: Rows, unit: Tensor, labels: Tensor, tile: int) -> Tensor | None:
         """Return the local classes that take part, ascending; None: all."""
         start, stop = self.class_range
         if self.sampling.ratio == 1 or not self.training or start == stop:
@@ -420,13 +414,9 @@ class ShardedHead(Head):
                 "rate, or look at that image"
             )
 
-    def _accuracy(
-        self, context: ForwardContext, batch: GlobalBatch, products: torch.dtype
-    ) -> Tensor:
+    def _accuracy(self, context: ForwardContext, batch: GlobalBatch, products: torch.dtype) -> Tensor:
         """Return the share of samples whose best class over all shards is the label's."""
-        value, place = TorchBackend(products, context.backend.tile).best(
-            context.rows, context.queries
-        )
+        value, place = TorchBackend(products, context.backend.tile).best(context.rows, context.queries)
         index = torch.full_like(batch.labels, self.class_num)
         if len(context.rows):
             selected = context.rows.selected

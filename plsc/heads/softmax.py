@@ -51,9 +51,7 @@ class Execution:
                 "more rows or None"
             )
         if self.kernels not in BACKENDS:
-            raise OptionError(
-                f"kernels are {self.kernels!r}; expected one of {', '.join(BACKENDS)}"
-            )
+            raise OptionError(f"kernels are {self.kernels!r}; expected one of {', '.join(BACKENDS)}")
 
 
 @dataclass
@@ -238,9 +236,7 @@ class TorchBackend:
             c += rows.bias[rows.positions(tile)].to(c)
         return c
 
-    def _logits(
-        self, rows: Rows, queries: Queries, w: Tensor, tile: slice
-    ) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, rows: Rows, queries: Queries, w: Tensor, tile: slice) -> tuple[Tensor, Tensor | None]:
         """Return z [B, t], -inf where nothing counts, and dz / dc / s where it is not 1."""
         c = self._products_and_bias(rows, queries, w, tile)
         z = c * queries.scale
@@ -307,9 +303,7 @@ def choose_backend(
     if wanted == "native":
         from plsc.heads.kernels import native
 
-        reason = (
-            native.unavailable(products) if device.type == "cpu" else f"rows are on {device.type}"
-        )
+        reason = native.unavailable(products) if device.type == "cpu" else f"rows are on {device.type}"
         if reason is None:
             return native.NativeBackend(products, rows, threads=torch.get_num_threads())
     else:
@@ -327,6 +321,4 @@ def choose_backend(
 @functools.cache
 def _announce(kernels: str, reason: str) -> None:
     """Say once why the head runs slower than it could."""
-    warnings.warn(
-        f"the head runs in plain PyTorch, without its {kernels} kernels: {reason}", stacklevel=4
-    )
+    warnings.warn(f"the head runs in plain PyTorch, without its {kernels} kernels: {reason}", stacklevel=4)

@@ -351,9 +351,7 @@ class RowOptimizer(torch.optim.Optimizer):
         rows = parameter.shape[0] * parameter.shape[1]
         return {name: state.view(rows, *state.shape[2:]) for name, state in states.items()}
 
-    def _zeros(
-        self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False
-    ) -> Tensor:
+    def _zeros(self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False) -> Tensor:
         """Return zeros of the parameter's shape, or one per row; biases have theirs in full precision."""
         shape = parameter.shape[:-1] if per_row and parameter.ndim > 1 else parameter.shape
         kept = parameter.dtype if parameter is self.head.bias else self._dtype

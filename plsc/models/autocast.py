@@ -60,9 +60,7 @@ class PrecisionLists:
         return PrecisionLists(white_modules, black_modules, white_operators, black_operators)
 
 
-def apply_lists(
-    network: nn.Module, lists: PrecisionLists, dtype: torch.dtype, device: torch.device
-) -> None:
+def apply_lists(network: nn.Module, lists: PrecisionLists, dtype: torch.dtype, device: torch.device) -> None:
     """Let a network's modules follow the lists whenever it is called with autocast on, in place.
 
     A module of the black list, and all within it, computes in float32, one of the white list in `dtype`; of

@@ -59,9 +59,7 @@ class BaseModel(nn.Module):
             "is_train=True), which returns the embeddings [batch, emb_size]"
         )
 
-    def forward(
-        self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None) -> Tensor:
         """Call `build_network` on the images in the network's own floating-point type and layout.
 
         ``is_train`` is ``self.training`` if not given.
@@ -149,9 +147,7 @@ def harmless_arguments(saved: Any) -> dict[str, Any]:
 def _holds(value: Any, strings: re.Pattern[str]) -> bool:
     """Whether a value is plain, and all strings in it match."""
     if isinstance(value, dict):
-        return all(
-            isinstance(key, str) and _holds([key, one], strings) for key, one in value.items()
-        )
+        return all(isinstance(key, str) and _holds([key, one], strings) for key, one in value.items())
     if isinstance(value, (list, tuple)):
         return all(_holds(one, strings) for one in value)
     if isinstance(value, str):

@@ -122,9 +122,7 @@ class _Recomputed(ForwardWrapper):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*inputs, **named)
-        return checkpoint(
-            self.inner, *inputs, use_reentrant=False, context_fn=self._contexts, **named
-        )
+        return checkpoint(self.inner, *inputs, use_reentrant=False, context_fn=self._contexts, **named)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of the forward pass, before which this is called, and of its repetition."""
@@ -135,9 +133,7 @@ class _Recomputed(ForwardWrapper):
             if one._buffers
         ]
         dropouts = [one for one in modules if isinstance(one, SampleDropout)]
-        return nullcontext(), _repeating(
-            buffers, [(one.samples, one.samples.numbers) for one in dropouts]
-        )
+        return nullcontext(), _repeating(buffers, [(one.samples, one.samples.numbers) for one in dropouts])
 
 
 Buffers = dict[str, Tensor | None]

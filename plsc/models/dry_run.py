@@ -46,8 +46,7 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     output = dry_run(model, image_shape)
     if not isinstance(output, Tensor):
         raise OptionError(
-            f"{name} returns a {type(output).__name__}; expected one tensor of embeddings "
-            f"[batch, {emb_size}]"
+            f"{name} returns a {type(output).__name__}; expected one tensor of embeddings [batch, {emb_size}]"
         )
     if not output.is_floating_point():
         raise OptionError(f"{name} returns {output.dtype} embeddings; expected floating point")
@@ -155,9 +154,7 @@ def _note_calls(
 ) -> None:
     """Call ``note(name, module, output)`` after each call of a module in a run on blank images."""
     handles = [
-        module.register_forward_hook(
-            lambda module, _input, output, name=name: note(name, module, output)
-        )
+        module.register_forward_hook(lambda module, _input, output, name=name: note(name, module, output))
         for name, module in model.named_modules()
     ]
     try:

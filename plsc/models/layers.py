@@ -102,11 +102,7 @@ class Conv2d(nn.Conv2d):
 
     def _is_ours(self, input: Tensor) -> bool:
         is_plain = self.bias is None and self.groups == 1 and self.dilation == (1, 1)
-        if (
-            input.device.type != "cpu"
-            or input.ndim != 4
-            or not (is_plain and self._is_16_bit(input))
-        ):
+        if input.device.type != "cpu" or input.ndim != 4 or not (is_plain and self._is_16_bit(input)):
             return False
         if isinstance(self.padding, str) or self.padding_mode != "zeros":
             return False

@@ -61,11 +61,12 @@ def initialise(model: nn.Module) -> None:
     """Draw the weights of convolutions and fully connected layers; biases are zero.
 
     Normal with deviation sqrt(2 / fan_out): Xavier's (Glorot and Bengio 2010) with fan_in taken as 0,
-    as the original networks have it. fan_out is outputs * kernel height * kernel width.
+    as the original networks have it. fan_out is outputs of one group * kernel height * kernel width.
     """
     for layer in model.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            fan_out = layer.weight.shape[0] * math.prod(layer.weight.shape[2:])
+            outputs = layer.weight.shape[0] // getattr(layer, "groups", 1)
+            fan_out = outputs * math.prod(layer.weight.shape[2:])
             nn.init.normal_(layer.weight, std=math.sqrt(2 / fan_out))
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)

@@ -53,9 +53,7 @@ def _initialise(parameter: nn.Parameter, name: str, rule: Initialization, seed: 
     drawn = torch.empty(parameter.shape)
     arguments = dict(rule.arguments)
     if "generator" in inspect.signature(function).parameters:
-        generator = torch.Generator().manual_seed(
-            hash_key(seed, _STREAM, zlib.crc32(name.encode()))
-        )
+        generator = torch.Generator().manual_seed(hash_key(seed, _STREAM, zlib.crc32(name.encode())))
         arguments["generator"] = generator
     shape = list(drawn.shape)
     with refusing(f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {shape}"):
@@ -84,9 +82,7 @@ def freeze(network: BaseModel, names: Collection[str]) -> None:
     network.keep_in_evaluation(
         module
         for path, module in network.named_modules()
-        if isinstance(module, _NormBase)
-        and module.track_running_stats
-        and _is_frozen(network, path, frozen)
+        if isinstance(module, _NormBase) and module.track_running_stats and _is_frozen(network, path, frozen)
     )
 
 

@@ -48,9 +48,7 @@ class ResidualBlock(nn.Module):
         self.residual = residual
         self.shortcut: nn.Module = nn.Identity()
         if inputs != outputs or stride != 1:
-            self.shortcut = nn.Sequential(
-                convolution(inputs, outputs, 1, stride), batch_norm(outputs)
-            )
+            self.shortcut = nn.Sequential(convolution(inputs, outputs, 1, stride), batch_norm(outputs))
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features [b, inputs, h, w] to [b, outputs, h / stride, w / stride]."""
@@ -110,9 +108,7 @@ class ResNet(BaseModel):
         blocks, is_bottleneck = DEPTHS[depth]
         widths = BOTTLENECK_WIDTHS if is_bottleneck else BASIC_WIDTHS
         make_block = bottleneck_block if is_bottleneck else basic_block
-        self.stem = nn.Sequential(
-            convolution(image_shape[0], STEM_WIDTH, 3), batch_norm(STEM_WIDTH), prelu()
-        )
+        self.stem = nn.Sequential(convolution(image_shape[0], STEM_WIDTH, 3), batch_norm(STEM_WIDTH), prelu())
         self.stages = nn.Sequential()
         inputs = STEM_WIDTH
         for width, repeats in zip(widths, blocks, strict=True):
@@ -172,9 +168,7 @@ class SmallResNet(BaseModel):
         self.stages = nn.Sequential()
         inputs = SMALL_WIDTHS[0]
         for index, width in enumerate(SMALL_WIDTHS):
-            self.stages.append(
-                nn.Sequential(small_block(inputs, width, 1 if index == 0 else 2), prelu())
-            )
+            self.stages.append(nn.Sequential(small_block(inputs, width, 1 if index == 0 else 2), prelu()))
             inputs = width
         self.neck = EmbeddingNeck(inputs, emb_size, dropout, neck, cells)
         initialise(self)

@@ -103,9 +103,7 @@ def _split_by_decay(
         return [(names, own)]
     # What a group says itself holds for all that it has.
     undecayed = {
-        name: 0.0
-        for name, value in decays.items()
-        if value is None and (name != L1_DECAY or L1_DECAY in own)
+        name: 0.0 for name, value in decays.items() if value is None and (name != L1_DECAY or L1_DECAY in own)
     }
     matrices = [name for name in names if named[name].ndim > 1]
     vectors = [name for name in names if named[name].ndim <= 1]
@@ -373,9 +371,7 @@ class ExpectedStates:
         # As torch restores a pickled optimizer; the constructors take other arguments, each its own.
         groups = [{**group, "params": [number]}]
         defaults = dict(self._optimizer.defaults)
-        trial.__setstate__(
-            {"defaults": defaults, "state": defaultdict(dict), "param_groups": groups}
-        )
+        trial.__setstate__({"defaults": defaults, "state": defaultdict(dict), "param_groups": groups})
         trial.step()
         return {
             name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None

@@ -80,9 +80,7 @@ def custom(function: Callable[[int], float], name: str) -> Shape:
     It is to depend on the step alone. Raises OptionError, at that step, for what is no number of 0 or more,
     and for whatever the function raises.
     """
-    expected = (
-        "expected a function of the count of updates made, and of total_steps if it names that"
-    )
+    expected = "expected a function of the count of updates made, and of total_steps if it names that"
 
     def shape(step: int) -> float:
         with refusing(f"the schedule {name} failed for step {step}", expected):

@@ -109,9 +109,7 @@ def _make_equal(network: nn.Module, world: World) -> None:
         tensor.copy_(value)
 
 
-def _sum_bucket(
-    group: dist.ProcessGroup, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -261,9 +259,7 @@ def _make_mesh(world: World, size: int, timeout: datetime.timedelta) -> DeviceMe
     ranks = torch.arange(world.size).view(-1, size)
     shards = _own_group(ranks.tolist(), world.rank, timeout)
     copies = _own_group(ranks.T.tolist(), world.rank, timeout)
-    return DeviceMesh.from_group(
-        [copies, shards], world.device.type, mesh=ranks, mesh_dim_names=_DIMENSIONS
-    )
+    return DeviceMesh.from_group([copies, shards], world.device.type, mesh=ranks, mesh_dim_names=_DIMENSIONS)
 
 
 def _own_group(every: list[list[int]], rank: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
@@ -361,9 +357,7 @@ def _collect(module: nn.Module, name: str, is_item: bool, calls: Mapping[str, in
     inside = [
         unit
         for child_name, child in module.named_children()
-        for unit in _collect(
-            child, f"{name}.{child_name}" if name else child_name, is_container, calls
-        )
+        for unit in _collect(child, f"{name}.{child_name}" if name else child_name, is_container, calls)
     ]
     if inside or not may_be or _size(module) < LEAST_OTHER:
         return inside

@@ -53,9 +53,7 @@ def _of_container() -> int | None:
     try:
         limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
         used = int((_CONTROL_GROUP / "memory.current").read_text())
-        cache = re.search(
-            r"^inactive_file (\d+)", (_CONTROL_GROUP / "memory.stat").read_text(), re.MULTILINE
-        )
+        cache = re.search(r"^inactive_file (\d+)", (_CONTROL_GROUP / "memory.stat").read_text(), re.MULTILINE)
         return None if limit == "max" else int(limit) - used + (int(cache[1]) if cache else 0)
     except (OSError, ValueError):
         return None

@@ -72,9 +72,7 @@ def plan_backbone(model: str, **others: Any) -> BackbonePlan:
     options.set("model.image_shape", shape)
     options.set("optim.optimizer", optimizer)
     found = measure(
-        lambda: build_model(
-            model, asked.embedding, shape, options.model.dropout, options.model.neck
-        ),
+        lambda: build_model(model, asked.embedding, shape, options.model.dropout, options.model.neck),
         shape,
         -(-images // parts),
         dtype=None if mode == "float32" else getattr(torch, mode),

@@ -121,8 +121,7 @@ def plan_head(classes: float, **others: Any) -> HeadPlan:
 
     matrix = b * d * _FLOAT
     step = {
-        "embeddings of all ranks": b * d * embedding_bytes
-        + (matrix if embedding_bytes < _FLOAT else 0),
+        "embeddings of all ranks": b * d * embedding_bytes + (matrix if embedding_bytes < _FLOAT else 0),
         "embeddings at length 1": matrix,
         "rows of the labels": k * matrix,
         "mixed rows": matrix,

@@ -84,8 +84,7 @@ def measure(
         raise
     except Exception as error:  # whatever a network may do with its input
         raise OptionError(
-            "the network cannot be planned, for it does not run without data: "
-            f"{kind_and_line(error)[:200]}"
+            f"the network cannot be planned, for it does not run without data: {kind_and_line(error)[:200]}"
         ) from error
     if optimizer is not None:
         found.state = count_states(network, optimizer)
@@ -120,9 +119,7 @@ def _nbytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def count_states(
-    network: nn.Module, build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> int:
+def count_states(network: nn.Module, build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> int:
     """Return the bytes of the states that an optimizer makes for a network's parameters.
 
     Real ones, for many optimizers look at their numbers: one shape after another, and it is forgotten again.

@@ -9,9 +9,7 @@ from plsc.config import find_option
 from plsc.config.option import Check, between, declare, one_of, specs_of
 from plsc.errors import OptionError
 
-_MOST = (
-    10**15
-)  # of anything that is counted: beyond any run, and still a size that torch can represent
+_MOST = 10**15  # of anything that is counted: beyond any run, and still a size that torch can represent
 MODES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of `precision`."""
 
@@ -47,9 +45,7 @@ class PlanOptions:
     )  # fmt: skip
     ranks: int = declare(1, "number of ranks", check=between(1, 10**6))
     embedding: int = _as("model.emb_size", check=between(1, _MOST))
-    batch: float | tuple[float, ...] = _as(
-        "train.batch_size", meaning="batch size per rank", check=_batch
-    )
+    batch: float | tuple[float, ...] = _as("train.batch_size", meaning="batch size per rank", check=_batch)
     # Of the head:
     ratio: float = _as("head.sample_ratio")
     rows: str = _as("head.row_dtype")
@@ -85,27 +81,21 @@ class PlanOptions:
         for name, spec in specs_of("", PlanOptions).items():
             setattr(self, name, spec.checked(getattr(self, name)))
         if self.classes is None and self.model is None:
-            raise OptionError(
-                "nothing to plan; give classes for the head, model for the backbone, or both"
-            )
+            raise OptionError("nothing to plan; give classes for the head, model for the backbone, or both")
         for needed, what, names in (
             ("classes", "head", _OF_HEAD),
             ("model", "backbone", _OF_BACKBONE),
         ):
             given = [name for name in names if getattr(self, name) != getattr(PlanOptions, name)]
             if given and getattr(self, needed) is None:
-                raise OptionError(
-                    f"{given[0]} is about the {what}, which is planned if {needed} is given"
-                )
+                raise OptionError(f"{given[0]} is about the {what}, which is planned if {needed} is given")
 
     @property
     def batches(self) -> list[int]:
         """The batch size of each rank."""
         sizes = self.batch if isinstance(self.batch, tuple) else (self.batch,) * self.ranks
         if len(sizes) != self.ranks:
-            raise OptionError(
-                f"batch is {list(sizes)}; expected one size per rank (ranks: {self.ranks:,})"
-            )
+            raise OptionError(f"batch is {list(sizes)}; expected one size per rank (ranks: {self.ranks:,})")
         return [int(size) for size in sizes]
 
 

@@ -100,9 +100,7 @@ def _ways_to_fit(
             needed = _bytes_of(head_with(**changes), backbone)
             if needed <= DEVICE:
                 yield _flags(changes, needed)
-        rest = (
-            backbone_with(ranks=2) if head.ranks == 1 else backbone
-        )  # alike for any number over 1
+        rest = backbone_with(ranks=2) if head.ranks == 1 else backbone  # alike for any number over 1
         ranks = 2 * head.ranks
         while is_even and ranks <= _MANY_RANKS:
             needed = _bytes_of(head_with(ranks=ranks), rest)
@@ -124,9 +122,7 @@ def _bytes_of(*plans: HeadPlan | BackbonePlan | None) -> int:
 
 
 def _flags(changes: Mapping[str, Any], needed: int) -> str:
-    flags = (
-        f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()
-    )
+    flags = (f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items())
     return f"{' '.join(flags)} ({_gb(needed)})"
 
 

@@ -69,9 +69,7 @@ class LocalBytes:
             while len(data) < length:  # the kernel gives at most 2 GiB at once
                 more = os.pread(self._descriptor, length - len(data), offset + len(data))
                 if not more:
-                    raise DataError(
-                        f"{self.location} became shorter while it was in use; start again"
-                    )
+                    raise DataError(f"{self.location} became shorter while it was in use; start again")
                 data += more
         except OSError as error:
             raise DataError(f"{self.location} cannot be read ({error.strerror})") from error
@@ -104,9 +102,7 @@ class RemoteBytes:
     is_kept: False for a file that is read once, from its start to its end, by whole blocks.
     """
 
-    def __init__(
-        self, url: str, fingerprint: Fingerprint | None = None, *, is_kept: bool = True
-    ) -> None:
+    def __init__(self, url: str, fingerprint: Fingerprint | None = None, *, is_kept: bool = True) -> None:
         self.location = url
         self._fingerprint = fingerprint or fingerprint_of(url)
         self.size = self._fingerprint.size
@@ -220,6 +216,4 @@ def streamed(location: str | Path) -> io.BufferedReader:
 
 def _check_range(data: Bytes, offset: int, length: int) -> None:
     if offset < 0 or length < 0 or offset + length > data.size:
-        raise DataError(
-            f"{shown(data.location)} has {data.size} bytes; {length} at {offset} are outside it"
-        )
+        raise DataError(f"{shown(data.location)} has {data.size} bytes; {length} at {offset} are outside it")

@@ -74,9 +74,7 @@ def fingerprint_of(location: str | Path) -> Fingerprint:
         return local_fingerprint(Path(location))
     url = str(location)
     filesystem, inside = open_filesystem(url)
-    info: dict[str, Any] = with_retries(
-        lambda: filesystem.info(inside), f"{shown(url)} cannot be looked up"
-    )
+    info: dict[str, Any] = with_retries(lambda: filesystem.info(inside), f"{shown(url)} cannot be looked up")
     size = info.get("size")
     if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
         raise DataError(f"{shown(url)} is not a plain file of known size")
@@ -112,9 +110,7 @@ class BlockCache:
     def __init__(self, url: str, fingerprint: Fingerprint, *, is_kept: bool = True) -> None:
         self._limit = cache_limit() if is_kept else 0
         self._size = fingerprint.size
-        key = hashlib.sha256(
-            f"{url}\n{fingerprint.size}\n{fingerprint.version}".encode()
-        ).hexdigest()[:32]
+        key = hashlib.sha256(f"{url}\n{fingerprint.size}\n{fingerprint.version}".encode()).hexdigest()[:32]
         self._root: Path | None = None
         # Without a fingerprint a new version could not be distinguished from the old one.
         if self._limit > 0 and fingerprint.version:
@@ -164,9 +160,7 @@ def cache_limit() -> int:
     """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no integer of 0 or more."""
     text = os.environ.get("PLSC_CACHE_BYTES", "")
     if text and not text.isdecimal():
-        raise OptionError(
-            f"PLSC_CACHE_BYTES is {text!r}; expected a number of bytes, 0 for no cache"
-        )
+        raise OptionError(f"PLSC_CACHE_BYTES is {text!r}; expected a number of bytes, 0 for no cache")
     return int(text) if text else _DEFAULT_LIMIT
 
 

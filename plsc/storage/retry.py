@@ -21,9 +21,7 @@ Answer = TypeVar("Answer")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 8.0
 # Exceptions of the clients of S3: nothing to sign a request with. By name: the client is an extra.
-_NO_CREDENTIALS = re.compile(
-    "(No|Partial)CredentialsError|CredentialRetrievalError|NoAuthTokenError"
-)
+_NO_CREDENTIALS = re.compile("(No|Partial)CredentialsError|CredentialRetrievalError|NoAuthTokenError")
 _SIGN_IN = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; and AWS_ENDPOINT_URL for a store "
     "that is not Amazon's"

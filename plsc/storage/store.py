@@ -37,9 +37,7 @@ class Store:
     abandoned. A call on a local path is made once.
     """
 
-    def __init__(
-        self, url: str | Path, *, total_seconds: float = 60.0, silence: float = 30.0
-    ) -> None:
+    def __init__(self, url: str | Path, *, total_seconds: float = 60.0, silence: float = 30.0) -> None:
         self.url = str(url).rstrip("/")
         self.shown = shown(self.url)
         self.is_remote = is_url(self.url)
@@ -68,9 +66,7 @@ class Store:
                 return []
             if only_folders:  # a link may be to a folder
                 found = [
-                    one["name"]
-                    for one in found
-                    if one["type"] == "directory" or one.get("islink", False)
+                    one["name"] for one in found if one["type"] == "directory" or one.get("islink", False)
                 ]
             own = self._at(folder).strip("/")
             paths = {str(one).rstrip("/") for one in found}
@@ -295,9 +291,7 @@ class Transfer:
         """All has moved."""
         if self._is_logged:
             seconds = time.monotonic() - self._began
-            logger.info(
-                f"{self._what}: {in_words(self._total)} in {seconds:.1f} s, {in_words(self.rate)}/s"
-            )
+            logger.info(f"{self._what}: {in_words(self._total)} in {seconds:.1f} s, {in_words(self.rate)}/s")
 
     @property
     def rate(self) -> float:

@@ -93,9 +93,9 @@ def _open_hdfs(url: str) -> tuple[Any, str]:
     server = url.split("://", 1)[1].split("/", 1)[0]
     key = (os.getpid(), server, os.environ.get("HADOOP_USER_NAME"))
     if key not in _hdfs_clients:
-        _hdfs_clients[key] = fsspec.core.url_to_fs(
-            url, skip_instance_cache=True, **_CLIENT_OPTIONS["hdfs"]
-        )[0]
+        _hdfs_clients[key] = fsspec.core.url_to_fs(url, skip_instance_cache=True, **_CLIENT_OPTIONS["hdfs"])[
+            0
+        ]
     client = _hdfs_clients[key]
     return client, client._strip_protocol(url)
 
@@ -111,9 +111,7 @@ def base_name(location: str) -> str:
 
 def parent_of(location: str) -> str:
     """Return the folder of a path or URL."""
-    return (
-        location.rstrip("/").rsplit("/", 1)[0] if is_url(location) else str(Path(location).parent)
-    )
+    return location.rstrip("/").rsplit("/", 1)[0] if is_url(location) else str(Path(location).parent)
 
 
 def join(folder: str, name: str) -> str:

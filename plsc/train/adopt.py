@@ -44,9 +44,7 @@ def resolve_run(
     steps = manifest.scalars.get("steps_per_epoch")
     if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
         # With other data sets, too: epochs and schedule are unchanged.
-        config = config.changed(
-            {"train.epoch_steps": find_option("train.epoch_steps").saved(steps)}
-        )
+        config = config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
     return with_margin(_keep_global_batch(config, path, manifest, ranks))
 
 
@@ -85,9 +83,7 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     )
     if ranks == manifest.world_size:
         return kept
-    share = (
-        f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
-    )
+    share = f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
     line = (
         f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
         f"{share} a rank"

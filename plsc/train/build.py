@@ -200,9 +200,7 @@ def check_combinations(options: Config, ranks: int) -> None:
             f"{ranks} rank{'s' * (ranks > 1)} makes {product}; set one of the two"
         )
     if total < ranks:
-        raise OptionError(
-            f"train.global_batch_size is {total}; expected at least {ranks}, the ranks"
-        )
+        raise OptionError(f"train.global_batch_size is {total}; expected at least {ranks}, the ranks")
 
 
 def _check_pretrained(options: Config) -> None:

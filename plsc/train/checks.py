@@ -97,9 +97,7 @@ def threads_note(options: Config) -> str:
     )
 
 
-def _unused(
-    options: Config, made_with: Mapping[str, Any] | None
-) -> Iterator[tuple[tuple[str, ...], str]]:
+def _unused(options: Config, made_with: Mapping[str, Any] | None) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield options that this run does not look at, and the reason."""
     optim, precision, head = options.optim, options.precision, options.head
     if made_with is not None:
@@ -169,9 +167,7 @@ def stop_at_bad_weights(world: World, position: Position, network: nn.Module) ->
     A gradient may be inf where the loss was finite: the next loss would tell, but what is saved before that
     would be what a later run resumes.
     """
-    trained = [
-        (name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad
-    ]
+    trained = [(name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad]
     finite = [part.isfinite().all() for _, part in trained]
     # One look at the device, not one for each.
     is_bad = bool(finite) and not bool(torch.stack(finite).all())
@@ -195,9 +191,7 @@ class LearningCheck:
     network and the margin begin afresh.
     """
 
-    def __init__(
-        self, smallest: int, warmup_steps: int, total_steps: int | None, watches_loss: bool
-    ) -> None:
+    def __init__(self, smallest: int, warmup_steps: int, total_steps: int | None, watches_loss: bool) -> None:
         self._smallest = smallest
         self._warmup_steps = warmup_steps
         self._patience = max(2 * warmup_steps, min(_MOST_PATIENCE, (total_steps or 2000) // 2))
@@ -358,9 +352,5 @@ def interrupted(number: int, step: int, checkpoint: Path | None) -> TrainingInte
     """Return the error that ends a run which a signal stopped; checkpoint: where its state is, if any."""
     where = "nothing was learnt yet, and nothing saved"
     if checkpoint is not None:
-        where = (
-            f"all state is in {checkpoint}, set_checkpoint_dir('{checkpoint}') goes on from there"
-        )
-    return TrainingInterrupted(
-        f"stopped by {signal.Signals(number).name} after step {step}; {where}", number
-    )
+        where = f"all state is in {checkpoint}, set_checkpoint_dir('{checkpoint}') goes on from there"
+    return TrainingInterrupted(f"stopped by {signal.Signals(number).name} after step {step}; {where}", number)

@@ -72,9 +72,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     copy_dominant(head, run.row_optimizer, counts, new_head, new_rows)
     new_head.computed_by = head.computed_by
     made = dataclasses.replace(run, options=plain, head=new_head, row_optimizer=new_rows)
-    save_checkpoint(
-        output.parent, output.name, take_snapshot(made, {}, lineage=manifest.lineage), world
-    )
+    save_checkpoint(output.parent, output.name, take_snapshot(made, {}, lineage=manifest.lineage), world)
     _say(world, counts, output)
     return output
 
@@ -131,9 +129,7 @@ def grow_from_images(
         options.set("model.name", model if network is None else name_of(type(network)))
     network, config = load_network(options, world, UserParts(network))
     with tempfile.TemporaryFile() as file:
-        sums = _sum_directions(
-            network, opened, labels, count, config, world, file, os.fspath(images)
-        )
+        sums = _sum_directions(network, opened, labels, count, config, world, file, os.fspath(images))
         names = class_names_of(opened)
         return change_classes(
             source,

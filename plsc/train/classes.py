@@ -118,9 +118,7 @@ def number_classes(
     return saved.with_names(own, numbers), _describe(path, own, saved, numbers)
 
 
-def _check_equal(
-    path: Path, head: str, own: ClassNames, saved: ClassNames, numbers: np.ndarray
-) -> None:
+def _check_equal(path: Path, head: str, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
     """Raise CheckpointError for classes that the checkpoint or the data set lacks."""
     title = f"the data set {head}" if head else "the data set"
     # The classes of several heads cannot be changed.

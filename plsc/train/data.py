@@ -144,9 +144,7 @@ def _open_generator(
     if class_num is None:
         raise OptionError("a generator reader cannot tell its classes; call set_class_num")
     if transform is not None:
-        raise OptionError(
-            "train_transform is for a dataset; a generator reader transforms its images itself"
-        )
+        raise OptionError("train_transform is for a dataset; a generator reader transforms its images itself")
     if data.loader == "threads" and data.num_workers:
         raise OptionError(
             "data.loader is 'threads', but a generator reader draws from Python's and torch's global "
@@ -310,9 +308,7 @@ def _open_several(
     recipe = make_recipe(options, transform, sum(class_nums))
     loader = source_loader(joined, plan, world.rank, recipe, options, world)
     notes.append(loader.describe())
-    return TrainingData(
-        loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names
-    )
+    return TrainingData(loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names)
 
 
 def _options_of_set(options: Config, one: DataSet) -> Config:

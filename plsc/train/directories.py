@@ -196,9 +196,7 @@ def open_directories(options: Config, world: World, start: Start) -> Directories
             logger.warning(f"{local / name} was being replaced when a run was killed; it is back")
         for name in folder.names():
             if name in SMALL_FILES and not stat.S_ISREG((local / name).lstat().st_mode):
-                raise CheckpointError(
-                    f"{local / name} is no regular file; remove it, or save elsewhere"
-                )
+                raise CheckpointError(f"{local / name} is no regular file; remove it, or save elsewhere")
             # Where an epoch is to be saved, which a run ended by its steps may have billions of.
             if _EPOCH.fullmatch(name) and int(name) < options.train.epochs:
                 check_replaceable(folder, name)  # now, and not after an epoch of training
@@ -340,9 +338,7 @@ def _open(
     else:
         if place is not None and is_url(place):
             if url is not None:
-                raise OptionError(
-                    f"both {shown(place)} and {shown(url)} are to be loaded; name one"
-                )
+                raise OptionError(f"both {shown(place)} and {shown(url)} are to be loaded; name one")
             url = place
         elif place not in (None, LAST, BEST):
             folder = Path(place)

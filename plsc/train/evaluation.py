@@ -141,12 +141,8 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
     results = evaluate_targets(network, targets, config, world)
     if world.is_main:
         for name, result in results.items():
-            rates = ", ".join(
-                f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items()
-            )
-            logger.info(
-                f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}"
-            )
+            rates = ", ".join(f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items())
+            logger.info(f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}")
     return results
 
 

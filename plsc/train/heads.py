@@ -165,9 +165,7 @@ def build_heads(
     return JointHead(heads, world.head_group), JointRows(rows) if rows else None
 
 
-def _build_one(
-    options: Config, class_num: int, world: World, seed: int
-) -> tuple[Head, RowOptimizer | None]:
+def _build_one(options: Config, class_num: int, world: World, seed: int) -> tuple[Head, RowOptimizer | None]:
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
     if dtype is not torch.float64:
         dtype = getattr(torch, head.row_dtype)
@@ -178,9 +176,7 @@ def _build_one(
         margin=margin_of(options),
         centers=head.sub_centers,
         sampling=sampling_of(options),
-        execution=Execution(
-            head_products(options), int(head.keep_mb * 2**20), head.tile, head.kernels
-        ),
+        execution=Execution(head_products(options), int(head.keep_mb * 2**20), head.tile, head.kernels),
         row_dtype=dtype,
         initial_norm=head.initial_norm,
         offload=head.offload,
@@ -206,6 +202,4 @@ def _row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:
     settings: dict[str, Any] = {"weight_decay": optim.weight_decay if decay is None else decay}
     if options.head.optimizer == "sgd":
         settings |= {"momentum": optim.momentum, "nesterov": optim.nesterov}
-    return ROW_OPTIMIZERS[options.head.optimizer](
-        head, state_dtype=options.head.state_dtype, **settings
-    )
+    return ROW_OPTIMIZERS[options.head.optimizer](head, state_dtype=options.head.state_dtype, **settings)

@@ -36,9 +36,7 @@ class RunLog:
     length is unknown.
     """
 
-    def __init__(
-        self, save_dir: Path, is_main: bool, start_step: int, total_steps: int | None
-    ) -> None:
+    def __init__(self, save_dir: Path, is_main: bool, start_step: int, total_steps: int | None) -> None:
         self.folder = save_dir
         self._path = save_dir / METRICS_NAME
         self._plot = save_dir / PLOT_NAME
@@ -210,9 +208,7 @@ class Meter:
     """Sums over the steps since the last `report`."""
 
     def __init__(self) -> None:
-        self.wait = self.step = (
-            0.0  # seconds of the last step: until its batch was there, and in all
-        )
+        self.wait = self.step = 0.0  # seconds of the last step: until its batch was there, and in all
         self._clear()
 
     def start_step(self) -> None:

@@ -92,9 +92,7 @@ def build_trained_network(
     freeze(network, assignment.frozen)
     samples = draw_by_sample(network)
     use_lists(network, lists, options, world.device)
-    checkpoint_activations(
-        network, options.memory.checkpoint_stages, options.memory.checkpoint_every
-    )
+    checkpoint_activations(network, options.memory.checkpoint_stages, options.memory.checkpoint_every)
     return network, assignment, samples
 
 
@@ -136,9 +134,7 @@ def look_up_lists(network: nn.Module, options: Config) -> PrecisionLists:
     return PrecisionLists.look_up(network, precision.white_list, precision.black_list)
 
 
-def use_lists(
-    network: nn.Module, lists: PrecisionLists, options: Config, device: torch.device
-) -> None:
+def use_lists(network: nn.Module, lists: PrecisionLists, options: Config, device: torch.device) -> None:
     """Let a network compute as its lists say, if it computes in 16 bits at all."""
     mode = training_mode(options, device)
     if mode != "float32":
@@ -158,9 +154,7 @@ def mode_note(options: Config, device: torch.device) -> str:
     if used == mode:
         return ""
     scaling = "" if options.precision.loss_scaling == "always" else ", without loss scaling"
-    return (
-        f"note: precision.mode is {mode}, which is for GPUs: this CPU computes in {used}{scaling}"
-    )
+    return f"note: precision.mode is {mode}, which is for GPUs: this CPU computes in {used}{scaling}"
 
 
 def evaluation_context(options: Config, device: torch.device) -> AbstractContextManager[Any]:

@@ -111,8 +111,7 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
             ends = [end for end in (total_steps, optim.decay_steps) if end is not None]
             # A custom function gives the whole rate; warmup_epochs, here 0, may have been set.
             has_none = ":" in optim.schedule or (
-                "optim.warmup_epochs" in options.explicit
-                and "optim.warmup_steps" not in options.explicit
+                "optim.warmup_epochs" in options.explicit and "optim.warmup_steps" not in options.explicit
             )
             warmup = 0 if has_none else default_warmup(min(ends, default=None))
         values = {"optim.warmup_epochs": 0, "optim.warmup_steps": warmup}
@@ -149,9 +148,7 @@ def build_updates(
     optim, base = options.optim, options.optim.lr
     assert base is not None  # see with_rate
     groups: list[dict[str, Any]] = [
-        {"params": [named[name] for name in names], **own}
-        for names, own in assignment.groups
-        if names
+        {"params": [named[name] for name in names], **own} for names, own in assignment.groups if names
     ]
     dense = [p for _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
     if dense:

@@ -52,9 +52,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     match = _match_heads(run, path, manifest)
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
-    numbers = Checker(str(path)).mapping(
-        scalars.get("optimizer_numbers", {}), "the optimizer's numbers"
-    )
+    numbers = Checker(str(path)).mapping(scalars.get("optimizer_numbers", {}), "the optimizer's numbers")
     numbers = {of: _optimizer_numbers(path, found) for of, found in numbers.items()}
     saved = {key: info.role for key, info in manifest.tensors.items()}
     make_state(
@@ -73,9 +71,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     }
     here = {role.key: role for role in tensors}
     wanted = {
-        role: value
-        for role, value in tensors.items()
-        if role not in fresh and match.is_kept(role.key, here)
+        role: value for role, value in tensors.items() if role not in fresh and match.is_kept(role.key, here)
     }
     own = own_tensors(run, manifest)
     load_tensors(path, {**wanted, **own}, run.world)
@@ -215,9 +211,7 @@ class HeadMatch:
                 "are not in those of this run"
             )
         if self.added:
-            lines.append(
-                f"data sets that are new: {', '.join(self.added)}; their heads begin afresh"
-            )
+            lines.append(f"data sets that are new: {', '.join(self.added)}; their heads begin afresh")
         return lines
 
     def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
@@ -266,8 +260,5 @@ def restore_scaler(scaler: LossScaler, saved: object, check: Checker) -> None:
     scale = values.get("scale")
     if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale < 2**53:
         raise check.wrong(f"the loss scale is {str(scale)[:80]}, expected a number from 1")
-    counts = {
-        name: check.integer(check.item(values, name), f"{name} of the loss scaling")
-        for name in COUNTS
-    }
+    counts = {name: check.integer(check.item(values, name), f"{name} of the loss scaling") for name in COUNTS}
     scaler.load(float(scale), counts)

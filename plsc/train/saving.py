@@ -171,9 +171,7 @@ class Saver:
 
         What was saved is saved: that an older one cannot be deleted is a problem, and no error.
         """
-        problem = (
-            _problem_of(partial(self._thin_out, newest)) if self.directories.is_owner else None
-        )
+        problem = _problem_of(partial(self._thin_out, newest)) if self.directories.is_owner else None
         if not self._world.is_main:
             return None, 0, problem
         size = sum(file.bytes for file in read_manifest(newest).files.values())
@@ -299,9 +297,7 @@ class Uploader:
         mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""
-        transfer = Transfer(
-            f"sending {path} to {self._store.shown}{of}", total, self._world.is_main
-        )
+        transfer = Transfer(f"sending {path} to {self._store.shown}{of}", total, self._world.is_main)
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
         if self._world.is_main:

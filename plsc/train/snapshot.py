@@ -143,8 +143,7 @@ def _changed_settings(run: Run) -> list[dict[str, float]]:
     """Return the numbers of each of the optimizer's groups that training has changed."""
     pairs = zip(collect_group_numbers(run.optimizer), run.settings, strict=True)
     changed = [
-        {name: value for name, value in now.items() if value != before.get(name)}
-        for now, before in pairs
+        {name: value for name, value in now.items() if value != before.get(name)} for now, before in pairs
     ]
     return changed if any(changed) else []
 

@@ -70,18 +70,14 @@ def collect_tensors(
     Nothing is copied. A sharded backbone's parameters and states of their shape are among the sharded ones.
     """
     found: dict[Role, Tensor | ShardedTensor] = {}
-    rest: dict[Role, Tensor] = {
-        Role(BACKBONE, key): value for key, value in network.state_dict().items()
-    }
+    rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
     for of, one, row_optimizer in each_head(head, rows):
         found |= {Role(STATISTICS, name, of): buffer for name, buffer in one.named_buffers()}
         for name, parameter in one.named_parameters():
             role = Role(CLASS_WEIGHTS, name, of)
             own: dict[Role, Tensor] = {role: parameter.detach()}
             states = {} if row_optimizer is None else row_optimizer.state[parameter]
-            own |= {
-                Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()
-            }
+            own |= {Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()}
             for role, tensor in own.items():
                 rows_of_rank = ShardedTensor(tensor, one.class_num, one.class_range[0])
                 found[role] = rows_of_rank if one.is_sharded else tensor
@@ -100,9 +96,7 @@ def collect_tensors(
     return found
 
 
-def collect_numbers(
-    network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer
-) -> Numbers:
+def collect_numbers(network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer) -> Numbers:
     """Return what of the optimizer's state are plain numbers, such as a count of steps, for JSON."""
     numbers = {}
     for key, parameter in _named_parameters(network, head).items():
@@ -230,9 +224,7 @@ def _empty_state(
         )
     dtype = _DTYPES.get(info.dtype)
     if dtype is None:
-        raise CheckpointError(
-            f"the checkpoint's optimizer state {key} is of unknown type {info.dtype}"
-        )
+        raise CheckpointError(f"the checkpoint's optimizer state {key} is of unknown type {info.dtype}")
     if state in _COUNTS and not _keeps_counts_beside(parameter, optimizer):
         return torch.zeros(info.shape, dtype=dtype, device="cpu")
     if tuple(info.shape) == tuple(parameter.shape):

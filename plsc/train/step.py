@@ -80,9 +80,7 @@ class Step:
         run.head.sync_gradients()
         with span("clip gradients"):
             is_skipped, is_excused = self._judge(output)
-        self.losses.note(
-            output.mean_loss, output.batch, run.position, rate, batch.names, is_excused
-        )
+        self.losses.note(output.mean_loss, output.batch, run.position, rate, batch.names, is_excused)
         if run.scaler is not None or not self.losses.is_late:
             self.losses.check()  # before anything is written
         if is_skipped:
@@ -106,9 +104,7 @@ class Step:
         for _, head, _ in each_head(self._run.head, self._run.row_optimizer):
             head.margin.share = min(1.0, (updates + 1) / max(1, steps))
 
-    def _forward_backward(
-        self, batch: Batch, sizes: list[int] | None, is_logged: bool
-    ) -> HeadOutput:
+    def _forward_backward(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> HeadOutput:
         """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another.
 
         The backbone's are multiplied by the loss scale, if there is one.
@@ -335,9 +331,7 @@ class LossReader:
             value.copy_(loss.detach(), non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._coming.append(
-            _Coming(value, arrived, images, replace(position), rate, names, is_excused)
-        )
+        self._coming.append(_Coming(value, arrived, images, replace(position), rate, names, is_excused))
 
     def read(self, everything: bool) -> list[tuple[float, int]]:
         """Return losses with the images they are of: all of them, or those that may not come later.

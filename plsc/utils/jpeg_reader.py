@@ -26,9 +26,7 @@ def get_train_image_list(data_dir: str | Path) -> list[tuple[str, int]]:
     return [(str(source.path(index)), label) for index, label in enumerate(labels)]
 
 
-def arc_train(
-    data_dir: str | Path, class_dim: int, image_shape: ImageShape = (3, 112, 112)
-) -> Reader:
+def arc_train(data_dir: str | Path, class_dim: int, image_shape: ImageShape = (3, 112, 112)) -> Reader:
     """Return a reader of the shuffled training set: each call yields (image, label) once through.
 
     An image is float32 [C, H, W], (x - 127.5) / 128, mirrored at random. Order and mirroring come

@@ -221,8 +221,6 @@ def test_several_threads_read_at_once_what_one_reads(source):
 
 def test_a_label_outside_the_classes_is_named(source):
     check_labels(source, 3)
-    with pytest.raises(
-        DataError, match=r"label 2 at .* is outside 0\.\.1.*set_class_num\(3\)"
-    ) as caught:
+    with pytest.raises(DataError, match=r"label 2 at .* is outside 0\.\.1.*set_class_num\(3\)") as caught:
         check_labels(source, 2)
     assert source.name(3) in str(caught.value)

@@ -87,9 +87,7 @@ def check_sharded(
     assert ratio < 1 or everywhere.all()
 
     embeddings.requires_grad_()
-    truth = reference.mean_loss(
-        head.margin, embeddings, whole.weight, whole.bias, labels, allowed=everywhere
-    )
+    truth = reference.mean_loss(head.margin, embeddings, whole.weight, whole.bias, labels, allowed=everywhere)
     truth.backward()
     torch.testing.assert_close(output.mean_loss, truth.detach(), **CLOSE)
     torch.testing.assert_close(local.grad, embeddings.grad[mine], **CLOSE)

@@ -89,9 +89,7 @@ class Ranks:
             "script": str(script), "arguments": args, "ranks": ranks, "folder": str(cwd or Path.cwd()),
             "environment": clean_environment(**(env or {})),
         }  # fmt: skip
-        self._alive, held = (
-            os.pipe()
-        )  # its other end is open as long as a process of the job is there
+        self._alive, held = os.pipe()  # its other end is open as long as a process of the job is there
         descriptors = [self._output.fileno(), self._errors.fileno(), held]
         socket.send_fds(self._server, [json.dumps(request).encode()], descriptors)
         os.close(held)

@@ -76,9 +76,7 @@ def check(
     calls.clear()
     head(embeddings, labels).loss.backward()
     rows.step()
-    planned = plan_head(
-        23, ranks=world.size, embedding=12, batch=sizes, ratio=ratio, embedding_dtype=dtype
-    )
+    planned = plan_head(23, ranks=world.size, embedding=12, batch=sizes, ratio=ratio, embedding_dtype=dtype)
     expected = [(t.collective, t.payload, t.sent) for t in planned.transfers]
     assert calls == expected, f"batches {sizes}, {dtype}, ratio {ratio}: {calls} != {expected}"
 

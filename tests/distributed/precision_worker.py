@@ -62,17 +62,13 @@ def check_heads_and_resume(world: World, dataset: Path, folder: Path) -> None:
         settings = {**SETTINGS, **more, "checkpoint__every_n_steps": 5, "checkpoint__keep_last": -1}
 
         def start(where: str, settings=settings, **further) -> None:
-            train_scripted(
-                options_of(dataset, folder / where, **settings, **further), world, script
-            )
+            train_scripted(options_of(dataset, folder / where, **settings, **further), world, script)
             world.barrier()
 
         start(name)
         found = logged(folder / name, "loss_scale", "lr", "skipped_steps")
         assert found["loss_scale"] == [scale for _, scale, _, _ in SCRIPT]
-        step = {"sampled": 10, "dense": 15}[
-            name
-        ]  # after one finite step of three, one overflow of two
+        step = {"sampled": 10, "dense": 15}[name]  # after one finite step of three, one overflow of two
         start("again " + name, checkpoint__load_dir=str(saved_at(folder / name, step)))
         again = logged(folder / f"again {name}", "loss_scale", "lr", "skipped_steps")
         assert again == {key: values[step:] for key, values in found.items()}

@@ -209,9 +209,7 @@ def check_share_of_a_larger_network(world: World, dataset: Path, folder: Path) -
     options.set("model.name", "SmallResNet")
     run = build_run(options, world, UserParts())
     parameters = list(run.network.parameters())
-    share = sum(local_part(one).nbytes for one in parameters) / sum(
-        p.numel() * 8 for p in parameters
-    )
+    share = sum(local_part(one).nbytes for one in parameters) / sum(p.numel() * 8 for p in parameters)
     assert share < 0.26, share
     assert "4 ranks, in 3 units" in run.notes[0], run.notes
     if world.is_main:
@@ -221,9 +219,7 @@ def check_share_of_a_larger_network(world: World, dataset: Path, folder: Path) -
 def check_warm_start(world: World, dataset: Path, folder: Path) -> None:
     source = saved_at(folder / "fp64" / "sharded", STEPS)
     for way in WAYS:
-        options = options_for(
-            dataset, folder / "warm", WAYS[way], {"model.pretrained": str(source)}
-        )
+        options = options_for(dataset, folder / "warm", WAYS[way], {"model.pretrained": str(source)})
         run = build_run(options, world, UserParts(model=Uneven()))
         started = start_from_pretrained(run)
         assert started is not None
@@ -273,9 +269,7 @@ def check_networks(world: World, dataset: Path, folder: Path) -> None:
     options = options_for(dataset, folder, SHARDED)
     run = build_run(options, world, UserParts(model=OfTheRank()))
     torch.manual_seed(0)
-    for (key, mine), right in zip(
-        run.network.named_parameters(), Uneven().parameters(), strict=True
-    ):
+    for (key, mine), right in zip(run.network.named_parameters(), Uneven().parameters(), strict=True):
         assert mine.full_tensor().equal(right.double()), key
     refusals = {
         r"earlier run of this process": (run.network, {}),

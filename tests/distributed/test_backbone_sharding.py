@@ -116,8 +116,6 @@ def test_on_two_gpus_it_trains_like_a_whole_backbone(tmp_path):
             env={"CUDA_VISIBLE_DEVICES": "0,1"},
         )  # fmt: skip
         losses[way] = [
-            float(line.split(" loss ")[1].split()[0])
-            for line in done.stdout.splitlines()
-            if " loss " in line
+            float(line.split(" loss ")[1].split()[0]) for line in done.stdout.splitlines() if " loss " in line
         ]
     assert losses["sharded"] == pytest.approx(losses["replicated"], rel=1e-3)

@@ -88,9 +88,7 @@ def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
     assert not list(save_dir.glob("version_*"))
 
 
-def test_sigterm_saves_at_a_step_boundary_and_the_run_goes_on_from_there(
-    dataset, uninterrupted, tmp_path
-):
+def test_sigterm_saves_at_a_step_boundary_and_the_run_goes_on_from_there(dataset, uninterrupted, tmp_path):
     save_dir = tmp_path / "run"
     job = start(2, str(dataset), str(save_dir), "set_train_epochs=4")
     metrics = save_dir / "metrics.jsonl"

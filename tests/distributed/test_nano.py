@@ -34,9 +34,7 @@ def test_nano_has_the_librarys_margin():
 
 def class_weights(folder: Path) -> torch.Tensor:
     shards = [torch.load(path) for path in folder.glob("rank-*.pt")]
-    return torch.cat(
-        [shard["weight"] for shard in sorted(shards, key=lambda shard: shard["start"])]
-    )
+    return torch.cat([shard["weight"] for shard in sorted(shards, key=lambda shard: shard["start"])])
 
 
 @pytest.mark.slow

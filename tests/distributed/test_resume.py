@@ -14,7 +14,5 @@ def test_a_run_goes_on_with_as_many_ranks_to_the_bit_and_with_others_to_rounding
     # 26 images in steps of 10: uneven shares on 4 and 3 ranks, and an uneven last batch.
     dataset = write_dataset(tmp_path / "set", classes=13, per_class=2)
     write_pair_file(dataset / "lfw.bin", dataset, pairs=20)
-    done = run_ranks(
-        Path(__file__).with_name("resume_worker.py"), 4, str(dataset), str(tmp_path / "runs")
-    )
+    done = run_ranks(Path(__file__).with_name("resume_worker.py"), 4, str(dataset), str(tmp_path / "runs"))
     assert done.stdout.count("after the route") == 5, done.stdout

@@ -106,15 +106,11 @@ def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_pa
         third.train()
     assert time.monotonic() - began < 60  # promised; it is no measure of speed
     everything = [output, str(down.value), *capfd.readouterr()]
-    everything += [
-        path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()
-    ]
+    everything += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(PASSWORD in text for text in everything)
 
 
-def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longer(
-    dataset, tmp_path
-):
+def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longer(dataset, tmp_path):
     save_dir = tmp_path / "run"
     keep = "set_max_last_checkpoint_num=-1"
     first = Ranks(JOB, 0, str(dataset), str(save_dir), "set_train_epochs=1000", keep)
@@ -145,25 +141,17 @@ def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_p
     best = json.loads((tmp_path / "beside" / "best.json").read_text())
     assert best["metric"] == result.best_metric == "loss"
     assert (tmp_path / "beside" / best["path"]) == result.best_model_path
-    found = {
-        path.name: m.scalars["metrics"]["loss"] for path, m in list_checkpoints(tmp_path / "beside")
-    }
+    found = {path.name: m.scalars["metrics"]["loss"] for path, m in list_checkpoints(tmp_path / "beside")}
     assert result.best_model_score == found[best["path"]] == min(found.values())
     assert {"1", best["path"]} <= found.keys()
     assert len(found) <= 3
 
 
-def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said(
-    dataset, tmp_path, capsys
-):
+def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said(dataset, tmp_path, capsys):
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_head_offload(True)
     ins.train()
-    said = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if "no copy is made of offloaded" in line
-    ]
+    said = [line for line in capsys.readouterr().out.splitlines() if "no copy is made of offloaded" in line]
     assert len(said) == 1
     assert said[0].endswith("training waits while a checkpoint is written")
     assert verify(tmp_path / "run" / "1").epoch == 2
@@ -175,15 +163,11 @@ def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):
         ins.set_new_version(True)
         ins.set_train_epochs(1)
         ins.train()
-    assert [path.parent.name for path, _ in list_checkpoints(tmp_path / "run" / "version_1")] == [
-        "version_1"
-    ]
+    assert [path.parent.name for path, _ in list_checkpoints(tmp_path / "run" / "version_1")] == ["version_1"]
     assert (tmp_path / "run" / "version_0" / "0").is_dir()
 
 
-def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_whole(
-    dataset, tmp_path
-):
+def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_whole(dataset, tmp_path):
     small_entry(dataset, tmp_path / "run").train()
     script = tmp_path / "job.py"
     script.write_text(

@@ -44,9 +44,7 @@ def test_every_rank_raises_the_same_clear_error(bad_things, tmp_path, ranks):
     assert not Path("/tmp/owned").exists()
 
 
-def assert_exception(
-    done: subprocess.CompletedProcess[str], ranks: int, error: str, *expected: str
-) -> None:
+def assert_exception(done: subprocess.CompletedProcess[str], ranks: int, error: str, *expected: str) -> None:
     """A script ends with an ordinary exception, which torchrun's failure summary has, too."""
     assert done.returncode != 0
     script, _, summary = done.stderr.partition("Root Cause")
@@ -90,9 +88,7 @@ def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_imag
 def test_a_bad_image_is_skipped_and_counted_when_asked(one_bad_image, tmp_path):
     save_dir = tmp_path / "run"
     done = run_ranks(JOB, 2, str(one_bad_image), str(save_dir), "set_bad_images='skip'")
-    assert (
-        done.stderr.count("plsc: warning: skipped: images/7_3.png (label.txt:53)") == 2
-    )  # once an epoch
+    assert done.stderr.count("plsc: warning: skipped: images/7_3.png (label.txt:53)") == 2  # once an epoch
     entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
     assert sum(entry.get("skipped_images", 0) for entry in entries) == 2
 

@@ -205,9 +205,7 @@ def test_images_that_do_not_show_the_new_classes_are_refused(trained, tmp_path, 
 
 def test_two_ranks_resume_reordered_classes_by_their_names(tmp_path):
     every = write_dataset(tmp_path / "set", classes=5, per_class=4)
-    dataset = class_folders(
-        every, tmp_path / "folders", {f"{number}": number for number in range(5)}
-    )
+    dataset = class_folders(every, tmp_path / "folders", {f"{number}": number for number in range(5)})
     (tmp_path / "order.txt").write_text("4\n2\n0\n1\n3\n")
     run_ranks("tests/system/classes_worker.py", 2, str(dataset), str(tmp_path))
     manifest = verify(tmp_path / "changed")
@@ -251,9 +249,7 @@ def with_label_file(folders, folder, numbers):
     lines = []
     for name in sorted(numbers):
         (folder / name).symlink_to(folders / name)
-        lines += [
-            f"{name}/{path.name}\t{numbers[name]}" for path in sorted((folders / name).iterdir())
-        ]
+        lines += [f"{name}/{path.name}\t{numbers[name]}" for path in sorted((folders / name).iterdir())]
     (folder / "label.txt").write_text("\n".join(lines) + "\n")
     return folder
 

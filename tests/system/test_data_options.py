@@ -36,9 +36,7 @@ def metrics_of(save_dir):
 
 def test_bad_samples_of_all_ranks_are_listed_once_and_the_steps_stay_equal(damaged, tmp_path):
     save_dir = tmp_path / "run"
-    done = run_ranks(
-        JOB, 3, str(damaged), str(save_dir), "set_train_epochs=2", "set_bad_images='skip'"
-    )
+    done = run_ranks(JOB, 3, str(damaged), str(save_dir), "set_train_epochs=2", "set_bad_images='skip'")
     lines = sorted((save_dir / "bad_samples.txt").read_text().splitlines())
     assert [line.split(":")[0] for line in lines] == [
         "missing\timages/4_2.png (label.txt",
@@ -83,8 +81,7 @@ def test_a_torchvision_transform_gives_the_same_run_with_any_number_of_processes
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
     transform = v2.Compose([v2.RandomRotation(20), v2.ColorJitter(0.3, 0.3)])
     runs = [
-        losses(dataset, tmp_path / str(workers), transform, set_num_workers=workers)
-        for workers in (0, 1, 2)
+        losses(dataset, tmp_path / str(workers), transform, set_num_workers=workers) for workers in (0, 1, 2)
     ]
     assert runs[0] == runs[1] == runs[2]
     assert runs[0] != losses(dataset, tmp_path / "plain")

@@ -148,9 +148,7 @@ def test_two_data_sets_of_one_seed_are_equal_in_every_byte(data: Path, tmp_path:
     assert len(first) > 6 * 150
 
 
-def test_a_data_set_is_made_once_and_a_strange_folder_is_left_alone(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_data_set_is_made_once_and_a_strange_folder_is_left_alone(data: Path, tmp_path: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in data.rglob("*")}
     make_small(data)
     assert before == {file: file.stat().st_mtime_ns for file in data.rglob("*")}

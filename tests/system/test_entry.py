@@ -279,9 +279,7 @@ def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, 
     assert np.load(output)["embeddings"].shape == (48, 8)
 
 
-def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_on(
-    dataset, tmp_path
-):
+def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_on(dataset, tmp_path):
     options = (
         "--data.dataset_dir", str(dataset), "--data.num_workers", "0", "--train.batch_size", "6",
         "--model.name", "SmallResNet", "--model.emb_size", "8", "--model.image_shape", "[3,16,16]",
@@ -307,9 +305,7 @@ def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_o
     assert "one row a class" in said
     assert "trained 8 steps" in said
     weight = torch.cat([load_file(f)["head.weight"] for f in sorted(small.glob("*.safetensors"))])
-    before = torch.cat(
-        [load_file(f)["head.weight"] for f in sorted((full / "0").glob("*.safetensors"))]
-    )
+    before = torch.cat([load_file(f)["head.weight"] for f in sorted((full / "0").glob("*.safetensors"))])
     assert before.shape == (6, 3, 8)
     assert weight.shape == (6, 8)
     assert all((row == subs).all(dim=1).any() for row, subs in zip(weight, before, strict=True))

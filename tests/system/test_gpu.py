@@ -50,9 +50,7 @@ def test_a_gpu_trains_evaluates_saves_and_resumes_like_a_cpu(tmp_path):
     result = train(dataset, tmp_path / "gpu", "cuda")
     assert losses(tmp_path / "gpu")[0] == pytest.approx(losses(tmp_path / "cpu")[0], rel=1e-3)
     assert result.evaluation["lfw"].pairs == 40
-    more = train(
-        dataset, tmp_path / "gpu", "cuda", set_train_epochs=3, set_checkpoint_dir=result.checkpoint
-    )
+    more = train(dataset, tmp_path / "gpu", "cuda", set_train_epochs=3, set_checkpoint_dir=result.checkpoint)
     assert more.epochs == 3
 
 
@@ -63,9 +61,7 @@ def test_copies_beside_the_step_and_the_layout_change_nothing_but_rounding(tmp_p
     train(dataset, tmp_path / "copies", "cuda", set_channels_last="off")
     train(dataset, tmp_path / "last", "cuda", set_channels_last="on")
     for name in ("copies", "last"):
-        assert losses(tmp_path / name)[:3] == pytest.approx(
-            losses(tmp_path / "plain")[:3], rel=1e-3
-        )
+        assert losses(tmp_path / name)[:3] == pytest.approx(losses(tmp_path / "plain")[:3], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *CHANGES_OF_GPUS])

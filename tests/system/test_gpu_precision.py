@@ -51,9 +51,7 @@ def test_sixteen_bits_learn_what_float32_learns_at_first(mode, dataset, tmp_path
     assert found[-1] < 0.8 * found[0]
 
 
-def test_a_scale_that_overflows_float16_falls_and_training_goes_on_and_resumes(
-    dataset, tmp_path, world
-):
+def test_a_scale_that_overflows_float16_falls_and_training_goes_on_and_resumes(dataset, tmp_path, world):
     settings = {
         "precision__mode": "float16", "precision__init_loss_scaling": 2.0**24,
         "precision__decr_every_n_nan_or_inf": 1, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1,
@@ -65,9 +63,7 @@ def test_a_scale_that_overflows_float16_falls_and_training_goes_on_and_resumes(
     assert 1 <= skipped < 20
     assert found["loss_scale"][-1] == 2.0 ** (24 - skipped)
     again = saved_at(tmp_path / "whole", 3)
-    train_named(
-        options(dataset, tmp_path / "again", **settings, checkpoint__load_dir=str(again)), world
-    )
+    train_named(options(dataset, tmp_path / "again", **settings, checkpoint__load_dir=str(again)), world)
     rest = logged(tmp_path / "again", "loss_scale", "skipped_steps", "lr")
     assert rest == {name: values[3:] for name, values in found.items()}
     if not different(tmp_path / "again/1", tmp_path / "whole/1"):
@@ -88,9 +84,7 @@ def test_a_step_that_is_not_logged_does_not_wait_for_the_device(mode, dataset, t
     step = Step(run)
     for number, batch in enumerate(run.data.loader.epoch(0, 0)):
         sizes = agree(run.world, batch, run.head.class_num).sizes
-        torch.cuda.set_sync_debug_mode(
-            "error" if number >= 3 else "default"
-        )  # kernels are made first
+        torch.cuda.set_sync_debug_mode("error" if number >= 3 else "default")  # kernels are made first
         try:
             result = step.make(batch, sizes, False)
         finally:

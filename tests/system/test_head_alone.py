@@ -106,8 +106,7 @@ def test_a_step_that_overflows_leaves_no_trace_in_rows_backbone_and_statistics(m
 
 def test_accumulation_over_micro_batches_equals_whole_batches(plain):
     halves = [
-        [(images[:16], labels[:16]), (images[16:], labels[16:])]
-        for images, labels in alone.make_batches()
+        [(images[:16], labels[:16]), (images[16:], labels[16:])] for images, labels in alone.make_batches()
     ]
     run = train(SETUP, *BLOCKS["Accumulation"], micro_batches=halves)
     pairs = zip(run.losses[::2], run.losses[1::2], strict=True)
@@ -263,9 +262,7 @@ def test_another_ranks_state_is_refused():
     state = head.state_dict()
     ShardedHead(10, 8, build_margin("arcface")).load_state_dict(state)
     other = dict(state, _extra_state=torch.tensor([3, 20, 10, 20]))  # of rank 1 of 2, 20 classes
-    with pytest.raises(
-        CheckpointError, match=r"classes 10\.\.20 of 20, this head has 0\.\.10 of 10"
-    ):
+    with pytest.raises(CheckpointError, match=r"classes 10\.\.20 of 20, this head has 0\.\.10 of 10"):
         head.load_state_dict(other)
     assert head.step == 0
 

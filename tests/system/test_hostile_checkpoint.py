@@ -403,9 +403,7 @@ def test_a_class_that_the_command_names_is_made_as_it_was_saved(work, capsys):
     used = Entry()
     used.set_checkpoint_dir(checkpoint)
     used.set_dataset_dir("faces")
-    with pytest.raises(
-        CheckpointError, match=rf"set_model_name\('{CODE}:Net'\), or set_model with"
-    ):
+    with pytest.raises(CheckpointError, match=rf"set_model_name\('{CODE}:Net'\), or set_model with"):
         used.predict()
     used.set_model_name(f"{CODE}:Net")
     network_given = []

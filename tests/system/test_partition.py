@@ -102,9 +102,7 @@ def interpreter_mb(tmp_path_factory) -> float:
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_and_the_bytes_do_not_depend_on_it_or_on_the_workers(
-    tmp_path, interpreter_mb
-):
+def test_memory_is_bounded_and_the_bytes_do_not_depend_on_it_or_on_the_workers(tmp_path, interpreter_mb):
     folder = write_set(tmp_path / "set", 200_000, (1500, 1900))
     inputs = sum(path.stat().st_size for path in folder.iterdir())
     assert inputs > 5 * 64 * 2**20
@@ -223,9 +221,7 @@ def test_two_runs_do_not_write_the_same_output_at_once(tmp_path):
         assert (claimed / "part_0.txt").read_text() == "of the other run"
     finally:
         os.close(handle)
-    assert "removed what a run that was stopped had left" in run(
-        "--data_dir", folder, "--nranks", 2
-    )
+    assert "removed what a run that was stopped had left" in run("--data_dir", folder, "--nranks", 2)
 
 
 @pytest.fixture

@@ -95,9 +95,7 @@ def local(tmp_path_factory, pyspark) -> Local:
         file.write(b"no label\n")
     runs["bad"] = ["--data_dir", str(bad), "--nranks", "2", *SPARK]
     command = [sys.executable, "-c", SEVERAL, str(root / "said.json")]
-    done = subprocess.run(
-        command, input=json.dumps(runs), env=environment(), capture_output=True, text=True
-    )
+    done = subprocess.run(command, input=json.dumps(runs), env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Local(root, json.loads((root / "said.json").read_text()))
 
@@ -165,9 +163,7 @@ def test_from_hdfs_to_hdfs(tmp_path, folder, hdfs):
     for output, engine in (("spark", SPARK), ("local", ())):
         run(*arguments, "--output_dir", f"{hdfs.url}{root}/{output}", *engine)
     run(*arguments, "--output_dir", f"{hdfs.url}{root}/spark", "--verify")
-    assert sorted(store.ls(root, detail=False)) == [
-        f"{root}/{n}" for n in ("local", "set", "spark")
-    ]
+    assert sorted(store.ls(root, detail=False)) == [f"{root}/{n}" for n in ("local", "set", "spark")]
     names = [name.rsplit("/", 1)[-1] for name in store.ls(f"{root}/local", detail=False)]
     found = {
         engine: {name: store.cat_file(f"{root}/{engine}/{name}") for name in names}

@@ -108,9 +108,7 @@ def test_the_command_profiles_what_the_options_of_train_say(dataset, tmp_path, c
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_training_after_a_profile_is_as_without_it_and_a_model_of_ones_own_is_untouched(
-    dataset, tmp_path
-):
+def test_training_after_a_profile_is_as_without_it_and_a_model_of_ones_own_is_untouched(dataset, tmp_path):
     for name in ("plain", "after"):
         ins = entry(dataset, tmp_path / name)
         torch.manual_seed(5)

@@ -69,9 +69,7 @@ def same_start(checkpoint, source):
 
 def test_a_network_of_torchvision_keeps_its_neck(dataset, tmp_path):
     network = "torchvision/mobilenet_v3_small"
-    save_file(
-        random_network(network, EMB, (3, 32, 32)).network.state_dict(), tmp_path / "w.safetensors"
-    )
+    save_file(random_network(network, EMB, (3, 32, 32)).network.state_dict(), tmp_path / "w.safetensors")
     settings = {"set_model_name": network, "set_image_shape": (3, 32, 32)}
     run = entry(
         dataset, tmp_path / "a", **settings, set_neck="norm-linear",
@@ -102,9 +100,7 @@ def test_a_warm_start_takes_network_and_head_but_neither_momentum_nor_position(
     assert "(100.0% of its numbers)" in printed
 
 
-def test_with_last_the_first_start_takes_the_weights_and_the_next_one_resumes(
-    dataset, trained, tmp_path
-):
+def test_with_last_the_first_start_takes_the_weights_and_the_next_one_resumes(dataset, trained, tmp_path):
     settings = {"set_pretrained": trained, "set_checkpoint_dir": "last"}
     first = entry(dataset, tmp_path / "b", **settings).train()
     same_start(first.checkpoint, trained)
@@ -134,9 +130,7 @@ def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
     assert started.head_left == {"head.weight": "is [6, 16], here [9, 16]"}
     assert started.backbone.shapes == {"neck.fc.weight": ((16, 1024), (16, 256))}
     assert 0.5 < started.backbone.share < 1
-    assert any(
-        "neck.fc.weight [16, 1024] here, [16, 256] there" in line for line in started.lines()
-    )
+    assert any("neck.fc.weight [16, 1024] here, [16, 256] there" in line for line in started.lines())
 
 
 def test_a_file_at_a_url_and_one_of_torch_save_give_the_same_start(dataset, trained, tmp_path):
@@ -209,9 +203,7 @@ def test_an_imported_checkpoint_predicts_as_its_network_and_trains_on(dataset, t
     assert warm.warm_start.head == ["head.weight"]
     torch.testing.assert_close(head_rows(warm.checkpoint), rows, rtol=0, atol=1e-5)
 
-    resumed = entry(
-        dataset, tmp_path / "on", set_checkpoint_dir=ck, set_model_name="IResNet18"
-    ).train()
+    resumed = entry(dataset, tmp_path / "on", set_checkpoint_dir=ck, set_model_name="IResNet18").train()
     assert (resumed.steps, resumed.warm_start) == (3, None)
     torch.testing.assert_close(head_rows(resumed.checkpoint), rows, rtol=0, atol=1e-5)
 
@@ -229,9 +221,7 @@ def test_two_ranks_take_their_own_rows_of_a_checkpoint_of_one(dataset, trained, 
     assert done.stdout.count("starting from the weights of") == 1
     for epoch in ("0", "1"):
         same_start(tmp_path / "b" / epoch, trained)
-        torch.testing.assert_close(
-            head_rows(tmp_path / "b" / epoch), head_rows(trained), rtol=0, atol=1e-6
-        )
+        torch.testing.assert_close(head_rows(tmp_path / "b" / epoch), head_rows(trained), rtol=0, atol=1e-6)
 
 
 def test_a_checkpoint_at_a_url_is_fetched_and_started_from(dataset, trained, tmp_path, monkeypatch):

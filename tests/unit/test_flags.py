@@ -80,9 +80,7 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ("#" * 2**20 + "\n", " has more than 1048576 bytes"),
     ],
 )
-def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(
-    text, expected, tmp_path, capsys
-):
+def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(text, expected, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     assert f"error: {file}{expected}" in said_of(capsys, "config", f"--config={file}")
@@ -94,9 +92,7 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
         bomb = f"&a{level} [{bomb}, *a{level - 1 if level else ''}]"
     file = tmp_path / "run.yaml"
     file.write_text(f"optim:\n  groups: {bomb}\n")
-    assert f"{file} has the YAML alias *a in line 2; expected" in said_of(
-        capsys, "config", "--config", file
-    )
+    assert f"{file} has the YAML alias *a in line 2; expected" in said_of(capsys, "config", "--config", file)
     for arguments in (
         ["config", "--optim.groups", bomb],
         ["config", f"--optim.groups={bomb}"],
@@ -125,9 +121,7 @@ def test_numbers_lists_and_nulls_are_read_as_yaml_has_them(tmp_path):
     assert options_from("--head.class_num", "None", "--data.val_targets", "None").values == {
         "head.class_num": None, "data.val_targets": "None"
     }  # fmt: skip
-    assert (
-        options_from("--optim.lr=2", "--config", str(file)).optim.lr == 1e-3
-    )  # the last one counts
+    assert options_from("--optim.lr=2", "--config", str(file)).optim.lr == 1e-3  # the last one counts
 
 
 def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, capsys):

@@ -80,6 +80,4 @@ def test_the_walks_of_the_architecture_page_name_at_most_eight_files_and_what_is
         for path, names in steps:
             source = (ROOT / path).read_text()
             for name in re.findall(r"`(\w+)`", names):
-                assert re.search(rf"^ *(def|class) {name}\b|^    {name}:", source, re.MULTILINE), (
-                    name
-                )
+                assert re.search(rf"^ *(def|class) {name}\b|^    {name}:", source, re.MULTILINE), name

@@ -114,9 +114,7 @@ def change_classes(
         raise OptionError(f"rows is {rows!r}, but nothing is merged; give merge, too")
     for location in (source, destination):
         if is_url(os.fspath(location)):
-            raise OptionError(
-                f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint"
-            )
+            raise OptionError(f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint")
     old, new = Path(source), Path(destination)
     check_destination(old, new)
     with OpenCheckpoint(old) as opened:
@@ -164,9 +162,7 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
     """Return the keys of the tensors that have a row for each class. Raises CheckpointError if none has."""
     info = manifest.tensors.get(_WEIGHT)
     if info is None or len(info.shape) not in (2, 3):
-        raise CheckpointError(
-            f"{folder} has no class rows ({_WEIGHT}), so there are no classes to change"
-        )
+        raise CheckpointError(f"{folder} has no class rows ({_WEIGHT}), so there are no classes to change")
     found = {key for key, info in manifest.tensors.items() if _has_class_rows(info, manifest)}
     for key in sorted(found):
         shape = manifest.tensors[key].shape
@@ -226,9 +222,7 @@ def _option(manifest: Manifest, path: str) -> Any:
     return option.default if value is None else option.saved(value)
 
 
-def _new_names(
-    folder: Path, manifest: Manifest, plan: Plan, added: ClassNames | None
-) -> dict[Role, Tensor]:
+def _new_names(folder: Path, manifest: Manifest, plan: Plan, added: ClassNames | None) -> dict[Role, Tensor]:
     """Return the tensors of the classes' names, if the checkpoint has some; added: of the new classes."""
     names = read_class_names(folder, manifest)
     if names is None:

@@ -42,9 +42,7 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
     manifest = read_manifest(folder)
     last = manifest.lineage[-1] if manifest.lineage else {}
     if not isinstance(last.get("map"), dict):
-        raise CheckpointError(
-            f"{folder} has no {MAP_NAME}: the last thing it went through moved no class"
-        )
+        raise CheckpointError(f"{folder} has no {MAP_NAME}: the last thing it went through moved no class")
     before, size = last.get("classes_before"), last["map"].get("bytes")
     file = folder / MAP_NAME
     if not file.exists():

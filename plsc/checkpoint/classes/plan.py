@@ -156,9 +156,7 @@ def plan_reorder(before: int, found: ClassList) -> Plan:
 
 def _enough(found: ClassList, after: int, before: int) -> int:
     if after < 2:
-        raise DataError(
-            f"{found.name} leaves {after} of {before} classes; a classifier needs two or more"
-        )
+        raise DataError(f"{found.name} leaves {after} of {before} classes; a classifier needs two or more")
     return after
 
 
@@ -217,9 +215,7 @@ def check_distinct(found: ClassList, values: np.ndarray, what: str = "") -> None
         # Of all that come twice, the first in the file.
         second = int(order[same + 1].min())
         first = int(np.flatnonzero(values == values[second])[0])
-        raise found.wrong(
-            second, f"class {values[second]} comes again{what}, after line {first + 1}"
-        )
+        raise found.wrong(second, f"class {values[second]} comes again{what}, after line {first + 1}")
 
 
 def _read(path: Path, columns: int) -> tuple[array[int], str]:
@@ -249,8 +245,7 @@ def _parse(path: Path, file: BinaryIO, columns: int) -> tuple[array[int], str]:
             expected = "a class number" if columns == 1 else "two class numbers, 'from to'"
             got = ascii(line.decode("utf-8", "replace").rstrip("\r\n")[:60])
             raise DataError(
-                f"{path}:{blank or line_number}: expected {expected}, got "
-                f"{'a blank line' if blank else got}"
+                f"{path}:{blank or line_number}: expected {expected}, got {'a blank line' if blank else got}"
             )
         else:
             numbers.extend(map(int, words))

@@ -161,9 +161,7 @@ def _mean_length(weight: StoredTensor) -> float:
 
 def _finite(tensor: StoredTensor, values: Tensor) -> Tensor:
     if not bool(values.isfinite().all()):
-        raise CheckpointError(
-            f"{tensor.key} holds rows that are not finite; choose another checkpoint"
-        )
+        raise CheckpointError(f"{tensor.key} holds rows that are not finite; choose another checkpoint")
     return values
 
 

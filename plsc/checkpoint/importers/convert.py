@@ -103,9 +103,7 @@ def import_checkpoint(
         found.loss_type = loss_type
     classes = found.rows[WEIGHT].shape[0] if WEIGHT in found.rows else 0
     if class_num is not None and classes != class_num:
-        raise CheckpointError(
-            f"{source} has {classes} classes, expected {class_num}; are files missing?"
-        )
+        raise CheckpointError(f"{source} has {classes} classes, expected {class_num}; are files missing?")
     tensors, options, match = _network_of(found, str(source))
     _check_head(found, options)
     rows = _rows_to_write(found)
@@ -203,9 +201,7 @@ def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options,
     model = options.model
     with torch.random.fork_rng(devices=[]):  # what the files lack begins as in a run of this seed
         torch.manual_seed(options.train.seed)
-        built = build_model(
-            model.name, model.emb_size, model.image_shape, model.dropout, model.neck
-        )
+        built = build_model(model.name, model.emb_size, model.image_shape, model.dropout, model.neck)
     state = built.state_dict()
     with torch.no_grad():
         match = match_into(state, found.backbone, source)
@@ -241,9 +237,7 @@ def _check_head(found: Source, options: Options) -> None:
             f"{'biases' if BIAS in found.rows else 'no biases'}; only softmax has some"
         )
     if BIAS in found.rows and found.rows[BIAS].shape != shape[:1]:
-        raise CheckpointError(
-            f"{found.rows[BIAS].shape} biases for {shape[0]} classes; the file is damaged"
-        )
+        raise CheckpointError(f"{found.rows[BIAS].shape} biases for {shape[0]} classes; the file is damaged")
     options.set("head.class_num", shape[0])
 
 
@@ -304,10 +298,7 @@ def _write(
             entries += [entry_of(key, tensor) for key, tensor in tensors.items()]
         shards.append(entries)
     infos = {key: info_of(role_of_key(key), tensor) for key, tensor in tensors.items()}
-    infos |= {
-        key: TensorInfo(shape, "float32", True, role_of_key(key))
-        for key, (_, shape) in rows.items()
-    }
+    infos |= {key: TensorInfo(shape, "float32", True, role_of_key(key)) for key, (_, shape) in rows.items()}
     with publishing_folder(target) as temporary:
         files = write_shards(temporary, shards)
         complete = dataclasses.replace(manifest, tensors=infos, files=files)

@@ -99,9 +99,7 @@ def _read_states(files: dict[int, Path]) -> Source:
         head = content.get("state_dict_softmax_fc") if isinstance(content, dict) else None
         weight = head.get("weight") if isinstance(head, dict) else None
         if not isinstance(weight, Tensor):
-            raise CheckpointError(
-                f"{path} has no class rows: expected state_dict_softmax_fc with a weight"
-            )
+            raise CheckpointError(f"{path} has no class rows: expected state_dict_softmax_fc with a weight")
         weights.append(weight)
         optimizer = _optimizer_state(content)
         momentum = optimizer[-1] if optimizer else None
@@ -148,9 +146,7 @@ def _backbone_in(path: Path) -> Path:
 def _one_tensor(path: Path) -> Tensor:
     tensor = read_tensors(path)
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(
-            f"{path} holds a {type(tensor).__name__}; expected one tensor of rows"
-        )
+        raise CheckpointError(f"{path} holds a {type(tensor).__name__}; expected one tensor of rows")
     return tensor
 
 
@@ -180,9 +176,7 @@ def _optimizer_state(content: Any) -> list[Tensor | None]:
     return [buffer if isinstance(buffer, Tensor) else None for buffer in buffers]
 
 
-def _backbone_momentum(
-    state: Mapping[str, Tensor], momenta: list[Tensor | None]
-) -> dict[str, Tensor]:
+def _backbone_momentum(state: Mapping[str, Tensor], momenta: list[Tensor | None]) -> dict[str, Tensor]:
     """Return the momentum by parameter. A state dict names the parameters in their order, and the buffers."""
     names = [name for name in state if not name.endswith(_BUFFERS)]
     if len(momenta) != len(names) + 1:

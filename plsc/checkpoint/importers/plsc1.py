@@ -94,9 +94,7 @@ def read_plsc1(path: Path, given: Network) -> Source:
     if loss != "dist_softmax":
         rows.pop(BIAS, None)
         rows.pop(BIAS_MOMENTUM, None)
-    return Source(
-        LAYOUT, network, backbone, bool(backbone), rows, momentum, loss_type=loss, notes=notes
-    )
+    return Source(LAYOUT, network, backbone, bool(backbone), rows, momentum, loss_type=loss, notes=notes)
 
 
 def _loss_type(path: Path) -> tuple[str, str]:
@@ -137,9 +135,7 @@ def _drop_partial(path: Path, rows: dict[str, Any]) -> list[str]:
         wanted = rows[WEIGHT].shape[: 1 if key != WEIGHT_MOMENTUM else 2]
         if key in rows and rows[key].shape != wanted:
             if key == BIAS:
-                raise CheckpointError(
-                    f"{path}: {rows[key].shape[0]} biases for {wanted[0]} classes"
-                )
+                raise CheckpointError(f"{path}: {rows[key].shape[0]} biases for {wanted[0]} classes")
             del rows[key]
             notes.append(f"{key} is not there for all classes; it starts afresh")
     return notes

@@ -70,11 +70,7 @@ def join_rows(parts: Sequence[Tensor], what: str) -> RowParts:
     """Return the parts as one tensor; CheckpointError unless all rows are of the same size and kind."""
     first = parts[0]
     for part in parts:
-        fits = (
-            len(part.shape) >= 1
-            and part.shape[1:] == first.shape[1:]
-            and part.dtype.is_floating_point
-        )
+        fits = len(part.shape) >= 1 and part.shape[1:] == first.shape[1:] and part.dtype.is_floating_point
         if not fits:
             raise CheckpointError(
                 f"{what} is {part.dtype} of shape {str(list(part.shape))[:80]} in one file, {first.dtype} "

@@ -54,8 +54,7 @@ def read_state_dict(
     state = strip(unwrap(read_tensors(path, follow_links)))
     if not state:
         raise CheckpointError(
-            f"{path} holds no state dict: expected tensors by name, perhaps under "
-            f"{', '.join(_WRAPPERS)}"
+            f"{path} holds no state dict: expected tensors by name, perhaps under {', '.join(_WRAPPERS)}"
         )
     inside = {name: tensor for name, tensor in state.items() if name.startswith(_BACKBONE)}
     if not inside:
@@ -136,9 +135,7 @@ def _read_torch_file(file: Path) -> Any:
                     f"{_ADVICE}"
                 )
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-                raise CheckpointError(
-                    f"{file} is compressed or damaged, which torch.save never does"
-                )
+                raise CheckpointError(f"{file} is compressed or damaged, which torch.save never does")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of storages and TorchScript
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)

@@ -105,9 +105,7 @@ def read_files(
     return _read(call, table, (np.ascontiguousarray(chosen, np.int64),))
 
 
-def read_ranges(
-    descriptors: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
-) -> Iterator[bytes | None]:
+def read_ranges(descriptors: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> Iterator[bytes | None]:
     """Yield lengths[i] bytes at offsets[i] of the open file descriptors[i] (int32; -1: none); else None.
 
     The caller keeps the files open until the last value has come.
@@ -117,9 +115,7 @@ def read_ranges(
     return _read(call, (), (np.ascontiguousarray(descriptors, np.int32), *places))
 
 
-def _read(
-    call: Any, table: tuple[Any, ...], wanted: tuple[np.ndarray, ...]
-) -> Iterator[bytes | None]:
+def _read(call: Any, table: tuple[Any, ...], wanted: tuple[np.ndarray, ...]) -> Iterator[bytes | None]:
     count = len(wanted[0])
     if call is None:
         yield from [None] * count

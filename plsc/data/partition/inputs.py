@@ -223,9 +223,7 @@ def share_out(
         under_way.append(pool.submit(run, some, first))
         first += len(some)
         # What takes more memory than a buffer is waited for: numbers of short lines, a long line.
-        is_heavy = (
-            len(some) * _HEAVY > buffers.block_bytes or len(some.data) > 2 * buffers.block_bytes
-        )
+        is_heavy = len(some) * _HEAVY > buffers.block_bytes or len(some.data) > 2 * buffers.block_bytes
         del some
         while under_way and (is_heavy or under_way[0].done()):
             yield under_way.popleft().result()

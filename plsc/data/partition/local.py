@@ -121,9 +121,7 @@ def map_inputs(
     files = [_map(one) for one in inputs]
     room = (options.budget.total - _SPARE - sum(map(len, files))) // BYTES_PER_LINE
     pieces = [
-        (index, begin)
-        for index, file in enumerate(files)
-        for begin in range(0, len(file), _PIECE_BYTES)
+        (index, begin) for index, file in enumerate(files) for begin in range(0, len(file), _PIECE_BYTES)
     ]
     counts = [InputCount() for _ in inputs]
     newlines: list[list[np.ndarray]] = [[] for _ in inputs]
@@ -359,9 +357,7 @@ def _split(bucket: Bucket, seed: int, budget: Budget) -> list[Bucket]:
     return spread.buckets
 
 
-def _move(
-    spread: Spread, source: int, at: int, numbers: np.ndarray, sizes: np.ndarray, block: int
-) -> int:
+def _move(spread: Spread, source: int, at: int, numbers: np.ndarray, sizes: np.ndarray, block: int) -> int:
     """Add lines that follow each other in a file from `at` on, about a block at once; return their end."""
     stops = np.cumsum(sizes)
     begin = 0
@@ -377,9 +373,7 @@ def _move(
     return at + int(stops[-1])
 
 
-def write_buckets(
-    buckets: list[Bucket], writer: Writer, seed: int, budget: Budget, pool: Executor
-) -> None:
+def write_buckets(buckets: list[Bucket], writer: Writer, seed: int, budget: Budget, pool: Executor) -> None:
     """Write the lines of all buckets, which are removed on the way."""
     for batch in batches(buckets, seed, budget):
         writer.write(list(pool.map(Bucket.load, batch)), pool)

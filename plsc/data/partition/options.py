@@ -66,19 +66,13 @@ class PartitionOptions:
     """What is partitioned, into what, and with what. Raises OptionError for values that make no sense."""
 
     data_dir: str = declare(MISSING, "folder or fsspec URL of the data files", check=not_empty)
-    nranks: int = declare(
-        MISSING, "number of parts, one for each rank", check=between(1, MOST_RANKS)
-    )
-    file_list: str = declare(
-        "file_list.txt", "list of the data files, in data_dir or a path of its own"
-    )
+    nranks: int = declare(MISSING, "number of parts, one for each rank", check=between(1, MOST_RANKS))
+    file_list: str = declare("file_list.txt", "list of the data files, in data_dir or a path of its own")
     output_dir: str | None = declare(
         None, "folder or fsspec URL to make; when not set, <data_dir>/partition_<nranks>"
     )
     seed: int = declare(0, "of the shuffle")
-    memory: str = declare(
-        "512M", "bound on the memory used beyond the interpreter's, such as 512M or 8G"
-    )
+    memory: str = declare("512M", "bound on the memory used beyond the interpreter's, such as 512M or 8G")
     workers: int | None = declare(
         None, "threads; when not set, one per core, at most 8", check=between(1, 64)
     )
@@ -106,20 +100,14 @@ class PartitionOptions:
         "damage them, which --verify reports",
     )
     delete_inputs: bool = declare(False, "delete the data files once the output is published")
-    dry_run: bool = declare(
-        False, "read and check the inputs, say what would be written, write nothing"
-    )
-    verify: bool = declare(
-        False, "check an existing output folder against its inputs, write nothing"
-    )
+    dry_run: bool = declare(False, "read and check the inputs, say what would be written, write nothing")
+    verify: bool = declare(False, "check an existing output folder against its inputs, write nothing")
 
     def __post_init__(self) -> None:
         for name, spec in specs_of("", PartitionOptions).items():
             object.__setattr__(self, name, spec.checked(getattr(self, name)))
         if self.no_sync and self.engine == "spark":
-            raise OptionError(
-                "--no_sync is for --engine local; the executors of spark sync their parts"
-            )
+            raise OptionError("--no_sync is for --engine local; the executors of spark sync their parts")
         if self.master and self.engine != "spark":
             raise OptionError("--master is set, but not --engine spark; pass both")
         for first, second in (

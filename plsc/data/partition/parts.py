@@ -30,9 +30,7 @@ _WORDS = 2**15
 _CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
 _LINES_AT_ONCE = 2**14  # copied by one call; the progress bar moves in between
 _MODULUS = 2**64
-_FACTORS = splitmix64_of(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(
-    1
-)  # c(j) of the first words
+_FACTORS = splitmix64_of(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)  # c(j) of the first words
 
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CHECKSUM = ("plsc_checksum", (_pointer, _long, _long, _pointer))
@@ -173,9 +171,7 @@ def part_names(nranks: int) -> list[str]:
 class Parts:
     """One file per rank, each with `lines_each` lines. Several threads may write runs at once."""
 
-    def __init__(
-        self, folder: Path, nranks: int, lines_each: int, on_bytes: Callable[[int], object]
-    ) -> None:
+    def __init__(self, folder: Path, nranks: int, lines_each: int, on_bytes: Callable[[int], object]) -> None:
         self.paths = [folder / name for name in part_names(nranks)]
         self.lines_each = lines_each
         self.sizes = [0] * nranks

@@ -92,9 +92,7 @@ def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
     return _counts_of(options, total) | {"content_bytes": total.content_bytes}
 
 
-def _write(
-    options: PartitionOptions, inputs: list[Input], folder: Path, temporary: Path
-) -> dict[str, Any]:
+def _write(options: PartitionOptions, inputs: list[Input], folder: Path, temporary: Path) -> dict[str, Any]:
     """Write the parts, their list and the manifest into `folder`, which is not published yet."""
     budget = options.budget
     expected = sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
@@ -108,9 +106,7 @@ def _write(
                     loaded, counts = local.map_inputs(inputs, options, progress.update, pool)
             if loaded is None:
                 _check_room(folder, temporary, expected, budget.workers * budget.bucket)
-                buckets, counts = local.spread_inputs(
-                    inputs, options, expected, temporary, progress.update
-                )
+                buckets, counts = local.spread_inputs(inputs, options, expected, temporary, progress.update)
         lines = _report(counts, options).lines
         padding = padding_lines(options.seed, lines, options.nranks)
         with progress_bar("writing", sum(one.content_bytes for one in counts)) as progress:
@@ -127,9 +123,7 @@ def _write(
     return manifest
 
 
-def _run_on_spark(
-    options: PartitionOptions, inputs: list[Input], workspace: Workspace
-) -> dict[str, Any]:
+def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Workspace) -> dict[str, Any]:
     """Let the executors write the parts where they will stay, then add the manifest and publish."""
     from plsc.data.partition import spark  # an extra
 
@@ -191,9 +185,7 @@ def _manifest(
         ],
         "parts": [
             {"name": name, "size": size, "checksum": f"{checksum:016x}"}
-            for name, size, checksum in zip(
-                part_names(options.nranks), sizes, checksums, strict=True
-            )
+            for name, size, checksum in zip(part_names(options.nranks), sizes, checksums, strict=True)
         ],
     }
 

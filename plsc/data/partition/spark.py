@@ -163,9 +163,7 @@ def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
                     yield (position // plan.lines_each, 1, position), content + b"\n"
 
 
-def _store(
-    rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str
-) -> Iterator[Written]:
+def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str) -> Iterator[Written]:
     """Write a part; a task that is run twice, or by two executors at once, does no harm."""
     with contextlib.ExitStack() as stack:
         if is_url(target):

@@ -114,9 +114,7 @@ def _digest_parts(options: PartitionOptions, manifest: dict[str, Any]) -> int:
             with streamed(join(options.output, part["name"])) as file:
                 found = digest.add(file, name)
             if found.lines != manifest["lines_per_rank"]:
-                raise DataError(
-                    f"{name} has {found.lines} lines, expected {manifest['lines_per_rank']}"
-                )
+                raise DataError(f"{name} has {found.lines} lines, expected {manifest['lines_per_rank']}")
             if (found.content_bytes, found.checksum) != (part["size"], int(part["checksum"], 16)):
                 raise DataError(f"{name} is damaged: its size or checksum is not the manifest's")
     return digest.total

@@ -151,17 +151,13 @@ def read_image_file(path: bytes | str | Path) -> bytes:
             check_image_bytes(status.st_size)
             return file.readall()
     except FileNotFoundError:
-        raise DataError(
-            "the image file is missing; add it or take its entry out", kind="missing"
-        ) from None
+        raise DataError("the image file is missing; add it or take its entry out", kind="missing") from None
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror}); check the file") from error
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(
-        path, flags | getattr(os, "O_NONBLOCK", 0)
-    )  # else a named pipe waits for a writer
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a named pipe waits for a writer
 
 
 def check_labels(source: Source, class_num: int) -> None:

@@ -17,9 +17,7 @@ IMAGE_COLUMNS = (
     *("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png"),
     *("webp", "base64", "image_base64", "bytes", "image_bytes", "data"),
 )
-LABEL_COLUMNS = (
-    *("label", "labels", "class", "cls", "class_id", "identity", "id", "target", "fine_label"),
-)
+LABEL_COLUMNS = (*("label", "labels", "class", "cls", "class_id", "identity", "id", "target", "fine_label"),)
 
 
 Label = bytes | str | int
@@ -27,9 +25,7 @@ _MAX_DIGITS = 18  # all such numbers fit int64
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?")
 
 
-def choose_column(
-    given: str | None, columns: Sequence[str], known: Sequence[str], what: str
-) -> str:
+def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str], what: str) -> str:
     """Return the column `given`, or else the first of the `known` names that is there.
 
     what: ``image`` or ``label``, for the message. Raises OptionError that lists the columns there are.
@@ -85,9 +81,7 @@ class LabelReader:
                 self._numbers.append(int(text))
                 return
             if len(self._numbers) or _NUMBER.fullmatch(text):
-                raise DataError(
-                    f"a label must be a whole number of 0 or more, got '{printable(text[:100])}'"
-                )
+                raise DataError(f"a label must be a whole number of 0 or more, got '{printable(text[:100])}'")
             self._codes = {}
         self._numbers.append(self._codes.setdefault(text, len(self._codes)))
 
@@ -117,9 +111,7 @@ def _is_class_id(value: Label) -> bool:
     return value.isdigit() and value.isascii() and len(value) <= _MAX_DIGITS
 
 
-def with_label_map(
-    labels: np.ndarray, names: list[str] | None, label_map: str | Path | None
-) -> np.ndarray:
+def with_label_map(labels: np.ndarray, names: list[str] | None, label_map: str | Path | None) -> np.ndarray:
     """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
     if label_map is None:
         return labels
@@ -165,9 +157,7 @@ def _parse_lines(path: Path, text: str) -> dict[str, int]:
             continue
         name, _, label = line.rpartition("\t")
         if not name or not (label.isascii() and label.isdigit() and len(label) <= 18):
-            raise DataError(
-                f"{path}:{number}: expected 'name<TAB>id', got '{printable(line[:200])}'"
-            )
+            raise DataError(f"{path}:{number}: expected 'name<TAB>id', got '{printable(line[:200])}'")
         if name in ids:
             raise DataError(f"{path}:{number}: the name '{printable(name)}' comes a second time")
         ids[name] = int(label)

@@ -59,9 +59,7 @@ class LabelFileSource(FileSource):
                 while line := lines.readline(_MAX_LINE_BYTES):
                     number += 1
                     if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-                        raise DataError(
-                            f"label.txt:{number} is over {_MAX_LINE_BYTES} bytes long; fix it"
-                        )
+                        raise DataError(f"label.txt:{number} is over {_MAX_LINE_BYTES} bytes long; fix it")
                     if number == 1:
                         line = line.removeprefix(b"\xef\xbb\xbf")
                     line = line.strip()
@@ -178,9 +176,7 @@ def _checked_depth(root: Path, counts: Mapping[str, int], class_depth: int | Non
     if nested:
         choices = range(1, min(5, _depth(shallowest)) + 1)
         classes = {n: len(_folders_at(counts, n)) for n in choices}
-        there = [
-            f"with set_class_depth({n}) there are {count} classes" for n, count in classes.items()
-        ]
+        there = [f"with set_class_depth({n}) there are {count} classes" for n, count in classes.items()]
         raise DataError(
             f"in {len(nested)} of {classes[1]} class folders of {root} images lie in further folders; "
             f"{', '.join(there)}"

@@ -117,9 +117,7 @@ def _digest_of_names(files: Sequence[str | Path]) -> str:
 def _check_unchanged(files: Sequence[str | Path], before: list[Fingerprint]) -> None:
     for file, fingerprint in zip(files, before, strict=True):
         if fingerprint_of(file) != fingerprint:
-            raise DataError(
-                f"{file} changed while its index was built; start again when it is whole"
-            )
+            raise DataError(f"{file} changed while its index was built; start again when it is whole")
 
 
 def _save(path: Path, kind: str, identity: list[list[Any]], arrays: Arrays) -> None:

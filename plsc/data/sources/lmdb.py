@@ -63,8 +63,6 @@ def _environment(process: int, path: str) -> Any:
         raise DataError(f"{path} needs the package lmdb; pip install 'plsc[lmdb]'") from error
     is_folder = Path(path).is_dir()
     try:
-        return lmdb.open(
-            path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False
-        )
+        return lmdb.open(path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False)
     except lmdb.Error as error:
         raise DataError(f"{path} is no LMDB environment ({error})") from error

@@ -166,9 +166,7 @@ def _names_in(location: str) -> list[str]:
     if not is_url(location):
         return [path.name for path in Path(location).iterdir()]
     filesystem, inside = open_filesystem(location)
-    found = with_retries(
-        lambda: filesystem.ls(inside, detail=False), f"{shown(location)} cannot be listed"
-    )
+    found = with_retries(lambda: filesystem.ls(inside, detail=False), f"{shown(location)} cannot be listed")
     return [base_name(name) for name in found]
 
 

@@ -62,9 +62,7 @@ class ParquetSource(ColumnSource):
                 self._ends.append(rows)
             self._read_labels(shard, labels)
             if len(labels) != rows:
-                raise DataError(
-                    f"{self._groups.title(shard)}: its row groups do not add up; write it anew"
-                )
+                raise DataError(f"{self._groups.title(shard)}: its row groups do not add up; write it anew")
         if not rows:
             raise DataError(f"{self._groups.title(0)} holds no rows")
         return labels.arrays()
@@ -78,9 +76,7 @@ class ParquetSource(ColumnSource):
     def _stored_at(self, index: int) -> bytes:
         group = bisect_right(self._ends, index)
         row = index - (self._ends[group - 1] if group else 0)
-        image: bytes | None = self._groups.group(*self._place_of_group[group], self._leaf)[
-            row
-        ].as_py()
+        image: bytes | None = self._groups.group(*self._place_of_group[group], self._leaf)[row].as_py()
         if image is None:
             raise DataError("the image is missing; fill it in, or take the row out", kind="missing")
         return image
@@ -205,9 +201,7 @@ class RowGroups:
             column = pc.struct_field(column, name)
         expected = file.metadata.row_group(number).num_rows
         if len(column) != expected:
-            raise ValueError(
-                f"{len(column)} rows of {expected} of row group {number} could be read"
-            )
+            raise ValueError(f"{len(column)} rows of {expected} of row group {number} could be read")
         return column
 
     def _open(self, shard: int) -> pq.ParquetFile:

@@ -155,9 +155,7 @@ def _join(data: Bytes, position: int, number: int) -> tuple[int, bytes]:
     return position, unframe(data.read_at(start, position - start))
 
 
-def _damaged(
-    data: Bytes, position: int, number: int, end: int, content_bytes: int, flag: int
-) -> DataError:
+def _damaged(data: Bytes, position: int, number: int, end: int, content_bytes: int, flag: int) -> DataError:
     if end > data.size:
         fault = f"ends at byte {end} of {data.size}: the file is truncated, or its length is wrong"
     elif content_bytes < HEADER.size:
@@ -203,15 +201,11 @@ def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         )
     unique, counts = np.unique(all_keys, return_counts=True)
     if len(unique) < len(all_keys):
-        raise DataError(
-            f"{name}: key {unique[counts > 1][0]} comes twice; remove the .idx, it is not needed"
-        )
+        raise DataError(f"{name}: key {unique[counts > 1][0]} comes twice; remove the .idx, it is not needed")
     return all_keys, rows
 
 
-def insightface_images(
-    records: Records, keys: np.ndarray, rows: np.ndarray, name: str
-) -> np.ndarray | None:
+def insightface_images(records: Records, keys: np.ndarray, rows: np.ndarray, name: str) -> np.ndarray | None:
     """Return which entries of `keys` are images, in the order of their keys; None for other layouts.
 
     insightface: record 0 has two labels and no image. Its first label is the key after the last image; a
@@ -244,9 +238,7 @@ def insightface_images(
 def frame(content: bytes) -> bytes:
     """Return the content as a record; DataError if it is 2^29 bytes or more."""
     if len(content) > LENGTH_MASK:
-        raise DataError(
-            f"a record of {len(content)} bytes is too long; RecordIO allows {LENGTH_MASK}"
-        )
+        raise DataError(f"a record of {len(content)} bytes is too long; RecordIO allows {LENGTH_MASK}")
     cuts = []
     position = content.find(MAGIC_BYTES)
     while position >= 0:
@@ -299,9 +291,7 @@ def image_of(content: bytes) -> bytes:
     if start > len(content):
         raise DataError(f"has {len(content)} bytes, but its header announces {flag} labels")
     if start == len(content):
-        raise DataError(
-            "holds no image (0 bytes after its header); take the record out", kind="empty"
-        )
+        raise DataError("holds no image (0 bytes after its header); take the record out", kind="empty")
     return content[start:]
 
 

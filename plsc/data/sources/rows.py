@@ -50,9 +50,7 @@ def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
         if not line:
             return
         if len(line) > MAX_LINE_BYTES:
-            raise DataError(
-                f"{shown(data.location)}:{number} is over {MAX_LINE_BYTES} bytes long; fix it"
-            )
+            raise DataError(f"{shown(data.location)}:{number} is over {MAX_LINE_BYTES} bytes long; fix it")
         mark = len(_BYTE_ORDER_MARK) if number == 1 and line.startswith(_BYTE_ORDER_MARK) else 0
         yield number, offset + mark, line[mark:]
         offset += len(line)
@@ -88,9 +86,7 @@ class RowSource(ColumnSource):
             raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
         kind = f"{self._index_kind()}{'-names' if labels.names_wanted else ''}"
         index = load_or_build([location], kind, lambda: self._build(labels))
-        self._offsets, self._lengths, self._lines = (
-            index[name] for name in ("offsets", "lengths", "lines")
-        )
+        self._offsets, self._lengths, self._lines = (index[name] for name in ("offsets", "lengths", "lines"))
         try:
             self._is_base64 = _is_base64(self._image_text(self._stored_at(0)))
         except DataError as error:
@@ -244,9 +240,7 @@ def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
         elif not line.isspace():
             yield number, offset, line
     if held:
-        raise DataError(
-            f"{shown(data.location)}:{first}: a quote that opens here does not close; fix it"
-        )
+        raise DataError(f"{shown(data.location)}:{first}: a quote that opens here does not close; fix it")
 
 
 def _refuse_constant(name: str) -> Any:
@@ -276,9 +270,7 @@ class JsonLinesSource(RowSource):
     def _label_in(self, row: bytes) -> Label:
         label = _object(row).get(self._label)
         if type(label) is not int and not isinstance(label, str):
-            raise DataError(
-                f"the label {self._label!r} is {_kind(label)}; expected a number or a name"
-            )
+            raise DataError(f"the label {self._label!r} is {_kind(label)}; expected a number or a name")
         return label
 
     def _image_text(self, row: bytes) -> str:

@@ -53,9 +53,7 @@ class TarSource(ColumnSource):
         choice = json.dumps([image, label, labels.names_wanted]).encode()
         kind = f"tar-1-{hashlib.sha256(choice).hexdigest()[:8]}"
         index = load_or_build(files, kind, lambda: self._build(labels))
-        self._shard, self._offsets, self._lengths = (
-            index[name] for name in ("shards", "offsets", "lengths")
-        )
+        self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
         self._keys, self._key_ends = index["keys"], index["key_ends"]
         return index
 
@@ -102,9 +100,7 @@ class TarSource(ColumnSource):
             return sample.members[found[0]]
         there = ", ".join(f".{printable(suffix)}" for suffix in sorted(sample.members))
         if found:
-            raise OptionError(
-                f"{sample.place} has several images ({there}); name one: image_column"
-            )
+            raise OptionError(f"{sample.place} has several images ({there}); name one: image_column")
         raise DataError(
             f"{sample.place} has no image {self._image or ''}; it has {there}; add it, or take them out"
         )
@@ -150,9 +146,7 @@ def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
         if member.isdir() or not stem or not dot:
             continue
         if member.offset_data + member.size > data.size:
-            raise DataError(
-                f"{title} is truncated in '{printable(member.name)}'; copy or write it anew"
-            )
+            raise DataError(f"{title} is truncated in '{printable(member.name)}'; copy or write it anew")
         key, suffix = f"{folder}{slash}{stem}", suffix.lower()
         if sample is None or key != sample.key:
             if sample is not None:
@@ -183,9 +177,7 @@ def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[Tar
     """
     try:
         bounded: Any = _Bounded(file)
-        with tarfile.TarFile(
-            fileobj=bounded, encoding="utf-8", errors="surrogateescape"
-        ) as archive:
+        with tarfile.TarFile(fileobj=bounded, encoding="utf-8", errors="surrogateescape") as archive:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all of them
                 yield _checked(member, title)
@@ -228,13 +220,8 @@ class _Bounded:
 def _checked(member: TarInfo, title: str) -> TarInfo:
     """Return a member, its name made a relative path; DataError for one that is no plain file or folder."""
     is_plain = member.type == tarfile.REGTYPE and member.sparse is None  # the usual case
-    if (
-        not (is_plain or member.isdir() or (member.isreg() and not member.issparse()))
-        or member.size < 0
-    ):
-        what = next(
-            (name for kinds, name in _REFUSED.items() if member.type in kinds), "no plain file"
-        )
+    if not (is_plain or member.isdir() or (member.isreg() and not member.issparse())) or member.size < 0:
+        what = next((name for kinds, name in _REFUSED.items() if member.type in kinds), "no plain file")
         raise DataError(f"{title}: '{printable(member.name)}' is {what}; only files can be read")
     if not is_plain and member.isdir():
         member.size = 0

@@ -82,9 +82,7 @@ class _Run(ctypes.Structure):
 def unavailable(products: torch.dtype = torch.float32) -> str | None:
     """Return None where the kernels can be used, with products of this type, else the reason in words."""
     if not _LIBRARY.exists():
-        return (
-            f"{_LIBRARY.name} has not been built: install the package where there is a C compiler"
-        )
+        return f"{_LIBRARY.name} has not been built: install the package where there is a C compiler"
     try:
         library = _library()
         abi = library.plsc_abi()
@@ -167,9 +165,7 @@ class NativeBackend(TorchBackend):
         torch.autograd.graph.increment_version(weight)
         return bias
 
-    def _update(
-        self, context: ForwardContext, tile: slice, rule: _Rule, out: Tensor | None
-    ) -> Tensor | None:
+    def _update(self, context: ForwardContext, tile: slice, rule: _Rule, out: Tensor | None) -> Tensor | None:
         rows, unit = context.rows, context.queries.unit
         bias = None if rows.bias is None else unit.new_empty(tile.stop - tile.start)
         parts = (_rows(rows), _queries(context.queries, rows), _gradient(context))
@@ -268,9 +264,7 @@ def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, weight: Tensor
     return c_rule
 
 
-def _checked(
-    name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
-) -> int | None:
+def _checked(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
     """Return the address of a tensor; ValueError unless C may read it as a plain array of this shape."""
     if tensor is None:
         return None

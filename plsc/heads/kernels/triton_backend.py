@@ -233,9 +233,7 @@ def _fits(rows: Rows, queries: Queries) -> bool:
     )
 
 
-def _logit_arguments(
-    c: Tensor | None, rows: Rows, queries: Queries, tile: slice
-) -> tuple[object, ...]:
+def _logit_arguments(c: Tensor | None, rows: Rows, queries: Queries, tile: slice) -> tuple[object, ...]:
     """Return what both kernels that compute logits begin with."""
     threshold = queries.threshold
     return (

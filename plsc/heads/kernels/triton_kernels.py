@@ -54,9 +54,7 @@ def exponentials(
     block = tl.program_id(1)
     column = block * size + tl.arange(0, size)
     inside = column < count
-    z, slope = _logits(
-        c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
-    )
+    z, slope = _logits(c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor)
     other = inside & (start + column != tl.load(target + sample))
     p = tl.where(other, tl.exp(z - tl.load(shift + sample)), 0.0)
     tl.store(partial + block * samples + sample, tl.sum(p))
@@ -131,9 +129,7 @@ def update(
                 noise_key, lr, weight_decay, rest1, rest2, log_beta1, log_beta2, eps,
             )  # fmt: skip
         else:
-            w = _adagrad(
-                w, g, state + row, inside, row_number, noise_key, lr, weight_decay, eps, dimension
-            )
+            w = _adagrad(w, g, state + row, inside, row_number, noise_key, lr, weight_decay, eps, dimension)
         _store(weight + place, w, inside, row_number, column, noise_key)
 
 

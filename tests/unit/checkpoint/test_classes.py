@@ -128,9 +128,7 @@ def test_every_change_equals_the_naive_one(tmp_path, case, seed):
     assert {path.name: path.read_bytes() for path in source.iterdir()} == bytes_before
     for rank in range(files):  # what belongs to a rank stays in its file
         with safe_open(tmp_path / "grown" / sorted(before.files)[rank], framework="pt") as file:
-            assert torch.equal(
-                file.get_tensor(f"rank{rank}.backbone.mean"), torch.arange(4.0) + rank
-            )
+            assert torch.equal(file.get_tensor(f"rank{rank}.backbone.mean"), torch.arange(4.0) + rank)
     assert load_weights(tmp_path / "grown").keys() == {"head.weight", "count", "empty"}
 
 
@@ -330,9 +328,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     file = folder.parent / "c" / "manifest.json"
     file.write_text(file.read_text().replace('"head.weight"', '"head.w"'))
     assert "which has another key" in refusal(folder.parent / "c", new, grow=1)
-    file.write_text(
-        file.read_text().replace('"head.w"', '"heads.a.weight"').replace('"of": ""', '"of": "a"')
-    )
+    file.write_text(file.read_text().replace('"head.w"', '"heads.a.weight"').replace('"of": ""', '"of": "a"'))
     assert "not in the manifest" in refusal(folder.parent / "c", new, grow=1)
     broken = torch.zeros(4, 6)
     broken[2, 3] = torch.nan

@@ -114,9 +114,7 @@ def kill_a_new_save(tmp_path):
     def check(folder, lived):
         assert saved_step(folder / "1") == 1
         assert names(folder) in ([["1", "2"]] if lived else [["1"], ["1", "2"]])
-        assert [manifest.step for _, manifest in list_checkpoints(folder)] == [1, 2][
-            : len(names(folder))
-        ]
+        assert [manifest.step for _, manifest in list_checkpoints(folder)] == [1, 2][: len(names(folder))]
 
     every_moment(tmp_path, lambda f: save(f, "1", 1), lambda f: save(f, "2", 2), check)
 

@@ -85,9 +85,7 @@ def refusal(source, target, **options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_arcface_torch_comes_over_whole_for_any_number_of_ranks(
-    arcface_torch, iresnet, tmp_path, ranks
-):
+def test_arcface_torch_comes_over_whole_for_any_number_of_ranks(arcface_torch, iresnet, tmp_path, ranks):
     imported = import_checkpoint(arcface_torch, tmp_path / "ck", ranks=ranks)
     tensors, manifest = tensors_of(tmp_path / "ck")
     same_backbone(tensors, iresnet)
@@ -197,10 +195,7 @@ def test_half_precision_rows_are_widened(tmp_path):
 
 
 def test_the_command_prints_what_came_over(arcface_torch, tmp_path, capsys):
-    assert (
-        main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck"), "--ranks", "2"])
-        == 0
-    )
+    assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck"), "--ranks", "2"]) == 0
     printed = capsys.readouterr().out
     assert "IResNet18, embeddings of 16" in printed
     assert "(100.0% of its numbers)" in printed
@@ -247,9 +242,7 @@ def test_a_missing_shard_is_noticed(broken, tmp_path):
     assert "none of rank 1" in refusal(broken, tmp_path / "ck")
 
 
-def test_the_last_shard_missing_is_noticed_by_its_size_or_by_the_number_of_classes(
-    broken, tmp_path
-):
+def test_the_last_shard_missing_is_noticed_by_its_size_or_by_the_number_of_classes(broken, tmp_path):
     (broken / "checkpoint_gpu_2.pt").unlink()
     assert "expected 11" in refusal(broken, tmp_path / "ck", class_num=11)
 
@@ -275,9 +268,7 @@ def test_rows_that_are_not_finite_are_refused_with_their_class(tmp_path, value):
     rows = ROWS.clone()
     rows[7, 3] = value
     source = save_plsc1(tmp_path / "old", rows, 2)
-    assert "head.weight from class 6 holds numbers that are not finite" in refusal(
-        source, tmp_path / "ck"
-    )
+    assert "head.weight from class 6 holds numbers that are not finite" in refusal(source, tmp_path / "ck")
 
 
 @pytest.mark.parametrize(
@@ -343,9 +334,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(arcface_torch, tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("plsc.checkpoint.save.write_shard", full)
-    assert "No space left on device; nothing was published" in refusal(
-        arcface_torch, tmp_path / "ck"
-    )
+    assert "No space left on device; nothing was published" in refusal(arcface_torch, tmp_path / "ck")
 
 
 WITH_LITTLE_MEMORY = """

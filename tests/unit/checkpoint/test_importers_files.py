@@ -78,9 +78,7 @@ def test_any_rows_of_any_layout_are_those_of_the_tensor(tmp_path_factory, rows, 
     start = data.draw(st.integers(0, rows))
     stop = data.draw(st.integers(start, rows))
     pieces = list(RowParts(tuple(parts)).pieces(start, stop))
-    assert torch.equal(
-        torch.cat([torch.zeros(0, width), *[p for _, p in pieces]]), whole[start:stop]
-    )
+    assert torch.equal(torch.cat([torch.zeros(0, width), *[p for _, p in pieces]]), whole[start:stop])
     assert RowParts(tuple(parts)).shape == (rows, width)
 
 
@@ -97,9 +95,7 @@ class MaliciousByBuild:
 @pytest.mark.parametrize("new", [True, False])
 @pytest.mark.parametrize("thing", [Malicious(), MaliciousByBuild()])
 def test_a_pickle_that_runs_code_is_refused_by_name_and_does_not_run(tmp_path, thing, new):
-    torch.save(
-        {"a": torch.ones(2), "b": thing}, tmp_path / "a.pt", _use_new_zipfile_serialization=new
-    )
+    torch.save({"a": torch.ones(2), "b": thing}, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
     assert "posix.system" in refusal(read_tensors, tmp_path / "a.pt")
     assert not os.path.exists("/tmp/plsc-must-not-exist")  # noqa: PTH110
 
@@ -279,9 +275,7 @@ def test_wrappers_and_prefixes_are_taken_off(tmp_path, wrap):
 
 
 def test_the_last_layer_of_a_vision_transformer_is_not_taken_for_class_rows(tmp_path):
-    save_file(
-        {"cls_token": torch.ones(2), "head.weight": torch.ones(2, 2)}, tmp_path / "a.safetensors"
-    )
+    save_file({"cls_token": torch.ones(2), "head.weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")
     backbone, head = read_state_dict(tmp_path / "a.safetensors")
     assert (len(backbone), head) == (2, {})
 

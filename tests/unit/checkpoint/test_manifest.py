@@ -68,9 +68,7 @@ def test_a_huge_manifest_is_refused_unread(tmp_path):
     assert "is larger than" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "nonsense", '{"a": NaN}', "[" * 200_000, "1" * 5000, "\xff"]
-)
+@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', "[" * 200_000, "1" * 5000, "\xff"])
 def test_what_is_no_json_is_refused(text, tmp_path):
     (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
     assert "is not JSON" in refusal(tmp_path)
@@ -120,9 +118,7 @@ def test_a_missing_field_is_named(key, tmp_path):
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
 

@@ -211,9 +211,7 @@ def test_a_tensor_of_another_type_or_name_than_the_manifest_says_is_found(saved)
     tensors, sharded = make_state()
     tensors["head.weight"] = sharded["head.weight"].local
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
-    assert "the manifest says int64" in forge(
-        saved, {**tensors, "model.n": torch.tensor(1.5)}, places
-    )
+    assert "the manifest says int64" in forge(saved, {**tensors, "model.n": torch.tensor(1.5)}, places)
     more, where = {**tensors, "x": torch.zeros(2)}, {**places, "x": at(0)}
     assert "'x' is not in the manifest" in forge(saved, more, where)
 

@@ -14,9 +14,7 @@ from plsc.seeds import hash_key, splitmix64
 
 IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PICTURE = np.array(smooth_picture(3, 40, 36))
-EVERYTHING = Augmentation(
-    flip=True, crop_padding=3, low_resolution=0.5, colour=(0.4, 0.3, 0.5), erase=0.5
-)
+EVERYTHING = Augmentation(flip=True, crop_padding=3, low_resolution=0.5, colour=(0.4, 0.3, 0.5), erase=0.5)
 
 
 def augmented(image: np.ndarray, augmentation: Augmentation, sample: int, epoch: int = 0):
@@ -37,13 +35,8 @@ def test_splitmix64_gives_the_published_sequence():
 
 
 def test_the_draws_of_a_seed_are_fixed_for_ever():
-    assert (
-        Draws(7, 2, 9).uniform(Operation.FLIP) == (hash_key(7, 2, 9, Operation.FLIP) >> 11) / 2**53
-    )
-    assert (
-        Draws(7, 2, 9).uniform(Operation.CROP, 1)
-        == (hash_key(7, 2, 9, Operation.CROP, 1) >> 11) / 2**53
-    )
+    assert Draws(7, 2, 9).uniform(Operation.FLIP) == (hash_key(7, 2, 9, Operation.FLIP) >> 11) / 2**53
+    assert Draws(7, 2, 9).uniform(Operation.CROP, 1) == (hash_key(7, 2, 9, Operation.CROP, 1) >> 11) / 2**53
 
 
 def test_about_half_of_the_images_are_flipped_and_each_epoch_others():
@@ -60,9 +53,7 @@ def test_the_flips_of_a_batch_are_those_of_its_samples():
 
 
 def test_with_everything_off_the_image_is_untouched():
-    assert all(
-        np.array_equal(augmented(IMAGE, Augmentation(flip=False), i), IMAGE) for i in range(9)
-    )
+    assert all(np.array_equal(augmented(IMAGE, Augmentation(flip=False), i), IMAGE) for i in range(9))
 
 
 def test_everything_together_is_a_function_of_sample_and_epoch():
@@ -123,9 +114,7 @@ def test_low_resolution_takes_away_detail_and_keeps_the_mean():
 
 def test_colours_change_within_their_strengths():
     flat = np.full((8, 8, 3), 100, dtype=np.uint8)
-    values = [
-        augmented(flat, Augmentation(False, colour=(0.2, 0, 0)), i)[0, 0, 0] for i in range(99)
-    ]
+    values = [augmented(flat, Augmentation(False, colour=(0.2, 0, 0)), i)[0, 0, 0] for i in range(99)]
     assert 80 <= min(values) < 90
     assert 110 < max(values) <= 120
     grey = [augmented(PICTURE, Augmentation(False, colour=(0, 0, 1.0)), i) for i in range(50)]

@@ -118,10 +118,7 @@ class TestReader:
     def test_each_rank_reads_its_parts_in_the_order_of_the_lines(self, tmp_path):
         folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 1, "d": 2}, classes=6)
         read = [
-            [
-                label
-                for _, label in base64_reader.train(folder, "file_list.txt", 6, (3, 24, 20), r, 2)()
-            ]
+            [label for _, label in base64_reader.train(folder, "file_list.txt", 6, (3, 24, 20), r, 2)()]
             for r in range(2)
         ]
         assert read == [[0, 1, 2], [3, 4, 5]]
@@ -146,9 +143,7 @@ class TestReader:
         assert np.array_equal(first, np.array(smooth_picture(0)).transpose(2, 0, 1))
         assert label == 0
 
-    @pytest.mark.parametrize(
-        "names", [("RANK", "WORLD_SIZE"), ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")]
-    )
+    @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")])
     def test_the_launcher_says_which_rank_it_is(self, tmp_path, monkeypatch, names):
         for name, value in zip(names, ("1", "2"), strict=True):
             monkeypatch.setenv(name, value)

@@ -47,17 +47,13 @@ def caches(folder: Path, limit: int, count: int):
 
 
 def batches_of(source, epoch=0, threads=2):
-    loader = SourceLoader(
-        source, BatchPlan(len(source), 4, 1, 0), 0, Recipe(SHAPE, 0), num_workers=threads
-    )
+    loader = SourceLoader(source, BatchPlan(len(source), 4, 1, 0), 0, Recipe(SHAPE, 0), num_workers=threads)
     return list(loader.epoch(epoch))
 
 
 @pytest.mark.parametrize("decoded", [False, True])
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_each_sample_is_read_once_and_the_batches_are_the_same(
-    label_folder, tmp_path, kind, decoded
-):
+def test_each_sample_is_read_once_and_the_batches_are_the_same(label_folder, tmp_path, kind, decoded):
     plain = open_source(label_folder(12))
     counting = Counting(plain)
     cached = CachedSource(counting, caches(tmp_path, BIG, 12)[kind], SHAPE, decoded)

@@ -135,9 +135,7 @@ def test_every_hostile_image_is_tried(hostile_images):
     assert set(HOSTILE) == set(hostile_images)
 
 
-@pytest.mark.parametrize(
-    "kind", ["png of 100000x100000", "png of 9000x9000", "jpeg of 65000x65000"]
-)
+@pytest.mark.parametrize("kind", ["png of 100000x100000", "png of 9000x9000", "jpeg of 65000x65000"])
 def test_a_declared_size_over_the_limit_is_refused_before_decoding(kind, hostile_images):
     with pytest.raises(DataError, match="limit of 64 megapixels"):
         decode_image(hostile_images[kind], SHAPE)

@@ -76,9 +76,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
 @pytest.mark.parametrize("image", ["null", "3", '["a.jpg"]'])
 def test_an_image_that_is_no_text_is_named_when_it_is_read(tmp_path, image):
     source = JsonLinesSource(write(tmp_path, f'{GOOD}\n{{"image": {image}, "label": 1}}'))
-    with pytest.raises(
-        DataError, match=r"train\.jsonl:2: 'image' is .*; expected a path or base64"
-    ):
+    with pytest.raises(DataError, match=r"train\.jsonl:2: 'image' is .*; expected a path or base64"):
         source[1]
 
 
@@ -90,9 +88,7 @@ def test_a_file_without_samples_is_refused(tmp_path, text):
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=4,
 )
 

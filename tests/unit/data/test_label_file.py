@@ -107,9 +107,7 @@ def test_a_label_file_that_cannot_be_read_is_refused(tmp_path):
 
 def test_a_missing_image_is_named_with_its_line_when_it_is_read(tmp_path):
     source = LabelFileSource(write(tmp_path, "images/a.jpg 0\nimages/b.jpg 0\n", "images/a.jpg"))
-    with pytest.raises(
-        DataError, match=r"images/b\.jpg \(label\.txt:2\): the image file is missing"
-    ):
+    with pytest.raises(DataError, match=r"images/b\.jpg \(label\.txt:2\): the image file is missing"):
         source[1]
 
 

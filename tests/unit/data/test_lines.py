@@ -28,9 +28,7 @@ def read(data: bytes, block: int, **options) -> list[tuple[int, bytes, int]]:
     found = []
     reader = LineReader(io.BytesIO(data), "a.txt", buffers, **options)
     for lines in reader:
-        contents = [
-            lines.data[a:b].tobytes() for a, b in zip(lines.starts, lines.ends, strict=True)
-        ]
+        contents = [lines.data[a:b].tobytes() for a, b in zip(lines.starts, lines.ends, strict=True)]
         places = zip((lines.starts + reader.base).tolist(), contents, strict=True)
         assert all(data[place : place + len(content)] == content for place, content in places)
         for content, tab in zip(contents, lines.tabs - lines.starts, strict=True):

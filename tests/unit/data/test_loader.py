@@ -64,9 +64,7 @@ def test_ranks_together_read_what_one_rank_reads_with_the_same_flips(label_folde
     parts = [list(loader(source, batch=4, rank=r, ranks=3).epoch(1)) for r in range(3)]
     assert {len(part) for part in parts} == {3}
     for step, batch in enumerate(whole):
-        assert torch.equal(
-            torch.cat([part[step].final_images() for part in parts]), batch.final_images()
-        )
+        assert torch.equal(torch.cat([part[step].final_images() for part in parts]), batch.final_images())
         assert [name for part in parts for name in part[step].names] == batch.names
 
 
@@ -190,9 +188,7 @@ def test_a_mixture_of_floats_and_bytes_is_refused():
 
 def test_bytes_are_normalised_and_floats_are_not():
     images = torch.tensor([[[[0, 127, 128, 255]]]], dtype=torch.uint8)
-    assert to_input(images, "cpu").flatten().tolist() == [
-        (x - 127.5) / 128 for x in (0, 127, 128, 255)
-    ]
+    assert to_input(images, "cpu").flatten().tolist() == [(x - 127.5) / 128 for x in (0, 127, 128, 255)]
     floats = torch.tensor([0.0, 300.0])
     assert to_input(floats, "cpu").tolist() == [0.0, 300.0]
     assert floats.tolist() == [0.0, 300.0]
@@ -258,9 +254,7 @@ EVERYTHING = Augmentation(crop_padding=2, low_resolution=0.5, colour=(0.3, 0.3, 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING[1:])
 @pytest.mark.parametrize("bad_images", ["skip", "replace"])
-def test_threads_and_processes_of_any_number_give_equal_batches(
-    damaged, kind, num_workers, bad_images
-):
+def test_threads_and_processes_of_any_number_give_equal_batches(damaged, kind, num_workers, bad_images):
     source = open_source(damaged)
     options = {"batch": 3, "augmentation": EVERYTHING, "bad_images": bad_images}
     if bad_images == "replace":

@@ -123,8 +123,7 @@ def test_a_bad_sample_among_those_read_together_is_named_and_replaced_as_before(
         recipe = Recipe((3, 16, 16), 0, Augmentation(), bad_images=policy)
         loader = SourceLoader(source, BatchPlan(12, 4, 1, 0, "keep"), 0, recipe, num_workers=2)
         return [
-            (b.final_images().tolist(), b.labels.tolist(), list(b.names), b.problems)
-            for b in loader.epoch(0)
+            (b.final_images().tolist(), b.labels.tolist(), list(b.names), b.problems) for b in loader.epoch(0)
         ]
 
     together = batches("replace"), batches("skip")

@@ -91,9 +91,7 @@ def test_lines_and_labels_are_those_of_the_naive_reader(data, at_end, begin, lon
         if tab >= 0:
             assert parse_line(data[start:end]) == (tab - start, label)
             assert end - start <= longest
-        elif end - start <= longest and re.fullmatch(
-            rb".+\t[0-9]{1,18}", data[start:end], re.DOTALL
-        ):
+        elif end - start <= longest and re.fullmatch(rb".+\t[0-9]{1,18}", data[start:end], re.DOTALL):
             raise AssertionError("a usual line is left to the naive reader")
     assert suspects == int((found[2] < 0).sum())
 
@@ -124,9 +122,7 @@ def some_places(lengths: list[int]) -> tuple[LinePlaces, list[bytes]]:
     starts = np.empty_like(sizes)
     starts[order] = np.cumsum(sizes[order] + 3) - sizes[order]
     data = rng.integers(0, 256, sum(lengths) + 3 * len(lengths), np.uint8)
-    contents = [
-        data[start:][:size].tobytes() for start, size in zip(starts.tolist(), lengths, strict=True)
-    ]
+    contents = [data[start:][:size].tobytes() for start, size in zip(starts.tolist(), lengths, strict=True)]
     return LinePlaces.within(data, starts, sizes), contents
 
 
@@ -143,14 +139,10 @@ def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
 @pytest.mark.parametrize(
     "lengths", [[0, 1, 2, 7, 8, 9], [5000] * 200, [300_000, 1, 600_000], [262_143, 262_143], []]
 )
-def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(
-    tmp_path, lengths, offset
-):
+def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(tmp_path, lengths, offset):
     lines, contents = some_places(lengths)
     order = np.random.default_rng(1).permutation(len(lengths))
-    ours = copied(
-        lambda handle, at: copy_lines(lines, order, handle, at), tmp_path / "ours", offset
-    )
+    ours = copied(lambda handle, at: copy_lines(lines, order, handle, at), tmp_path / "ours", offset)
     plain = copied(
         lambda handle, at: copy_lines_plainly(lines, order, handle, at), tmp_path / "plain", offset
     )

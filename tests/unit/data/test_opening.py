@@ -76,9 +76,7 @@ def test_remote_folders_are_known_by_what_they_hold():
 
 def test_an_option_that_the_format_does_not_take_is_refused(tmp_path):
     write(tmp_path / "a.rec")
-    with pytest.raises(
-        OptionError, match="label_map is set, but this kind of data has no such option"
-    ):
+    with pytest.raises(OptionError, match="label_map is set, but this kind of data has no such option"):
         open_source(tmp_path / "a.rec", label_map="x.json")
     (tmp_path / "folders/one").mkdir(parents=True)
     (tmp_path / "folders/one/a.jpg").write_bytes(b"image")

@@ -16,17 +16,13 @@ batches = st.integers(1, 25)
 
 def whole_epoch(plan: BatchPlan, epoch: int) -> list[int]:
     parts = [
-        plan.indices(epoch, step, rank)
-        for step in range(plan.steps_per_epoch)
-        for rank in range(plan.ranks)
+        plan.indices(epoch, step, rank) for step in range(plan.steps_per_epoch) for rank in range(plan.ranks)
     ]
     return np.concatenate(parts).tolist()
 
 
 @given(counts, batches, st.integers(1, 5), st.integers(-5, 2**70), st.integers(0, 3))
-def test_pad_reads_each_sample_once_and_then_the_epoch_from_its_start(
-    count, batch, ranks, seed, epoch
-):
+def test_pad_reads_each_sample_once_and_then_the_epoch_from_its_start(count, batch, ranks, seed, epoch):
     plan = BatchPlan(count, batch, ranks, seed, "pad")
     read = whole_epoch(plan, epoch)
     order = read[:count]
@@ -55,10 +51,7 @@ def test_drop_reads_only_full_batches(count, batch, ranks):
 
 @given(counts, batches, st.sampled_from(["pad", "keep"]))
 def test_the_global_order_does_not_depend_on_the_ranks(count, batch, last_batch):
-    orders = {
-        tuple(whole_epoch(BatchPlan(count, batch, ranks, 7, last_batch), 2))
-        for ranks in range(1, 6)
-    }
+    orders = {tuple(whole_epoch(BatchPlan(count, batch, ranks, 7, last_batch), 2)) for ranks in range(1, 6)}
     assert len(orders) == 1
 
 
@@ -122,17 +115,13 @@ def test_every_order_reads_each_sample_once_on_any_ranks(count, batch, order, bl
 
 
 @given(counts, batches, st.sampled_from(ORDERS), st.integers(1, 9), st.data())
-def test_a_resumed_epoch_on_other_ranks_reads_exactly_what_was_left(
-    count, batch, order, block, data
-):
+def test_a_resumed_epoch_on_other_ranks_reads_exactly_what_was_left(count, batch, order, block, data):
     def plan(ranks):
         return BatchPlan(count, batch, ranks, 3, "pad", order, block, 2 * block)
 
     first, second = plan(data.draw(st.integers(1, 5))), plan(data.draw(st.integers(1, 5)))
     step = data.draw(st.integers(0, first.steps_per_epoch))
-    steps = [(first, s) for s in range(step)] + [
-        (second, s) for s in range(step, first.steps_per_epoch)
-    ]
+    steps = [(first, s) for s in range(step)] + [(second, s) for s in range(step, first.steps_per_epoch)]
     read = [p.indices(1, s, rank) for p, s in steps for rank in range(p.ranks)]
     assert np.concatenate(read).tolist() == whole_epoch(plan(1), 1)
 
@@ -159,9 +148,7 @@ def test_the_block_order_does_not_depend_on_the_way_it_is_read():
     plan = BatchPlan(500, 7, 1, 4, "keep", "block", 8, 40)
     forward = [plan.global_indices(0, step).tolist() for step in range(plan.steps_per_epoch)]
     plan.global_indices(1, 0)
-    backward = [
-        plan.global_indices(0, step).tolist() for step in reversed(range(plan.steps_per_epoch))
-    ]
+    backward = [plan.global_indices(0, step).tolist() for step in reversed(range(plan.steps_per_epoch))]
     assert forward == backward[::-1]
 
 

@@ -134,9 +134,7 @@ def test_an_archive_of_others_without_checksums_is_refused(tmp_path):
 
 @pytest.mark.parametrize("sums", [b"", b"0" * 64 + b"  file\n", b"x" * 1000])
 def test_a_wrong_checksum_is_noticed(tmp_path, sums):
-    path = write_archive(
-        tmp_path / "a.tar.zst", [(member("file"), b"content"), (member(SUMS), sums)]
-    )
+    path = write_archive(tmp_path / "a.tar.zst", [(member("file"), b"content"), (member(SUMS), sums)])
     with pytest.raises(DataError, match="is damaged"):
         unpack(str(path), tmp_path / "back")
     assert not (tmp_path / "back").exists()

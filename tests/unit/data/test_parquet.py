@@ -105,9 +105,7 @@ def test_the_writer_keeps_its_groups_small(tmp_path):
 def test_decoded_groups_are_kept_within_their_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 3000)
     path = tmp_path / "a.parquet"
-    pq.write_table(
-        pa.table({"image": [bytes(500)] * 40, "label": [1] * 40}), path, row_group_size=2
-    )
+    pq.write_table(pa.table({"image": [bytes(500)] * 40, "label": [1] * 40}), path, row_group_size=2)
     source = ParquetSource(path)
     for index in range(40):
         source[index]

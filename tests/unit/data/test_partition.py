@@ -43,8 +43,7 @@ def expected_parts(lines: list[bytes], nranks: int, seed: int) -> list[list[byte
 def some_lines(count: int, longest: int = 80, seed: int = 0) -> list[bytes]:
     rng = np.random.default_rng(seed)
     return [
-        b"%s%d\t%d" % (b"A" * int(rng.integers(1, longest)), i, rng.integers(0, 1000))
-        for i in range(count)
+        b"%s%d\t%d" % (b"A" * int(rng.integers(1, longest)), i, rng.integers(0, 1000)) for i in range(count)
     ]
 
 
@@ -125,9 +124,7 @@ def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
 
 
 content = st.text("ABC+/=", min_size=1, max_size=150).map(str.encode)
-sample = st.builds(
-    lambda data, label: b"%s\t%d" % (data, label), content, st.integers(0, 10**18 - 1)
-)
+sample = st.builds(lambda data, label: b"%s\t%d" % (data, label), content, st.integers(0, 10**18 - 1))
 blank = st.sampled_from([b"", b"", b" ", b"\t"])
 
 
@@ -174,9 +171,7 @@ def test_where_the_inputs_are_cut_into_files_does_not_matter(tmp_path):
 def test_another_seed_gives_another_order(tmp_path):
     folder = write_set(tmp_path, some_lines(50))
     for seed in (1, 2, -1):
-        partition(
-            PartitionOptions(str(folder), 2, seed=seed, output_dir=str(tmp_path / f"s{seed}"))
-        )
+        partition(PartitionOptions(str(folder), 2, seed=seed, output_dir=str(tmp_path / f"s{seed}")))
     assert len({repr(read_parts(tmp_path / f"s{seed}")) for seed in (1, 2, -1)}) == 3
 
 
@@ -204,9 +199,7 @@ def test_padding_favours_no_line_and_takes_none_twice():
         chosen = padding_lines(seed, lines, nranks)
         assert len(set(chosen.tolist())) == len(chosen) == 12
         counts[chosen] += 1
-    assert (
-        chi_square(counts, seeds * 12 / lines) < 66
-    )  # of 29 degrees, an upper bound without replacement
+    assert chi_square(counts, seeds * 12 / lines) < 66  # of 29 degrees, an upper bound without replacement
 
 
 def test_padding_is_not_tied_to_where_a_line_lies():
@@ -280,9 +273,7 @@ def write_compressed_set(folder: Path, lines: list[bytes]) -> Path:
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_without_sync_nothing_is_waited_for_and_the_parts_are_the_same(
-    tmp_path, monkeypatch, way, no_sync
-):
+def test_without_sync_nothing_is_waited_for_and_the_parts_are_the_same(tmp_path, monkeypatch, way, no_sync):
     synced: list[str] = []
     monkeypatch.setattr("plsc.storage.publish.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))

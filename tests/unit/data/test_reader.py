@@ -40,8 +40,7 @@ def labels(batches) -> list[list[int]]:
 def test_ranks_read_the_same_global_batches_by_stride(count, batch, ranks, last_batch):
     whole = list(loader(shuffled(count), batch=batch, last_batch=last_batch).epoch(0))
     parts = [
-        list(loader(shuffled(count), r, ranks, batch, last_batch=last_batch).epoch(0))
-        for r in range(ranks)
+        list(loader(shuffled(count), r, ranks, batch, last_batch=last_batch).epoch(0)) for r in range(ranks)
     ]
     assert {len(part) for part in parts} == {len(whole)}
     for step, expected in enumerate(whole):
@@ -208,11 +207,7 @@ def test_readers_that_shard_themselves_together_read_each_sample_once(count, sha
     if count < ranks:
         return
     parts = [
-        labels(
-            loader(own_shard(count), r, ranks, batch, last_batch="keep", shards_itself=True).epoch(
-                2
-            )
-        )
+        labels(loader(own_shard(count), r, ranks, batch, last_batch="keep", shards_itself=True).epoch(2))
         for r in range(ranks)
     ]
     assert sorted(value for part in parts for step in part for value in step) == list(range(count))

@@ -140,9 +140,7 @@ def test_samples_are_streamed_and_not_collected(dataset, tmp_path, monkeypatch):
     source = open_source(dataset)
     monkeypatch.setattr(type(source), "name", lambda self, i: "x")
     original = type(source).__getitem__
-    monkeypatch.setattr(
-        type(source), "__getitem__", lambda self, i: (reads.append(i), original(self, i))[1]
-    )
+    monkeypatch.setattr(type(source), "__getitem__", lambda self, i: (reads.append(i), original(self, i))[1])
     monkeypatch.setattr(convert_module, "writer_of", lambda name: write)
     convert(str(dataset), str(tmp_path / "a.rec"))
     assert alive == list(range(1, 13))

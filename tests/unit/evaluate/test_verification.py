@@ -49,11 +49,7 @@ def naive_tar(cosines, is_same, far):
 
 
 def naive_auc(cosines, is_same):
-    wins = [
-        1.0 if p > n else 0.5 if p == n else 0.0
-        for p in cosines[is_same]
-        for n in cosines[~is_same]
-    ]
+    wins = [1.0 if p > n else 0.5 if p == n else 0.0 for p in cosines[is_same] for n in cosines[~is_same]]
     return sum(wins) / len(wins)
 
 

@@ -43,9 +43,7 @@ def filled(head, seed=0):
 
 def textbook(head, embeddings, labels, allowed=None):
     """The loss by the naive formulas, with the head's running statistics of after its forward pass."""
-    return reference.mean_loss(
-        head.margin, embeddings, head.weight, head.bias, labels, allowed=allowed
-    )
+    return reference.mean_loss(head.margin, embeddings, head.weight, head.bias, labels, allowed=allowed)
 
 
 def gradients(loss, head, embeddings):
@@ -82,9 +80,7 @@ def assert_equals_textbook(head, embeddings, labels, allowed=None):
     keep=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_margin_equals_the_textbook_in_fp64(
-    name, size, classes, dimension, centers, tile, keep, seed
-):
+def test_every_margin_equals_the_textbook_in_fp64(name, size, classes, dimension, centers, tile, keep, seed):
     centers = 1 if name == "softmax" else centers
     head = ShardedHead(
         classes,
@@ -194,9 +190,7 @@ def test_a_replicated_head_equals_its_sharded_one(name):
 
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("name", ["curricularface", "adaface", "magface", "softmax"])
-def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(
-    name, is_sampled, monkeypatch
-):
+def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(name, is_sampled, monkeypatch):
     labels = torch.tensor([0, 6, 4, 5, 8, 11, 5, 2])  # half of them are of other ranks
     x = torch.randn(len(labels), 6, dtype=torch.float64)
     unit = x if name == "softmax" else torch.nn.functional.normalize(x)
@@ -269,9 +263,7 @@ def test_a_sampled_head_equals_the_textbook_on_the_classes_it_drew(name, centers
 
 
 def test_evaluation_uses_all_classes_and_leaves_running_statistics_alone():
-    head = filled(
-        build_head("dist_curricularface", 30, 6, sampling=Sampling(0.2), row_dtype=torch.float64)
-    )
+    head = filled(build_head("dist_curricularface", 30, 6, sampling=Sampling(0.2), row_dtype=torch.float64))
     head.eval()
     embeddings, labels = batch(5, 6, 30)
     assert_equals_textbook(head, embeddings, labels)
@@ -331,10 +323,7 @@ def test_accuracy_is_counted_without_the_margin_and_ties_go_to_the_lowest_class(
 
 @pytest.mark.parametrize("batch", [3, 40])
 def test_effective_rank_counts_the_directions_of_unit_vectors_around_their_mean(batch):
-    line = (
-        torch.tensor([1.0, 0, 0, 0, 0, 0])
-        + torch.linspace(-0.1, 0.1, batch)[:, None] * (torch.eye(6)[1])
-    )
+    line = torch.tensor([1.0, 0, 0, 0, 0, 0]) + torch.linspace(-0.1, 0.1, batch)[:, None] * (torch.eye(6)[1])
     assert effective_rank(line).item() == pytest.approx(1, abs=1e-2)
     assert effective_rank(torch.eye(6).repeat(7, 1)).item() == pytest.approx(5)
     assert effective_rank(5 * torch.ones(batch, 6)) == 0

@@ -182,9 +182,7 @@ def update(context: ForwardContext, rule: Rule, states: States) -> Tensor | None
     return context.backend.update(context, rule, states)
 
 
-def expected_gradients(
-    shape: Shape, context: ForwardContext
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def expected_gradients(shape: Shape, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Row gradients times |W|, bias gradients, and for both the magnitudes that rounding errors go by."""
     rows, queries = context.rows, context.queries
     z, slope = logits(rows, queries, shape.products)
@@ -292,9 +290,7 @@ def states_of(rule: Rule, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("state_dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("is_sampled", [False, True])
-@pytest.mark.parametrize(
-    "rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}"
-)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}")
 def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     rule: Rule, is_sampled: bool, row_dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
@@ -352,9 +348,7 @@ def test_the_one_number_of_a_row_is_rounded_as_column_0() -> None:
     update(context, Rule("adagrad", lr=0.1, key=5), states)
     squares = dw.square().mean(dim=1, keepdim=True)
     expected = to_bfloat16(squares, rows.numbers(everything), 6)[:, 0]
-    assert (
-        states["sum_of_squares"] == expected
-    ).double().mean() > 0.97  # the mean's last bit differs
+    assert (states["sum_of_squares"] == expected).double().mean() > 0.97  # the mean's last bit differs
     torch.testing.assert_close(states["sum_of_squares"], expected, rtol=2**-7, atol=0)
 
 
@@ -409,9 +403,7 @@ def test_logits_in_the_hundreds_overflow_nothing_with_a_running_maximum(
 
 
 @pytest.mark.parametrize("engine", [native._BF16_VECTOR, native._BF16_TILES])
-def test_both_kinds_of_bfloat16_instructions_agree(
-    engine: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_kinds_of_bfloat16_instructions_agree(engine: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native._library().plsc_supports(engine):
         pytest.skip("this processor does not have them")
     monkeypatch.setattr(native, "_engine", lambda products: engine)
@@ -469,9 +461,7 @@ def test_tensors_that_c_must_not_read_are_refused() -> None:
         runner.forward(rows, replace(queries, unit=queries.unit[:, 1:]), fixed_shift=0.0)
 
 
-def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> (
-    None
-):
+def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> None:
     rows, queries = make(Shape())
     context = some_context(Shape(), rows, queries)
     everything, plain = slice(0, len(rows)), replace(rows, weight=rows.weight.clone())

@@ -146,9 +146,7 @@ def test_accumulated_micro_batches_give_the_rows_of_the_sum_of_their_gradients(s
         allowed = context.rows.selected if sampling else torch.arange(CLASSES)
         mask = torch.zeros(CLASSES, dtype=torch.bool)
         mask[allowed] = True
-        loss = reference.mean_loss(
-            truth.margin, x.detach(), truth.weight, truth.bias, y, allowed=mask
-        )
+        loss = reference.mean_loss(truth.margin, x.detach(), truth.weight, truth.bias, y, allowed=mask)
         (loss * share).backward()
     norm = torch.cat([p.grad.flatten() for p in truth.parameters()]).norm()
     assert rows.gradient_norm().item() == pytest.approx(norm.item(), rel=1e-9)
@@ -162,9 +160,7 @@ def test_accumulated_micro_batches_give_the_rows_of_the_sum_of_their_gradients(s
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("margin", MARGINS)
 @pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
-def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps(
-    name, margin, row_dtype
-):
+def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps(name, margin, row_dtype):
     ours, _ = OPTIMIZERS[name]
     head = make_head(margin, row_dtype=row_dtype, sampling=Sampling(0.2))
     rows = ours(head)
@@ -305,9 +301,7 @@ def test_a_saved_and_loaded_optimizer_goes_on_bit_for_bit(name):
 def test_states_of_another_type_are_refused():
     rows = RowSGD(make_head(row_dtype=torch.float32), state_dtype="bfloat16")
     other = RowSGD(make_head(row_dtype=torch.float32))
-    with pytest.raises(
-        CheckpointError, match=r"momentum_buffer': 'torch\.bfloat16 \[40, 6\]'}\]; expected"
-    ):
+    with pytest.raises(CheckpointError, match=r"momentum_buffer': 'torch\.bfloat16 \[40, 6\]'}\]; expected"):
         other.load_state_dict(rows.state_dict())
 
 
@@ -317,9 +311,7 @@ def test_wrong_settings_are_refused():
         RowSGD(head, lr=-1.0)
     with pytest.raises(OptionError, match="state_dtype is 'float8'"):
         RowSGD(head, state_dtype="float8")
-    with pytest.raises(
-        OptionError, match="state_dtype is 'int8'; expected one of float32, bfloat16"
-    ):
+    with pytest.raises(OptionError, match="state_dtype is 'int8'; expected one of float32, bfloat16"):
         RowAdamW(head, state_dtype="int8")
 
 

@@ -12,9 +12,7 @@ from plsc.heads.weights import Rows
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_a_draw_holds_the_positives_and_as_many_others_as_are_wanted(classes, data):
-    positives = torch.tensor(
-        data.draw(st.lists(st.integers(0, classes - 1), max_size=40)), dtype=torch.int64
-    )
+    positives = torch.tensor(data.draw(st.lists(st.integers(0, classes - 1), max_size=40)), dtype=torch.int64)
     count = data.draw(st.integers(1, classes))
     drawn = draw_classes(positives, classes, count, key=data.draw(st.integers(0, 2**64 - 1)))
     unique = set(positives.tolist())
@@ -45,9 +43,7 @@ def test_the_others_are_drawn_uniformly_and_a_draw_follows_its_key():
 def test_the_nearest_classes_are_those_with_the_highest_cosines_in_the_half_looked_at():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(40, 6, generator=generator, dtype=torch.float64)
-    unit = torch.nn.functional.normalize(
-        torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    )
+    unit = torch.nn.functional.normalize(torch.randn(3, 6, generator=generator, dtype=torch.float64))
     scores = (torch.nn.functional.normalize(weight) @ unit.T).amax(dim=1)
     positives = torch.tensor([0, 5, 9])
     found, often = [], torch.zeros(40)

@@ -37,9 +37,7 @@ def run(*command: str, **environment: str) -> None:
 
 
 def cases(**environment: str) -> None:
-    run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), **environment
-    )
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), **environment)
 
 
 @pytest.mark.slow

@@ -121,9 +121,7 @@ def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -
 
 @pytest.mark.parametrize("state_dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
-@pytest.mark.parametrize(
-    "rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}"
-)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}")
 def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     rule: Rule, row_dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
@@ -156,9 +154,7 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
 
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("key", [5, 2**40 + 2**32 - 1, 2**31])
-def test_rounding_is_that_of_the_key_the_row_number_and_the_column(
-    key: int, is_compact: bool
-) -> None:
+def test_rounding_is_that_of_the_key_the_row_number_and_the_column(key: int, is_compact: bool) -> None:
     # From rows of zeros a step of 1 leads to the negative momentum, exactly; then it is rounded.
     shape = Shape(cosine=False, is_sampled=True, dimension=21, classes=18, batch=12)
     context = case(shape)
@@ -225,9 +221,7 @@ def test_what_has_no_kernel_is_computed_in_plain_pytorch() -> None:
     assert torch.equal(rows.weight, same.weight)
 
 
-def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> (
-    None
-):
+def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> None:
     context = there(case(Shape(classes=20)))
     rows = context.rows
     rule = Rule("sgd", lr=1.0, momentum=0.9)
@@ -307,9 +301,9 @@ def test_a_head_trains_as_with_the_plain_backend(margin: str, row_dtype: torch.d
         x = torch.randn(48, 512, generator=generator).to(DEVICE)
         labels = torch.randint(0, 3000, (48,), generator=generator).to(DEVICE)
         execution = Execution(products=row_dtype, kernels=kernels, tile=700)
-        head = ShardedHead(
-            3000, 512, build_margin(margin), execution=execution, row_dtype=row_dtype
-        ).to(DEVICE)
+        head = ShardedHead(3000, 512, build_margin(margin), execution=execution, row_dtype=row_dtype).to(
+            DEVICE
+        )
         rows = RowSGD(head, lr=0.1, momentum=0.9, weight_decay=5e-4)
         losses[kernels] = []
         for _ in range(4):

@@ -70,9 +70,7 @@ def check_far_from_zero(group: dist.ProcessGroup) -> None:
     images = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 3000
     network = synchronise_batch_norm(nn.BatchNorm1d(3), group)
     expected = nn.BatchNorm1d(3).double()(images.double())
-    mine = slice(
-        dist.get_rank() * 5, 64 if dist.get_rank() == group.size() - 1 else dist.get_rank() * 5 + 5
-    )
+    mine = slice(dist.get_rank() * 5, 64 if dist.get_rank() == group.size() - 1 else dist.get_rank() * 5 + 5)
     torch.testing.assert_close(network(images[mine]).double(), expected[mine], rtol=1e-3, atol=1e-3)
 
 

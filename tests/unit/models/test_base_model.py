@@ -128,9 +128,7 @@ def test_parameters_that_no_optimizer_would_see_are_refused(way, said):
     with pytest.raises(OptionError) as caught:
         check_model(MadeInACall(way), (3, 2, 2), 8)
     assert str(caught.value).startswith(f"MadeInACall {said}")
-    assert "build_network runs on every forward pass; make the layer in __init__" in str(
-        caught.value
-    )
+    assert "build_network runs on every forward pass; make the layer in __init__" in str(caught.value)
 
 
 def test_a_layer_that_only_the_first_call_makes_is_one_of_the_network():

@@ -50,9 +50,7 @@ def assert_alike(found, expected):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_steps_are_the_plain_networks_and_other_sizes_are_not_compiled(
-    tmp_path, monkeypatch, messages
-):
+def test_steps_are_the_plain_networks_and_other_sizes_are_not_compiled(tmp_path, monkeypatch, messages):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plain, network = Tiny(), Tiny()
     compiled = CompiledNetwork(network, {6})
@@ -77,9 +75,7 @@ def test_what_torch_has_to_cut_is_compiled_all_the_same():
     assert compiled._compiled is not None
 
 
-def test_without_a_compiler_it_trains_the_plain_network_and_says_so(
-    tmp_path, monkeypatch, messages
-):
+def test_without_a_compiler_it_trains_the_plain_network_and_says_so(tmp_path, monkeypatch, messages):
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing compiled is there

@@ -61,9 +61,7 @@ def test_the_order_and_the_share_of_a_batch_do_not_change_what_is_dropped():
     some = torch.tensor([7, 0, 11])
     assert run(some).equal(every[some])
     channels = every.view(12, 5, 16)
-    assert (
-        (channels == 0).all(dim=2).any()
-    )  # whole channels by the first, single numbers by the second
+    assert (channels == 0).all(dim=2).any()  # whole channels by the first, single numbers by the second
     assert ((channels == 0).any(dim=2) & ~(channels == 0).all(dim=2)).any()
     assert run(torch.empty(0, dtype=torch.int64)).shape == (0, 80)
 

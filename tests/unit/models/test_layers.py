@@ -108,9 +108,7 @@ def is_ours(y: torch.Tensor) -> bool:
 @pytest.mark.parametrize("with_autocast", [True, False])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
-def test_the_weights_gradient_is_the_convolutions_and_all_else_to_the_bit(
-    options, layout, with_autocast
-):
+def test_the_weights_gradient_is_the_convolutions_and_all_else_to_the_bit(options, layout, with_autocast):
     torch.manual_seed(0)
     layer = Conv2d(6, 10, bias=False, **options).to(memory_format=layout)
     x = torch.randn(5, 6, 6, 7).bfloat16().float().contiguous(memory_format=layout)
@@ -150,9 +148,7 @@ def test_over_large_maps_and_in_all_other_cases_it_is_torchs():
         with torch.no_grad():
             assert small(x).grad_fn is None
     assert not is_ours(small(x))  # float32
-    with torch.autocast(
-        "cpu", torch.bfloat16
-    ):  # which leaves float64 alone, and so is torch's error here
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone, and so is torch's error here
         double = Conv2d(4, 8, 3, padding=1, bias=False).double()
         assert double(x.double()).dtype == torch.float64
         with pytest.raises(RuntimeError, match="expected scalar type"):
@@ -188,9 +184,7 @@ def test_a_bad_number_in_the_images_stays_bad():
     assert not torch.isfinite(layer.weight.grad).all()
 
 
-@pytest.mark.parametrize(
-    ("white", "black", "expected"), [(["conv2d"], [], True), ([], ["conv2d"], False)]
-)
+@pytest.mark.parametrize(("white", "black", "expected"), [(["conv2d"], [], True), ([], ["conv2d"], False)])
 def test_it_follows_the_lists_of_operators(white, black, expected):
     network = nn.Sequential(Conv2d(4, 8, 3, bias=False), nn.Identity())
     lists = PrecisionLists.look_up(network, white, black)

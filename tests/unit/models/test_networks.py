@@ -11,6 +11,7 @@ from plsc.config.model import NETWORKS
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, check_model, load_custom
 from plsc.models.iresnet import BLOCKS
+from plsc.models.neck import initialise
 from plsc.models.resnet import DEPTHS, ResNet
 
 
@@ -87,10 +88,11 @@ def test_weights_start_with_the_deviation_of_their_fan_out_and_biases_at_zero():
             assert layer.weight.tolist() == [0.25]
         if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer.weight.numel() > 10_000:
             fan_out = layer.weight.shape[0] * math.prod(layer.weight.shape[2:])
-            assert float(layer.weight.detach().std()) == pytest.approx(
-                (2 / fan_out) ** 0.5, rel=0.05
-            )
+            assert float(layer.weight.detach().std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.05)
     assert not model.neck.fc.bias.any()
+    depthwise = nn.Conv2d(512, 512, 7, groups=512)
+    initialise(depthwise)
+    assert float(depthwise.weight.detach().std()) == pytest.approx((2 / 49) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", [(3, 100, 112), (3, 112, 8), (2, 32, 32), (3, 0, 32), (32, 32)])

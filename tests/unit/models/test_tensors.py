@@ -51,9 +51,7 @@ def dataset(tmp_path_factory):
 def test_it_trains_saves_and_goes_on_as_without(kind, dataset, tmp_path):
     plain = losses(dataset, tmp_path / "plain", "plain")
     assert losses(dataset, tmp_path / kind, kind) == plain
-    again = losses(
-        dataset, tmp_path / "again", kind, checkpoint__load_dir=str(tmp_path / kind / "0-step1")
-    )
+    again = losses(dataset, tmp_path / "again", kind, checkpoint__load_dir=str(tmp_path / kind / "0-step1"))
     assert again == plain
 
 

@@ -18,9 +18,7 @@ class Small(BaseModel):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.PReLU())
-        self.plain = nn.Sequential(
-            nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False), nn.Dropout(0.5)
-        )
+        self.plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False), nn.Dropout(0.5))
         self.fc = nn.Linear(3, 4)
 
     def build_network(self, input, label, is_train=True):

@@ -76,9 +76,7 @@ def test_the_update_of_groups_is_that_of_torchs_optimizer_made_by_hand(name):
     none = {"weight_decay": 0.0} if kind.takes else {}
     mine = weights()
     groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 0.1, **none}]
-    ours = built(
-        groups, optimizer=name.upper(), weight_decay=0.02, implementation="for_loop", **given
-    )
+    ours = built(groups, optimizer=name.upper(), weight_decay=0.02, implementation="for_loop", **given)
     theirs = weights()
     rate = 0.05 * 0.5
     hand_groups = [
@@ -116,9 +114,7 @@ def test_a_parameter_that_gets_its_first_gradient_late_begins_then(arguments):
     results = []
     for way in ("for_loop", "fused"):
         mine = weights()
-        optimizer = built(
-            [{"params": list(mine)}], implementation=way, optimizer_arguments=arguments
-        )
+        optimizer = built([{"params": list(mine)}], implementation=way, optimizer_arguments=arguments)
         for step in range(3):
             put_gradients(mine, step)
             if step == 0:

@@ -89,9 +89,7 @@ def test_a_warm_up_that_is_not_set_is_a_share_of_the_run(changes, total, epochs_
         ({"warmup_epochs": 2, "warmup_steps": 0}, {}, (2, None)),  # of format 2
     ],
 )
-def test_the_warm_up_that_the_script_sets_replaces_the_checkpoints(
-    saved, changes, epochs_and_steps
-):
+def test_the_warm_up_that_the_script_sets_replaces_the_checkpoints(saved, changes, epochs_and_steps):
     optim = resolved(changes, saved)
     assert (optim.warmup_epochs, optim.warmup_steps) == epochs_and_steps
 
@@ -118,9 +116,7 @@ def test_falling_rates_go_from_the_base_after_the_warm_up_to_their_end():
     assert rate(7) == pytest.approx(0.2 * (0.1 + 0.9 * 0.25))
     assert rate(12) == rate(100) == pytest.approx(0.02)
     rate = falling(schedule="exponential")
-    assert [rate(2), rate(7), rate(12), rate(99)] == pytest.approx(
-        [0.2, 0.2 * 0.1**0.5, 0.02, 0.02]
-    )
+    assert [rate(2), rate(7), rate(12), rate(99)] == pytest.approx([0.2, 0.2 * 0.1**0.5, 0.02, 0.02])
     rate = schedule(schedule="cosine", total=10)
     assert [rate(0), rate(5), rate(10), rate(11)] == pytest.approx([0.1, 0.05, 0, 0])
     rate = schedule(schedule="cosine", total=10, decay_steps=4)
@@ -196,9 +192,7 @@ def test_schedules_that_contradict_themselves_are_refused(changes, said):
 def test_a_decay_that_ends_before_the_warm_up_does_is_refused():
     with pytest.raises(OptionError, match="decay_steps is 3, but the warm-up takes 5 steps"):
         schedule(schedule="cosine", total=10, decay_steps=3, warmup_steps=5)
-    assert (
-        schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0
-    )  # a run of a few steps, to try it
+    assert schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0  # a run of a few steps, to try it
 
 
 def test_a_schedule_that_needs_the_number_of_steps_says_how_to_tell_it():

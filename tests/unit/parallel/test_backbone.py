@@ -133,9 +133,7 @@ def test_every_optimizer_updates_a_sharded_backbone_or_is_refused(group, name):
         ):  # of torch at the first step, which a run explains
             continue
         after = [p for one in groups for p in one["params"]]
-        assert not any(
-            local_part(a).equal(local_part(b)) for a, b in zip(after, before, strict=True)
-        )
+        assert not any(local_part(a).equal(local_part(b)) for a, b in zip(after, before, strict=True))
         made.append(implementation)
     assert made[:2] == ["auto", "for_loop"] or name == "adafactor"
     assert ("fused" in made) == (name in ("adam", "adamw"))

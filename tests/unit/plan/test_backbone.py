@@ -105,9 +105,7 @@ def test_what_is_kept_is_what_autograd_saves():
 
 def test_operations_of_a_layer_are_those_counted_by_hand():
     planned = plan_backbone(f"{__name__}:Plain", image=(3, 4, 4), embedding=6, batch=8)
-    assert planned.operations == 2 * (
-        2 * 8 * 48 * 6
-    )  # forward, and for the weight: none for the images
+    assert planned.operations == 2 * (2 * 8 * 48 * 6)  # forward, and for the weight: none for the images
 
 
 def test_less_memory_costs_operations_and_parts_share_it():

@@ -52,9 +52,7 @@ def test_stored_bytes_are_those_of_the_real_tensors(rows, optimizer, state, cent
     # 300 columns need two scales of 256 in 8 bits.
     head, updates = make(11, 300, rows, optimizer, state, centers=centers)
     real = {name: tensor.nbytes for name, tensor in updates.state[head.weight].items()}
-    planned = plan_head(
-        11, embedding=300, rows=rows, optimizer=optimizer, state=state, centers=centers
-    )
+    planned = plan_head(11, embedding=300, rows=rows, optimizer=optimizer, state=state, centers=centers)
     assert planned.stored == {"weight": head.weight.nbytes, **real}
     assert planned.stored_bytes == planned.bytes_per_class * 11
 
@@ -184,13 +182,10 @@ def test_whole_numbers_may_be_floats_as_1e8_is():
 
 def test_the_answer_says_what_makes_it_fit_and_each_way_does():
     assert (
-        plan(1e6, ranks=8).answer
-        == f"fits in 80 GB: {plan(1e6, ranks=8).device_bytes / 1e9:.3g} GB per rank"
+        plan(1e6, ranks=8).answer == f"fits in 80 GB: {plan(1e6, ranks=8).device_bytes / 1e9:.3g} GB per rank"
     )
     big = plan(1e8, ranks=4)  # 102 GB of class weights and momentum per rank
-    assert big.render().startswith(
-        f"does not fit in 80 GB: {big.device_bytes / 1e9:.3g} GB per rank; "
-    )
+    assert big.render().startswith(f"does not fit in 80 GB: {big.device_bytes / 1e9:.3g} GB per rank; ")
     ways = {
         "--rows bfloat16 --state bfloat16": {"rows": "bfloat16", "state": "bfloat16"},
         "--rows bfloat16 --optimizer adagrad --state float32": {

@@ -245,9 +245,7 @@ def test_retries_leave_the_global_random_generator_alone(waits):
     assert random.getstate() == state
 
 
-def test_each_url_and_kind_has_a_folder_of_its_own_that_ends_in_the_urls_name(
-    tmp_path, monkeypatch
-):
+def test_each_url_and_kind_has_a_folder_of_its_own_that_ends_in_the_urls_name(tmp_path, monkeypatch):
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path))
     urls = ("s3://a/run", "s3://b/run", "hdfs://a/run")
     folders = {folder_for(kind, url) for url in urls for kind in ("runs", "checkpoints")}

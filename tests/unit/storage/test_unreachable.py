@@ -50,9 +50,7 @@ def test_an_hdfs_that_does_not_answer_is_named_with_how_long_it_was_tried_and_wh
     [lambda url: Store(url).names(), exists, read_file_list],
     ids=["list", "exists", "file list"],
 )
-def test_s3_without_credentials_says_which_variables_to_set_and_asks_once(
-    no_credentials, monkeypatch, ask
-):
+def test_s3_without_credentials_says_which_variables_to_set_and_asks_once(no_credentials, monkeypatch, ask):
     monkeypatch.setattr("plsc.storage.retry.time.sleep", lambda seconds: pytest.fail("asked again"))
     with pytest.raises(DataError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS"):
         ask("s3://bucket/run")
@@ -78,6 +76,4 @@ def test_a_fault_of_hdfs_is_told_without_the_stack_of_its_server() -> None:
     reason = reason_of(RuntimeError(client))
     assert reason.endswith("Permission denied: user=a")
     assert "FSPermissionChecker" not in reason
-    assert "FSPermissionChecker" not in reason_of(
-        RuntimeError(client.encode().decode("unicode_escape"))
-    )
+    assert "FSPermissionChecker" not in reason_of(RuntimeError(client.encode().decode("unicode_escape")))

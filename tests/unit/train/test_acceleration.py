@@ -114,9 +114,7 @@ def test_a_network_that_does_not_stand_the_layout_is_left_alone_or_refused():
     lay_out(network, options_with({"speed.channels_last": "auto"}), torch.device("cpu"))
     assert network.conv.weight.is_contiguous()
     network(torch.randn(2, *SHAPE))
-    with pytest.raises(
-        OptionError, match=r"channels_last is on, but .* set_channels_last\('off'\)"
-    ):
+    with pytest.raises(OptionError, match=r"channels_last is on, but .* set_channels_last\('off'\)"):
         lay_out(network, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
 
 

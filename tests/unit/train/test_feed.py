@@ -69,9 +69,7 @@ def test_the_augmentation_of_the_options_reaches_the_images(dataset):
         {"data__low_resolution": 1.0},
         {"data__random_erasing": 1.0},
     ):
-        assert not torch.equal(
-            next(feed(dataset, data__flip=False, **setting).loader.epoch(0)).images, plain
-        )
+        assert not torch.equal(next(feed(dataset, data__flip=False, **setting).loader.epoch(0)).images, plain)
 
 
 @pytest.mark.parametrize("order", ["global", "block", "sequential"])

@@ -123,9 +123,7 @@ def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goe
 
 
 def test_with_everything_frozen_the_class_rows_are_trained(dataset, tmp_path):
-    options = options_of(
-        dataset, tmp_path / "run", train__epochs=1, optim__freeze=("*",), head__scale=64.0
-    )
+    options = options_of(dataset, tmp_path / "run", train__epochs=1, optim__freeze=("*",), head__scale=64.0)
     options.set("train.batch_size", 4)
     result = train(options, WORLD)
     assert result.steps == 5
@@ -170,18 +168,14 @@ def test_another_implementation_is_announced(dataset, tmp_path, capsys):
     options.set("optim.implementation", "for_loop")
     options.set("train.epochs", 2)
     train(options, WORLD)
-    said = (
-        "the optimizer's step is computed by for_loop on cpu here, fused on cpu in the checkpoint"
-    )
+    said = "the optimizer's step is computed by for_loop on cpu here, fused on cpu in the checkpoint"
     assert said in capsys.readouterr().out
 
 
 def test_a_pattern_that_matches_nothing_is_refused_before_any_data_is_read(tmp_path):
     options = options_of(tmp_path / "no data", tmp_path / "run", optim__freeze=("stemm",))
     options.set("model.name", "SmallResNet")
-    with pytest.raises(
-        OptionError, match=r"optim\.freeze: the pattern 'stemm' .*did you mean 'stem'"
-    ):
+    with pytest.raises(OptionError, match=r"optim\.freeze: the pattern 'stemm' .*did you mean 'stem'"):
         build_run(options, WORLD, UserParts())
 
 

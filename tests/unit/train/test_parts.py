@@ -50,9 +50,7 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     ("device", "changes", "is_late"),
     [("cpu", {}, False), ("cuda", {}, True), ("cuda", {"speed__late_losses": False}, False)],
 )
-def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(
-    device, changes, is_late, dataset, tmp_path
-):
+def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(device, changes, is_late, dataset, tmp_path):
     run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
     run = replace(run, world=SimpleNamespace(device=torch.device(device)))
     assert Step(run).losses.is_late == is_late
@@ -172,9 +170,7 @@ def test_a_loss_that_rises_in_the_first_epoch_is_reported_once(slope, is_told):
 
 def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():
     assert slow_start(0.5, 200) is None
-    assert slow_start(64.2, 200).startswith(
-        "the first step took 64 s; a line is logged every 200 steps"
-    )
+    assert slow_start(64.2, 200).startswith("the first step took 64 s; a line is logged every 200 steps")
 
 
 def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
@@ -303,12 +299,8 @@ class Necked(BaseModel):
         (None, "SmallResNet", []),
     ],
 )
-def test_options_that_a_custom_network_is_not_made_with_are_noted(
-    model, name, noted, dataset, tmp_path
-):
-    options = options_for(
-        dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2
-    )
+def test_options_that_a_custom_network_is_not_made_with_are_noted(model, name, noted, dataset, tmp_path):
+    options = options_for(dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2)
     notes = build_run(options, World.single(), UserParts(model=model)).notes[-1]
     assert notes.count("(the custom network was not made with it)") == len(noted)
     assert all(f"{path} (the custom network" in notes for path in noted)
@@ -361,9 +353,7 @@ def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] * 6 + [False]
 
 
-def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no_first(
-    dataset, tmp_path
-):
+def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no_first(dataset, tmp_path):
     network, lists = Stages(), ("conv", "norm", "exp")
     first = {
         "precision__mode": "bfloat16", "precision__black_list": (*lists, "Dropout"),
@@ -390,9 +380,7 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
 
 def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
-    with pytest.raises(
-        OptionError, match=r"the last batch of 1 image leaves fewer .*; use set_last_batch"
-    ):
+    with pytest.raises(OptionError, match=r"the last batch of 1 image leaves fewer .*; use set_last_batch"):
         build_run(options, World.single(), UserParts())
     options.set("train.micro_batches", 3)
     options.set("data.last_batch", "pad")
@@ -455,9 +443,7 @@ def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
 
 def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
     assert batch_note(128, 128) == batch_note(128, None) == ""
-    assert "a step takes 1000 images, and the set has 128: it shows them 7.8 times" in batch_note(
-        1000, 128
-    )
+    assert "a step takes 1000 images, and the set has 128: it shows them 7.8 times" in batch_note(1000, 128)
     options = Options()
     assert threads_note(options) == ""
     options.set("runtime.cpu_threads", 4096)
@@ -468,9 +454,7 @@ def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
     run = build_run(
         options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
     )
-    with pytest.raises(
-        OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"
-    ):
+    with pytest.raises(OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"):
         retention_of(run)
     run = replace(run, options=run.options.changed({"checkpoint.monitor": "loss"}))
     assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")

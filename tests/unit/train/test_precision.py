@@ -134,9 +134,7 @@ def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anyth
     assert saved <= {step for step in range(1, 5) if step % every_n_steps == 0}
     with pytest.raises(TrainingError):
         train_scripted(options(dataset, tmp_path / "once"), WORLD, "....l")
-    names = [
-        json.loads((tmp_path / run / "bad_batch.json").read_text()) for run in ("late", "once")
-    ]
+    names = [json.loads((tmp_path / run / "bad_batch.json").read_text()) for run in ("late", "once")]
     assert names[0] == names[1]
 
 
@@ -151,9 +149,7 @@ def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_
     mine, theirs = (logged(tmp_path / run, "loss", "mean_loss") for run in ("late", "once"))
     assert mine == theirs
     assert len(mine["loss"]) == 3
-    metrics = [
-        read_manifest(saved_at(tmp_path / run, 5)).scalars["metrics"] for run in ("late", "once")
-    ]
+    metrics = [read_manifest(saved_at(tmp_path / run, 5)).scalars["metrics"] for run in ("late", "once")]
     assert metrics[0] == metrics[1]
     assert metrics[0]["loss"] > 0
 
@@ -177,9 +173,7 @@ def first_step(dataset, save_dir, **settings):
     return output.mean_loss, gradient, run.head.weight.detach() - before
 
 
-def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_tolerance(
-    dataset, tmp_path
-):
+def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_tolerance(dataset, tmp_path):
     exact = first_step(dataset, tmp_path / "a")
     # As docs/precision.md states: loss, gradient and change of the rows, relative to their norms.
     for settings, tolerances in (
@@ -249,10 +243,7 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     made = options(dataset, tmp_path / "a", precision__mode="float16")
     run = build_run(made, WORLD, UserParts(model=Scripted()))
     assert run.scaler is None
-    assert (
-        "\n".join(run.notes).count("is float16, which is for GPUs: this CPU computes in bfloat16")
-        == 1
-    )
+    assert "\n".join(run.notes).count("is float16, which is for GPUs: this CPU computes in bfloat16") == 1
     assert head_products(made) == "bfloat16"
     made.set("head.products", "float32")
     assert head_products(made) == "float32"
@@ -305,9 +296,7 @@ def test_lists_and_activation_checkpointing_go_together(dataset, tmp_path):
     assert not different(tmp_path / "again/0-step3", tmp_path / "plain/0-step3")
 
 
-def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(
-    dataset, tmp_path, monkeypatch
-):
+def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(dataset, tmp_path, monkeypatch):
     # A CPU can compute in float16, too slowly for use: here it may.
     for module in (network, step_module, build):
         monkeypatch.setattr(module, "training_mode", lambda options, device: options.precision.mode)

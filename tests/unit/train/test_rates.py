@@ -51,8 +51,7 @@ def test_the_rate_that_is_set_is_that_of_backbone_and_class_weights(dataset, tmp
     one.set("checkpoint.every_n_steps", 1)
     train(one, WORLD)
     assert (
-        "learning rate 0.02 (optim.lr), schedule constant, warm-up 0 steps, scale "
-        in capsys.readouterr().out
+        "learning rate 0.02 (optim.lr), schedule constant, warm-up 0 steps, scale " in capsys.readouterr().out
     )
     assert set(rates_of(tmp_path / "a")) == {0.02}
 

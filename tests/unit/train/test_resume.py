@@ -174,9 +174,7 @@ def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
     assert kept(trained, 4) == (32, [])
     total, lines = kept(trained, 3)
     assert total == 32
-    assert lines == [
-        "ranks: 3 here, 4 in the checkpoint; a step keeps its 32 images, 10 or 11 a rank"
-    ]
+    assert lines == ["ranks: 3 here, 4 in the checkpoint; a step keeps its 32 images, 10 or 11 a rank"]
     # The script that set the batch of a rank is started again, on fewer ranks.
     assert kept(trained, 2, train__batch_size=8)[0] == 32
     assert kept(trained, 2, train__batch_size=16) == (32, [])
@@ -299,9 +297,7 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     refused("optimizer Adam, this run", lambda m: m["scalars"].update(optimizer="Adam"))
     refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
     key = "momentum.backbone.fc.bias"
-    refused(
-        "manifest says 1099511627776", lambda m: m["tensors"]["rank0.random"].update(shape=[2**40])
-    )
+    refused("manifest says 1099511627776", lambda m: m["tensors"]["rank0.random"].update(shape=[2**40]))
     refused("manifest says 1099511627776", lambda m: m["tensors"][key].update(shape=[2**40]))
     refused("manifest says int8", lambda m: m["tensors"][key].update(dtype="int8"))
 

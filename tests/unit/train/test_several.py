@@ -156,9 +156,7 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
     ]  # fmt: skip
     saved = {key: tensor for (_, key), tensor in tensors_of(path).items()}
     state = state_of(run)
-    fresh = build_run(
-        options(sets, tmp_path / "x", "cars", **CASES["plain"]), WORLD, UserParts(Drawing())
-    )
+    fresh = build_run(options(sets, tmp_path / "x", "cars", **CASES["plain"]), WORLD, UserParts(Drawing()))
     for key, tensor in state.items():
         is_new = ".cars." in f".{key}"
         assert tensor.equal(state_of(fresh)[key] if is_new else saved[key]), key
@@ -186,9 +184,7 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
     assert all(tensor.equal(after[key]) for key, tensor in before.items())
 
 
-def test_the_optimizers_state_of_a_dense_head_that_is_left_out_is_passed_over(
-    sets, trained, tmp_path
-):
+def test_the_optimizers_state_of_a_dense_head_that_is_left_out_is_passed_over(sets, trained, tmp_path):
     run, said, path = resumed_run(sets, trained, tmp_path, "faces")
     assert len(said) == 1
     assert "momentum.heads.glyphs.weight" in read_manifest(path).tensors
@@ -274,9 +270,7 @@ def test_the_margins_of_all_heads_rise_over_the_warm_up(sets, tmp_path):
             sets, tmp_path / name, "faces", head__loss_type="dist_cosface", head__margin=margin,
             head__margin_warmup_steps=warmup, head__scale=64.0, train__steps=1,
         )  # fmt: skip
-        made.add_data_set(
-            **GLYPHS | {"margin": margin, "name": "glyphs", "path": str(sets / "glyphs")}
-        )
+        made.add_data_set(**GLYPHS | {"margin": margin, "name": "glyphs", "path": str(sets / "glyphs")})
         train(made, WORLD)
         line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
         return [line["loss/faces"], line["loss/glyphs"]]

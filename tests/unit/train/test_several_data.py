@@ -32,9 +32,7 @@ SETS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max
 
 
 @given(SETS, st.integers(1, 5), st.sampled_from(["global", "block", "sequential"]))
-def test_ranks_share_every_step_equally_and_each_data_set_goes_through_epochs_of_its_own(
-    sets, ranks, order
-):
+def test_ranks_share_every_step_equally_and_each_data_set_goes_through_epochs_of_its_own(sets, ranks, order):
     sizes, per_step = zip(*sets, strict=True)
     plan, alone = (plan_of(sizes, per_step, n, order) for n in (ranks, 1))
     starts = np.cumsum([0, *sizes])

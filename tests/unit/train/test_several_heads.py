@@ -44,9 +44,7 @@ def test_the_loss_and_all_gradients_are_the_textbooks_over_each_heads_images():
     x, labels = batch(3, 12, 8, 0, 6, 15, 3, 11, 7)  # mixed, one class twice
     alone = heads()
     expected, means = textbook(alone, x, labels)
-    wanted = torch.autograd.grad(
-        expected, [x, *(p for h in alone.values() for p in h.parameters())]
-    )
+    wanted = torch.autograd.grad(expected, [x, *(p for h in alone.values() for p in h.parameters())])
 
     joint = JointHead(heads(), None)
     rows = JointRows({n: RowSGD(joint.heads[n], lr=LR, momentum=0) for n in ("faces", "cars")})
@@ -61,9 +59,7 @@ def test_the_loss_and_all_gradients_are_the_textbooks_over_each_heads_images():
         torch.testing.assert_close(output.parts[name].mean_loss, mean.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(x.grad, wanted[0], rtol=1e-10, atol=1e-14)
     sharded = 0.0
-    for (key, parameter), old, gradient in zip(
-        joint.named_parameters(), before, wanted[1:], strict=True
-    ):
+    for (key, parameter), old, gradient in zip(joint.named_parameters(), before, wanted[1:], strict=True):
         if "glyphs" in key:  # all its rows are here, for a torch optimizer
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
             continue

@@ -88,6 +88,4 @@ def test_pair_files_lie_beside_a_data_file(tmp_path):
     folder = write_dataset(tmp_path / "set", classes=3, per_class=2)
     write_pair_file(folder / "lfw.bin", folder)
     convert(str(folder), str(folder / "train.rec"))
-    assert [target.name for target in load_targets(options_of(folder / "train.rec"), None)] == [
-        "lfw"
-    ]
+    assert [target.name for target in load_targets(options_of(folder / "train.rec"), None)] == ["lfw"]
