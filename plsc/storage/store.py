@@ -217,9 +217,7 @@ class Store:
     def _check_size(self, name: str, size: int) -> None:
         there = self.size(name)
         if there != size:
-            raise DataError(
-                f"{shown(self.child(name))} has {there} bytes after writing {size}; try again"
-            )
+            raise DataError(f"{shown(self.child(name))} has {there} bytes after writing {size}; try again")
 
     def _watched(self, call: Callable[[], Answer], what: str, pulse: Pulse | None = None) -> Answer:
         if not self.is_remote:
