@@ -74,7 +74,7 @@ def join_rows(parts: Sequence[Tensor], what: str) -> RowParts:
         if not fits:
             raise CheckpointError(
                 f"{what} is {part.dtype} of shape {str(list(part.shape))[:80]} in one file, but "
-                f"{first.dtype} {str(list(first.shape))[:80]} in the first; expected floats with rows of one size"
+                f"{first.dtype} {str(list(first.shape))[:80]} in the first; expected floats of one row shape"
             )
     return RowParts(tuple(parts))
 
