@@ -44,8 +44,8 @@ FORMATS = {
 }
 _LAYOUTS = (
     "expected a folder with label.txt (lines of '<path> <label>') and images, a folder with file_list.txt "
-    "and files of '<base64>TAB<label>' lines, a folder with one folder of images per class, or a file or folder "
-    f"of {', '.join(FORMATS)}"
+    "and files of '<base64>TAB<label>' lines, a folder with one folder of images per class, or a file or "
+    f"folder of {', '.join(FORMATS)}"
 )
 
 
