@@ -208,7 +208,7 @@ def test_an_s3_server_killed_in_an_upload_is_one_line_and_the_disk_has_it_all(tm
         assert "a-secret-key" not in str(refused.value)
         assert len(str(refused.value).splitlines()) == 1
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match="whole on the local disk"):
+    with pytest.raises(CheckpointError, match="intact on the local disk"):
         send(path, store)
     assert time.monotonic() - began < 60  # bounded; not a measure of speed
     assert verify(path).step == 1

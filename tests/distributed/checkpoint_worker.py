@@ -99,7 +99,7 @@ def full_disk(world: World, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     who = f"rank {last}: could not" if world.size > 1 else "could not"
     assert message.startswith(f"{who} save checkpoint {folder / '2'}: File too large"), message
-    assert message.endswith("earlier checkpoints are whole")
+    assert message.endswith("earlier checkpoints are intact")
     assert "\n" not in message
     world.barrier()
     assert [path.name for path in folder.iterdir()] == ["1"]

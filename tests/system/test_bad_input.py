@@ -131,7 +131,7 @@ def test_a_full_disk_while_saving_is_one_line_and_leaves_the_older_checkpoint_wh
         dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
         done = run_ranks(JOB, 2, str(dataset), str(disk / "run"), check=False, timeout=90)
         assert done.returncode != 0
-        for text in ("CheckpointError: ", "No space left", "earlier checkpoints are whole"):
+        for text in ("CheckpointError: ", "No space left", "earlier checkpoints are intact"):
             assert text in done.stderr
         left = sorted(path.name for path in (disk / "run").iterdir() if path.is_dir())
         assert left == ["0"]

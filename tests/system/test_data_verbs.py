@@ -59,12 +59,12 @@ def test_a_folder_is_packed_and_unpacked(dataset, tmp_path, capsys):
     assert "unpacked 7 files" in capsys.readouterr().out
     assert samples(tmp_path / "back") == samples(dataset)
     assert cli.main(["data", "unpack", archive, back]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
     wrong = {
-        "no format is known": ["convert", str(dataset), str(tmp_path / "a.zip")],
+        "unknown suffix": ["convert", str(dataset), str(tmp_path / "a.zip")],
         "does not exist": ["inspect", str(tmp_path / "gone")],
         "ends in .tar.zst": ["pack", str(dataset), str(tmp_path / "a.zip")],
         "label_map is set": ["convert", str(dataset), str(tmp_path / "a.rec"), "--label_map", "x"],

@@ -217,11 +217,11 @@ def test_two_runs_do_not_write_the_same_output_at_once(tmp_path):
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         said = run("--data_dir", folder, "--nranks", 2, code=1)
-        assert "another run is at work" in said
+        assert "another run is working" in said
         assert (claimed / "part_0.txt").read_text() == "of the other run"
     finally:
         os.close(handle)
-    assert "removed what a run that was stopped had left" in run("--data_dir", folder, "--nranks", 2)
+    assert "removed the files of an earlier, interrupted run" in run("--data_dir", folder, "--nranks", 2)
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_a_set_on_s3_gives_the_parts_of_the_local_one(tmp_path, s3):
     assert all(local[name] == remote[name] for name in local if name != "manifest.json")
     assert list((tmp_path / "tmp").iterdir()) == []
     assert "is whole: 3000 lines" in run(*arguments, "--verify")
-    assert "exists already" in run(*arguments, code=1)
+    assert "already exists" in run(*arguments, code=1)
     store.pipe(f"{s3}/out/part_2.txt", remote["part_2.txt"][:-1] + b" ")
     assert "part_2.txt" in run(*arguments, "--verify", code=1)
 
@@ -321,7 +321,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
     [
         (["--nranks", "2"], "--data_dir"),
         (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt does not exist"),
-        (["--data_dir", "/nope", "--nranks", "2", "--verify"], "there is no output to verify"),
+        (["--data_dir", "/nope", "--nranks", "2", "--verify"], "run the partition without --verify first"),
         (
             ["--data_dir", "/nope", "--nranks", "none"],
             "--nranks is 'none'; expected an integer",

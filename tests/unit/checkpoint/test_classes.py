@@ -157,7 +157,7 @@ def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
     assert 0.002 < float(new.std()) < 0.03
     # A head of 10 classes began with other rows for classes 7, 8 and 9, which have moved since.
     assert not torch.isclose(new, initial_rows(SEED, 7, 10, 6)).any()
-    with pytest.raises(CheckpointError, match="moved no class"):
+    with pytest.raises(CheckpointError, match="did not renumber classes"):
         read_class_map(folder.parent / "c")
 
 
@@ -282,16 +282,16 @@ def test_strange_arguments_are_refused(small, tmp_path):
     for count in (0, -1):
         assert "grow is" in refusal(folder, new, grow=count)
     assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
-    assert "give merge" in refusal(folder, new, drop=[1], rows="target")
-    assert "one for each new class" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
+    assert "use it only with merge" in refusal(folder, new, drop=[1], rows="target")
+    assert "one per new class" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
     for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], 3, [[1], [2, 3]], np.array([2**63], np.uint64)):
         assert "drop" in refusal(folder, new, drop=wrong)
-    assert "names no class" in refusal(folder, new, drop=[])
+    assert "is empty" in refusal(folder, new, drop=[])
     assert "drop:2: class 10 is outside" in refusal(folder, new, drop=[1, 10])
     assert "cannot be read" in refusal(folder, new, drop=tmp_path / "none.txt")
-    assert "no plain file" in refusal(folder, new, drop=tmp_path)
+    assert "is not a plain file" in refusal(folder, new, drop=tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "no plain file" in refusal(folder, new, drop=tmp_path / "pipe")
+    assert "is not a plain file" in refusal(folder, new, drop=tmp_path / "pipe")
     for taken in (folder, folder.parent):
         assert "is there already" in refusal(folder, taken, grow=1)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     write_checkpoint(folder.parent / "c", {"head.weight": torch.zeros(2, 6)}, {}, [2])
     file = folder.parent / "c" / "manifest.json"
     file.write_text(file.read_text().replace('"head.weight"', '"head.w"'))
-    assert "which has another key" in refusal(folder.parent / "c", new, grow=1)
+    assert "which does not match this key" in refusal(folder.parent / "c", new, grow=1)
     file.write_text(file.read_text().replace('"head.w"', '"heads.a.weight"').replace('"of": ""', '"of": "a"'))
     assert "not in the manifest" in refusal(folder.parent / "c", new, grow=1)
     broken = torch.zeros(4, 6)
@@ -358,7 +358,7 @@ def test_a_map_that_is_damaged_is_refused(small):
         with pytest.raises(CheckpointError, match="is damaged"):
             read_class_map(new)
     (new / "classes.tsv").unlink()
-    with pytest.raises(CheckpointError, match="take it from the checkpoint in which"):
+    with pytest.raises(CheckpointError, match="copy it from the checkpoint in which"):
         read_class_map(new)
 
 

@@ -127,7 +127,7 @@ def test_momentum_that_a_layout_lacks_starts_at_zero_and_is_told(iresnet, tmp_pa
     tensors, _ = tensors_of(tmp_path / "ck")
     assert not tensors["rows.weight.momentum_buffer"].any()
     assert imported.notes == [
-        "the backbone's momentum starts afresh",
+        "no backbone momentum found; it starts at zero",
         "the momentum of head.weight starts afresh",
     ]
 
@@ -152,7 +152,7 @@ def test_plsc1_softmax_brings_its_bias(tmp_path):
     tensors, manifest = tensors_of(tmp_path / "ck")
     assert torch.equal(tensors["head.bias"], bias)
     assert manifest.options["head"]["loss_type"] == "dist_softmax"
-    assert "no backbone was found, only the head" in imported.notes
+    assert "no backbone found, only the head" in imported.notes
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth", "legacy"])
@@ -254,7 +254,7 @@ def test_a_shard_twice_or_out_of_order_is_noticed(broken, tmp_path):
     (broken / "checkpoint_gpu_0.pt").rename(broken / "x")
     (broken / "checkpoint_gpu_2.pt").rename(broken / "checkpoint_gpu_0.pt")
     (broken / "x").rename(broken / "checkpoint_gpu_2.pt")
-    assert "files are missing, or of different runs" in refusal(broken, tmp_path / "ck")
+    assert "files are missing or from different runs" in refusal(broken, tmp_path / "ck")
 
 
 def test_a_link_among_the_shards_is_refused(broken, tmp_path):
@@ -275,7 +275,7 @@ def test_rows_that_are_not_finite_are_refused_with_their_class(tmp_path, value):
     ("change", "said"),
     [
         ({"num_classes": 12}, "says num_classes 12, the files have 11"),
-        ({"pretrain_nranks": 3}, "some are missing"),
+        ({"pretrain_nranks": 3}, "are files missing"),
         ({"emb_dim": None}, "says emb_dim None"),
     ],
 )
@@ -314,7 +314,7 @@ def test_a_plsc1_backbone_with_a_layer_missing_is_refused(resnet, tmp_path):
         ({"layout": "onnx"}, "there is no layout 'onnx'"),
         ({"ranks": 0}, "expected at least 1"),
         ({"layout": "insightface"}, "has neither checkpoint_gpu_"),
-        ({}, "no layout known here"),
+        ({}, "no known layout"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path, options, said):
@@ -324,7 +324,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path, options, said)
 
 def test_a_file_that_does_not_say_its_network_asks_for_it(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
-    assert "name it with --model" in refusal(tmp_path / "a.safetensors", tmp_path / "ck")
+    assert "pass --model" in refusal(tmp_path / "a.safetensors", tmp_path / "ck")
     network = Network("SmallResNet", 8, (1, 16, 16))
     assert "nothing in" in refusal(tmp_path / "a.safetensors", tmp_path / "ck", network=network)
 

@@ -210,7 +210,7 @@ def test_a_paddle_variable_comes_back_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is no variable of Paddle"),
+        (b"", "is not a Paddle 1.x variable"),
         (b"\x80\x02" + bytes(40), "it begins with 80 02"),
         (paddle_with(levels=1 << 60), "it begins with"),
         (paddle_with(length=-1), "it begins with"),
@@ -241,7 +241,7 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:5], (1 << 60).to_bytes(8, "little") + whole[8:], b""):
         path.write_bytes(damaged)
-        assert "is no whole safetensors file" in refusal(read_tensors, path)
+        assert "not a complete safetensors file" in refusal(read_tensors, path)
 
 
 @pytest.mark.parametrize("read", [read_tensors, read_paddle_file])
@@ -283,7 +283,7 @@ def test_the_last_layer_of_a_vision_transformer_is_not_taken_for_class_rows(tmp_
 @pytest.mark.parametrize("value", [[1, 2], {"a": 3}, torch.ones(2), {"state_dict": {}}])
 def test_a_file_without_a_state_dict_says_what_was_expected(tmp_path, value):
     torch.save(value, tmp_path / "a.pth")
-    assert "holds no state dict" in refusal(read_state_dict, tmp_path / "a.pth")
+    assert "has no state dict" in refusal(read_state_dict, tmp_path / "a.pth")
 
 
 def test_the_summary_of_a_match_is_bounded_and_printable():

@@ -141,14 +141,14 @@ def test_a_truncated_file_is_found(saved, keep):
     data_file(saved).write_bytes(data_file(saved).read_bytes()[:keep])
     assert "bytes" in refusal(saved)
     sign(saved)
-    assert "is no whole safetensors file" in refusal(saved)
+    assert "not a complete safetensors file" in refusal(saved)
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 64, b"\x02" + bytes(7) + b"[]", b"PK\x03\x04" * 99])
 def test_garbage_instead_of_data_is_refused(saved, garbage):
     data_file(saved).write_bytes(garbage)
     sign(saved)
-    assert "is no whole safetensors file" in refusal(saved)
+    assert "not a complete safetensors file" in refusal(saved)
 
 
 def test_a_missing_and_an_extra_file_are_named(saved):
@@ -184,8 +184,8 @@ def at(*offsets):
     [
         (4, at(0, 0), "has 4 rows, the manifest says 5"),
         (4, at(1, 0), "rows 0 to 1 of 'head.weight' are missing"),
-        (5, at(0, 1), "which are no whole rows"),
-        (5, at(0), "which are no whole rows"),
+        (5, at(0, 1), "which does not cover whole rows"),
+        (5, at(0), "which does not cover whole rows"),
         (5, at(-1, 0), "expected an integer"),
         (6, at(0, 0), "has 6 rows"),
         (5, at(2**70, 0), "expected an integer"),
@@ -225,7 +225,7 @@ def test_the_same_rows_in_two_files_are_found(saved):
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
         save(tmp_path, "1")
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     assert (tmp_path / "1" / "thesis.tex").exists()

@@ -83,7 +83,7 @@ def test_a_line_without_a_good_label_is_named_when_the_index_is_built(tmp_path, 
 
 
 def test_a_set_of_blank_lines_is_refused(tmp_path):
-    with pytest.raises(DataError, match="hold no samples"):
+    with pytest.raises(DataError, match="contain no samples"):
         Base64Source(write_set(tmp_path / "set", {"a": b"\n\n"}))
 
 

@@ -130,7 +130,7 @@ def test_a_folder_without_room_or_permission_is_refused(tmp_path):
     with pytest.raises(OptionError, match=r"less than data\.cache_bytes"):
         DiskCache(tmp_path, 2**60, 2)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match="cannot be written to"):
+    with pytest.raises(OptionError, match="is not writable"):
         DiskCache(tmp_path / "file", BIG, 2)
 
 

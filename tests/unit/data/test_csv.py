@@ -105,9 +105,9 @@ def test_numbers_are_names_where_a_label_map_is_given(tmp_path):
         ("a.jpg,1_0", "whole number"),
         ("a.jpg,٣", "whole number"),
         ("a.jpg," + "9" * 30, "whole number"),
-        ('"a"jpg,1', "is no CSV"),
-        (b'"a\xff",1', "no UTF-8"),
-        (b"a.jpg,\xff", "no UTF-8"),
+        ('"a"jpg,1', "is not CSV"),
+        (b'"a\xff",1', "not UTF-8"),
+        (b"a.jpg,\xff", "not UTF-8"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path, row, message):

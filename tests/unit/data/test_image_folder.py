@@ -135,7 +135,7 @@ def test_a_folder_of_no_known_layout_is_refused_with_the_layouts(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "bare" / "a").mkdir(parents=True)
     for name in ("empty", "forgotten", "file", "missing"):
-        with pytest.raises(DataError, match=r"label\.txt .*folder of images for each class"):
+        with pytest.raises(DataError, match=r"label\.txt .*folder of images per class"):
             open_source(tmp_path / name)
     with pytest.raises(DataError, match="no images"):
         open_source(tmp_path / "bare")

@@ -49,20 +49,20 @@ def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "is of type list; expected an object"),
         ("null", "is missing; expected an object"),
         ('{"image": "a.jpg"}', "the label 'label' is missing"),
         ('{"image": "a.jpg", "label": null}', "the label 'label' is missing"),
         ('{"image": "a.jpg", "label": 1.0}', "the label 'label' is of type float"),
         ('{"image": "a.jpg", "label": true}', "the label 'label' is of type bool"),
-        ('{"image": "a.jpg", "label": NaN}', "is no JSON"),
+        ('{"image": "a.jpg", "label": NaN}', "is not JSON"),
         ('{"image": "a.jpg", "label": [1]}', "the label 'label' is of type list"),
         ('{"image": "a.jpg", "label": -3}', "0 or more, got '-3'"),
         ('{"image": "a.jpg", "label": ""}', "the label is missing"),
-        ('{"image": "a.jpg", "label": %s}' % ("9" * 5000), "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        (b'{"image": "\xff"}', "is no JSON"),
+        ('{"image": "a.jpg", "label": %s}' % ("9" * 5000), "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (b'{"image": "\xff"}', "is not JSON"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):

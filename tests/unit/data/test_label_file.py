@@ -82,7 +82,7 @@ def test_a_name_counts_the_blank_lines_before_it(tmp_path):
         (".. 1", "leaves the dataset folder"),
         ("/etc/passwd 1", "relative to the dataset folder"),
         ("a\0.jpg 1", "zero byte"),
-        ("x" * 9000 + " 1", "bytes long"),
+        ("x" * 9000 + " 1", "bytes"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):

@@ -105,7 +105,7 @@ def test_skipping_leaves_out_the_bad_lines_alone(pairs, block):
         (b"QUJD\t-1", "a label must be 0 or more, got '-1'"),
         (b"QUJD\t1234567890123456789", "the label is too large"),
         (b"\t5", "nothing before the tab"),
-        (b"QUJD\t", "there is no tab"),
+        (b"QUJD\t", "a line without a tab"),
         (b"\x00\x01\x02", r"there is no tab in '\\x00\\x01\\x02'"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_line_longer_than_that_of_the_largest_image_is_refused_in_bounded_memo
             return len(buffer)
 
     stream = Endless()
-    with pytest.raises(DataError, match=r"a\.txt:1: the line is over \d+ bytes long"):
+    with pytest.raises(DataError, match=r"a\.txt:1: the line is longer than \d+ bytes"):
         for _ in LineReader(stream, "a.txt", Buffers(1, 2**20)):
             pass
     assert stream.given < MAX_LINE_BYTES + 2**22

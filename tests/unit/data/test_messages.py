@@ -29,14 +29,14 @@ def tar(label: str = "cls") -> bytes:
 
 
 ROW = '{"image": "a.jpg", "label": 1}\n'
-WRITE = "copy or write it anew"
+WRITE = "copy or write it again"
 CASES = [
     # name, content, what is said: of the file, and what to do
-    ("a.parquet", parquet()[:500], " is damaged, or no Parquet file (", WRITE),
-    ("a.parquet", b"hello", " is damaged, or no Parquet file (", WRITE),
+    ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", WRITE),
+    ("a.parquet", b"hello", " is damaged or not a Parquet file (", WRITE),
     ("a.tar", tar()[:514], " is truncated in '1.jpg'", WRITE),
-    ("a.tar", tar()[:1500], " is truncated, damaged, compressed or no tar (", WRITE),
-    ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or no tar (", WRITE),
+    ("a.tar", tar()[:1500], " is truncated, damaged, compressed or not a tar (", WRITE),
+    ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or not a tar (", WRITE),
     ("a.tar", tar("txt"), ":1 has no label: no .cls", "label_column"),
     ("a.jsonl", ROW + '{"image": "a', ":2: is no JSON (", "one object per line; fix the line"),
     ("a.jsonl", ROW + '{"image": "a"}', ":2: the label 'label' is missing", "fix the line"),
@@ -49,7 +49,7 @@ CASES = [
         ".parquet",
     ),
     ("LICENSE", "text", " is no set of images: no format has files without a suffix", "label.txt"),
-    ("label.txt", "a.jpg 1\n", " lists a set; give the folder that it is in", "label.txt"),
+    ("label.txt", "a.jpg 1\n", " is a file list; give the folder that contains it", "label.txt"),
     ("gone", None, " does not exist", "expected a folder with label.txt"),
 ]
 

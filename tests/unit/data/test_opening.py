@@ -126,7 +126,7 @@ def test_options_reach_the_source(tmp_path):
 def test_what_is_not_there_or_not_known_is_refused(tmp_path, name):
     (tmp_path / "file.txt").write_text("text")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"does not exist|is no set of images|no class folders"):
+    with pytest.raises(DataError, match=r"does not exist|is not a dataset|no class folders"):
         open_source(tmp_path / name)
 
 
@@ -181,5 +181,5 @@ def test_a_missing_lmdb_entry_is_named_when_it_is_read(tmp_path):
 def test_a_folder_that_is_no_lmdb_is_refused(tmp_path):
     (tmp_path / "data.mdb").write_bytes(b"text" * 5000)
     pytest.importorskip("lmdb", reason="lmdb is not installed")
-    with pytest.raises(DataError, match="is no LMDB environment"):
+    with pytest.raises(DataError, match="is not an LMDB environment"):
         open_source(tmp_path)

@@ -83,7 +83,7 @@ def test_it_goes_to_and_from_remote_stores(folder, tmp_path, s3):
         pack(folder, url)
         unpack(url, tmp_path / f"back{number}")
         assert content(tmp_path / f"back{number}") == content(folder)
-        with pytest.raises(DataError, match="exists already"):
+        with pytest.raises(DataError, match="already exists"):
             pack(folder, url)
     names = fsspec.filesystem("s3").ls(s3, detail=False)
     assert [name.rsplit("/", 1)[-1] for name in names] == ["a.tar.zst"]
@@ -91,9 +91,9 @@ def test_it_goes_to_and_from_remote_stores(folder, tmp_path, s3):
 
 def test_nothing_is_overwritten(folder, tmp_path):
     pack(folder, str(tmp_path / "out.tar.zst"))
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         pack(folder, str(tmp_path / "out.tar.zst"))
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         unpack(str(tmp_path / "out.tar.zst"), folder)
 
 

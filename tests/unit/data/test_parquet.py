@@ -171,7 +171,7 @@ def test_a_file_without_rows_and_a_folder_without_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"no file found that ends in \.parquet"):
         ParquetSource(tmp_path / "empty")
     write_parquet(str(tmp_path / "a.parquet"), [])
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="contains no rows"):
         ParquetSource(tmp_path / "a.parquet")
 
 

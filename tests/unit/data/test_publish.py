@@ -48,7 +48,7 @@ def test_an_exception_leaves_nothing(location):
 def test_an_existing_file_is_refused_and_stays(location):
     with publishing(location) as file:
         file.write(b"first")
-    with pytest.raises(DataError, match="exists already"), publishing(location) as file:
+    with pytest.raises(DataError, match="already exists"), publishing(location) as file:
         file.write(b"second")
     filesystem, path = fsspec.core.url_to_fs(location)
     assert filesystem.cat_file(path) == b"first"

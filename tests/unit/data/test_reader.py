@@ -168,7 +168,7 @@ def test_a_reader_that_is_no_function_or_gives_no_samples_is_refused():
     once = shuffled(4)()
     used = loader(lambda: once)
     list(used.epoch(0))
-    with pytest.raises(DataError, match="fresh generator on each call"):
+    with pytest.raises(DataError, match="new generator on each call"):
         list(used.epoch(1))
     with pytest.raises(DataError, match="leaves no step"):
         list(loader(shuffled(3), last_batch="drop").epoch(0))
@@ -224,7 +224,7 @@ def test_a_reader_that_shards_itself_goes_on_from_any_step(start):
 
 
 def test_a_global_batch_smaller_than_the_ranks_is_refused_for_such_readers():
-    with pytest.raises(OptionError, match="needs a sample per rank"):
+    with pytest.raises(OptionError, match="needs at least one sample per rank"):
         loader(own_shard(9), 0, 4, 3, shards_itself=True)
 
 

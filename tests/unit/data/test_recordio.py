@@ -195,7 +195,7 @@ def shorter_than_a_header(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"record 3 at byte \d+ begins a part, at byte \d+, with "),
+        (cut, r"record 3 at byte \d+ has an invalid part at byte \d+, starting with "),
         (no_magic, "record 0 at byte 0 begins a part, at byte 0, with ff d8 "),
         (length_beyond_the_end, "record 0 at byte 0 ends at byte 536870920"),
         (a_last_part_first, "record 0 at byte 0 begins a part, at byte 0, with 0a 23 "),
@@ -232,7 +232,7 @@ def test_an_index_file_that_does_not_fit_is_named(rec, text, message):
 
 @pytest.mark.parametrize("keys", [None, []])
 def test_a_file_without_records_is_refused(tmp_path, keys):
-    with pytest.raises(DataError, match="holds no image records"):
+    with pytest.raises(DataError, match="contains no image records"):
         RecordIOSource(write(tmp_path / "a.rec", [], keys))
 
 
@@ -255,7 +255,7 @@ def test_a_label_that_float32_cannot_hold_is_not_written(tmp_path):
 
 def test_no_existing_file_is_overwritten(rec):
     before = rec.read_bytes()
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         write_recordio(str(rec), [])
     assert rec.read_bytes() == before
 

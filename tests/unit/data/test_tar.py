@@ -118,7 +118,7 @@ def test_shards_are_read_in_their_order(tmp_path):
     assert read(str(tmp_path / "train-{001..002}.tar"))[0] == expected[2]
     source = open_source(tmp_path)
     assert source.name(5) == "train-002.tar:000000001"
-    with pytest.raises(DataError, match="must be a range that rises"):
+    with pytest.raises(DataError, match="must be an ascending range"):
         TarSource(str(tmp_path / "train-{5..1}.tar"))
     with pytest.raises(DataError, match=r"train-003\.tar does not exist"):
         TarSource(str(tmp_path / "train-{000..003}.tar"))
@@ -172,12 +172,12 @@ def header_of(size: int, kind: bytes) -> bytes:
     ("data", "message"),
     [
         (b"", r"is truncated.*\(empty file\)"),
-        (b"\x1f\x8b" * 400, "is truncated, damaged, compressed or no tar"),
+        (b"\x1f\x8b" * 400, "is truncated, damaged, compressed or not a tar"),
         (header_of(2**50, b"L"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"x"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"0"), "truncated"),
         (bytes(1024), "holds no samples"),
-        (bytes(1024) + b"x" * 512, "goes on behind its end mark"),
+        (bytes(1024) + b"x" * 512, "data follow its end mark"),
     ],
 )
 def test_hostile_headers_are_refused_without_memory_for_them(tmp_path, data, message):

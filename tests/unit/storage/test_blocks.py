@@ -126,7 +126,7 @@ def test_a_local_file_that_shrinks_or_changes_is_noticed(tmp_path):
     os.truncate(path, 100)
     with pytest.raises(DataError, match="became shorter"):
         data.read_at(50, 100)
-    with pytest.raises(DataError, match="changed while it was in use"):
+    with pytest.raises(DataError, match="changed while in use"):
         pickle.loads(text)
 
 

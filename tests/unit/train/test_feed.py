@@ -97,7 +97,7 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
         data__cache_decoded=True,
     )
     list(made.loader.epoch(0))
-    assert made.notes[-1].endswith("as nothing of your own is in Python")  # nor did anybody choose
+    assert made.notes[-1].endswith("because no Python code of yours is involved")  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
     assert source.cache.used >= 20 * 16 * 16 * 3
@@ -139,7 +139,7 @@ def reader(*shard):
 
 def test_a_generator_reader_runs_ahead_in_a_process(dataset):
     made = feed(dataset, reader=reader, head__class_num=4)
-    assert "the reader runs ahead in a process" in made.notes[-1]
+    assert "the reader prefetches in a separate process" in made.notes[-1]
     inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
     for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images)
