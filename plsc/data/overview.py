@@ -29,7 +29,7 @@ class Overview:
     """A summary of a dataset. Bytes and pixels are those of the samples that were decoded.
 
     Attributes:
-        images_a_class: (lowest number, highest, number of classes with so many images), by powers of 2.
+        images_per_class: (lowest number, highest, number of classes with so many images), by powers of 2.
         unused: number of class ids below the largest label without a sample.
         faults: names and faults of the first 20 broken samples.
         first_and_last: see `first_and_last_class`, if classes have names.
@@ -42,7 +42,7 @@ class Overview:
     fewest: int
     median: float
     most: int
-    images_a_class: list[tuple[int, int, int]]
+    images_per_class: list[tuple[int, int, int]]
     looked_at: int = 0
     bytes_median: float = 0
     bytes_most: int = 0
@@ -60,8 +60,8 @@ class Overview:
             *([f"  {self.first_and_last}"] if self.first_and_last else []),
             f"images per class {self.fewest} to {self.most}, median {self.median:g}",
         ]
-        widest = max((count for _, _, count in self.images_a_class), default=1)
-        for low, high, count in self.images_a_class:
+        widest = max((count for _, _, count in self.images_per_class), default=1)
+        for low, high, count in self.images_per_class:
             span = f"{low}" if low == high else f"{low}-{high}"
             lines.append(f"  {span:>15} {count:>10} {'#' * max(1, round(40 * count / widest))}")
         lines.append(
@@ -92,7 +92,7 @@ def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview
         fewest=int(counts.min()),
         median=float(np.median(counts)),
         most=int(counts.max()),
-        images_a_class=_histogram(counts),
+        images_per_class=_histogram(counts),
     )
     names = class_names_of(source)
     if names is not None:

@@ -157,7 +157,7 @@ def test_a_line_of_a_gigabyte_is_an_error_in_bounded_memory(tmp_path, interprete
         while process.poll() is None:
             peak = max(peak, resident_kb(process.pid))
             time.sleep(0.005)
-        assert "0.txt:11: the line is over" in process.communicate()[1]
+        assert "0.txt:11: the line is longer than" in process.communicate()[1]
         assert process.returncode == 1
         if memory == "64M":
             assert peak / 1024 - interpreter_mb < 64

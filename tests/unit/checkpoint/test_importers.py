@@ -128,7 +128,7 @@ def test_momentum_that_a_layout_lacks_starts_at_zero_and_is_told(iresnet, tmp_pa
     assert not tensors["rows.weight.momentum_buffer"].any()
     assert imported.notes == [
         "no backbone momentum found; it starts at zero",
-        "the momentum of head.weight starts afresh",
+        "no momentum of head.weight found; it starts at zero",
     ]
 
 
@@ -231,7 +231,7 @@ def test_momentum_of_sampled_rows_only_is_not_taken(broken, tmp_path):
     checkpoint["state_optimizer"]["state"][head]["momentum_buffer"] = torch.ones(2, EMB)
     torch.save(checkpoint, path)
     imported = import_checkpoint(broken, tmp_path / "ck")
-    assert "the momentum of head.weight starts afresh" in imported.notes
+    assert "no momentum of head.weight found; it starts at zero" in imported.notes
     tensors, _ = tensors_of(tmp_path / "ck")
     assert not tensors["rows.weight.momentum_buffer"].any()
     assert torch.equal(tensors["head.weight"], ROWS)
@@ -268,7 +268,7 @@ def test_rows_that_are_not_finite_are_refused_with_their_class(tmp_path, value):
     rows = ROWS.clone()
     rows[7, 3] = value
     source = save_plsc1(tmp_path / "old", rows, 2)
-    assert "head.weight from class 6 holds numbers that are not finite" in refusal(source, tmp_path / "ck")
+    assert "head.weight from class 6 contains values that are not finite" in refusal(source, tmp_path / "ck")
 
 
 @pytest.mark.parametrize(
@@ -305,13 +305,13 @@ def test_plsc1_damage_is_refused_in_one_line(tmp_path):
 def test_a_plsc1_backbone_with_a_layer_missing_is_refused(resnet, tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS, 1, backbone=resnet)
     (source / "batch_norm_3.w_1").unlink()
-    assert "is not a whole ResNet18" in refusal(source, tmp_path / "ck")
+    assert "is not a complete ResNet18" in refusal(source, tmp_path / "ck")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"layout": "onnx"}, "there is no layout 'onnx'"),
+        ({"layout": "onnx"}, "unknown layout 'onnx'"),
         ({"ranks": 0}, "expected at least 1"),
         ({"layout": "insightface"}, "has neither checkpoint_gpu_"),
         ({}, "no known layout"),

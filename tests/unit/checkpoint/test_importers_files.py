@@ -130,7 +130,7 @@ def test_a_compressed_record_is_not_unpacked(saved, tmp_path):
 
 def test_a_tensor_that_repeats_its_bytes_a_milliard_times_is_refused(tmp_path):
     torch.save({"a": torch.zeros(1).expand(10**9, 512)}, tmp_path / "a.pt")
-    assert "does not fit into its 4 bytes" in refusal(read_tensors, tmp_path / "a.pt")
+    assert "needs more than its 4 bytes" in refusal(read_tensors, tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3, 30, 200, 600, -1])
@@ -219,7 +219,7 @@ def test_a_paddle_variable_comes_back_the_same(tmp_path):
         (paddle_with(data=bytes(25)), "is truncated or damaged"),
         (paddle_with(length=5), "its description is cut short"),
         (paddle_with(description=b"\x08\x63\x10\x02\x10\x03"), "of type 99"),
-        (paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"), "has a field 0x1a"),
+        (paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"), "has an unknown field 0x1a"),
         (
             paddle_with(length=12, description=b"\x08\x05\x10" + b"\xff" * 8 + b"\x7f"),
             "its dimensions are",

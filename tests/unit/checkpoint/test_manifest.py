@@ -77,7 +77,7 @@ def test_what_is_no_json_is_refused(text, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("format_version", 4, "reads up to 3; upgrade plsc"),
+        ("format_version", 4, "reads only up to 3; upgrade plsc"),
         ("step", -1, "step is -1"),
         ("step", 1.0, "step is 1.0"),
         ("epoch", True, "epoch is True"),

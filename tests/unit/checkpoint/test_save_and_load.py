@@ -219,7 +219,7 @@ def test_a_tensor_of_another_type_or_name_than_the_manifest_says_is_found(saved)
 def test_the_same_rows_in_two_files_are_found(saved):
     (saved / "twice.safetensors").write_bytes(data_file(saved).read_bytes())
     sign(saved)
-    assert "there twice" in refusal(saved)
+    assert "stored twice" in refusal(saved)
 
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):

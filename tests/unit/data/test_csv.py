@@ -70,7 +70,7 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, opt
     path = write(tmp_path, "path,label\na.jpg,1\n")
     with pytest.raises(OptionError, match=r"'who'; the columns are: path, label"):
         CsvSource(path, **{option: "who"})
-    with pytest.raises(OptionError, match=r"no column is named like one of labels.*a, b"):
+    with pytest.raises(OptionError, match=r"no column has one of the usual names of labels.*a, b"):
         CsvSource(write(tmp_path, "a,b\n1,2\n"), image_column="a")
 
 
@@ -96,15 +96,15 @@ def test_numbers_are_names_where_a_label_map_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("a.jpg", "has 1 fields, the header 2"),
-        ("a.jpg,1,2", "has 3 fields, the header 2"),
+        ("a.jpg", "has 1 fields, but the header has 2"),
+        ("a.jpg,1,2", "has 3 fields, but the header has 2"),
         ("a.jpg,", "the label is missing"),
-        ("a.jpg,-1", "whole number of 0 or more, got '-1'"),
-        ("a.jpg,1.5", "whole number of 0 or more, got '1.5'"),
-        ("a.jpg,nan", "whole number of 0 or more, got 'nan'"),
-        ("a.jpg,1_0", "whole number"),
-        ("a.jpg,٣", "whole number"),
-        ("a.jpg," + "9" * 30, "whole number"),
+        ("a.jpg,-1", "integer of 0 or more, got '-1'"),
+        ("a.jpg,1.5", "integer of 0 or more, got '1.5'"),
+        ("a.jpg,nan", "integer of 0 or more, got 'nan'"),
+        ("a.jpg,1_0", "integer"),
+        ("a.jpg,٣", "integer"),
+        ("a.jpg," + "9" * 30, "integer"),
         ('"a"jpg,1', "is not CSV"),
         (b'"a\xff",1', "not UTF-8"),
         (b"a.jpg,\xff", "not UTF-8"),
@@ -119,7 +119,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, row, message):
 
 def test_a_quote_that_does_not_close_is_named(tmp_path):
     text = 'path,label\na.jpg,0\n"a.jpg,1\n' + "a.jpg,1\n" * 1000
-    with pytest.raises(DataError, match=r"train\.csv:3: a quote that opens here does not close"):
+    with pytest.raises(DataError, match=r"train\.csv:3: a quote opened here is not closed"):
         CsvSource(write(tmp_path, text))
 
 
@@ -139,7 +139,7 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path, path):
 def test_bad_base64_is_named_by_its_line(tmp_path):
     source = CsvSource(write(tmp_path, f"image,label\n{IN_BASE64},0\n/9j/{'*' * 99},1\n,1\n"))
     assert source[0] == (JPEG, 0)
-    with pytest.raises(DataError, match=r"train\.csv:3: the image is no base64"):
+    with pytest.raises(DataError, match=r"train\.csv:3: the image is not base64"):
         source[1]
     with pytest.raises(DataError, match=r"train\.csv:4: is empty"):
         source[2]
@@ -169,7 +169,7 @@ def test_a_quote_left_open_before_very_many_lines_is_refused_in_bounded_memory(t
     with (tmp_path / "train.csv").open("wb") as file:
         file.write(b'path,label\n"a.jpg,1\n' + b"\n" * 20_000_000)
     tracemalloc.start()
-    with pytest.raises(DataError, match="does not close"):
+    with pytest.raises(DataError, match="is not closed"):
         CsvSource(tmp_path / "train.csv")
     assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
     tracemalloc.stop()

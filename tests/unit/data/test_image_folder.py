@@ -53,11 +53,11 @@ def test_nested_class_folders_are_refused_with_the_classes_at_each_depth(alphabe
     with pytest.raises(DataError) as caught:
         open_source(alphabets)
     assert str(caught.value) == (
-        f"in 2 of 2 class folders of {alphabets} images lie in further folders; "
-        "with set_class_depth(1) there are 2 classes, with set_class_depth(2) there are 5 classes"
+        f"2 of the 2 class folders of {alphabets} contain further folders with images; "
+        "set_class_depth(1) gives 2 classes, set_class_depth(2) gives 5 classes"
     )
     (alphabets / "latin" / "0.png").write_bytes(b"directly in a folder: depth 2 is none")
-    with pytest.raises(DataError, match=r"with set_class_depth\(1\) there are 2 classes$"):
+    with pytest.raises(DataError, match=r"set_class_depth\(1\) gives 2 classes$"):
         open_source(alphabets)
 
 
@@ -72,7 +72,7 @@ def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
     for index in range(10):
         image, label = source[index]
         assert image.decode() == source.class_names[label]
-    with pytest.raises(DataError, match=r"latin/a holds images above .* depth 3; .*class_depth\(2\)"):
+    with pytest.raises(DataError, match=r"latin/a contains images above .* depth 3; .*class_depth\(2\)"):
         open_source(alphabets, class_depth=3)
 
 
@@ -96,7 +96,7 @@ def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
         ("map.json", "{", "not valid"),
         ("map.json", "[" * 100_000, "not valid"),
         ("map.txt", "a 1\n", "map.txt:1: expected 'name<TAB>id'"),
-        ("map.txt", "a\t1\na\t2\n", "map.txt:2: the name 'a' comes a second time"),
+        ("map.txt", "a\t1\na\t2\n", "map.txt:2: the name 'a' is repeated"),
     ],
 )
 def test_a_bad_label_map_is_refused(folder, tmp_path, file, text, message):

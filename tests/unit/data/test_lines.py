@@ -98,15 +98,15 @@ def test_skipping_leaves_out_the_bad_lines_alone(pairs, block):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"QUJD 5", r"there is no tab in 'QUJD 5'"),
-        (b"QUJD\tx", "a label must be a whole number, got 'x'"),
-        (b"QUJD\tnan", "a label must be a whole number, got 'nan'"),
-        (b"QUJD\t1.0", "a label must be a whole number, got '1.0'"),
+        (b"QUJD 5", r"a line without a tab: 'QUJD 5'"),
+        (b"QUJD\tx", "a label must be an integer, got 'x'"),
+        (b"QUJD\tnan", "a label must be an integer, got 'nan'"),
+        (b"QUJD\t1.0", "a label must be an integer, got '1.0'"),
         (b"QUJD\t-1", "a label must be 0 or more, got '-1'"),
         (b"QUJD\t1234567890123456789", "the label is too large"),
         (b"\t5", "nothing before the tab"),
         (b"QUJD\t", "a line without a tab"),
-        (b"\x00\x01\x02", r"there is no tab in '\\x00\\x01\\x02'"),
+        (b"\x00\x01\x02", r"a line without a tab: '\\x00\\x01\\x02'"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(line, problem):

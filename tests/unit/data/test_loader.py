@@ -347,7 +347,7 @@ def test_when_all_samples_are_bad_replacing_them_ends_in_one_line(label_folder):
     folder = label_folder(6)
     for index in range(6):
         (folder / f"images/{index}.jpg").unlink()
-    with pytest.raises(DataError, match="is bad, and so are 16 samples drawn") as caught:
+    with pytest.raises(DataError, match="is bad, and so are its 16 replacements") as caught:
         list(loader(open_source(folder), bad_images="replace").epoch(0))
     assert "\n" not in str(caught.value)
 
@@ -409,7 +409,7 @@ def test_the_kind_of_loader_is_chosen_by_what_the_pipeline_holds(label_folder):
     assert loader(files, num_workers=2, transform=add_noise).kind == "processes"
     own = loader(TorchDatasetSource(Noisy()), num_workers=2)
     assert own.kind == "processes"
-    assert own.describe() == "data: 2 processes a rank read ahead, for the Dataset of your own"
+    assert own.describe() == "data: 2 processes per rank prefetch batches, because of your Dataset"
     assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process a")
     with pytest.raises(OptionError, match="which threads share"):
         loader(files, kind="threads", num_workers=2, transform=add_noise)

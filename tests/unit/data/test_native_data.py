@@ -99,7 +99,7 @@ def test_lines_and_labels_are_those_of_the_naive_reader(data, at_end, begin, lon
 @pytest.mark.parametrize("newlines", [[5, 3], [3, 3], [-2], [11], [2**62], [-(2**62)]])
 def test_ends_of_lines_that_are_no_places_in_the_data_are_refused(newlines):
     data = FENCED.holding(b"QUJD\t1\nQUJ")
-    with pytest.raises(ValueError, match="do not rise within 10 bytes"):
+    with pytest.raises(ValueError, match="are not ascending positions within 10 bytes"):
         native_lines.read_lines(data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
 
 

@@ -76,7 +76,7 @@ def test_remote_folders_are_known_by_what_they_hold():
 
 def test_an_option_that_the_format_does_not_take_is_refused(tmp_path):
     write(tmp_path / "a.rec")
-    with pytest.raises(OptionError, match="label_map is set, but this kind of data has no such option"):
+    with pytest.raises(OptionError, match="label_map is set, but this data format has no such option"):
         open_source(tmp_path / "a.rec", label_map="x.json")
     (tmp_path / "folders/one").mkdir(parents=True)
     (tmp_path / "folders/one/a.jpg").write_bytes(b"image")
@@ -99,7 +99,7 @@ def test_class_folders_beside_a_stray_file_are_the_set_unless_that_is_one_too(tm
     (folder / "notes.csv").write_text("path,label\na/1.jpg,1\nb/1.jpg,0\n")
     with pytest.raises(
         DataError,
-        match=r"2 folders of images and notes\.csv, a set of 2 classes; give .*set_class_depth\(1\)",
+        match=r"2 folders of images and notes\.csv, a dataset of 2 classes; give .*set_class_depth\(1\)",
     ):
         open_source(folder)
     assert open_source(folder, class_depth=1).labels().tolist() == [0, 1]
@@ -164,7 +164,7 @@ def test_an_lmdb_folder_is_known_by_what_it_holds(tmp_path):
         (b"9", {}, "'num-samples' is b'9' of 5 entries"),
         (b"-1", {}, "'num-samples' is b'-1'"),
         (b"2", {"label-000000002": b""}, "label-000000002: the label is missing"),
-        (b"2", {"label-000000002": b"-1"}, "label-000000002: a label must be a whole number"),
+        (b"2", {"label-000000002": b"-1"}, "label-000000002: a label must be an integer"),
     ],
 )
 def test_an_lmdb_file_that_does_not_fit_is_refused(tmp_path, count, changes, message):

@@ -26,7 +26,7 @@ def test_samples_classes_and_their_sizes_are_counted(folder):
     found = look_at(open_source(folder))
     assert (found.samples, found.classes, found.largest_label, found.unused) == (19, 6, 9, 4)
     assert (found.fewest, found.median, found.most) == (3, 3, 4)
-    assert found.images_a_class == [(2, 3, 5), (4, 7, 1)]
+    assert found.images_per_class == [(2, 3, 5), (4, 7, 1)]
     assert found.pixels == [("16x16", 17)]
     assert 0 < found.bytes_median <= found.bytes_most
 
@@ -42,7 +42,7 @@ def test_it_is_told_in_lines(folder):
     text = look_at(open_source(folder)).render()
     assert "samples          19" in text
     assert "4 of these ids have no sample" in text
-    assert "broken           2 of 19 looked at" in text
+    assert "broken           2 of 19 checked" in text
 
 
 def test_only_as_many_as_asked_for_are_decoded(folder):

@@ -168,7 +168,7 @@ def test_a_malicious_pickle_is_refused_by_name_and_not_run(tmp_path, protocol):
     ],
 )
 def test_each_way_to_name_a_global_is_refused_with_the_name(tmp_path, content, name):
-    assert_refused(tmp_path / "lfw.bin", content, f"asks for {name}, ")
+    assert_refused(tmp_path / "lfw.bin", content, f"requests {name}, ")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_value_larger_than_any_image_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "lfw.bin"
     path.write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40))
     os.truncate(path, 2 << 40)  # sparse: takes no space
-    with pytest.raises(DataError, match="one value of 1099511627776 bytes"):
+    with pytest.raises(DataError, match="a value of 1099511627776 bytes"):
         read_pairs(path)
 
 

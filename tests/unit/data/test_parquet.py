@@ -143,8 +143,8 @@ def test_columns_that_do_not_fit_are_refused(tmp_path, columns, options, message
         ([0] * 6 + [None] * 4, r"row 6: the label 'label' is missing \(4 are\)"),
         ([0] * 9 + [-1], r"row 9: .* 0 or more, got '-1'"),
         (["1"] * 9 + [""], "row 9: the label is missing"),
-        (["1"] * 9 + ["x"], "row 9: .* whole number of 0 or more, got 'x'"),
-        (pa.array([1] * 9 + [2**63], pa.uint64()), "row 9: .* whole number"),
+        (["1"] * 9 + ["x"], "row 9: .* integer of 0 or more, got 'x'"),
+        (pa.array([1] * 9 + [2**63], pa.uint64()), "row 9: .* integer"),
     ],
 )
 def test_a_bad_label_is_named_by_its_row(tmp_path, labels, message):
@@ -168,7 +168,7 @@ def test_a_group_too_large_to_decode_for_one_image_is_refused(tmp_path, monkeypa
 
 def test_a_file_without_rows_and_a_folder_without_files_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no file found that ends in \.parquet"):
+    with pytest.raises(DataError, match=r"no file ends in \.parquet"):
         ParquetSource(tmp_path / "empty")
     write_parquet(str(tmp_path / "a.parquet"), [])
     with pytest.raises(DataError, match="contains no rows"):

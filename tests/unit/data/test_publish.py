@@ -73,7 +73,7 @@ def test_two_that_write_the_same_do_not_meet_and_what_a_dead_one_left_goes(tmp_p
     with publish(tmp_path / "a"):
         assert not (left / "half").exists()
         with (
-            pytest.raises(DataError, match="another run is at work on a"),
+            pytest.raises(DataError, match="another run is working on a"),
             publish(tmp_path / "a"),
         ):
             pass

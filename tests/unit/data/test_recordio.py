@@ -133,7 +133,7 @@ def test_insightface_layout_gives_its_images_alone(tmp_path, with_idx):
 
 def test_insightface_layout_that_lost_images_is_refused(tmp_path):
     records = insightface([(b"a", 0), (b"b", 1)], end=9)
-    with pytest.raises(DataError, match="records 1 to 8 are images, 4 of them are there"):
+    with pytest.raises(DataError, match="records 1 to 8 are images, but only 4 of them exist"):
         RecordIOSource(write(tmp_path / "train.rec", records))
 
 
@@ -145,7 +145,7 @@ def test_a_first_record_with_two_labels_and_an_image_is_an_ordinary_one(tmp_path
 @pytest.mark.parametrize("label", [-1.0, 0.5, float("nan"), float("inf")])
 def test_a_label_that_is_no_class_is_named_with_its_record(tmp_path, label):
     path = write(tmp_path / "a.rec", [record(b"a", [1]), record(b"b", [label])])
-    with pytest.raises(DataError, match=r"a\.rec record 1: the label is .* whole number"):
+    with pytest.raises(DataError, match=r"a\.rec record 1: the label is .* integer"):
         RecordIOSource(path)
 
 
@@ -196,9 +196,9 @@ def shorter_than_a_header(content: bytes) -> bytes:
     ("damage", "message"),
     [
         (cut, r"record 3 at byte \d+ has an invalid part at byte \d+, starting with "),
-        (no_magic, "record 0 at byte 0 begins a part, at byte 0, with ff d8 "),
+        (no_magic, "record 0 at byte 0 has an invalid part at byte 0, starting with ff d8 "),
         (length_beyond_the_end, "record 0 at byte 0 ends at byte 536870920"),
-        (a_last_part_first, "record 0 at byte 0 begins a part, at byte 0, with 0a 23 "),
+        (a_last_part_first, "record 0 at byte 0 has an invalid part at byte 0, starting with 0a 23 "),
         (huge_number_of_labels, "record 0 .* announces 4294967295 labels"),
         (shorter_than_a_header, "record 0 .* has 4 bytes, fewer than the 24"),
     ],
@@ -220,7 +220,7 @@ def test_damage_is_named_with_its_record(rec, damage, message):
         ("0\t4\n", "at byte 4, where no record begins"),
         ("0\t999999999\n", "at byte 999999999, where no record begins"),
         ("0\t" + "9" * 30, r"train\.idx:1: expected"),
-        ("0\t0\n0\t0\n", "key 0 comes twice"),
+        ("0\t0\n0\t0\n", "key 0 is repeated"),
         ("9" * 5000, r"train\.idx:1: expected"),
     ],
 )

@@ -62,7 +62,7 @@ def test_torch_s_own_datasets_work():
 
 @pytest.mark.parametrize("label", [1.0, "1", None, torch.tensor(1.5), torch.tensor([1, 2])])
 def test_a_label_that_is_not_a_whole_number_is_refused(label):
-    with pytest.raises(DataError, match=r"dataset\[0\]: the label must be a whole number"):
+    with pytest.raises(DataError, match=r"dataset\[0\]: the label must be an integer"):
         TorchDatasetSource(Items([label]))[0]
 
 

@@ -42,7 +42,7 @@ def test_an_hdfs_that_does_not_answer_is_named_with_how_long_it_was_tried_and_wh
     said = str(refused.value)
     assert said.startswith(f"{url}: the folder cannot be listed after one try in ")
     assert "refused" in said
-    assert said.endswith("; check that the server runs, and that its host and port are right")
+    assert said.endswith("; check that the server runs, and that host and port are right")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_refused_permission_is_told_with_what_to_check_and_not_asked_for_again
         asked.append(1)
         raise PermissionError("not for you")
 
-    with pytest.raises(DataError, match=r"it failed \(.*not for you\); check its permissions"):
+    with pytest.raises(DataError, match=r"it failed \(.*not for you\); check the permissions"):
         with_retries(call, "it failed")
     assert len(asked) == 1
 

@@ -45,7 +45,9 @@ def names(feed, epoch=0):
 
 def test_threads_are_the_default_and_are_said_once(dataset):
     made = feed(dataset)
-    assert made.notes == ["data: 2 threads a rank read ahead, as nothing of your own is in Python"]
+    assert made.notes == [
+        "data: 2 threads per rank prefetch batches, because no Python code of yours is involved"
+    ]
     assert (made.num_samples, made.class_num) == (20, 4)
 
 
@@ -55,7 +57,7 @@ def blur(image: torch.Tensor) -> torch.Tensor:
 
 def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(dataset):
     made = feed(dataset, transform=blur, data__flip=False)
-    assert "processes a rank read ahead, for the transform of your own" in made.notes[-1]
+    assert "processes per rank prefetch batches, because of your transform" in made.notes[-1]
     plain = feed(dataset, data__flip=False)
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)

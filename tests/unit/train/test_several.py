@@ -301,7 +301,7 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
         DataError,
         values={"path": str(sets / "missing")},
     )
-    refused("a step of 1 images cannot have one of each of 2", train__batch_size=1)
+    refused("a step of 1 images cannot contain one image of each of 2", train__batch_size=1)
     refused("give class_num to add_dataset", head__class_num=9)
     refused("'rank_files' is for one data set", data__order="rank_files")
     refused("last_batch is 'keep'", data__last_batch="keep")
