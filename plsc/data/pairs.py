@@ -108,9 +108,7 @@ def _load(file: BinaryIO, size: int, name: str) -> Any:
         raise DataError(f"{name} {error}") from error.__cause__
     except (pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = printable(str(error)[:200]) or type(error).__name__
-        raise DataError(
-            f"{name} is damaged or not a pair file: its pickle is invalid ({reason})"
-        ) from error
+        raise DataError(f"{name} is damaged or not a pair file: its pickle is invalid ({reason})") from error
 
 
 def _check_operations(file: BinaryIO, size: int) -> None:

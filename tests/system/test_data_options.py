@@ -1,4 +1,4 @@
-"""What the data options do to a whole run: bad samples on several ranks, transforms, orders, caches."""
+"""Effects of the data options on a whole run: bad samples on several ranks, transforms, orders, caches."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_a_run_with_random_torchvision_transforms_resumes_bit_for_bit_in_worker_
     assert again == whole[3:]
 
 
-def test_the_mirror_image_of_a_batch_is_what_the_network_sees(tmp_path):
-    # Mirroring is done on the way to the device: a network that asks must meet both kinds.
+def test_the_network_gets_mirrored_images(tmp_path):
+    # Images are mirrored on the way to the device: the network must get both kinds.
     from plsc.models.base_model import BaseModel
 
     folder = tmp_path / "set"
@@ -196,7 +196,7 @@ ins.train()
 """
 
 
-def test_ranks_read_their_own_files_of_equal_length_alone_and_their_own_generators(tmp_path):
+def test_ranks_read_only_their_own_files_and_generators(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
     lines = []
     for line in (dataset / "label.txt").read_text().splitlines():
@@ -217,7 +217,7 @@ def test_ranks_read_their_own_files_of_equal_length_alone_and_their_own_generato
     assert "rank 0 has 10 and rank 1 has 11; partition the data" in done.stdout + done.stderr
 
 
-def test_a_reader_of_another_length_than_was_said_is_told_once(tmp_path, capsys):
+def test_a_wrong_num_samples_of_a_reader_is_reported_once(tmp_path, capsys):
     def reader():
         for number in range(20):
             yield np.full((3, 16, 16), number / 20, np.float32), number % 4
@@ -234,7 +234,7 @@ def test_a_reader_of_another_length_than_was_said_is_told_once(tmp_path, capsys)
     assert said(100) == 1
 
 
-def test_a_bad_sample_is_printed_in_its_first_epoch_alone(tmp_path, capsys):
+def test_a_bad_sample_is_printed_only_in_its_first_epoch(tmp_path, capsys):
     dataset = write_dataset(tmp_path / "set", classes=4, per_class=3)
     (dataset / "images/1_0.png").unlink()
     ins = entry(dataset, tmp_path / "run", set_bad_images="skip", set_train_epochs=2)

@@ -218,7 +218,7 @@ def _paddle_header(head: bytes) -> tuple[int, tuple[int, ...], int]:
         else:
             raise ValueError(f"its description has an unknown field {tag:#x}")
     if kind not in _PADDLE_TYPES:
-            raise ValueError(f"its values have the unknown type {kind}")
+        raise ValueError(f"its values have the unknown type {kind}")
     if len(dims) > 8 or any(size >= 1 << 48 for size in dims):
         raise ValueError(f"its dimensions are {str(dims)[:80]}")
     return kind, tuple(dims), 20 + length

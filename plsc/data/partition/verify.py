@@ -154,7 +154,7 @@ def _parsed(data: bytes, name: str) -> dict[str, Any]:
         manifest = json.loads(data)
         _check(manifest)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f"{name} is not the manifest of a partition ({error})") from error
+        raise DataError(f"{name} is not the manifest of a partition ({error})") from error
     if manifest["algorithm"] != ALGORITHM:
         raise DataError(
             f"{name} was made with {manifest['algorithm']!r}, but this version of plsc uses {ALGORITHM!r}"

@@ -1,4 +1,4 @@
-"""Every change of classes against the naive one in memory, and what is refused."""
+"""Every change of classes compared with the reference implementation, and what is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Pieces of a few rows, so that their ends are among what is tried."""
+    """Use pieces of a few rows, so that piece boundaries are tested."""
     monkeypatch.setattr(reading, "PIECE_BYTES", 100)
 
 
@@ -87,7 +87,7 @@ def check(folder, before, expected, others, exact=True):
 
 
 @pytest.mark.parametrize(("case", "seed"), [*product(CASES, (1, 2))])
-def test_every_change_equals_the_naive_one(tmp_path, case, seed):
+def test_every_change_equals_the_reference_implementation(tmp_path, case, seed):
     files, centers, dtype, kind, is_sharded = case
     rng = np.random.default_rng(seed)
     count = int(rng.integers(files + 3, 40))
@@ -126,7 +126,7 @@ def test_every_change_equals_the_naive_one(tmp_path, case, seed):
     assert read_class_map(tmp_path / "reordered")[order].tolist() == list(range(count))
 
     assert {path.name: path.read_bytes() for path in source.iterdir()} == bytes_before
-    for rank in range(files):  # what belongs to a rank stays in its file
+    for rank in range(files):  # tensors of a rank stay in its file
         with safe_open(tmp_path / "grown" / sorted(before.files)[rank], framework="pt") as file:
             assert torch.equal(file.get_tensor(f"rank{rank}.backbone.mean"), torch.arange(4.0) + rank)
     assert load_weights(tmp_path / "grown").keys() == {"head.weight", "count", "empty"}
@@ -141,7 +141,7 @@ def small(tmp_path):
     return folder, tensors
 
 
-def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
+def test_the_lineage_has_each_change_and_new_rows_never_repeat(small):
     folder, _ = small
     ids = folder.parent / "ids.txt"
     ids.write_bytes(b"\xef\xbb\xbf9\r\n 3\t\n7\n\n\n")
@@ -155,7 +155,7 @@ def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
     assert (second["what"], second["source"], second["rows"]) == ("grow", "b", "initial")
     new = found["head.weight"][7:]
     assert 0.002 < float(new.std()) < 0.03
-    # A head of 10 classes began with other rows for classes 7, 8 and 9, which have moved since.
+    # A head of 10 classes initialised classes 7, 8 and 9 with other rows, which have moved since.
     assert not torch.isclose(new, initial_rows(SEED, 7, 10, 6)).any()
     with pytest.raises(CheckpointError, match="did not renumber classes"):
         read_class_map(folder.parent / "c")
@@ -189,7 +189,7 @@ def test_new_rows_point_along_given_directions(small):
     assert not (folder.parent / "c").exists()
 
 
-def test_of_sub_centres_the_first_points_along_the_direction_and_the_others_are_random(tmp_path):
+def test_directions_set_the_first_sub_centre_and_the_others_are_random(tmp_path):
     rng = np.random.default_rng(0)
     tensors, others = make_tensors(rng, 7, 3, torch.float32, "int8", True)
     write_checkpoint(tmp_path / "5", tensors, others, [4, 7])
@@ -201,7 +201,7 @@ def test_of_sub_centres_the_first_points_along_the_direction_and_the_others_are_
     assert torch.equal(new[:, 1:], grown(tensors, 2)["head.weight"][7:, 1:])
 
 
-def test_rows_that_cancel_leave_a_merged_class_its_own(tmp_path):
+def test_a_merged_class_keeps_its_row_if_the_directions_cancel(tmp_path):
     rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     rows[4] = -3 * rows[1]
     write_checkpoint(tmp_path / "5", {"head.weight": rows}, {}, [5])
@@ -244,7 +244,7 @@ REFUSED = {
     ("what", "text", "message"),
     [(what, text, message) for what, some in REFUSED.items() for text, message in some.items()],
 )
-def test_a_bad_list_is_refused_in_one_line_that_names_its_line(small, capsys, what, text, message):
+def test_a_bad_list_is_refused_with_its_line(small, capsys, what, text, message):
     folder, _ = small
     given = folder.parent / "list.txt"
     given.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -274,7 +274,7 @@ def refusal(*arguments, **settings):
     return str(caught.value)
 
 
-def test_strange_arguments_are_refused(small, tmp_path):
+def test_invalid_arguments_are_refused(small, tmp_path):
     folder, _ = small
     new = folder.parent / "b"
     assert "none of them" in refusal(folder, new)
@@ -337,7 +337,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     assert not new.exists()
 
 
-def test_a_disk_that_fills_up_leaves_nothing(small):
+def test_a_disk_that_becomes_full_leaves_nothing(small):
     folder, _ = small
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -362,7 +362,7 @@ def test_a_map_that_is_damaged_is_refused(small):
         read_class_map(new)
 
 
-def test_what_an_epoch_had_is_forgotten_at_its_end_and_kept_within(tmp_path):
+def test_the_epoch_length_is_reset_at_its_end_and_kept_within_it(tmp_path):
     for step_in_epoch, left in ((0, None), (3, 7)):
         folder = tmp_path / str(step_in_epoch)
         write_checkpoint(folder, {"head.weight": torch.ones(4, 6)}, {}, [4])
@@ -375,7 +375,7 @@ def test_what_an_epoch_had_is_forgotten_at_its_end_and_kept_within(tmp_path):
         assert changed.scalars["steps_per_epoch"] == left
 
 
-def test_a_manifest_of_before_lineages_reads_as_one_without(small):
+def test_a_manifest_without_lineage_is_read(small):
     folder, _ = small
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())

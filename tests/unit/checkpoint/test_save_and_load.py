@@ -63,13 +63,13 @@ def refusal(path, **wanted):
     return str(caught.value)
 
 
-def test_weights_alone_come_without_the_rest(saved):
+def test_weights_are_loaded_alone(saved):
     weights = load_weights(saved, "class_weights")
     assert list(weights) == ["weight"]
     assert torch.equal(weights["weight"], make_state()[1]["head.weight"].local)
 
 
-def test_what_was_saved_in_rows_is_loaded_whole_and_the_other_way_round(saved):
+def test_sharded_tensors_load_as_whole_ones_and_vice_versa(saved):
     tensors, sharded = make_state()
     whole, rows = torch.zeros(5, 3), ShardedTensor(torch.zeros(4, 3), 4, 0)
     load(saved, tensors={"head.weight": whole}, sharded={"model.a": rows})
@@ -78,12 +78,12 @@ def test_what_was_saved_in_rows_is_loaded_whole_and_the_other_way_round(saved):
     assert torch.equal(load_weights(saved, "class_weights")["weight"], whole)
 
 
-def test_weights_that_are_not_there_are_named(saved):
+def test_missing_weights_are_reported(saved):
     with pytest.raises(CheckpointError, match="holds no backbone tensor"):
         load_weights(saved)
 
 
-def test_a_parameter_is_loaded_in_place_and_still_trains(saved):
+def test_a_parameter_is_loaded_in_place_and_can_be_trained(saved):
     tensors, _ = make_state()
     parameter = torch.nn.Parameter(torch.zeros(4, 3))
     load(saved, tensors={"model.a": parameter}, sharded={})
@@ -104,7 +104,7 @@ def test_a_parameter_is_loaded_in_place_and_still_trains(saved):
         ),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(saved, tensors, sharded, said):
+def test_a_mismatched_tensor_is_reported(saved, tensors, sharded, said):
     assert said in refusal(saved, tensors=tensors, sharded=sharded)
 
 
@@ -120,14 +120,14 @@ def data_file(folder):
 
 
 def sign(folder, **changes):
-    """Make the manifest agree with the files, as an attacker would."""
+    """Make the manifest match the files, as an attacker would."""
     manifest = read_manifest(folder)
     files = {path.name: checksum(path) for path in folder.glob("*.safetensors")}
     text = dataclasses.replace(manifest, files=files, **changes).to_json()
     (folder / "manifest.json").write_text(text)
 
 
-def test_a_flipped_bit_in_the_data_is_found(saved):
+def test_a_flipped_bit_in_the_data_is_detected(saved):
     content = bytearray(data_file(saved).read_bytes())
     content[-1] ^= 1
     data_file(saved).write_bytes(content)
@@ -137,7 +137,7 @@ def test_a_flipped_bit_in_the_data_is_found(saved):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file_is_found(saved, keep):
+def test_a_truncated_file_is_detected(saved, keep):
     data_file(saved).write_bytes(data_file(saved).read_bytes()[:keep])
     assert "bytes" in refusal(saved)
     sign(saved)
@@ -151,7 +151,7 @@ def test_garbage_instead_of_data_is_refused(saved, garbage):
     assert "not a complete safetensors file" in refusal(saved)
 
 
-def test_a_missing_and_an_extra_file_are_named(saved):
+def test_a_missing_and_an_extra_file_are_reported(saved):
     extra = saved / "extra.safetensors"
     extra.write_bytes(data_file(saved).read_bytes())
     assert f"{extra} is not in the manifest" in refusal(saved)
@@ -194,7 +194,7 @@ def at(*offsets):
         (5, {"saved_offsets": 3}, "expected a list"),
     ],
 )
-def test_rows_that_are_missing_or_misplaced_in_a_header_are_found(saved, rows, place, said):
+def test_missing_or_misplaced_rows_in_a_header_are_detected(saved, rows, place, said):
     tensors, _ = make_state()
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
     assert said in forge(
@@ -203,11 +203,11 @@ def test_rows_that_are_missing_or_misplaced_in_a_header_are_found(saved, rows, p
 
 
 @pytest.mark.parametrize("places", ["", "[]", "[" * 100_000, "{}", "null", "3"])
-def test_a_header_without_sound_places_is_refused(saved, places):
+def test_a_header_without_valid_offsets_is_refused(saved, places):
     forge(saved, make_state()[0], places)
 
 
-def test_a_tensor_of_another_type_or_name_than_the_manifest_says_is_found(saved):
+def test_a_tensor_that_differs_from_the_manifest_is_detected(saved):
     tensors, sharded = make_state()
     tensors["head.weight"] = sharded["head.weight"].local
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
@@ -216,13 +216,13 @@ def test_a_tensor_of_another_type_or_name_than_the_manifest_says_is_found(saved)
     assert "'x' is not in the manifest" in forge(saved, more, where)
 
 
-def test_the_same_rows_in_two_files_are_found(saved):
+def test_the_same_rows_in_two_files_are_detected(saved):
     (saved / "twice.safetensors").write_bytes(data_file(saved).read_bytes())
     sign(saved)
     assert "stored twice" in refusal(saved)
 
 
-def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
@@ -231,13 +231,13 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     assert (tmp_path / "1" / "thesis.tex").exists()
 
 
-def test_a_save_dir_that_cannot_be_made_is_one_line(tmp_path):
+def test_a_save_dir_that_cannot_be_created_gives_a_one_line_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"could not save checkpoint .*Not a directory"):
         save(tmp_path / "file" / "x", "1")
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(tmp_path):
+def test_a_full_disk_gives_a_one_line_error_and_keeps_the_earlier_checkpoint(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -276,7 +276,7 @@ def test_the_error_of_an_unreadable_manifest_reaches_every_loader(saved):
     ],
     ids=str,
 )
-def test_a_copy_has_the_same_elements_and_training_does_not_reach_it(tensor):
+def test_a_snapshot_copy_is_equal_and_independent(tensor):
     a, b = role_of_key("a"), role_of_key("b")
     copy = Snapshot({a: tensor, b: ShardedTensor(tensor, 5, 0)}, MANIFEST).copy_to_host()
     for made in (copy.tensors[a], copy.tensors[b].local):

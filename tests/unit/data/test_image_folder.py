@@ -80,7 +80,7 @@ def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
     ("file", "text"),
     [("map.json", '{"a": 10, "b": 5, "c": 0}'), ("map.txt", "a\t10\r\nb\t5\n\nc\t0\n")],
 )
-def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
+def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
     (tmp_path / file).write_text(text)
     source = ImageFolderSource(folder, tmp_path / file, class_depth=1)
     assert source.labels().tolist() == [10, 5, 5]
@@ -123,13 +123,13 @@ def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
         ImageFolderSource(folder)
 
 
-def test_open_source_tells_the_layouts_apart(folder):
+def test_open_source_distinguishes_the_layouts(folder):
     assert isinstance(open_source(folder, class_depth=1), ImageFolderSource)
     (folder / "label.txt").write_text("a/1.jpg 0\n")
     assert isinstance(open_source(str(folder)), LabelFileSource)
 
 
-def test_a_folder_of_no_known_layout_is_refused_with_the_layouts(tmp_path):
+def test_a_folder_of_unknown_layout_is_refused_with_a_list_of_layouts(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "forgotten" / "images").mkdir(parents=True)
     (tmp_path / "file").write_text("x")

@@ -30,7 +30,7 @@ GOOD = '{"image": "a.jpg", "label": 4}'
     "text",
     [f"{GOOD}\n{GOOD}\n", f"\ufeff{GOOD}\r\n\r\n{GOOD}", f"\n\n {GOOD} \n\n{GOOD}\n\n"],
 )
-def test_blank_lines_and_line_ends_do_not_matter(tmp_path, text):
+def test_blank_lines_and_line_ends_are_accepted(tmp_path, text):
     source = JsonLinesSource(write(tmp_path, text))
     assert [source[i] for i in range(len(source))] == [(b"a.jpg", 4)] * 2
 
@@ -65,7 +65,7 @@ def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
         (b'{"image": "\xff"}', "is not JSON"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
+def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
     data = line.encode() if isinstance(line, str) else line
     text = GOOD.encode() + b"\n\n" + data + b"\n" + GOOD.encode()
     with pytest.raises(DataError, match=r"train\.jsonl:3: ") as caught:
@@ -74,7 +74,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
 
 
 @pytest.mark.parametrize("image", ["null", "3", '["a.jpg"]'])
-def test_an_image_that_is_no_text_is_named_when_it_is_read(tmp_path, image):
+def test_an_image_that_is_not_a_string_is_reported_when_it_is_read(tmp_path, image):
     source = JsonLinesSource(write(tmp_path, f'{GOOD}\n{{"image": {image}, "label": 1}}'))
     with pytest.raises(DataError, match=r"train\.jsonl:2: 'image' is .*; expected a path or base64"):
         source[1]
@@ -94,7 +94,7 @@ values = st.recursive(
 
 
 @given(st.lists(values, max_size=5))
-def test_any_label_is_read_or_refused(tmp_path_factory, labels):
+def test_every_label_is_read_or_refused(tmp_path_factory, labels):
     folder = tmp_path_factory.mktemp("json")
     rows = [{"image": "a.jpg", "label": label} for label in [0, *labels]]
     path = write(folder, "\n".join(map(json.dumps, rows)))

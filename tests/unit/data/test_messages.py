@@ -1,4 +1,4 @@
-"""What a stranger is told of data that cannot be used: what it is, where, and what to do."""
+"""Messages about unusable data: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tar(label: str = "cls") -> bytes:
 ROW = '{"image": "a.jpg", "label": 1}\n'
 WRITE = "copy or write it again"
 CASES = [
-    # name, content, what is said: of the file, and what to do
+    # name, content, expected message: about the file, and what to do
     ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", WRITE),
     ("a.parquet", b"hello", " is damaged or not a Parquet file (", WRITE),
     ("a.tar", tar()[:514], " is truncated in '1.jpg'", WRITE),
@@ -55,7 +55,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "content", "problem", "advice"), CASES)
-def test_what_is_wrong_with_a_set_is_told_with_its_place_and_what_to_do(
+def test_errors_about_a_dataset_name_the_location_and_what_to_do(
     tmp_path, capsys, name, content, problem, advice
 ):
     path = tmp_path / name
