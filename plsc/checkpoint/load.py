@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_NAMES,

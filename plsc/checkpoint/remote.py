@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from plsc.checkpoint.agree import neighbours, on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank, rank_on_shared_disk
 from plsc.checkpoint.load import check_checksums, check_files
 from plsc.checkpoint.manifest import FileInfo, Manifest, parse_manifest, read_manifest
 from plsc.checkpoint.retention import checkpoints_in, list_checkpoints, manifest_in
@@ -128,7 +128,7 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest))):
         return target
     work = target.with_name(f".fetching-{target.name}")
-    index, count = neighbours(work, world)
+    index, count = rank_on_shared_disk(work, world)
 
     def fetch_share() -> None:
         files = {name: manifest.files[name] for name in sorted(manifest.files)[index::count]}

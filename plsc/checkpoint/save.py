@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.manifest import SUFFIX, FileInfo, Manifest, Role, TensorInfo, parse_manifest
 from plsc.checkpoint.retention import manifest_in
 from plsc.checkpoint.shard_file import DTYPES, Entry, entry_of, shard_name, write_shard

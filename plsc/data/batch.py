@@ -77,7 +77,7 @@ class Batch:
         return self
 
 
-class NamesOf(Sequence[str]):
+class SampleNames(Sequence[str]):
     """The names of some samples, looked up on use.
 
     A copy in another process has no source, because it would be too large to send with each batch.
@@ -103,7 +103,7 @@ class NamesOf(Sequence[str]):
         return hash(tuple(self.samples))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NamesOf, (self.samples,)
+        return SampleNames, (self.samples,)
 
 
 def to_input(
@@ -196,7 +196,9 @@ class BufferRing:
         lent[key] = weakref.ref(pixels, take_back)
 
 
-def copied_aside(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:
+def copied_in_side_stream(
+    batches: Generator[Batch, None, None], device: torch.device
+) -> Generator[Batch, None, None]:
     """Yield the batches of a generator with their images copied to a GPU; on a CPU, unchanged.
 
     The copies run in a separate CUDA stream, concurrently with the device's earlier work. In the compute

@@ -78,16 +78,16 @@ def read_lines(
         skip_bad: leave out bad lines; otherwise the first one raises DataError.
     """
     found = native.read_lines(data, begin, newlines, first_number, MAX_LINE_BYTES)
-    rows, suspects = found or _cut_plainly(data, begin, newlines, first_number)
+    rows, suspects = found or _cut_reference(data, begin, newlines, first_number)
     starts, ends, tabs, labels, numbers = rows
     blanks = len(newlines) - len(starts)
     lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
     if suspects:
-        _look_closer(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
+        _parse_suspects(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
     return lines
 
 
-def _cut_plainly(
+def _cut_reference(
     data: np.ndarray, begin: int, newlines: np.ndarray, first_number: int
 ) -> tuple[np.ndarray, int]:
     """Do what `native.read_lines` does, but leave every line to `parse_line` by setting its tab to -1."""
@@ -99,7 +99,7 @@ def _cut_plainly(
     return rows, rows.shape[1]
 
 
-def _look_closer(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) -> None:
+def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) -> None:
     keep = np.ones(len(lines), dtype=bool)
     for index in suspects.tolist():
         start, end = int(lines.starts[index]), int(lines.ends[index])

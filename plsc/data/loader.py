@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from plsc.data.batch import Batch, BufferRing, NamesOf, to_input
+from plsc.data.batch import Batch, BufferRing, SampleNames, to_input
 from plsc.data.cache import CachedSource
 from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
@@ -84,7 +84,7 @@ class SourceLoader:
 
     def _named(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
         for batch in batches:
-            if isinstance(batch.names, NamesOf):
+            if isinstance(batch.names, SampleNames):
                 batch.names.source = self.source
             yield batch
 

@@ -43,7 +43,7 @@ class Overview:
     median: float
     most: int
     images_per_class: list[tuple[int, int, int]]
-    looked_at: int = 0
+    checked: int = 0
     bytes_median: float = 0
     bytes_most: int = 0
     pixels: list[tuple[str, int]] = field(default_factory=list)
@@ -66,16 +66,16 @@ class Overview:
             lines.append(f"  {span:>15} {count:>10} {'#' * max(1, round(40 * count / widest))}")
         lines.append(
             f"encoded bytes    median {self.bytes_median:g}, largest {self.bytes_most} "
-            f"(of {self.looked_at} samples checked)"
+            f"(of {self.checked} samples checked)"
         )
         sizes = ", ".join(f"{size}: {count}" for size, count in self.pixels)
         lines.append(f"pixels           {sizes or 'none'}")
-        lines.append(f"broken           {self.broken} of {self.looked_at} checked")
+        lines.append(f"broken           {self.broken} of {self.checked} checked")
         lines += [f"  {fault}" for fault in self.faults]
         return "\n".join(lines)
 
 
-def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview:
+def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview:
     """Return a summary of a dataset. All labels are counted; `checked` random samples are decoded.
 
     checked: 0 decodes all of them. Decoding uses as many threads as there are processors.
@@ -97,11 +97,11 @@ def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview
     names = class_names_of(source)
     if names is not None:
         found.first_and_last = first_and_last_class(source, names)
-    _decode_some(source, drawn(len(labels), checked, seed), found)
+    _decode_some(source, draw_indices(len(labels), checked, seed), found)
     return found
 
 
-def drawn(total: int, wanted: int, seed: int) -> np.ndarray:
+def draw_indices(total: int, wanted: int, seed: int) -> np.ndarray:
     """Return `wanted` random distinct numbers below `total`, ascending; all if `wanted` is 0 or too large."""
     if wanted <= 0 or wanted >= total:
         return np.arange(total)
@@ -131,7 +131,7 @@ def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
                 else:
                     sizes.append(result[0])
                     pixels[result[1]] += 1
-    found.looked_at = len(indices)
+    found.checked = len(indices)
     found.bytes_median = float(np.median(sizes)) if sizes else 0
     found.bytes_most = max(sizes, default=0)
     found.pixels = pixels.most_common(5)
@@ -160,7 +160,7 @@ def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, s
     if images < 1:
         raise OptionError(f"images is {images}; expected at least 1")
     labels = source.labels()
-    chosen = drawn(len(labels), min(images, len(labels)), seed)
+    chosen = draw_indices(len(labels), min(images, len(labels)), seed)
     chosen = chosen[np.argsort(labels[chosen], kind="stable")]
     columns = min(_COLUMNS, len(chosen))
     rows = -(-len(chosen) // columns)

@@ -88,7 +88,7 @@ def unpack(location: str, folder: str | Path) -> Packed:
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
     ):
         title, compared = shown(location), False
-        stream = _Forward(decompressed, title)
+        stream = _ForwardReader(decompressed, title)
         for member in read_members(stream, title, has_end=False):
             if compared:
                 raise DataError(f"{title} continues after its checksums; it is not from plsc data pack")
@@ -145,7 +145,7 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
         # O_NOFOLLOW: a link must not replace the file after it was checked.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
-            reader: Any = _Hashing(file)
+            reader: Any = _HashingReader(file)
             archive.addfile(_entry(name, status), reader)
             if file.read(1):
                 raise DataError(f"{printable(str(path))} grew while being packed; start again")
@@ -157,7 +157,7 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
     return reader.sha.hexdigest(), status.st_size
 
 
-class _Hashing:
+class _HashingReader:
     """A file that is hashed while it is read."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -176,7 +176,7 @@ def _line_of(digest: str, name: str) -> bytes:
     return f"{mark}{digest}  {text}\n".encode("utf-8", "surrogateescape")
 
 
-class _Forward:
+class _ForwardReader:
     """A decompressed stream as a file that can seek forwards; errors become DataError."""
 
     def __init__(self, stream: Any, title: str) -> None:
@@ -204,7 +204,7 @@ class _Forward:
         return data
 
 
-def _content(stream: _Forward, member: TarInfo, title: str) -> Iterator[bytes]:
+def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[bytes]:
     """Yield the content of the member at the stream's position."""
     left = member.size
     while left:

@@ -144,7 +144,7 @@ class ReaderLoader:
         self, samples: Iterator[Any], randomness: IsolatedRandom, epoch: int, start_step: int
     ) -> Iterator[Batch]:
         first: dict[int, Sample] = {}  # the first global batch, which padding repeats
-        step, whole = 0, self._samples_a_step
+        step, whole = 0, self._samples_per_step
         size = whole
         while size == whole:
             keep_all = step == 0 and self.last_batch == "pad"
@@ -190,7 +190,7 @@ class ReaderLoader:
             )
 
     @property
-    def _samples_a_step(self) -> int:
+    def _samples_per_step(self) -> int:
         """Number of samples of the generator per step."""
         if not self.shards_itself:
             return self.global_batch
@@ -200,10 +200,10 @@ class ReaderLoader:
     def _slots(self) -> range:
         """Which samples of a step this rank uses."""
         if self.shards_itself:
-            return range(self._samples_a_step)
+            return range(self._samples_per_step)
         return range(self.rank, self.global_batch, self.ranks)
 
-    def places(self, count: int) -> torch.Tensor:
+    def positions(self, count: int) -> torch.Tensor:
         """Return the positions of this rank's first ``count`` samples in the global batch, int64."""
         if self.shards_itself:
             return torch.arange(count) + self.global_batch * self.rank // self.ranks

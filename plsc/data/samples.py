@@ -19,7 +19,7 @@ from plsc.data.augment import (
     augment,
     is_mirrored,
 )
-from plsc.data.batch import BadSample, Batch, BufferRing, NamesOf
+from plsc.data.batch import BadSample, Batch, BufferRing, SampleNames
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source, printable
 from plsc.data.transform import IsolatedRandom, Transform, apply_transform
@@ -102,9 +102,9 @@ class BatchReader:
             used.append(chosen)
             labels.append(label)
         batch.images = torch.stack(floats) if floats else images[: len(used)]
-        batch.mirrored = None if floats else self._still_to_mirror(used, epoch)
+        batch.mirrored = None if floats else self._pending_mirrors(used, epoch)
         batch.labels = torch.tensor(labels, dtype=torch.int64)
-        batch.names = NamesOf(used, self.source)
+        batch.names = SampleNames(used, self.source)
         return batch
 
     def _read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | None]:
@@ -115,7 +115,7 @@ class BatchReader:
         found: Iterator[tuple[Image, int] | None] = read_many(indices)
         return found
 
-    def _still_to_mirror(self, samples: list[int], epoch: int) -> torch.Tensor | None:
+    def _pending_mirrors(self, samples: list[int], epoch: int) -> torch.Tensor | None:
         """Return which uint8 images the consumer must still mirror, bool [b]; None if none."""
         recipe = self.recipe
         if recipe.transform is not None or not recipe.augmentation.flip:

@@ -96,7 +96,7 @@ def reason_of(error: BaseException) -> str:
 _LOOK_SECONDS = 0.5
 
 
-class Pulse:
+class TransferProgress:
     """Count the bytes of a transfer, report them, and keep the time of the last one."""
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
@@ -120,13 +120,15 @@ class Pulse:
         self.beat(total - self._count)
 
 
-def watched(call: Callable[[], Answer], silence: float, pulse: Pulse | None = None) -> Answer:
+def with_timeout(
+    call: Callable[[], Answer], silence: float, progress: TransferProgress | None = None
+) -> Answer:
     """Run ``call()`` in a thread and return its result; TimeoutError after `silence` seconds without a byte.
 
     Python cannot end the thread of an abandoned call. It is a daemon, so it does not keep the process alive.
     """
-    pulse = pulse or Pulse()
-    pulse.begin()
+    progress = progress or TransferProgress()
+    progress.begin()
     outcome: Future[Answer] = Future()
 
     def run() -> None:
@@ -137,6 +139,6 @@ def watched(call: Callable[[], Answer], silence: float, pulse: Pulse | None = No
 
     threading.Thread(target=run, daemon=True, name="plsc-store").start()
     while not wait([outcome], _LOOK_SECONDS).done:
-        if time.monotonic() - pulse.last > silence:
+        if time.monotonic() - progress.last > silence:
             raise TimeoutError(f"no answer for {silence:g} s")
     return outcome.result()

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
 from plsc.storage.publish import hidden_name, sync
-from plsc.storage.retry import Pulse, watched, with_retries
+from plsc.storage.retry import TransferProgress, with_retries, with_timeout
 from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Store:
         self._filesystem: Any = LocalFileSystem()
         self._path = str(Path(self.url).absolute())
         if self.is_remote:
-            filesystem, path = self._watched(lambda: open_filesystem(self.url), "cannot be opened")
+            filesystem, path = self._call(lambda: open_filesystem(self.url), "cannot be opened")
             self._filesystem, self._path = filesystem, path.rstrip("/")
         self._is_on_disk = isinstance(self._filesystem, LocalFileSystem)
 
@@ -73,7 +73,7 @@ class Store:
             paths = {str(one).rstrip("/") for one in found}
             return sorted(one.rsplit("/", 1)[-1] for one in paths if one.strip("/") != own)
 
-        return self._watched(call, f"{folder or 'the folder'} cannot be listed")
+        return self._call(call, f"{folder or 'the folder'} cannot be listed")
 
     def is_link(self, name: str) -> bool:
         """Return whether this is a symbolic link; always False in a remote store."""
@@ -86,7 +86,7 @@ class Store:
             self._filesystem.invalidate_cache()
             return bool(self._filesystem.exists(self._at(name)))
 
-        return self._watched(call, f"{name or 'the folder'} cannot be looked up")
+        return self._call(call, f"{name or 'the folder'} cannot be looked up")
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if there is no such file."""
@@ -99,7 +99,7 @@ class Store:
                 return None
             return int(info["size"]) if info["type"] == "file" else None
 
-        return self._watched(call, f"{name} cannot be looked up")
+        return self._call(call, f"{name} cannot be looked up")
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Return the bytes of a small file, None if it is missing; DataError if larger than `limit`."""
@@ -113,7 +113,7 @@ class Store:
             with self._filesystem.open(self._at(name), "rb") as file:
                 return bytes(file.read(limit + 1))
 
-        return self._watched(call, f"{name} cannot be read")
+        return self._call(call, f"{name} cannot be read")
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file; where the store can rename, readers see either the old or the new content."""
@@ -131,31 +131,31 @@ class Store:
                 self._filesystem.mv(self._at(temporary), self._at(name))
                 self._sync(folder)
 
-        self._watched(call, f"{name} cannot be written")
+        self._call(call, f"{name} cannot be written")
         self._check_size(name, len(data))
 
     def put(self, local: Path, name: str, on_bytes: OnBytes | None = None) -> None:
         """Upload a local file. on_bytes gets the number of new bytes, negative when a try failed."""
-        pulse = Pulse(on_bytes)
+        progress = TransferProgress(on_bytes)
         size = local.stat().st_size
 
         def call() -> None:
-            self._filesystem.put_file(str(local), self._at(name), callback=_ProgressCallback(pulse))
+            self._filesystem.put_file(str(local), self._at(name), callback=_ProgressCallback(progress))
             self._sync(name)
 
-        self._watched(call, f"{name} cannot be written", pulse)
+        self._call(call, f"{name} cannot be written", progress)
         self._check_size(name, size)
-        pulse.end(size)
+        progress.end(size)
 
     def get(self, name: str, local: Path, on_bytes: OnBytes | None = None) -> None:
         """Download a file to a local path."""
-        pulse = Pulse(on_bytes)
+        progress = TransferProgress(on_bytes)
 
         def call() -> None:
-            self._filesystem.get_file(self._at(name), str(local), callback=_ProgressCallback(pulse))
+            self._filesystem.get_file(self._at(name), str(local), callback=_ProgressCallback(progress))
 
-        self._watched(call, f"{name} cannot be read", pulse)
-        pulse.end(local.stat().st_size)
+        self._call(call, f"{name} cannot be read", progress)
+        progress.end(local.stat().st_size)
 
     def make_folder(self, name: str = "") -> None:
         """Create a folder and its parents, where the store has folders.
@@ -165,7 +165,7 @@ class Store:
         if not self.can_rename:
             self._check_bucket()
             return
-        self._watched(
+        self._call(
             lambda: self._filesystem.makedirs(self._at(name), exist_ok=True),
             f"{name or 'the folder'} cannot be created",
         )
@@ -179,7 +179,7 @@ class Store:
             self._filesystem.mv(self._at(name), self._at(new_name), recursive=True)
             self._sync(os.path.dirname(new_name))  # noqa: PTH120 - a name, no path
 
-        self._watched(call, f"{name} cannot be renamed to {new_name}")
+        self._call(call, f"{name} cannot be renamed to {new_name}")
         # Some clients do nothing and report nothing when they cannot rename.
         if self.exists(name) or not self.exists(new_name):
             raise DataError(f"{self.shown}: {name} was not renamed to {new_name}")
@@ -192,7 +192,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm(self._at(name), recursive=True)
 
-        self._watched(call, f"{name} cannot be deleted")
+        self._call(call, f"{name} cannot be deleted")
 
     def _check_bucket(self) -> None:
         bucket = self._path.strip("/").split("/", 1)[0]
@@ -202,7 +202,7 @@ class Store:
                 return bool(self._filesystem.exists(bucket))
             return True
 
-        is_there = self.url.startswith("memory://") or self._watched(call, "cannot be looked up")
+        is_there = self.url.startswith("memory://") or self._call(call, "cannot be looked up")
         if not is_there:
             raise DataError(f"{self.shown}: bucket {bucket!r} does not exist; create it first")
 
@@ -219,7 +219,9 @@ class Store:
         if there != size:
             raise DataError(f"{shown(self.child(name))} has {there} bytes after writing {size}; try again")
 
-    def _watched(self, call: Callable[[], Answer], what: str, pulse: Pulse | None = None) -> Answer:
+    def _call(
+        self, call: Callable[[], Answer], what: str, progress: TransferProgress | None = None
+    ) -> Answer:
         if not self.is_remote:
             try:
                 return call()
@@ -227,7 +229,7 @@ class Store:
                 reason = f"{error.strerror or error} ({error.filename or self._path})"
                 raise DataError(f"{self.shown}: {what}: {reason}") from error
         return with_retries(
-            lambda: watched(call, self._silence, pulse),
+            lambda: with_timeout(call, self._silence, progress),
             f"{self.shown}: {what}",
             attempts=_BY_TIME,
             total_seconds=self._total_seconds,
@@ -235,18 +237,18 @@ class Store:
 
 
 class _ProgressCallback(Callback):
-    """Forward fsspec's progress to a `Pulse`."""
+    """Forward fsspec's progress to a `TransferProgress`."""
 
-    def __init__(self, pulse: Pulse) -> None:
+    def __init__(self, progress: TransferProgress) -> None:
         super().__init__()
-        self._pulse = pulse
+        self._progress = progress
         self._position = 0
 
     def relative_update(self, inc: int = 1) -> None:
-        self._pulse.beat(inc)
+        self._progress.beat(inc)
 
     def absolute_update(self, value: int) -> None:
-        self._pulse.beat(max(0, value - self._position))
+        self._progress.beat(max(0, value - self._position))
         self._position = value
 
     def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Any:
@@ -282,7 +284,7 @@ class Transfer:
             share = min(1.0, self._done / max(1, self._total))
             left = (self._total - self._done) / max(1.0, self.rate)
             logger.info(
-                f"{self._what}: {share:.0%} of {in_words(self._total)}, {in_words(self.rate)}/s, "
+                f"{self._what}: {share:.0%} of {format_bytes(self._total)}, {format_bytes(self.rate)}/s, "
                 f"{max(0.0, left):.0f} s left"
             )
 
@@ -290,7 +292,9 @@ class Transfer:
         """Log the total size, time and rate."""
         if self._is_logged:
             seconds = time.monotonic() - self._began
-            logger.info(f"{self._what}: {in_words(self._total)} in {seconds:.1f} s, {in_words(self.rate)}/s")
+            logger.info(
+                f"{self._what}: {format_bytes(self._total)} in {seconds:.1f} s, {format_bytes(self.rate)}/s"
+            )
 
     @property
     def rate(self) -> float:
@@ -298,7 +302,7 @@ class Transfer:
         return self._done / max(1e-3, time.monotonic() - self._began)
 
 
-def in_words(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return a number of bytes with its unit, such as ``1.4 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

@@ -17,7 +17,7 @@ from plsc.errors import CheckpointError, OptionError
 from tests.distributed import job
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
-from tests.unit.checkpoint.foreign_files import random_network, save_arcface_torch, save_plsc1
+from tests.unit.checkpoint.external_files import random_network, save_arcface_torch, save_plsc1
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from plsc import __version__
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
 from plsc.checkpoint.classes.plan import (
     ClassList,
-    Given,
+    ClassNumbers,
     Plan,
     plan_drop,
     plan_grow,
@@ -30,10 +30,10 @@ from plsc.checkpoint.classes.plan import (
 from plsc.checkpoint.classes.rows import (
     Change,
     Directions,
-    average_joined,
-    draw_new,
-    point_new,
+    average_merged,
+    initialise_new,
     rows_of,
+    set_directions,
 )
 from plsc.checkpoint.load import (
     OpenCheckpoint,
@@ -72,9 +72,9 @@ def change_classes(
     destination: str | os.PathLike[str],
     *,
     grow: int | None = None,
-    drop: Given | None = None,
-    merge: Given | None = None,
-    reorder: Given | None = None,
+    drop: ClassNumbers | None = None,
+    merge: ClassNumbers | None = None,
+    reorder: ClassNumbers | None = None,
     rows: str = "mean",
     directions: Directions | None = None,
     names: ClassNames | None = None,
@@ -196,12 +196,12 @@ def _changes(
     changes: dict[str, tuple[Change, ...]] = {}
     if plan.added:
         norm = _option(opened.manifest, "head.initial_norm")
-        changes[_WEIGHT] = (draw_new(weight, plan, _seed(opened.manifest), norm),)
+        changes[_WEIGHT] = (initialise_new(weight, plan, _seed(opened.manifest), norm),)
         if directions is not None:
-            changes[_WEIGHT] += (point_new(weight, plan, directions),)
+            changes[_WEIGHT] += (set_directions(weight, plan, directions),)
     if plan.what == "merge" and rows == "mean":
         for key in {_WEIGHT, _BIAS} & opened.tensors.keys():
-            changes[key] = (average_joined(opened.tensors[key], plan),)
+            changes[key] = (average_merged(opened.tensors[key], plan),)
     return changes
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from plsc.errors import DataError, OptionError
 
-Given = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
+ClassNumbers = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
 
 _MAP_STEP = 1 << 16
 _MAX_DIGITS = 18  # such numbers fit int64
@@ -112,7 +112,7 @@ def plan_drop(before: int, found: ClassList) -> Plan:
     """Return the plan for dropping classes. found: [n, 1]. Raises DataError."""
     dropped = found.numbers[:, 0]
     check_distinct(found, dropped)
-    after = _enough(found, before - len(dropped), before)
+    after = _check_enough(found, before - len(dropped), before)
     return Plan("drop", before, after, np.sort(dropped))
 
 
@@ -133,7 +133,7 @@ def plan_merge(before: int, found: ClassList) -> Plan:
             row,
             f"class {source} is merged into {target}, which is merged into {end}; name the final target",
         )
-    after = _enough(found, before - len(removed), before)
+    after = _check_enough(found, before - len(removed), before)
     new = joins - np.searchsorted(removed, joins)
     by_target = np.argsort(new, kind="stable")
     return Plan("merge", before, after, removed, joins, new[by_target], removed[by_target])
@@ -156,7 +156,7 @@ def plan_reorder(before: int, found: ClassList) -> Plan:
     return Plan("reorder", before, before, order=order)
 
 
-def _enough(found: ClassList, after: int, before: int) -> int:
+def _check_enough(found: ClassList, after: int, before: int) -> int:
     if after < 2:
         raise DataError(f"{found.name} leaves {after} of {before} classes; a classifier needs at least two")
     return after
@@ -181,7 +181,7 @@ class ClassList:
         return DataError(f"{self.name}:{row + 1}: {what}")
 
 
-def read_class_list(given: Given, what: str, columns: int, classes: int) -> ClassList:
+def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) -> ClassList:
     """Read class numbers from a file or a Python value; what: name of the argument, for messages.
 
     A file has `columns` numbers per line, separated by white space. Blank lines are allowed only at the end.

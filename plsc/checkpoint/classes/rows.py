@@ -46,7 +46,7 @@ def rows_of(
     return pieces
 
 
-def draw_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) -> Change:
+def initialise_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) -> Change:
     """Return a change that initialises new rows as a new head would, for (seed, class) and a norm."""
     kept = plan.after - plan.added
     centers = weight.shape[1] if len(weight.shape) == 3 else 1
@@ -68,7 +68,7 @@ def draw_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) ->
     return draw
 
 
-def point_new(weight: StoredTensor, plan: Plan, directions: Directions) -> Change:
+def set_directions(weight: StoredTensor, plan: Plan, directions: Directions) -> Change:
     """Return a change that sets the first row of each new class to its direction times the mean old norm.
 
     The change raises DataError for a direction that is zero or not finite.
@@ -95,7 +95,7 @@ def point_new(weight: StoredTensor, plan: Plan, directions: Directions) -> Chang
     return point
 
 
-def average_joined(tensor: StoredTensor, plan: Plan) -> Change:
+def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
     """Return a change that sets the row, or bias, of each merged class to the mean over its members.
 
     The direction of a row is the mean of the normalised rows, its norm the mean of the norms. Sub-centres

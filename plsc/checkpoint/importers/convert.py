@@ -19,7 +19,7 @@ from plsc.checkpoint.importers.insightface import (
     is_iresnet,
     read_insightface,
 )
-from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
+from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
 from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
 from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1
 from plsc.checkpoint.importers.source import (
@@ -210,7 +210,7 @@ def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options,
     state = built.state_dict()
     with torch.no_grad():
         match = match_into(state, found.backbone, source)
-    refuse_nothing(match, source, "choose the network with --model, --emb_size and --image_shape")
+    refuse_no_match(match, source, "choose the network with --model, --emb_size and --image_shape")
     lost = [name for name in match.missing if not name.endswith("num_batches_tracked")]
     if found.is_whole and (lost or match.shapes):
         raise CheckpointError(

@@ -89,7 +89,7 @@ def match_into(
     return match
 
 
-def refuse_nothing(match: Match, source: str, advice: str) -> None:
+def refuse_no_match(match: Match, source: str, advice: str) -> None:
     """Raise CheckpointError if no parameter came from the file."""
     if not match.share:
         raise CheckpointError(

@@ -60,12 +60,12 @@ class Input:
         return self.compression is None and not is_url(self.location)
 
     @contextmanager
-    def open(self) -> Iterator[_Told]:
+    def open(self) -> Iterator[_NamedStream]:
         """Open the file for reading, decompressed. Errors, here or later, are DataError with its name."""
         with ExitStack() as stack:
-            with self._telling():
+            with self._errors_named():
                 stream = self._open(stack)
-            yield _Told(stream, self)
+            yield _NamedStream(stream, self)
 
     def check_unchanged(self) -> None:
         """Raise DataError if the file changed since it was listed."""
@@ -91,7 +91,7 @@ class Input:
         return raw
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _errors_named(self) -> Iterator[None]:
         try:
             yield
         except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError is from pyarrow
@@ -100,19 +100,19 @@ class Input:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _NamedStream:
     """A stream whose errors name its file."""
 
     stream: Any
     source: Input
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        with self.source._telling():
+        with self.source._errors_named():
             return self.stream.readinto(buffer)
 
     def seek(self, position: int) -> None:
         """Go to an offset in the content; for a compressed file this reads everything before it."""
-        with self.source._telling():
+        with self.source._errors_named():
             self.stream.seek(position)
 
 
@@ -200,7 +200,7 @@ def read_counted(
     count.messages = reader.skipped[:MOST_MESSAGES]
 
 
-def share_out(
+def map_lines(
     samples: Iterable[Lines],
     first: int,
     pool: Executor,

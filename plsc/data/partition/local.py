@@ -21,9 +21,9 @@ from plsc.data.partition.inputs import (
     MOST_MESSAGES,
     Input,
     InputCount,
+    map_lines,
     pool_of,
     read_counted,
-    share_out,
 )
 from plsc.data.partition.options import BYTES_PER_LINE, Budget, PartitionOptions
 from plsc.data.partition.order import line_keys
@@ -214,7 +214,7 @@ class Bucket:
         self.path("lines").unlink()
 
 
-class Spread:
+class BucketWriter:
     """Distribute lines to 2**bits buckets below `parent`; `add` is thread-safe.
 
     A context manager: the files are open inside it, and the sizes of the buckets are known after it.
@@ -231,7 +231,7 @@ class Spread:
         self._lock = threading.Lock()
         self._stack = ExitStack()
 
-    def __enter__(self) -> Spread:
+    def __enter__(self) -> BucketWriter:
         with ExitStack() as stack:
             self._handles = [
                 [
@@ -287,7 +287,7 @@ def bits_for(size: int, budget: Budget) -> int:
     return min((wanted - 1).bit_length(), _MOST_BUCKETS.bit_length() - 1)
 
 
-def spread_inputs(
+def distribute_inputs(
     inputs: list[Input],
     options: PartitionOptions,
     expected_bytes: int,
@@ -303,12 +303,12 @@ def spread_inputs(
         spread.add(places, np.arange(number, number + len(lines)))
 
     bits = bits_for(expected_bytes, budget)
-    with Spread(folder, options.seed, bits) as spread, pool_of(budget.workers) as pool:
+    with BucketWriter(folder, options.seed, bits) as spread, pool_of(budget.workers) as pool:
         for one in inputs:
             count = InputCount()
             with one.open() as stream:
                 samples = read_counted(stream, one.name, count, buffers, options.skip_bad, on_bytes)
-                for _ in share_out(samples, first, pool, buffers, add):
+                for _ in map_lines(samples, first, pool, buffers, add):
                     pass
             counts.append(count)
             first += count.lines
@@ -343,7 +343,7 @@ def _fitting(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[Bucke
 
 def _split(bucket: Bucket, seed: int, budget: Budget) -> list[Bucket]:
     """Distribute a bucket over new ones, remove it, and return them in key order."""
-    spread = Spread(bucket.folder, seed, max(1, bits_for(bucket.memory, budget)), bucket)
+    spread = BucketWriter(bucket.folder, seed, max(1, bits_for(bucket.memory, budget)), bucket)
     at, some = 0, max(1, budget.block // 64)
     with (
         bucket.path("records").open("rb") as file,
@@ -357,7 +357,9 @@ def _split(bucket: Bucket, seed: int, budget: Budget) -> list[Bucket]:
     return spread.buckets
 
 
-def _move(spread: Spread, source: int, at: int, numbers: np.ndarray, sizes: np.ndarray, block: int) -> int:
+def _move(
+    spread: BucketWriter, source: int, at: int, numbers: np.ndarray, sizes: np.ndarray, block: int
+) -> int:
     """Add consecutive lines of a file from `at`, about one block at a time; return their end."""
     stops = np.cumsum(sizes)
     begin = 0

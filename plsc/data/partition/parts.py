@@ -45,12 +45,12 @@ def checksum(data: np.ndarray | bytes | bytearray | memoryview, offset: int = 0)
     array = np.frombuffer(data, dtype=np.uint8)
     native = function(*_CHECKSUM)
     if native is None:
-        return checksum_plainly(array, offset)
+        return checksum_reference(array, offset)
     total: int = native(array.ctypes.data, len(array), offset, _FACTORS.ctypes.data)
     return total % _MODULUS
 
 
-def checksum_plainly(array: np.ndarray, offset: int) -> int:
+def checksum_reference(array: np.ndarray, offset: int) -> int:
     """Compute `checksum` for uint8 without the library (reference implementation)."""
     lead = offset % 8
     if lead or len(array) % 8:
@@ -107,7 +107,7 @@ def copy_lines(
     """
     native = function(*_COPY)
     if native is None:
-        return copy_lines_plainly(lines, order, handle, offset)
+        return copy_lines_reference(lines, order, handle, offset)
     order = np.ascontiguousarray(order)
     total = ctypes.c_uint64()
     error = native(
@@ -120,7 +120,7 @@ def copy_lines(
     return total.value
 
 
-def copy_lines_plainly(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:
+def copy_lines_reference(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:
     """Do what `copy_lines` does, without the library (reference implementation)."""
     total, waiting, size = 0, [], 0
     for line in order.tolist():
@@ -208,7 +208,7 @@ class Parts:
             os.close(handle)
 
     def copy(self, run: Run, rank: int, offset: int, size: int) -> None:
-        """Write a run of one line, copied from `offset` in the part of `rank`; size: its bytes with newline."""
+        """Write a run of one line, copied from `offset` in the part of `rank` (`size` bytes with newline)."""
         with self.paths[rank].open("rb") as source:
             line = read_exactly(source.fileno(), size, offset)
         handle = self._open(run.rank)

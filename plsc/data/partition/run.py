@@ -54,7 +54,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     inputs = list_inputs(options.data_dir, options.file_list)
     _refuse_existing(options.output)
     if options.dry_run:
-        return _survey(options, inputs)
+        return _dry_run(options, inputs)
     with _full_disk_reported(options.output), ExitStack() as stack:
         workspace, temporary = _claim(options, stack)
         if workspace.cleaned:
@@ -77,7 +77,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     return manifest
 
 
-def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
+def _dry_run(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
     """Read and check all lines without writing; return the counts of a manifest."""
     buffers, counts = options.budget.buffers(1), []
     with progress_bar("reading", None) as progress:
@@ -101,12 +101,14 @@ def _write(options: PartitionOptions, inputs: list[Input], folder: Path, tempora
         buckets: list[local.Bucket] = []
         with progress_bar("reading", expected) as progress:
             if local.fits(inputs, budget):
-                _check_room(folder, None, expected, 0)
+                _check_space(folder, None, expected, 0)
                 with contextlib.suppress(local.TooManyLines):
                     loaded, counts = local.map_inputs(inputs, options, progress.update, pool)
             if loaded is None:
-                _check_room(folder, temporary, expected, budget.workers * budget.bucket)
-                buckets, counts = local.spread_inputs(inputs, options, expected, temporary, progress.update)
+                _check_space(folder, temporary, expected, budget.workers * budget.bucket)
+                buckets, counts = local.distribute_inputs(
+                    inputs, options, expected, temporary, progress.update
+                )
         lines = _report(counts, options).lines
         padding = padding_lines(options.seed, lines, options.nranks)
         with progress_bar("writing", sum(one.content_bytes for one in counts)) as progress:
@@ -229,18 +231,18 @@ def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
     return total
 
 
-def _check_room(output: Path, temporary: Path | None, size: int, spare: int) -> None:
+def _check_space(output: Path, temporary: Path | None, size: int, spare: int) -> None:
     """Raise DataError if the disks lack space for `size` bytes of output and as much for buckets.
 
     Buckets are removed while the output grows. On one disk, both together need `size` + `spare`.
     """
     if temporary is not None and output.stat().st_dev != temporary.stat().st_dev:
-        _require_room(temporary, size)
+        _require_space(temporary, size)
         spare = 0
-    _require_room(output, size + spare)
+    _require_space(output, size + spare)
 
 
-def _require_room(folder: Path, size: int) -> None:
+def _require_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise DataError(

@@ -13,10 +13,10 @@ from plsc.data.lines import Lines, Stream
 from plsc.data.partition.inputs import (
     InputCount,
     list_inputs,
+    map_lines,
     pool_of,
     progress_bar,
     read_counted,
-    share_out,
 )
 from plsc.data.partition.options import Budget, PartitionOptions
 from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
@@ -56,7 +56,7 @@ class Digest:
         count = InputCount()
         samples = read_counted(stream, name, count, self._buffers, self._skip_bad, self._on_bytes)
         with pool_of(self._workers) as pool:
-            hashes = share_out(samples, self._lines, pool, self._buffers, self._hash)
+            hashes = map_lines(samples, self._lines, pool, self._buffers, self._hash)
             self.total = (self.total + sum(hashes)) % _MODULUS
         self._lines += count.lines
         return count

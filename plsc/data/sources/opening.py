@@ -83,7 +83,7 @@ def open_source(
     if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
         return _make(suffix, str(location), options)
     if not is_url(location) and not folder.is_dir():
-        raise DataError(f"{folder} {_why_none(folder)}; {_LAYOUTS}")
+        raise DataError(f"{folder} {_describe_unknown(folder)}; {_LAYOUTS}")
     names = _names_in(str(location))
     if "label.txt" in names and not is_url(location):
         _refuse(options, ())
@@ -94,7 +94,7 @@ def open_source(
     if "data.mdb" in names:
         return _make(".lmdb", str(location), options)
     folders = [] if is_url(location) else [name for name in names if _is_class_folder(folder, name)]
-    found = None if folders and "class_depth" in options else _only_set(str(location), names)
+    found = None if folders and "class_depth" in options else _only_dataset(str(location), names)
     if found is not None and not _is_overruled(found, folder, folders, options):
         return _make(_suffix(found), found, options)
     # A folder with only `images/` is likely the first format without its label.txt, not one class.
@@ -130,7 +130,7 @@ def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[st
     )
 
 
-def _why_none(path: Path) -> str:
+def _describe_unknown(path: Path) -> str:
     """Return why a path that is neither a folder nor a known file is not a dataset."""
     if not path.exists():
         return "does not exist"
@@ -153,7 +153,7 @@ def _refuse(options: dict[str, Any], accepted: tuple[str, ...]) -> None:
             raise OptionError(f"{name} is set, but this data format has no such option; {known}")
 
 
-def _only_set(location: str, names: list[str]) -> str | None:
+def _only_dataset(location: str, names: list[str]) -> str | None:
     """Return the only file of a known format in a folder, or the folder if it contains shards of one."""
     by_suffix: dict[str, list[str]] = {}
     for name in names:

@@ -17,7 +17,7 @@ from plsc.checkpoint.remote import verify
 from plsc.cli import main
 from plsc.errors import PlscError
 from plsc.parallel.collectives import class_ranges
-from tests.unit.checkpoint.foreign_files import (
+from tests.unit.checkpoint.external_files import (
     names,
     random_network,
     save_arcface_torch,

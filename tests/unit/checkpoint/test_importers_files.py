@@ -20,7 +20,7 @@ from plsc.checkpoint.importers.matching import match_into, printable
 from plsc.checkpoint.importers.source import RowParts
 from plsc.checkpoint.importers.tensor_files import read_paddle_file, read_state_dict, read_tensors
 from plsc.errors import CheckpointError
-from tests.unit.checkpoint.foreign_files import paddle_bytes
+from tests.unit.checkpoint.external_files import paddle_bytes
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
 

@@ -20,14 +20,14 @@ from plsc.data import lines as lines_module
 from plsc.data import native as native_lines
 from plsc.data.lines import MAX_LINE_BYTES, parse_line
 from plsc.data.partition import parts
-from plsc.data.partition.local import Spread
+from plsc.data.partition.local import BucketWriter
 from plsc.data.partition.order import line_keys
 from plsc.data.partition.parts import (
     LinePlaces,
     checksum,
-    checksum_plainly,
+    checksum_reference,
     copy_lines,
-    copy_lines_plainly,
+    copy_lines_reference,
 )
 
 if native_lines.library() is None:
@@ -85,7 +85,7 @@ def test_lines_and_labels_equal_the_reference_implementation(data, at_end, begin
         newlines = np.append(newlines, len(data))
     found, suspects = native_lines.read_lines(array, begin, newlines, 7, longest)
     padded = np.append(array, np.uint8(0))  # position of a missing last newline
-    expected, _ = lines_module._cut_plainly(padded, begin, newlines, 7)
+    expected, _ = lines_module._cut_reference(padded, begin, newlines, 7)
     assert found[[0, 1, 4]].tolist() == expected[[0, 1, 4]].tolist()
     for start, end, tab, label, _ in found.T.tolist():
         if tab >= 0:
@@ -106,12 +106,12 @@ def test_line_ends_outside_the_data_are_refused(newlines):
 @given(st.binary(max_size=300), st.one_of(st.integers(0, 50), st.integers(2**18 - 99, 2**18 + 9)))
 def test_checksums_equal_the_reference_implementation(data, offset):
     ours = checksum(FENCED.holding(data), offset)
-    assert ours == checksum_plainly(np.frombuffer(data, dtype=np.uint8), offset)
+    assert ours == checksum_reference(np.frombuffer(data, dtype=np.uint8), offset)
 
 
 def test_checksums_agree_over_many_blocks():
     data = np.random.default_rng(0).integers(0, 256, 1_000_003, dtype=np.uint8)
-    assert checksum(data, 262_141) == checksum_plainly(data, 262_141)
+    assert checksum(data, 262_141) == checksum_reference(data, 262_141)
 
 
 def some_places(lengths: list[int]) -> tuple[LinePlaces, list[bytes]]:
@@ -144,7 +144,7 @@ def test_lines_are_copied_in_any_order_to_any_offset(tmp_path, lengths, offset):
     order = np.random.default_rng(1).permutation(len(lengths))
     ours = copied(lambda handle, at: copy_lines(lines, order, handle, at), tmp_path / "ours", offset)
     plain = copied(
-        lambda handle, at: copy_lines_plainly(lines, order, handle, at), tmp_path / "plain", offset
+        lambda handle, at: copy_lines_reference(lines, order, handle, at), tmp_path / "plain", offset
     )
     assert ours == plain
     assert ours[1][offset:] == b"".join(contents[i] + b"\n" for i in order)
@@ -179,7 +179,7 @@ def test_buckets_have_the_lines_with_their_key_prefix_with_and_without_the_libra
         if name == "plain":
             monkeypatch.setattr(parts, "function", lambda *_: None)
         (tmp_path / name).mkdir()
-        spread = Spread(tmp_path / name, 5, bits)
+        spread = BucketWriter(tmp_path / name, 5, bits)
         spread._above = above
         with spread:
             spread.add(lines, numbers)

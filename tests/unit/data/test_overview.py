@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.data.overview import drawn, look_at, write_contact_sheet
+from plsc.data.overview import draw_indices, inspect_dataset, write_contact_sheet
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError, OptionError
 from tests.images import write_dataset
@@ -23,7 +23,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_samples_classes_and_their_sizes_are_counted(folder):
-    found = look_at(open_source(folder))
+    found = inspect_dataset(open_source(folder))
     assert (found.samples, found.classes, found.largest_label, found.unused) == (19, 6, 9, 4)
     assert (found.fewest, found.median, found.most) == (3, 3, 4)
     assert found.images_per_class == [(2, 3, 5), (4, 7, 1)]
@@ -32,42 +32,42 @@ def test_samples_classes_and_their_sizes_are_counted(folder):
 
 
 def test_broken_samples_are_counted_and_named(folder):
-    found = look_at(open_source(folder))
+    found = inspect_dataset(open_source(folder))
     assert found.broken == 2
     assert "images/cut.png (label.txt:18)" in found.faults[0]
     assert "images/gone.png (label.txt:19): the image file is missing" in found.faults[1]
 
 
 def test_the_summary_is_lines_of_text(folder):
-    text = look_at(open_source(folder)).render()
+    text = inspect_dataset(open_source(folder)).render()
     assert "samples          19" in text
     assert "4 of these ids have no sample" in text
     assert "broken           2 of 19 checked" in text
 
 
 def test_only_the_requested_number_of_samples_is_decoded(folder):
-    found = look_at(open_source(folder), checked=7)
-    assert found.looked_at == 7
-    assert look_at(open_source(folder), checked=0).looked_at == 19
+    found = inspect_dataset(open_source(folder), checked=7)
+    assert found.checked == 7
+    assert inspect_dataset(open_source(folder), checked=0).checked == 19
 
 
 def test_the_chosen_samples_depend_only_on_the_seed():
-    assert drawn(100, 10, 1).tolist() == drawn(100, 10, 1).tolist()
-    assert drawn(100, 10, 1).tolist() != drawn(100, 10, 2).tolist()
-    assert len(set(drawn(100, 10, 1).tolist())) == 10
-    assert drawn(5, 10, 0).tolist() == list(range(5))
+    assert draw_indices(100, 10, 1).tolist() == draw_indices(100, 10, 1).tolist()
+    assert draw_indices(100, 10, 1).tolist() != draw_indices(100, 10, 2).tolist()
+    assert len(set(draw_indices(100, 10, 1).tolist())) == 10
+    assert draw_indices(5, 10, 0).tolist() == list(range(5))
 
 
 def test_decoded_images_are_checked_too():
     arrays = [(np.zeros((4, 6, 3), np.uint8), 0), (np.zeros((3, 8, 5), np.float32), 1)]
-    found = look_at(TorchDatasetSource(arrays))
+    found = inspect_dataset(TorchDatasetSource(arrays))
     assert sorted(found.pixels) == [("5x8", 1), ("6x4", 1)]
     assert found.broken == 0
 
 
 def test_an_empty_dataset_is_refused():
     with pytest.raises(DataError, match="holds no samples"):
-        look_at(TorchDatasetSource([]))
+        inspect_dataset(TorchDatasetSource([]))
 
 
 def test_the_sheet_shows_each_image_in_the_order_of_labels(tmp_path):

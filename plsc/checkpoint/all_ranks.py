@@ -46,7 +46,7 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
     raise CheckpointError(f"{reason}; {advice}" if advice else reason) from cause
 
 
-def neighbours(folder: Path, world: World) -> tuple[int, int]:
+def rank_on_shared_disk(folder: Path, world: World) -> tuple[int, int]:
     """Return this rank's index among the ranks that see the same `folder`, and their number. Collective.
 
     Creates the folder. Raises CheckpointError, on all ranks, if a rank cannot write there.
