@@ -319,7 +319,7 @@ def _role(check: Checker, key: str, value: object) -> Role:
 def _file(check: Checker, name: str, value: object) -> FileInfo:
     # The name is joined to the folder's path, so it must be a single path component.
     if name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise check.wrong(f"data file {name!r} has an invalid name")
+        raise check.wrong(f"data file {name!r} is not a plain file name")
     entry = check.mapping(value, f"data file {name!r}")
     return FileInfo(
         check.integer(check.item(entry, "bytes"), f"the size of {name!r}"),

@@ -149,7 +149,7 @@ def test_an_incomplete_checkpoint_is_refused_and_nothing_is_replaced(url, tmp_pa
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
     send(save(tmp_path, "3", 3), store)
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         fetch(f"{url}/3", WORLD, tmp_path / "photos")
 
 

@@ -167,7 +167,7 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
     assert "nothing in" in said
     assert "not in the network: a" in said
     torch.save({"a": Malicious()}, tmp_path / "b.pth")
-    assert "asks for posix.system" in refusal(tmp_path / "b.pth")
+    assert "requests posix.system" in refusal(tmp_path / "b.pth")
     assert not os.path.exists("/tmp/plsc-must-not-exist")  # noqa: PTH110
     torch.save({"stem.0.weight": torch.full((16, 3, 3, 3), float("nan"))}, tmp_path / "c.pth")
     assert "stem.0.weight contains values that are not finite" in refusal(tmp_path / "c.pth")

@@ -222,7 +222,7 @@ REFUSED = {
         "\0\udcff": "{list}:1: expected a class number",
         "": "{list} is empty",
         "".join(f"{c}\n" for c in range(10)): "leaves 0 of 10 classes",
-        "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10 classes; a classifier needs two",
+        "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10 classes; a classifier needs at least two",
     },
     "merge": {
         "3\n": "{list}:1: expected two class numbers, 'from to', got '3'",
@@ -293,13 +293,13 @@ def test_invalid_arguments_are_refused(small, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "is not a plain file" in refusal(folder, new, drop=tmp_path / "pipe")
     for taken in (folder, folder.parent):
-        assert "is there already" in refusal(folder, taken, grow=1)
+        assert "already exists" in refusal(folder, taken, grow=1)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert "is there already" in refusal(folder, tmp_path / "dangling", grow=1)
+    assert "already exists" in refusal(folder, tmp_path / "dangling", grow=1)
     assert "is inside" in refusal(folder, folder / "b", grow=1)
-    assert "there is no folder" in refusal(folder, tmp_path / "none" / "b", grow=1)
+    assert "is not a folder" in refusal(folder, tmp_path / "none" / "b", grow=1)
     assert "is a URL" in refusal(folder, "s3://bucket/b", grow=1)
-    assert "plain name" in refusal(folder, tmp_path / ".b", grow=1)
+    assert "choose another name" in refusal(folder, tmp_path / ".b", grow=1)
     assert "no checkpoint folder" in refusal(tmp_path / "none", new, grow=1)
     assert "bytes free" in refusal(folder, new, grow=10**12)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]

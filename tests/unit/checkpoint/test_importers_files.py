@@ -218,7 +218,7 @@ def test_a_paddle_variable_is_read(tmp_path):
         (paddle_with(data=bytes(23)), "is truncated or damaged"),
         (paddle_with(data=bytes(25)), "is truncated or damaged"),
         (paddle_with(length=5), "its description is cut short"),
-        (paddle_with(description=b"\x08\x63\x10\x02\x10\x03"), "of type 99"),
+        (paddle_with(description=b"\x08\x63\x10\x02\x10\x03"), "the unknown type 99"),
         (paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"), "has an unknown field 0x1a"),
         (
             paddle_with(length=12, description=b"\x08\x05\x10" + b"\xff" * 8 + b"\x7f"),

@@ -79,7 +79,7 @@ def test_sharded_tensors_load_as_whole_ones_and_vice_versa(saved):
 
 
 def test_missing_weights_are_reported(saved):
-    with pytest.raises(CheckpointError, match="holds no backbone tensor"):
+    with pytest.raises(CheckpointError, match="has no backbone tensor"):
         load_weights(saved)
 
 
@@ -95,7 +95,7 @@ def test_a_parameter_is_loaded_in_place_and_can_be_trained(saved):
     ("tensors", "sharded", "said"),
     [
         ({"absent": torch.zeros(1)}, {}, "has no tensor 'absent'"),
-        ({"model.a": torch.zeros(3, 4)}, {}, "is float32 [4, 3], this run needs float32 [3, 4]"),
+        ({"model.a": torch.zeros(3, 4)}, {}, "is float32 [4, 3], but this run needs float32 [3, 4]"),
         ({"model.a": torch.zeros(4, 3).double()}, {}, "this run needs float64"),
         (
             {},
@@ -165,7 +165,7 @@ def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
     file = data_file(saved)
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert "is no regular file" in refusal(saved)
+    assert "is not a regular file" in refusal(saved)
 
 
 def forge(saved, tensors, places):

@@ -151,7 +151,7 @@ def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path, monkeypatch):
         file.write(b"path,label\na.jpg,0\n")
         file.truncate(2**30)
     tracemalloc.start()
-    with pytest.raises(DataError, match=r"train\.csv:3 is over 1048576 bytes"):
+    with pytest.raises(DataError, match=r"train\.csv:3 is longer than 1048576 bytes"):
         CsvSource(tmp_path / "train.csv")
     assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     tracemalloc.stop()

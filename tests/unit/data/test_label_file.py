@@ -95,7 +95,7 @@ def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
 
 @pytest.mark.parametrize("content", ["", "\n\n", "\ufeff", "  \r\n"])
 def test_an_empty_file_is_refused(tmp_path, content):
-    with pytest.raises(DataError, match=r"label\.txt holds no samples"):
+    with pytest.raises(DataError, match=r"label\.txt contains no samples"):
         LabelFileSource(write(tmp_path, content))
 
 

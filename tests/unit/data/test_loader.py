@@ -182,7 +182,7 @@ def test_float_images_of_a_dataset_stay_float():
 
 def test_mixed_float_and_uint8_images_are_refused():
     items = [(torch.zeros(SHAPE), 0), (np.zeros((24, 20, 3), dtype=np.uint8), 1)]
-    with pytest.raises(DataError, match="make them one"):
+    with pytest.raises(DataError, match="convert them to one type"):
         list(loader(TorchDatasetSource(items)).epoch(0))
 
 
@@ -408,7 +408,7 @@ def test_the_kind_of_loader_is_chosen_from_the_pipeline(label_folder):
     own = loader(TorchDatasetSource(Noisy()), num_workers=2)
     assert own.kind == "processes"
     assert own.describe() == "data: 2 processes per rank prefetch batches, because of your Dataset"
-    assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process a")
+    assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process per rank")
     with pytest.raises(OptionError, match="which threads share"):
         loader(files, kind="threads", num_workers=2, transform=add_noise)
     loader(files, kind="threads", num_workers=0, transform=add_noise)

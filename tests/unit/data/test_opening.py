@@ -80,7 +80,7 @@ def test_an_option_that_the_format_does_not_accept_is_refused(tmp_path):
         open_source(tmp_path / "a.rec", label_map="x.json")
     (tmp_path / "folders/one").mkdir(parents=True)
     (tmp_path / "folders/one/a.jpg").write_bytes(b"image")
-    with pytest.raises(OptionError, match=r"image_column is set.*it takes label_map"):
+    with pytest.raises(OptionError, match=r"image_column is set.*it accepts label_map"):
         open_source(tmp_path / "folders", image_column="x")
     (tmp_path / "map.json").write_text('{"one": 5}')
     source = open_source(tmp_path / "folders", label_map=tmp_path / "map.json")
@@ -161,7 +161,7 @@ def test_an_lmdb_folder_is_recognised_by_its_content(tmp_path):
     ("count", "changes", "message"),
     [
         (b"", {}, "'num-samples' is b''"),
-        (b"9", {}, "'num-samples' is b'9' of 5 entries"),
+        (b"9", {}, "'num-samples' is b'9', but there are 5 entries"),
         (b"-1", {}, "'num-samples' is b'-1'"),
         (b"2", {"label-000000002": b""}, "label-000000002: the label is missing"),
         (b"2", {"label-000000002": b"-1"}, "label-000000002: a label must be an integer"),

@@ -66,7 +66,7 @@ def test_decoded_images_are_checked_too():
 
 
 def test_an_empty_dataset_is_refused():
-    with pytest.raises(DataError, match="holds no samples"):
+    with pytest.raises(DataError, match="has no samples"):
         inspect_dataset(TorchDatasetSource([]))
 
 

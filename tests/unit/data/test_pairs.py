@@ -149,7 +149,7 @@ class Attack:
 def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, protocol):
     marker = tmp_path / "ran"
     content = pickle.dumps((IMAGES, FLAGS, Attack(os.mkdir, str(marker))), protocol)
-    refusal = f"asks for {os.mkdir.__module__}.mkdir, which a pair file never needs"
+    refusal = f"requests {os.mkdir.__module__}.mkdir, which a pair file never needs"
     assert_refused(tmp_path / "lfw.bin", content, refusal)
     assert not marker.exists()
 

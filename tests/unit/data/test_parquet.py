@@ -140,7 +140,7 @@ def test_missing_or_unsupported_columns_are_refused(tmp_path, columns, options, 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0] * 6 + [None] * 4, r"row 6: the label 'label' is missing \(4 are\)"),
+        ([0] * 6 + [None] * 4, r"row 6: the label 'label' is missing \(in 4 rows\)"),
         ([0] * 9 + [-1], r"row 9: .* 0 or more, got '-1'"),
         (["1"] * 9 + [""], "row 9: the label is missing"),
         (["1"] * 9 + ["x"], "row 9: .* integer of 0 or more, got 'x'"),

@@ -151,7 +151,7 @@ def test_an_invalid_label_is_reported_with_its_record(tmp_path, label):
 
 def test_a_record_without_image_is_reported_when_it_is_read(tmp_path):
     source = RecordIOSource(write(tmp_path / "a.rec", [record(b"a", [1]), record(b"", [1])]))
-    with pytest.raises(DataError, match=r"a\.rec record 1: holds no image"):
+    with pytest.raises(DataError, match=r"a\.rec record 1: contains no image"):
         source[1]
 
 
@@ -199,7 +199,7 @@ def shorter_than_a_header(content: bytes) -> bytes:
         (no_magic, "record 0 at byte 0 has an invalid part at byte 0, starting with ff d8 "),
         (length_beyond_the_end, "record 0 at byte 0 ends at byte 536870920"),
         (a_last_part_first, "record 0 at byte 0 has an invalid part at byte 0, starting with 0a 23 "),
-        (huge_number_of_labels, "record 0 .* announces 4294967295 labels"),
+        (huge_number_of_labels, "record 0 .* too few for the 4294967295 labels"),
         (shorter_than_a_header, "record 0 .* has 4 bytes, fewer than the 24"),
     ],
 )

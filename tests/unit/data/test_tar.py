@@ -176,7 +176,7 @@ def header_of(size: int, kind: bytes) -> bytes:
         (header_of(2**50, b"L"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"x"), "announces 1125899906842624 bytes of names"),
         (header_of(2**50, b"0"), "truncated"),
-        (bytes(1024), "holds no samples"),
+        (bytes(1024), "contains no samples"),
         (bytes(1024) + b"x" * 512, "data follow its end mark"),
     ],
 )
