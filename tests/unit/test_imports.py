@@ -81,3 +81,13 @@ def test_the_walks_of_the_architecture_page_name_at_most_eight_files_and_what_is
             source = (ROOT / path).read_text()
             for name in re.findall(r"`(\w+)`", names):
                 assert re.search(rf"^ *(def|class) {name}\b|^    {name}:", source, re.MULTILINE), name
+
+
+def test_the_life_of_a_checkpoint_names_what_is_in_its_files():
+    page = (ROOT / "docs/life_of_a_checkpoint.md").read_text()
+    found = re.findall(r"`(\w+)(?:\.(\w+))?`\s+\(`(plsc/\S+)`\)", page)
+    assert len(found) > 10
+    for name, method, path in found:
+        source = (ROOT / path).read_text()
+        assert re.search(rf"^(def|class) {name}\b", source, re.MULTILINE), name
+        assert not method or f"    def {method}(" in source, method
