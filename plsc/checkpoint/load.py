@@ -70,23 +70,35 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
     return opened[0].manifest
 
 
-def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str, Tensor]:
-    """Return the tensors of one kind by name, on the CPU; sharded ones are joined.
+def load_weights(
+    path: str | os.PathLike[str], kind: str = BACKBONE, head: str | None = None
+) -> dict[str, Tensor]:
+    """Return the network's state dict from a checkpoint, or other tensors by name, on the CPU.
 
-    For one process; not a collective. Only the files that hold such tensors are read.
+    Sharded tensors are joined. For one process; not a collective. Only the files with such tensors are read.
 
     Args:
         path: the checkpoint folder.
-        kind: kind of role, such as ``backbone`` or ``class_weights``.
+        kind: ``backbone``; ``class_weights``: ``weight`` [classes, D], or [classes, sub-centres, D], and
+            ``bias`` [classes] of a softmax; ``head_statistics``: statistics of AdaFace and CurricularFace.
+        head: name of the head, for a checkpoint with several heads.
 
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
     with OpenCheckpoint(path) as opened:
         found = opened.select((kind,))
-        if not found:
-            raise CheckpointError(f"{path} has no {kind} tensor; choose another checkpoint")
-        return {role.name: tensor.read() for role, tensor in found.items()}
+        names = {role.name for role in found}
+        if head is None and len(names) < len(found):
+            several = ", ".join(sorted({role.of for role in found}))
+            raise CheckpointError(
+                f"{path} has {kind} tensors of several heads ({several}); choose one with head="
+            )
+        chosen = {role: tensor for role, tensor in found.items() if head in (None, role.of)}
+        if not chosen:
+            of = "" if head is None else f" of the head {head!r}"
+            raise CheckpointError(f"{path} has no {kind} tensor{of}; choose another checkpoint")
+        return {role.name: tensor.read() for role, tensor in chosen.items()}
 
 
 def class_name_tensors(names: ClassNames, head: str = "") -> dict[Role, Tensor]:
