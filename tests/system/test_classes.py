@@ -264,11 +264,11 @@ def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tm
     assert names_in(grown) == ["a", "c", ""]
     capsys.readouterr()
     losses, last = train(three, tmp_path / "saved", EPOCHS + 2, grown)
-    said = capsys.readouterr().out
-    assert "2 have other labels than by their sorted names" in said
-    assert "1 are new, the first is 'b' (class 2)" in said
-    assert "classes: 0 is 'a' (a/" in said
-    assert "), 2 is 'b' (b/" in said
+    printed = capsys.readouterr().out
+    assert "2 have other labels than by their sorted names" in printed
+    assert "1 are new, the first is 'b' (class 2)" in printed
+    assert "classes: 0 is 'a' (a/" in printed
+    assert "), 2 is 'b' (b/" in printed
     assert names_in(last) == ["a", "c", "b"]
     by_number = with_label_file(three, tmp_path / "numbers", {"a": 0, "b": 2, "c": 1})
     assert train(by_number, tmp_path / "again", EPOCHS + 2, grown)[0] == losses

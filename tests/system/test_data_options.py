@@ -222,7 +222,7 @@ def test_a_wrong_num_samples_of_a_reader_is_reported_once(tmp_path, capsys):
         for number in range(20):
             yield np.full((3, 16, 16), number / 20, np.float32), number % 4
 
-    def said(number):
+    def count_warnings(number):
         ins = entry(tmp_path, tmp_path / str(number), set_class_num=4, set_num_workers=0)
         ins.set_train_image_num(number)
         ins.set_train_epochs(2)
@@ -230,8 +230,8 @@ def test_a_wrong_num_samples_of_a_reader_is_reported_once(tmp_path, capsys):
         ins.train()
         return capsys.readouterr().err.count("correct set_train_image_num")
 
-    assert said(20) == 0
-    assert said(100) == 1
+    assert count_warnings(20) == 0
+    assert count_warnings(100) == 1
 
 
 def test_a_bad_sample_is_printed_only_in_its_first_epoch(tmp_path, capsys):

@@ -150,14 +150,14 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hostile_checkpoint_is_refused_and_changes_nothing(case, work, capsys):
-    verb, changes, said = CASES[case]
+    verb, changes, message = CASES[case]
     change(work / "foreign", **changes)
     before = content(work)
     assert run(verb) == 1
     error = capsys.readouterr().err
     assert error.startswith("plsc: error: ")
     assert error.count("\n") == 1
-    assert said in error
+    assert message in error
     assert content(work) == before
 
 
@@ -211,11 +211,11 @@ ABSENT = {
 
 @pytest.mark.parametrize("case", ABSENT)
 def test_sizes_that_contradict_the_tensors_are_refused(case, work, capsys):
-    verb, changes, said = ABSENT[case]
+    verb, changes, message = ABSENT[case]
     without(work / "foreign", ["neck.fc", "head.weight", "rows."])
     change(work / "foreign", **changes)
     assert run(verb) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 LISTED = {

@@ -189,10 +189,10 @@ def test_a_killed_run_leaves_the_inputs_and_no_output_and_the_next_one_cleans_up
                 path.unlink()
             output.rmdir()
     assert seen_partial >= 5
-    said = run(*arguments)
+    printed = run(*arguments)
     assert files_of(output) == whole
     assert hidden_in(folder) == []
-    assert "wrote" in said
+    assert "wrote" in printed
 
 
 def test_a_run_stopped_by_a_signal_cleans_up(tmp_path):
@@ -216,8 +216,8 @@ def test_two_runs_cannot_write_the_same_output_concurrently(tmp_path):
     handle = os.open(claimed, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        said = run("--data_dir", folder, "--nranks", 2, code=1)
-        assert "another run is working" in said
+        printed = run("--data_dir", folder, "--nranks", 2, code=1)
+        assert "another run is working" in printed
         assert (claimed / "part_0.txt").read_text() == "of the other run"
     finally:
         os.close(handle)
@@ -266,8 +266,8 @@ def test_a_disk_that_becomes_full_is_reported_and_cleaned_up(tmp_path, small_dis
 
 def test_a_too_small_disk_is_reported_before_anything_is_written(tmp_path, small_disk):
     folder = write_set(tmp_path / "set", 40_000, (1500, 1900))
-    said = run("--data_dir", folder, "--nranks", 3, "--output_dir", small_disk / "out", code=1)
-    assert "0.07 GB are needed" in said
+    printed = run("--data_dir", folder, "--nranks", 3, "--output_dir", small_disk / "out", code=1)
+    assert "0.07 GB are needed" in printed
 
 
 def test_a_dataset_on_s3_gives_the_same_parts_as_a_local_one(tmp_path, s3):
@@ -295,9 +295,9 @@ def test_a_dataset_on_s3_gives_the_same_parts_as_a_local_one(tmp_path, s3):
 
 def test_a_missing_bucket_gives_a_one_line_error(tmp_path, s3):
     folder = write_set(tmp_path / "set", 30, (10, 20))
-    said = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
-    assert "s3://no-bucket/out" in said
-    assert len(said.splitlines()) == 1
+    printed = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
+    assert "s3://no-bucket/out" in printed
+    assert len(printed.splitlines()) == 1
 
 
 def s3fs_client():
@@ -317,7 +317,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--nranks", "2"], "--data_dir"),
         (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt does not exist"),
@@ -332,7 +332,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
         ),
     ],
 )
-def test_user_errors_are_one_line(arguments, said):
+def test_user_errors_are_one_line(arguments, message):
     text = run(*arguments, code=1)
-    assert said in text
+    assert message in text
     assert len(text.splitlines()) == 1

@@ -272,18 +272,18 @@ def test_rows_that_are_not_finite_are_reported_with_their_class(tmp_path, value)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"num_classes": 12}, "says num_classes 12, the files have 11"),
         ({"pretrain_nranks": 3}, "are files missing"),
         ({"emb_dim": None}, "says emb_dim None"),
     ],
 )
-def test_plsc1_files_that_contradict_meta_json_are_refused(tmp_path, change, said):
+def test_plsc1_files_that_contradict_meta_json_are_refused(tmp_path, change, message):
     source = save_plsc1(tmp_path / "old", ROWS, 2)
     meta = json.loads((source / "meta.json").read_text())
     (source / "meta.json").write_text(json.dumps({**meta, **change}))
-    assert said in refusal(source, tmp_path / "ck")
+    assert message in refusal(source, tmp_path / "ck")
 
 
 def test_damaged_plsc1_files_give_a_one_line_error(tmp_path):
@@ -309,7 +309,7 @@ def test_a_plsc1_backbone_with_a_layer_missing_is_refused(resnet, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"layout": "onnx"}, "unknown layout 'onnx'"),
         ({"ranks": 0}, "expected at least 1"),
@@ -317,9 +317,9 @@ def test_a_plsc1_backbone_with_a_layer_missing_is_refused(resnet, tmp_path):
         ({}, "no known layout"),
     ],
 )
-def test_unsupported_imports_give_a_one_line_error(tmp_path, options, said):
+def test_unsupported_imports_give_a_one_line_error(tmp_path, options, message):
     (tmp_path / "empty").mkdir()
-    assert said in refusal(tmp_path / "empty", tmp_path / "ck", **options)
+    assert message in refusal(tmp_path / "empty", tmp_path / "ck", **options)
 
 
 def test_a_file_without_network_name_requires_model(tmp_path):

@@ -158,7 +158,7 @@ def with_pickle(path, operations):
 def test_a_nested_pickle_is_checked_in_linear_time(tmp_path):
     deep = b"\x80\x02" + b"]" + b"\x85" * 100_000 + b"."
     assert read_tensors(with_pickle(tmp_path / "a.pt", deep))
-    # Each list contains the previous one twice: 2^60 items if it is traversed naively.
+    # Each list contains the previous one twice: 2^60 items if nothing is remembered.
     doubled = b"\x80\x02](K\x01e" + b"".join(
         b"q" + bytes([n]) + b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60)
     )
@@ -179,12 +179,12 @@ def test_any_changed_byte_gives_tensors_or_a_one_line_error(tmp_path_factory, da
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(changed)
-    said = ""
+    message = ""
     try:
         read_tensors(path)
     except CheckpointError as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
 
 
 def paddle_with(**changes):
@@ -208,7 +208,7 @@ def test_a_paddle_variable_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "is not a Paddle 1.x variable"),
         (b"\x80\x02" + bytes(40), "it begins with 80 02"),
@@ -230,9 +230,9 @@ def test_a_paddle_variable_is_read(tmp_path):
         ),
     ],
 )
-def test_a_damaged_paddle_variable_is_refused(tmp_path, content, said):
+def test_a_damaged_paddle_variable_is_refused(tmp_path, content, message):
     (tmp_path / "a").write_bytes(content)
-    assert said in refusal(read_paddle_file, tmp_path / "a")
+    assert message in refusal(read_paddle_file, tmp_path / "a")
 
 
 def test_a_damaged_safetensors_file_is_refused(tmp_path):

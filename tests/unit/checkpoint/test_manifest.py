@@ -75,7 +75,7 @@ def test_invalid_json_is_refused(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("format_version", 4, "reads only up to 3; upgrade plsc"),
         ("step", -1, "step is -1"),
@@ -101,10 +101,10 @@ def test_invalid_json_is_refused(text, tmp_path):
         ("files", {"a": {"bytes": 1}}, "'crc32' is missing"),
     ],
 )
-def test_an_invalid_field_is_reported(key, value, said, tmp_path):
+def test_an_invalid_field_is_reported(key, value, message, tmp_path):
     content = {**json.loads(GOOD.to_json()), key: value}
     (tmp_path / "manifest.json").write_text(json.dumps(content))
-    assert said in refusal(tmp_path)
+    assert message in refusal(tmp_path)
 
 
 # The lineage was added later: it may be missing.

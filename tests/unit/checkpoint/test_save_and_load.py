@@ -102,7 +102,7 @@ def test_a_parameter_is_loaded_in_place_and_can_be_trained(saved):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "sharded", "said"),
+    ("tensors", "sharded", "message"),
     [
         ({"absent": torch.zeros(1)}, {}, "has no tensor 'absent'"),
         ({"model.a": torch.zeros(3, 4)}, {}, "is float32 [4, 3], but this run needs float32 [3, 4]"),
@@ -114,8 +114,8 @@ def test_a_parameter_is_loaded_in_place_and_can_be_trained(saved):
         ),
     ],
 )
-def test_a_mismatched_tensor_is_reported(saved, tensors, sharded, said):
-    assert said in refusal(saved, tensors=tensors, sharded=sharded)
+def test_a_mismatched_tensor_is_reported(saved, tensors, sharded, message):
+    assert message in refusal(saved, tensors=tensors, sharded=sharded)
 
 
 def test_nothing_is_overwritten_when_the_check_fails(saved):
@@ -190,7 +190,7 @@ def at(*offsets):
 
 
 @pytest.mark.parametrize(
-    ("rows", "place", "said"),
+    ("rows", "place", "message"),
     [
         (4, at(0, 0), "has 4 rows, the manifest says 5"),
         (4, at(1, 0), "rows 0 to 1 of 'head.weight' are missing"),
@@ -204,10 +204,10 @@ def at(*offsets):
         (5, {"saved_offsets": 3}, "expected a list"),
     ],
 )
-def test_missing_or_misplaced_rows_in_a_header_are_detected(saved, rows, place, said):
+def test_missing_or_misplaced_rows_in_a_header_are_detected(saved, rows, place, message):
     tensors, _ = make_state()
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
-    assert said in forge(
+    assert message in forge(
         saved, {**tensors, "head.weight": torch.zeros(rows, 3)}, {**places, "head.weight": place}
     )
 

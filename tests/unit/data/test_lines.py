@@ -12,7 +12,7 @@ from plsc.data.lines import BOM, MAX_LINE_BYTES, Buffers, LineReader, parse_line
 from plsc.errors import DataError
 
 
-def read_naively(data: bytes) -> list[tuple[int, bytes, int]]:
+def read_reference(data: bytes) -> list[tuple[int, bytes, int]]:
     """Return (line number, content, label) of each sample; ValueError for a bad line."""
     found = []
     data = data.removeprefix(BOM)
@@ -61,7 +61,7 @@ def test_lines_are_read_as_the_reference_implementation_does(pairs, has_bom, is_
     data = BOM * has_bom + (data.removesuffix(b"\n") if is_cut else data)
     expected = problem = None
     try:
-        expected = read_naively(data)
+        expected = read_reference(data)
     except ValueError as error:
         problem = str(error)
     if problem is None:
@@ -75,7 +75,7 @@ def test_lines_are_read_as_the_reference_implementation_does(pairs, has_bom, is_
 @given(st.lists(st.tuples(good_line, ends), max_size=12), st.integers(1, 64))
 def test_blocks_shorter_than_lines_give_the_same_samples(pairs, block):
     data = b"".join(line + end for line, end in pairs)
-    assert read(data, block) == read_naively(data)
+    assert read(data, block) == read_reference(data)
 
 
 @given(st.lists(st.tuples(any_line, ends), max_size=12), st.sampled_from([100, 128, 1000]))

@@ -62,7 +62,7 @@ def test_errors_about_a_dataset_name_the_location_and_what_to_do(
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert main(["data", "inspect", str(path)]) == 1
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert f"error: {path}{problem}" in said.replace("\\n", "")
-    assert advice in said
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"error: {path}{problem}" in error.replace("\\n", "")
+    assert advice in error

@@ -335,15 +335,15 @@ def test_a_missing_file_an_empty_file_and_a_directory_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"((lS'a'\naS'b'\na]b(lI01\nat.", "state is not a dictionary"),  # BUILD on a list
         (b"\x80\x04\x95\xff\0\0\0\0\0\0\0K\x01.", "truncated"),  # a frame longer than the file
         (b"I0x" + b"f" * 2000 + b"\n.", "INT"),  # a number of two thousand digits
     ],
 )
-def test_a_bad_pickle_operation_is_reported(tmp_path, content, said):
+def test_a_bad_pickle_operation_is_reported(tmp_path, content, message):
     path = tmp_path / "bad.bin"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_pairs(path)

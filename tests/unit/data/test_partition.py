@@ -335,9 +335,9 @@ def test_a_warning_is_logged_if_there_are_more_repeats_than_lines(tmp_path, mess
     folder = write_set(tmp_path, some_lines(12))
     for nranks, is_warned in ((24, False), (25, True)):
         partition(PartitionOptions(str(folder), nranks, dry_run=dry_run))
-        said = "\n".join(messages)
-        assert said.startswith("25 parts have 1 line each, of which 52% ") == is_warned
-        assert len(said.splitlines()) == is_warned
+        message = "\n".join(messages)
+        assert message.startswith("25 parts have 1 line each, of which 52% ") == is_warned
+        assert len(message.splitlines()) == is_warned
 
 
 def test_bad_and_blank_lines_are_skipped_counted_and_logged(tmp_path, way, messages):
@@ -346,9 +346,9 @@ def test_bad_and_blank_lines_are_skipped_counted_and_logged(tmp_path, way, messa
     manifest = partition(PartitionOptions(str(folder), 2, bad_lines="skip"))
     assert read_parts(folder / "partition_2") == expected_parts(good, 2, 0)
     assert (manifest["blank_lines"], manifest["skipped_lines"]) == (2, 1)
-    said = "\n".join(messages)
-    assert "2 blank lines" in said
-    assert "data0.txt:9: a label must be an integer, got 'nan'" in said
+    message = "\n".join(messages)
+    assert "2 blank lines" in message
+    assert "data0.txt:9: a label must be an integer, got 'nan'" in message
     verify(PartitionOptions(str(folder), 2))
 
 

@@ -39,10 +39,10 @@ def test_an_unreachable_hdfs_is_reported_with_duration_and_advice(nobody):
     url = f"hdfs://{nobody}/run"
     with pytest.raises(DataError) as refused:
         Store(url, total_seconds=0).names()
-    said = str(refused.value)
-    assert said.startswith(f"{url}: the folder cannot be listed after one try in ")
-    assert "refused" in said
-    assert said.endswith("; check that the server runs, and that host and port are right")
+    message = str(refused.value)
+    assert message.startswith(f"{url}: the folder cannot be listed after one try in ")
+    assert "refused" in message
+    assert message.endswith("; check that the server runs, and that host and port are right")
 
 
 @pytest.mark.parametrize(
