@@ -34,9 +34,9 @@ from plsc.cli import main
 
 results = {}
 for name, arguments in json.load(sys.stdin).items():
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        results[name] = main(["data", "partition", *arguments]), said.getvalue()
+    reports = io.StringIO()
+    with contextlib.redirect_stdout(reports), contextlib.redirect_stderr(reports):
+        results[name] = main(["data", "partition", *arguments]), reports.getvalue()
 with open(sys.argv[1], "w") as file:
     json.dump(results, file)
 """
@@ -64,10 +64,10 @@ def folder(tmp_path) -> Path:
 
 @dataclass(frozen=True)
 class Local:
-    """Partitions of local datasets by both engines; said: exit code and output of each run, by name."""
+    """Partitions of local datasets by both engines; reports: exit code and output of each run, by name."""
 
     root: Path
-    said: dict[str, tuple[int, str]]
+    reports: dict[str, tuple[int, str]]
 
     def outputs(self, name: str) -> list[dict[str, bytes]]:
         """Return the files that each engine wrote."""
@@ -94,16 +94,16 @@ def local(tmp_path_factory, pyspark) -> Local:
     with (bad / "2.txt").open("ab") as file:
         file.write(b"no label\n")
     runs["bad"] = ["--data_dir", str(bad), "--nranks", "2", *SPARK]
-    command = [sys.executable, "-c", SEVERAL, str(root / "said.json")]
+    command = [sys.executable, "-c", SEVERAL, str(root / "reports.json")]
     done = subprocess.run(command, input=json.dumps(runs), env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return Local(root, json.loads((root / "said.json").read_text()))
+    return Local(root, json.loads((root / "reports.json").read_text()))
 
 
 @pytest.mark.parametrize("name", ["mixed", "few", "many"])
 def test_spark_writes_the_same_bytes_and_manifest_as_the_local_engine(local, name):
     """For mixed inputs, for fewer lines than ranks, and for many lines in many splits."""
-    assert local.said[f"{name}-spark"][0] == 0, local.said
+    assert local.reports[f"{name}-spark"][0] == 0, local.reports
     spark, ours = local.outputs(name)
     assert spark == ours
     assert "manifest.json" in spark
@@ -112,9 +112,9 @@ def test_spark_writes_the_same_bytes_and_manifest_as_the_local_engine(local, nam
 
 
 def test_a_bad_line_is_reported_and_nothing_is_left(local):
-    code, said = local.said["bad"]
+    code, reports = local.reports["bad"]
     assert code == 1
-    assert "2.txt:751: expected '<base64>TAB<label>'" in said
+    assert "2.txt:751: expected '<base64>TAB<label>'" in reports
     assert hidden_in(local.root / "bad") == []
     assert not (local.root / "bad/partition_2").exists()
 
