@@ -245,7 +245,7 @@ def test_a_disk_that_becomes_full_is_reported_and_cleaned_up(tmp_path, small_dis
     temporary = small_disk if full == "buckets" else tmp_path
     # The disk is filled by another process, after the free space was checked.
     code = (
-        "import sys; from plsc.data.partition import run; run._require_room = lambda *_: None; "
+        "import sys; from plsc.data.partition import run; run._require_space = lambda *_: None; "
         "from plsc.cli import main; sys.exit(main(['data', *sys.argv[1:]]))"
     )
     (small_disk / "other").write_bytes(bytes(25_000_000))
