@@ -1,8 +1,8 @@
 """The Python blocks of README.md and docs/ run as they stand; the flags of `plsc` in shell blocks exist.
 
 The blocks of a page run in order, in one namespace, in a folder with a dataset `faces` and its checkpoint
-`saved_model/7`. The default network and images are small. A block after `<!-- not run: reason -->` is left
-out; those of docs/head.md run in test_head_alone.py.
+`saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is skipped.
+Tests of docs/head.md with checks are in test_head_alone.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def surroundings(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", names("python"))
 def test_the_python_blocks_run(page, surroundings, tmp_path, monkeypatch):
     shutil.copytree(surroundings, tmp_path, dirs_exist_ok=True)
