@@ -89,6 +89,16 @@ def test_the_walks_through_the_code_name_files_and_functions_that_exist():
                 assert re.search(rf"^ *(def|class) {name}\b|^    {name}:", source, re.MULTILINE), name
 
 
+def test_the_life_of_a_checkpoint_names_what_is_in_its_files():
+    page = (ROOT / "docs/life_of_a_checkpoint.md").read_text()
+    found = re.findall(r"`(\w+)(?:\.(\w+))?`\s+\(`(plsc/\S+)`\)", page)
+    assert len(found) > 10
+    for name, method, path in found:
+        source = (ROOT / path).read_text()
+        assert re.search(rf"^(def|class) {name}\b", source, re.MULTILINE), name
+        assert not method or f"    def {method}(" in source, method
+
+
 def test_the_architecture_page_lists_every_package_with_its_level():
     page = (ROOT / "docs/architecture.md").read_text()
     rows = re.findall(r"^\| (\d) \| (.+?) \|.*?\| (`\w+\.py`)? ?\|$", page, re.MULTILINE)
