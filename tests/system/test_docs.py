@@ -1,8 +1,8 @@
 """The Python blocks of README.md and docs/ run as they stand; the flags of `plsc` in shell blocks exist.
 
 The blocks of a page run in order, in one namespace, in a folder with a dataset `faces` and its checkpoint
-`saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is skipped.
-Those of docs/head.md run in test_head_alone.py.
+`saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is left
+out. test_head_alone.py checks what the blocks of docs/head.md compute.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def surroundings(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page", [one for one in names("python") if one.id != "docs/head.md"])
+@pytest.mark.parametrize("page", names("python"))
 def test_the_python_blocks_run(page, surroundings, tmp_path, monkeypatch):
     shutil.copytree(surroundings, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
