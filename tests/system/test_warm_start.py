@@ -130,7 +130,9 @@ def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
     assert started.head_left == {"head.weight": "is [6, 16], here [9, 16]"}
     assert started.backbone.shapes == {"neck.fc.weight": ((16, 1024), (16, 256))}
     assert 0.5 < started.backbone.share < 1
-    assert any("neck.fc.weight [16, 1024] in the network, [16, 256] in the file" in line for line in started.lines())
+    assert any(
+        "neck.fc.weight [16, 1024] in the network, [16, 256] in the file" in line for line in started.lines()
+    )
 
 
 def test_a_file_at_a_url_and_one_of_torch_save_give_the_same_start(dataset, trained, tmp_path):
