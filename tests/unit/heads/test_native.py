@@ -163,7 +163,7 @@ def some_context(shape: Shape, rows: Rows, queries: Queries) -> ForwardContext:
     return ForwardContext(
         backend=backend(shape),
         rows=rows,
-        home=rows,
+        stored=rows,
         queries=queries,
         log_total=torch.cat([z, own[:, None]], dim=1).logsumexp(dim=1).float(),
         weight=torch.rand(len(z), generator=generator) + 0.5,
