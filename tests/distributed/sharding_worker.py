@@ -239,10 +239,10 @@ def check_evaluation(world: World, dataset: Path, folder: Path) -> None:
     run = build_run(options_for(dataset, folder, SHARDED), world, UserParts(model=Uneven()))
     image = (dataset / "images/0_0.png").read_bytes()
     broken = Target("broken", [image] * 39 + [b"no image"], np.array([True, False] * 10))
-    from plsc.parallel.backbone import whole_parameters
+    from plsc.parallel.backbone import unsharded_parameters
 
     for _ in range(2):
-        with pytest.raises(DataError, match="image 39 of broken"), whole_parameters(run.network):
+        with pytest.raises(DataError, match="image 39 of broken"), unsharded_parameters(run.network):
             evaluate_targets(run.network, [broken], run.options, world)
         run.network.train()
         run.trained_network(torch.zeros(4, 3, 16, 16).double(), None, True).sum().backward()

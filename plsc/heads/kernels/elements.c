@@ -147,7 +147,6 @@ INLINE void exponentials(const struct plan *plan, struct scratch *scratch, struc
   _mm512_storeu_pd(total + 8, _mm512_add_pd(_mm512_loadu_pd(total + 8), high));
 }
 
-/* Clears the padding rows. */
 static void clear_padding(struct block block, float *at) {
   int64_t padded = round_up(block.rows, 32);
   for (int64_t r = block.rows; r < padded; r++)

@@ -23,7 +23,7 @@ FLOAT32 = dict.fromkeys(WATCHED, torch.float32)
 def network(white=(), black=()):
     torch.manual_seed(0)
     net = SmallResNet(16, (3, 16, 16), dropout=0.0)
-    apply_lists(net, PrecisionLists.look_up(net, white, black), torch.bfloat16, CPU)
+    apply_lists(net, PrecisionLists.resolve(net, white, black), torch.bfloat16, CPU)
     return net
 
 
@@ -173,7 +173,7 @@ def test_torchs_attention_goes_by_the_operators_inside_it(name):
     network = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), nn.Tanh())
     attention, x = network[0].self_attn, torch.randn(2, 5, 8)
     exact = attention(x, x, x, need_weights=False)[0]
-    lists = PrecisionLists.look_up(network, ["softmax" if name == "linear" else "linear"], [name])
+    lists = PrecisionLists.resolve(network, ["softmax" if name == "linear" else "linear"], [name])
     apply_lists(network, lists, torch.bfloat16, CPU)
     found = []
     attention.register_forward_hook(lambda layer, inputs, output: found.append(output[0]))

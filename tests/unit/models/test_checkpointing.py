@@ -8,7 +8,7 @@ from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import unwrap
 from plsc.models.checkpointing import checkpoint_activations, find_blocks, select_modules
-from plsc.models.dropout import draw_by_sample
+from plsc.models.dropout import use_sample_dropout
 from tests.saved_tensors import kept_bytes
 
 SHAPE = (3, 32, 32)
@@ -48,7 +48,7 @@ def make(name):
 
 def train(network, names="none", every=1, steps=2, parts=2, dtype=None, layout=None):
     """Return all that two steps of plain SGD leave, and what the gradients were."""
-    samples = draw_by_sample(network)
+    samples = use_sample_dropout(network)
     checkpoint_activations(network, names, every)
     network.train()
     if layout is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from plsc.models import BaseModel
 from plsc.models.compiled import CompiledNetwork
-from plsc.models.dropout import draw_by_sample
+from plsc.models.dropout import use_sample_dropout
 from tests.distributed.launch import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ class Tiny(BaseModel):
 
 
 def learn(network: nn.Module, forward: nn.Module, size: int) -> dict[str, torch.Tensor]:
-    samples = draw_by_sample(network)
+    samples = use_sample_dropout(network)
     samples.numbers = torch.arange(size)
     torch.manual_seed(7)
     network.zero_grad()

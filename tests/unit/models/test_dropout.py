@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plsc.models.dropout import SampleDropout, SampleNumbers, draw_by_sample, keep_mask
+from plsc.models.dropout import SampleDropout, SampleNumbers, use_sample_dropout, keep_mask
 
 
 def reference_mask(numbers, count, p, key):
@@ -44,7 +44,7 @@ def test_a_share_of_the_numbers_is_dropped_independently_of_the_others(p):
 
 def network_of(*layers):
     network = nn.Sequential(*layers).train()
-    return network, draw_by_sample(network)
+    return network, use_sample_dropout(network)
 
 
 def test_the_order_and_the_share_of_a_batch_do_not_change_what_is_dropped():
@@ -99,6 +99,6 @@ def test_a_batch_whose_samples_nobody_knows_has_ordinary_dropout():
         samples.numbers = numbers
         torch.manual_seed(3)
         assert (network(torch.ones(shape)) == 0).any()
-    again = draw_by_sample(network)  # a second run with the same network
+    again = use_sample_dropout(network)  # a second run with the same network
     assert network[0].samples is again
     assert again.layers == 2

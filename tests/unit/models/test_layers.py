@@ -187,7 +187,7 @@ def test_a_bad_number_in_the_images_stays_bad():
 @pytest.mark.parametrize(("white", "black", "expected"), [(["conv2d"], [], True), ([], ["conv2d"], False)])
 def test_it_follows_the_lists_of_operators(white, black, expected):
     network = nn.Sequential(Conv2d(4, 8, 3, bias=False), nn.Identity())
-    lists = PrecisionLists.look_up(network, white, black)
+    lists = PrecisionLists.resolve(network, white, black)
     apply_lists(network, lists, torch.bfloat16, torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         y = network(torch.randn(2, 4, 5, 5))

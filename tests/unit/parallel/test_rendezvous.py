@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from plsc.parallel.world import fresh_store
+from plsc.parallel.world import unused_store
 
 
 def join(store, ranks, timeout=20.0):
@@ -13,7 +13,7 @@ def join(store, ranks, timeout=20.0):
     found = {}
 
     def rank(number):
-        mine = fresh_store(store, number, ranks, timeout)
+        mine = unused_store(store, number, ranks, timeout)
         if number == 0:
             assert not mine.check(["key"]), "a key of an earlier attempt"
             mine.set("key", f"{ranks}")
@@ -37,9 +37,9 @@ def test_every_attempt_has_a_part_of_its_own_whatever_the_number_of_ranks():
 def test_a_rank_that_died_while_it_joined_does_not_mislead_its_replacement():
     store = dist.HashStore()
     store.set("plsc/hello/1", "0123")  # died before rank 0 came
-    with pytest.raises(TimeoutError, match="rank 1 did not come"):
-        fresh_store(store, 0, 2, 0.2)  # answers the dead one
+    with pytest.raises(TimeoutError, match="rank 1 did not arrive"):
+        unused_store(store, 0, 2, 0.2)  # answers the dead one
     assert store.check(["plsc/answer/0123"])
-    with pytest.raises(TimeoutError, match="rank 0 did not come"):
-        fresh_store(store, 1, 2, 0.2)
+    with pytest.raises(TimeoutError, match="rank 0 did not arrive"):
+        unused_store(store, 1, 2, 0.2)
     assert join(store, 2) == {0: b"2", 1: b"2"}

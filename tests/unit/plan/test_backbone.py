@@ -7,7 +7,7 @@ from plsc.config.optim import OptimOptions
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, neck, resnet
 from plsc.models.checkpointing import checkpoint_activations
-from plsc.models.layers import use_torchs_layers
+from plsc.models.layers import use_torch_layers
 from plsc.optim.optimizers import build_optimizer
 from plsc.plan import plan_backbone
 from plsc.plan.measure import MemoryCount
@@ -78,7 +78,7 @@ def test_operations_are_those_that_torch_counts_in_a_real_step(checkpoint):
 def test_activations_are_those_of_a_real_step(checkpoint, precision, monkeypatch):
     monkeypatch.setattr(resnet, "Conv2d", nn.Conv2d)  # ours needs more, on a CPU in bfloat16 alone
     network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
-    use_torchs_layers(network)
+    use_torch_layers(network)
     checkpoint_activations(network, checkpoint)
     with MemoryCount(network) as count:
         kept = real_step(network, count, torch.bfloat16 if precision == "bf16" else None)
