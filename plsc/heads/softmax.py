@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.geometry import normalised, normalisation_backward
+from plsc.heads.geometry import normalisation_backward, normalised
 from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.weights import Rows, States, read_dtype
 

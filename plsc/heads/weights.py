@@ -32,7 +32,6 @@ def read_dtype(name: str, value: str | torch.dtype, known: tuple[str, ...]) -> t
     return getattr(torch, text)
 
 
-
 def initial_rows(
     seed: int,
     start: int,

@@ -152,9 +152,7 @@ def plan_head(classes: float, **others: Any) -> HeadPlan:
             f"ratio {ratio:g}"
         )
     if 0 < budget < kept:
-        notes.append(
-            f"the exponentials need {kept:,} bytes, more than keep_bytes; they are computed twice"
-        )
+        notes.append(f"the exponentials need {kept:,} bytes, more than keep_bytes; they are computed twice")
     if offload and ratio == 1:
         notes.append(
             "with ratio 1 every step copies all class weights to the device, so offload saves no memory; use "

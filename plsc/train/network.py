@@ -21,15 +21,15 @@ from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
 from plsc.models.dry_run import count_calls, dry_run
 from plsc.models.folding import fold_batch_norm
-from plsc.models.parameters import freeze, initialise_by_rule, copy_expanded_buffers, unfreeze
+from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import Assignment, assign_parameters
 from plsc.parallel.backbone import (
     choose_units,
     is_sharded,
     match_units,
-    shard_network,
     reshard,
+    shard_network,
     sum_gradients,
 )
 from plsc.parallel.world import World
