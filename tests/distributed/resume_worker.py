@@ -21,7 +21,7 @@ from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.state import collect_tensors
-from tests.distributed.train_worker import draw_alike_on_any_ranks
+from tests.distributed.train_worker import draw_independent_of_ranks
 from tests.distributed.worker import run_worker, smaller_world
 from tests.resuming import Steady, different, losses_of, options_of, saved_at, tensors_of, train
 
@@ -232,7 +232,7 @@ def main() -> None:
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             if "sampled" in case:
-                patch.setattr(ShardedHead, "_classes_in_play", draw_alike_on_any_ranks)
+                patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
             check_route(worlds, dataset, folder / case, case)
     check_bound_data(worlds, dataset, folder / "bound")
     full.close()

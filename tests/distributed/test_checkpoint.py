@@ -24,7 +24,7 @@ def cases(tmp_path_factory):
     return folder, done.stdout + done.stderr
 
 
-def test_every_bit_comes_back_in_place_on_uneven_and_empty_shards(cases):
+def test_checkpoints_restore_every_bit_on_uneven_and_empty_shards(cases):
     folder, said = cases
     assert "passed: as many ranks" in said, said
     for ranks in range(1, 5):
@@ -33,19 +33,19 @@ def test_every_bit_comes_back_in_place_on_uneven_and_empty_shards(cases):
         assert kinds == {".json", ".safetensors"}, "nothing in it may be a pickle"
 
 
-def test_rows_come_back_on_fewer_ranks(cases):
+def test_class_weights_can_be_loaded_on_fewer_ranks(cases):
     assert "passed: fewer ranks" in cases[1], cases[1]
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_harms_nothing(cases):
+def test_a_failed_write_is_reported_on_all_ranks_and_keeps_the_old_checkpoint(cases):
     assert "passed: full disk" in cases[1], cases[1]
 
 
-def test_a_tensor_that_one_rank_misses_is_an_error_on_all(cases):
+def test_a_tensor_missing_on_one_rank_raises_on_all_ranks(cases):
     assert "passed: disagree" in cases[1], cases[1]
 
 
-def test_a_rank_killed_in_a_save_leaves_the_former_checkpoint_and_nobody_waiting(tmp_path):
+def test_killing_a_rank_during_a_save_keeps_the_old_checkpoint_and_stops_all_ranks(tmp_path):
     done = run_ranks(WORKER, 3, "rank_dies", str(tmp_path), check=False, timeout=120)
     assert "SIGKILL" in done.stderr
     clean(Store(tmp_path))
@@ -54,7 +54,7 @@ def test_a_rank_killed_in_a_save_leaves_the_former_checkpoint_and_nobody_waiting
     load(World.single(), tmp_path, "1", 5)
 
 
-def test_the_manifest_tells_the_global_shapes_and_the_ranges(cases):
+def test_the_manifest_has_global_shapes_and_ranges(cases):
     folder = cases[0] / "3"
     manifest = read_manifest(folder / "1")
     assert manifest.class_ranges == [[0, 2], [2, 4], [4, 5]]

@@ -43,7 +43,7 @@ def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.P
     )  # fmt: skip
 
 
-def test_a_job_grows_when_a_node_comes_and_shrinks_when_it_dies_and_goes_on_each_time(tmp_path):
+def test_an_elastic_job_resumes_when_a_node_joins_or_dies(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 23 steps an epoch
     save_dir, port = tmp_path / "run", free_port()
     nodes = [start_node(2, port, True, str(dataset), str(save_dir))]

@@ -68,7 +68,7 @@ def is_replaced(pids, process):
 
 
 @pytest.mark.parametrize(("ranks", "load", "victims"), [(2, "'last'", [0]), (3, "None", [1, 0])])
-def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
+def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_bits(
     dataset, uninterrupted, tmp_path, ranks, load, victims
 ):
     save_dir = tmp_path / "run"
@@ -88,7 +88,7 @@ def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
     assert not list(save_dir.glob("version_*"))
 
 
-def test_sigterm_saves_at_a_step_boundary_and_the_run_goes_on_from_there(dataset, uninterrupted, tmp_path):
+def test_sigterm_saves_at_a_step_boundary_and_the_run_resumes(dataset, uninterrupted, tmp_path):
     save_dir = tmp_path / "run"
     job = start(2, str(dataset), str(save_dir), "set_train_epochs=4")
     metrics = save_dir / "metrics.jsonl"
@@ -179,7 +179,7 @@ def test_an_error_on_one_rank_reaches_the_others_with_its_message(dataset, tmp_p
     assert told in done.stdout, done.stdout + done.stderr
 
 
-def test_a_deadline_ends_a_process_that_reaches_no_step_boundary(tmp_path):
+def test_a_process_that_reaches_no_step_boundary_exits_after_the_deadline(tmp_path):
     script = tmp_path / "stuck.py"
     script.write_text(
         "import threading, time, sys\n"

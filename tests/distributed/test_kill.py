@@ -17,7 +17,7 @@ PHASES = ("save", "upload", "retention")
 pytestmark = pytest.mark.slow
 
 
-def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_whole_and_the_run_ends_with_the_same_bits(
+def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_complete_and_the_run_ends_with_the_same_bits(
     tmp_path: Path, hdfs: Hdfs
 ):
     script = [sys.executable, "benchmarks/kill.py", str(tmp_path), "--quick"]

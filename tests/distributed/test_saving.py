@@ -38,7 +38,7 @@ def local_run(cache: Path) -> Path:
     return next((cache / "runs").glob("*/run"))
 
 
-def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_bits(
+def test_a_run_in_a_store_resumes_on_another_machine_with_the_same_bits(
     dataset, s3, tmp_path, monkeypatch, capsys
 ):
     store_url = f"{s3}/run"
@@ -66,7 +66,7 @@ def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_b
     assert re.search(r"\n3: step \d+, epoch 4, 13 classes, saved by 2 ranks, .*loss", line)
 
 
-def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_password_nowhere(
+def test_set_hdfs_info_downloads_and_uploads_and_never_stores_the_password(
     dataset, tmp_path, monkeypatch, capfd, hdfs
 ):
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
@@ -110,7 +110,7 @@ def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_pa
     assert not any(PASSWORD in text for text in everything)
 
 
-def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longer(dataset, tmp_path):
+def test_a_folder_is_locked_for_a_second_run_until_the_first_is_killed(dataset, tmp_path):
     save_dir = tmp_path / "run"
     keep = "set_max_last_checkpoint_num=-1"
     first = Ranks(JOB, 0, str(dataset), str(save_dir), "set_train_epochs=1000", keep)
@@ -128,7 +128,7 @@ def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longe
     assert third.train().steps == manifest.step + 1
 
 
-def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_path):
+def test_asynchronous_saving_changes_no_bit_and_keeps_the_best_checkpoint(dataset, tmp_path):
     apart = small_entry(dataset, tmp_path / "apart")
     apart.set_async_save(False)
     apart.train()
@@ -147,7 +147,7 @@ def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_p
     assert len(found) <= 3
 
 
-def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said(dataset, tmp_path, capsys):
+def test_offloaded_class_weights_are_not_copied_for_a_save(dataset, tmp_path, capsys):
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_head_offload(True)
     ins.train()
@@ -157,7 +157,7 @@ def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said
     assert verify(tmp_path / "run" / "1").epoch == 2
 
 
-def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):
+def test_a_new_version_gets_a_new_folder(dataset, tmp_path):
     for _ in range(2):
         ins = small_entry(dataset, tmp_path / "run")
         ins.set_new_version(True)
@@ -167,7 +167,7 @@ def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):
     assert (tmp_path / "run" / "version_0" / "0").is_dir()
 
 
-def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_whole(dataset, tmp_path):
+def test_a_full_disk_keeps_the_older_checkpoint_and_stops_training_by_option(dataset, tmp_path):
     small_entry(dataset, tmp_path / "run").train()
     script = tmp_path / "job.py"
     script.write_text(
@@ -189,7 +189,7 @@ def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_w
     assert not list((tmp_path / "run").glob(".saving-*"))
 
 
-def test_a_password_in_an_option_is_refused_without_being_shown():
+def test_a_password_in_an_option_raises_without_being_shown():
     ins = Entry()
     with pytest.raises(OptionError, match="without a password") as refused:
         ins.set_hdfs_user(f"me,{PASSWORD}")

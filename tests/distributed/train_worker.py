@@ -88,7 +88,7 @@ MORE = {
 STEPS = dict.fromkeys(CASES, 20) | {"plain-arcface-fp64": 50, "norm-arcface-fp64": 50}
 
 
-def draw_alike_on_any_ranks(head, every, unit, labels, passes):
+def draw_independent_of_ranks(head, every, unit, labels, passes):
     """Stands in for the drawing, which depends on the ranks: a third of the classes, and the positives."""
     start, stop = head.class_range
     chosen = (torch.arange(start, stop) + head.step) % 3 == 0
@@ -123,7 +123,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
     settings.update(MORE.get(case, {}))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if case == "sampled-fp64":
-            patch.setattr(ShardedHead, "_classes_in_play", draw_alike_on_any_ranks)
+            patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
         folder = world.broadcast_object(folder)
         settings["checkpoint.save_dir"] = folder
         options = Options()

@@ -1,4 +1,4 @@
-"""Compile what the passes launch for the GPU architecture of the command line, without that GPU.
+"""Compile all kernel launches for the GPU architecture of the command line, without a GPU.
 
 Triton sees a driver that names the architecture, and every launch ends where the machine code is ready.
 """
@@ -17,7 +17,7 @@ from plsc.heads.rules import Rule
 from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_context, states_of
 
 ARCHITECTURE = int(sys.argv[1])
-LEAST_SHARED = 48 * 1024  # bytes of shared memory that a block of every GPU may have
+LEAST_SHARED = 48 * 1024  # bytes of shared memory per block that every GPU supports
 compiled = set()
 
 
@@ -47,7 +47,7 @@ FLOAT, BF16 = torch.float32, torch.bfloat16
 for shape in (
     Shape(dimension=512, row_dtype=BF16, products=BF16, is_sampled=True),
     Shape(dimension=300, cosine=False),
-    Shape(dimension=4096, row_dtype=BF16),  # the widest
+    Shape(dimension=4096, row_dtype=BF16),  # the largest dimension
     Shape(has_hard=True, is_sampled=True, dimension=1),
 ):
     rows, queries = make(shape)
@@ -63,7 +63,7 @@ for shape in (
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
         passes.update(context, rule, states)
 
-# A new step must not compile anything: neither its key, nor its learning rate, nor where tiles begin.
+# A new step must not recompile: not for another key, learning rate or tile start.
 shape = Shape(dimension=64, row_dtype=BF16)
 rows, queries = make(shape)
 context, before = some_context(shape, rows, queries), None

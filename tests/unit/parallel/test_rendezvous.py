@@ -1,4 +1,4 @@
-"""Ranks that start again in a store that dead ones have used."""
+"""Ranks that restart with a store that terminated ranks have used."""
 
 import threading
 
@@ -9,7 +9,7 @@ from plsc.parallel.world import unused_store
 
 
 def join(store, ranks, timeout=20.0):
-    """Let so many ranks, threads here, join; return what each reads after rank 0 wrote into its part."""
+    """Run `unused_store` on several ranks (threads); return what each reads after rank 0 wrote to it."""
     found = {}
 
     def rank(number):
@@ -28,17 +28,17 @@ def join(store, ranks, timeout=20.0):
     return found
 
 
-def test_every_attempt_has_a_part_of_its_own_whatever_the_number_of_ranks():
+def test_every_restart_gets_an_unused_part_of_the_store():
     store = dist.HashStore()
     for ranks in (3, 3, 2, 4, 1):
         assert join(store, ranks) == dict.fromkeys(range(ranks), b"%d" % ranks)
 
 
-def test_a_rank_that_died_while_it_joined_does_not_mislead_its_replacement():
+def test_keys_of_a_dead_rank_do_not_affect_its_replacement():
     store = dist.HashStore()
-    store.set("plsc/hello/1", "0123")  # died before rank 0 came
+    store.set("plsc/hello/1", "0123")  # died before rank 0 arrived
     with pytest.raises(TimeoutError, match="rank 1 did not arrive"):
-        unused_store(store, 0, 2, 0.2)  # answers the dead one
+        unused_store(store, 0, 2, 0.2)  # answers the dead rank
     assert store.check(["plsc/answer/0123"])
     with pytest.raises(TimeoutError, match="rank 0 did not arrive"):
         unused_store(store, 1, 2, 0.2)
