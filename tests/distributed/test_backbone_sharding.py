@@ -1,6 +1,6 @@
-"""A sharded backbone trains like one that every rank has whole; its checkpoints fit any layout.
+"""A sharded backbone trains like a replicated one, and its checkpoints can be loaded with any layout.
 
-One launch of four ranks looks at all of it.
+One launch of four ranks runs all checks.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What the four ranks printed, and the folder of their runs."""
+    """Return the output of the four ranks, and the folder of their runs."""
     folder = tmp_path_factory.mktemp("sharding")
     # 65 images in steps of 24; 42 to evaluate: uneven shares on 4 ranks.
     dataset = write_dataset(folder / "set", classes=13, per_class=5)

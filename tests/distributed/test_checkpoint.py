@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """All cases in one launch: its folder, and what it and its errors said."""
+    """Run all cases in one launch; return its folder and its output with errors."""
     folder = tmp_path_factory.mktemp("cases")
     done = run_ranks(WORKER, 4, "cases", str(folder), check=False)
     return folder, done.stdout + done.stderr

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    # 13 classes x 25 = 325 images: neither divides by the global batch of 24 nor by 2, 3 or 4 ranks.
+    # 13 classes x 25 = 325 images: no multiple of the global batch of 24 or of 2, 3 or 4 ranks.
     return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=25)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers, groups and frozen parts do the same on one rank and on three."""
+"""Optimizers, groups and frozen parameters give the same results on one rank and on three."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Going on with as many ranks, and with others."""
+"""Resume on the same and on other numbers of ranks."""
 
 from pathlib import Path
 

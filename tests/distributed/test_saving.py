@@ -1,4 +1,4 @@
-"""Training that saves beside itself and to real stores: real torchrun jobs."""
+"""Asynchronous saving, and saving to real object stores, in real torchrun jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dataset(tmp_path_factory):
 
 
 def local_run(cache: Path) -> Path:
-    """The folder that stands for a URL on this machine."""
+    """Return the local folder of a run at a URL."""
     return next((cache / "runs").glob("*/run"))
 
 
@@ -81,7 +81,7 @@ def test_set_hdfs_info_downloads_and_uploads_and_never_stores_the_password(
     fetch = f"set_checkpoint_dir={str(tmp_path / 'fetched')!r}"
     more = fetch, "set_train_epochs=4", "set_store_timeout=3"
     job = Ranks(JOB, 2, *first, "--", *second, *more)
-    # The store goes down in the middle: what it misses is here, and is sent when it is back.
+    # The store fails during the run: checkpoints stay here and are uploaded when it is back.
     wait_for((tmp_path / "second" / "metrics.jsonl").exists, job)
     hdfs.kill()
     output = "".join(job.communicate(timeout=200))
@@ -104,7 +104,7 @@ def test_set_hdfs_info_downloads_and_uploads_and_never_stores_the_password(
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=f"{hdfs.url}/runs/a") as down:
         third.train()
-    assert time.monotonic() - began < 60  # promised; it is no measure of speed
+    assert time.monotonic() - began < 60  # a documented limit
     everything = [output, str(down.value), *capfd.readouterr()]
     everything += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(PASSWORD in text for text in everything)

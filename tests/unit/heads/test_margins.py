@@ -435,7 +435,7 @@ def test_defaults_are_the_published_settings():
         (
             "cosface",
             {"easy_margin": True},
-            "cosface has no option easy_margin; its options are scale, margin",
+            "cosface has no option easy_margin; its options are scale",
         ),
         ("adaface", {"momentun": 0.9}, "adaface has no option momentun; .*did you mean 'momentum'"),
         ("normface", {"scale": 0}, "scale of normface is 0; expected a number, more than 0"),

@@ -87,7 +87,7 @@ def check(world: World, failures: Sequence[int]) -> None:
         assert not said
         return
     start, _, reason = said[-1].partition("rank 1: ")
-    assert start == "the network is not compiled, and trains as it is: "
+    assert start == "the network cannot be compiled and trains uncompiled: "
     assert reason.endswith("RuntimeError: no compiler here"), reason
     assert "the network is compiled" not in said
 

@@ -50,7 +50,7 @@ def assert_alike(found, expected):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_compiled_steps_equal_uncompiled_steps_and_other_sizes_are_not_compiled(
+def test_compiled_steps_equal_uncompiled_ones_and_other_sizes_are_not_compiled(
     tmp_path, monkeypatch, messages
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -90,7 +90,7 @@ def test_without_a_compiler_training_falls_back_with_a_warning(tmp_path, monkeyp
             found = learn(network, compiled, size)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert len(messages) == 2
-    assert "is not compiled, and trains as it is" in messages[1]
+    assert "cannot be compiled and trains uncompiled" in messages[1]
 
 
 def test_all_ranks_fall_back_if_one_cannot_compile():

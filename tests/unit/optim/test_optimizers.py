@@ -282,7 +282,7 @@ def test_unsupported_settings_raise_before_data_are_read(changes, said):
     [
         (
             {"optimizer": "radam", "implementation": "fused"},
-            "cannot create optim.optimizer radam: TypeError: RAdam.__init__() got an unexpected keyword argument 'fused'",
+            "cannot create optim.optimizer radam: TypeError: RAdam.__init__() got an unexpected",
         ),
         (
             {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},
