@@ -78,7 +78,7 @@ def nearest_classes(rows: Rows, queries: Queries, count: int, tile: int, key: in
 
     The classes of the labels are excluded, because they are used anyway. The search costs B n D operations in
     float32 and reads half of the class weights; this can exceed the rest of a sampled step (see
-    docs/benchmarks.md).
+    docs/benchmarks/head.md).
 
     rows: all class weights of this rank. tile: class weights per tile. key: selects the random half.
     """

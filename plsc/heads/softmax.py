@@ -1,7 +1,8 @@
 """The softmax over the class weights, tile by tile, without allocating the matrix [B, classes].
 
-Notation of docs/head.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij, logits z_ij.
-sharded.py computes the logits of the labels. A backend masks them: all sums here are over the OTHER classes.
+Notation of docs/life_of_a_step.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij,
+logits z_ij. sharded.py computes the logits of the labels. A backend masks them: all sums here are over the
+OTHER classes.
 
 `TorchBackend` works on every device. The C and Triton backends (plsc/heads/kernels) derive from it, use it
 where they have no kernel, and are tested against it.

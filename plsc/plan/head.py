@@ -1,7 +1,7 @@
 """Estimate memory, arithmetic and network traffic of a sharded head.
 
-Plain arithmetic, without importing torch. Notation of docs/head.md: B samples in the global batch, D
-embedding size, n class weights (rows) per rank used in a step. All values are for the rank with the most
+Plain arithmetic, without importing torch. Notation of docs/life_of_a_step.md: B samples in the global batch,
+D embedding size, n class weights (rows) per rank used in a step. All values are for the rank with the most
 classes.
 """
 

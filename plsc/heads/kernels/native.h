@@ -1,7 +1,7 @@
 /* The interface between plsc/heads/kernels/native.py and the library.
  *
- * Notation of docs/head.md and plsc/heads/softmax.py: B samples, D embedding size, n selected class weights
- * (rows). All arrays are contiguous. Increase PLSC_ABI whenever a structure or function here changes.
+ * Notation of docs/life_of_a_step.md and plsc/heads/softmax.py: B samples, D embedding size, n selected class
+ * weights (rows). All arrays are contiguous. Increase PLSC_ABI whenever a structure or function here changes.
  */
 #ifndef PLSC_NATIVE_H
 #define PLSC_NATIVE_H

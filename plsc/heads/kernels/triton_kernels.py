@@ -1,8 +1,8 @@
 """The element-wise parts of the softmax as Triton kernels. Importing this module needs triton.
 
-`triton_backend` launches them. Notation of docs/head.md. A launch processes a tile of `count` class weights
-that starts at index `start` of the selected ones. c [B, count], row-major float32, are their products with
-the batch. Arguments that are None are removed from the compiled kernel.
+`triton_backend` launches them. Notation of docs/life_of_a_step.md. A launch processes a tile of `count` class
+weights that starts at index `start` of the selected ones. c [B, count], row-major float32, are their products
+with the batch. Arguments that are None are removed from the compiled kernel.
 """
 
 # mypy: allow-untyped-defs

@@ -55,7 +55,7 @@ def there(x):
     moved = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
     if isinstance(x, ForwardContext):
         rows = there(x.rows)
-        moved |= {"rows": rows, "home": rows, "queries": there(x.queries)}
+        moved |= {"rows": rows, "stored": rows, "queries": there(x.queries)}
     return replace(x, **moved)
 
 

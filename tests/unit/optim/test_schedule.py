@@ -134,7 +134,7 @@ def test_cosine_cycles_restart_at_the_base_rate():
 def test_a_custom_schedule_multiplies_the_rate_after_the_warm_up():
     ins = Entry()
     ins.set_lr_schedule(lambda step: 2.0**-step)
-    assert ins.options.optim.schedule.startswith(f"{__name__}:test_a_function")
+    assert ins.options.optim.schedule.startswith(f"{__name__}:test_a_custom")
     rate = schedule(ins._schedule, schedule=ins.options.optim.schedule, warmup_steps=2)
     assert [rate(0), rate(1), rate(3)] == pytest.approx([0.05, 0.1, 0.1 / 8])
     by_name = schedule(schedule=f"{__name__}:halving", total=10)

@@ -258,7 +258,7 @@ def test_the_command_prints_bytes_and_units(capsys):
         printed.strip()
         == plan(10**8, ranks=8, rows="bfloat16", state="int8", offload=True, ratio=0.1).render()
     )
-    (weight,) = (line for line in printed.splitlines() if line.startswith("  weight"))
+    (weight,) = (line for line in printed.splitlines() if line.startswith("  weight "))
     assert weight.split() == ["weight", "11.92", "GiB", "12,800,000,000"]
 
 
