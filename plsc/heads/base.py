@@ -148,12 +148,12 @@ class Head(nn.Module):
 def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
     """Combine the outputs of the micro-batches of one step; the resulting loss is detached."""
     names = {name: None for part in parts for name in part.parts}
-    whole = mean_output(
+    combined = mean_output(
         parts,
         {name: join_outputs([part.parts[name] for part in parts if name in part.parts]) for name in names},
     )
-    whole.loss, whole.effective_rank = whole.mean_loss, parts[-1].effective_rank
-    return whole
+    combined.loss, combined.effective_rank = combined.mean_loss, parts[-1].effective_rank
+    return combined
 
 
 def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> HeadOutput:

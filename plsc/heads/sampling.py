@@ -46,7 +46,7 @@ def draw_classes(positives: Tensor, classes: int, count: int, key: int, near: Te
     """Return `count` of 0..classes - 1, sorted int64, with all of `positives` and `near`.
 
     The remaining classes are drawn uniformly. The result is longer than `count` only if positives and near
-    alone are more. Memory and time grow with `count`, not with `classes`.
+    together are more. Memory and time grow with `count`, not with `classes`.
 
     positives: int64, in any order, repetitions allowed. near: further classes to include.
     """

@@ -114,14 +114,14 @@ def _build(build: Callable[[], nn.Module], fake: FakeTensorMode) -> nn.Module:
 def _sizes(network: nn.Module) -> Measured:
     parameters = list(network.parameters())
     blocks = [_nbytes(network.get_submodule(name)) for name in find_blocks(network)]
-    whole = _nbytes(network)
+    total = _nbytes(network)
     return Measured(
         numbers=sum(p.numel() for p in parameters),
-        parameters=whole,
+        parameters=total,
         trained=sum(p.nbytes for p in parameters if p.requires_grad),
         buffers=sum(buffer.nbytes for buffer in network.buffers()),
         largest_block=max(blocks, default=0),
-        outside_blocks=whole - sum(blocks),
+        outside_blocks=total - sum(blocks),
     )
 
 

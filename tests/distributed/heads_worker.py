@@ -183,8 +183,8 @@ def check_forgotten_group(world: World) -> None:
         warnings.simplefilter("always")
         build_head("dist_arcface", 9, DIMENSION)
         build_head("dist_arcface", 9, DIMENSION, group=world.head_group)
-    said = [str(one.message) for one in caught if "has no process group" in str(one.message)]
-    assert len(said) == (1 if world.size > 1 else 0), said
+    warned = [str(one.message) for one in caught if "has no process group" in str(one.message)]
+    assert len(warned) == (1 if world.size > 1 else 0), warned
 
 
 def main() -> None:

@@ -300,8 +300,8 @@ def check_factories(world: World, dataset: Path, folder: Path) -> None:
         batch = next(iter(run.data.loader.epoch(0)))
         sizes = agree(world, batch, run.head.class_num).sizes
         step = Step(run)
-        said = r"^the optimizer users:factory does not support a sharded backbone: .*"
-        with pytest.raises(OptionError, match=said + r"set_backbone_parallel\('replicated'\)$"):
+        message = r"^the optimizer users:factory does not support a sharded backbone: .*"
+        with pytest.raises(OptionError, match=message + r"set_backbone_parallel\('replicated'\)$"):
             step.make(batch, sizes, False)
     if world.is_main:
         print("factories: refused in a line", flush=True)

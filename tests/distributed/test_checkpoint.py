@@ -25,8 +25,8 @@ def cases(tmp_path_factory):
 
 
 def test_checkpoints_restore_every_bit_on_uneven_and_empty_shards(cases):
-    folder, said = cases
-    assert "passed: as many ranks" in said, said
+    folder, output = cases
+    assert "passed: as many ranks" in output, output
     for ranks in range(1, 5):
         assert [path.name for path in (folder / str(ranks)).iterdir()] == ["1"]
         kinds = {path.suffix for path in (folder / str(ranks) / "1").iterdir()}

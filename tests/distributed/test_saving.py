@@ -151,9 +151,9 @@ def test_offloaded_class_weights_are_not_copied_for_a_save(dataset, tmp_path, ca
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_head_offload(True)
     ins.train()
-    said = [line for line in capsys.readouterr().out.splitlines() if "no copy is made of offloaded" in line]
-    assert len(said) == 1
-    assert said[0].endswith("training waits while a checkpoint is written")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no copy is made of offloaded" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith("training waits while a checkpoint is written")
     assert verify(tmp_path / "run" / "1").epoch == 2
 
 

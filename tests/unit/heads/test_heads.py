@@ -383,9 +383,9 @@ def test_with_more_positives_than_samples_all_positives_are_used_with_one_warnin
         warnings.simplefilter("always")
         for _ in range(2):
             head(torch.randn(6, 4, requires_grad=True), labels).loss.backward()
-    said = [str(w.message) for w in caught if "classes of this rank" in str(w.message)]
-    assert len(said) == 1
-    assert "6 classes of this rank, more than the 2" in said[0]
+    warned = [str(w.message) for w in caught if "classes of this rank" in str(w.message)]
+    assert len(warned) == 1
+    assert "6 classes of this rank, more than the 2" in warned[0]
     assert head.weight.grad.any(dim=1).nonzero()[:, 0].tolist() == labels.tolist()
 
 

@@ -1,6 +1,6 @@
 """Compile all kernel launches for the GPU architecture of the command line, without a GPU.
 
-Triton sees a driver that names the architecture, and every launch ends where the machine code is ready.
+A fake driver reports the architecture, and every launch stops after compilation.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ for shape in (
 ):
     rows, queries = make(shape)
     rows.weight = rows.weight.contiguous()
-    passes = TritonBackend(shape.products, tile=32)
+    backend = TritonBackend(shape.products, tile=32)
     context = some_context(shape, rows, queries)
     for keep in (False, True):
-        sums = passes.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
+        sums = backend.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
     context.kept, context.shift = sums.kept, sums.shift
-    passes.gradients(context, slice(0, 20))
+    backend.gradients(context, slice(0, 20))
     context.kept = None
     for number, rule in enumerate(RULES):
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
-        passes.update(context, rule, states)
+        backend.update(context, rule, states)
 
 # A new step must not recompile: not for another key, learning rate or tile start.
 shape = Shape(dimension=64, row_dtype=BF16)
@@ -69,9 +69,9 @@ rows, queries = make(shape)
 context, before = some_context(shape, rows, queries), None
 for key in (1, 16, 2**31, 2**32 - 1):
     rule = Rule("sgd", lr=1 / key, key=key)
-    passes.update(context, rule, {})
+    backend.update(context, rule, {})
     assert before is None or len(compiled) == before, key
     before = len(compiled)
 
 names = {name for name, _ in compiled}
-assert names == {"directions", "exponentials", "coefficients", "update"}, names
+assert names == {"tile_weights", "exponentials", "coefficients", "update"}, names

@@ -65,9 +65,9 @@ def check(world: World, failures: Sequence[int]) -> None:
     torch._dynamo.reset()
     plain, network = Tiny(), Tiny()
     expected = learn(world, plain, plain)
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("plsc")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
@@ -84,12 +84,12 @@ def check(world: World, failures: Sequence[int]) -> None:
         return
     assert compiled._compiled is None
     if world.rank == 1:
-        assert not said
+        assert not messages
         return
-    start, _, reason = said[-1].partition("rank 1: ")
+    start, _, reason = messages[-1].partition("rank 1: ")
     assert start == "the network cannot be compiled and trains uncompiled: "
     assert reason.endswith("RuntimeError: no compiler here"), reason
-    assert "the network is compiled" not in said
+    assert "the network is compiled" not in messages
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ def test_torch_attention_follows_the_lists_of_its_operators(name):
 
 
 @pytest.mark.parametrize(
-    ("white", "black", "said"),
+    ("white", "black", "message"),
     [
         (["neck.fcc"], [], "white_list has 'neck.fcc'.*did you mean 'neck.fc'"),
         ([], ["BatchNorm3d"], "black_list has 'BatchNorm3d'.*did you mean 'BatchNorm"),
@@ -194,8 +194,8 @@ def test_torch_attention_follows_the_lists_of_its_operators(name):
         (["linear"], ["linear"], "linear cannot be both"),
     ],
 )
-def test_names_that_match_nothing_or_both_lists_raise(white, black, said):
-    with pytest.raises(OptionError, match=said):
+def test_names_that_match_nothing_or_both_lists_raise(white, black, message):
+    with pytest.raises(OptionError, match=message):
         network(white, black)
 
 

@@ -51,7 +51,7 @@ def test_check_model_accepts_a_valid_network_without_side_effects():
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [
         (lambda x: x.mean((2, 3)), r"\[2, 3\].*expected \[2, 8\]"),
         (lambda x: x, r"\[2, 3, 4, 4\]"),
@@ -60,12 +60,12 @@ def test_check_model_accepts_a_valid_network_without_side_effects():
         (lambda x: x @ torch.zeros(7, 7), r"fails for images of shape \(3, 4, 4\): RuntimeError"),
     ],
 )
-def test_check_model_rejects(output, said):
+def test_check_model_rejects(output, message):
     class Wrong(BaseModel):
         def build_network(self, input, label, is_train=True):
             return output(input)
 
-    with pytest.raises(OptionError, match=said) as caught:
+    with pytest.raises(OptionError, match=message) as caught:
         check_model(Wrong(), (3, 4, 4), 8)
     assert "\n" not in str(caught.value)
 
@@ -115,7 +115,7 @@ class MadeInACall(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("way", "said"),
+    ("way", "message"),
     [
         ("replaced", "creates the parameter layer.weight in each call (shape [8, 12])"),
         ("frozen anew", "creates the parameter layer.weight in each call (shape [8, 12])"),
@@ -124,10 +124,10 @@ class MadeInACall(BaseModel):
         ("in a list", "uses a parameter that is not registered (shape [8"),
     ],
 )
-def test_check_model_rejects_parameters_created_in_each_call(way, said):
+def test_check_model_rejects_parameters_created_in_each_call(way, message):
     with pytest.raises(OptionError) as caught:
         check_model(MadeInACall(way), (3, 2, 2), 8)
-    assert str(caught.value).startswith(f"MadeInACall {said}")
+    assert str(caught.value).startswith(f"MadeInACall {message}")
     assert "create the layer in __init__" in str(caught.value)
 
 

@@ -146,8 +146,8 @@ def test_the_neck_option_sets_the_neck_of_every_network(name, norms, parts, expe
     "parts", ["", "norm", "norm-norm", "linear-dropout", "dropout-norm-linear", "linear-", "Linear"]
 )
 def test_an_invalid_neck_raises_with_the_valid_ones(parts):
-    said = "'linear', with 'norm-', 'dropout-' .*such as 'dropout-linear'"
-    with pytest.raises(OptionError, match=f"model.neck is {parts!r}; expected {said}"):
+    message = "'linear', with 'norm-', 'dropout-' .*such as 'dropout-linear'"
+    with pytest.raises(OptionError, match=f"model.neck is {parts!r}; expected {message}"):
         Options().set("model.neck", parts)
 
 
@@ -197,7 +197,7 @@ def test_a_custom_class_gets_the_options_that_its_constructor_has():
 
 @pytest.mark.usefixtures("users_module")
 @pytest.mark.parametrize(
-    ("reference", "said"),
+    ("reference", "message"),
     [
         ("users_absent:Net", "cannot import 'users_absent'.*ModuleNotFoundError"),
         ("users_broken:Net", "cannot import.*ZeroDivisionError"),
@@ -209,7 +209,7 @@ def test_a_custom_class_gets_the_options_that_its_constructor_has():
         (":Net", "cannot import ''"),
     ],
 )
-def test_a_custom_class_that_cannot_be_created_raises_a_one_line_error(reference, said):
-    with pytest.raises(OptionError, match=said) as caught:
+def test_a_custom_class_that_cannot_be_created_raises_a_one_line_error(reference, message):
+    with pytest.raises(OptionError, match=message) as caught:
         load_custom(reference, emb_size=7)
     assert "\n" not in str(caught.value)

@@ -43,7 +43,7 @@ def test_features_equal_timm_with_the_same_weights():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("vit_tinny_patch16_224", "did you mean 'vit_tiny_patch16_224'"),
         ("hf-hub:somebody/something", "timm has no network"),  # would be downloaded
@@ -54,8 +54,8 @@ def test_features_equal_timm_with_the_same_weights():
         ),
     ],
 )
-def test_networks_that_cannot_be_created_raise_a_one_line_error(name, said):
+def test_networks_that_cannot_be_created_raise_a_one_line_error(name, message):
     pytest.importorskip("timm", reason="needs the extra plsc[timm]")
-    with pytest.raises(OptionError, match=said) as caught:
+    with pytest.raises(OptionError, match=message) as caught:
         build_model(f"timm/{name}", 8, (3, -1, 32), 0.4)
     assert "\n" not in str(caught.value)

@@ -66,7 +66,7 @@ def test_networks_that_depend_on_the_image_size_get_it():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("torchvision/resnet19", "did you mean 'resnet18'"),
         ("torchvision/fasterrcnn_resnet50_fpn", "torchvision has no network"),
@@ -75,7 +75,7 @@ def test_networks_that_depend_on_the_image_size_get_it():
         ("torchvision/inception_v3", r"cannot create .* for images \[3, 33, 33\]"),
     ],
 )
-def test_unsupported_networks_raise_a_one_line_error(name, said):
-    with pytest.raises(OptionError, match=said) as caught:
+def test_unsupported_networks_raise_a_one_line_error(name, message):
+    with pytest.raises(OptionError, match=message) as caught:
         build_model(name, 8, (3, 33, 33), 0.4)
     assert "\n" not in str(caught.value)

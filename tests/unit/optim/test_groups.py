@@ -47,7 +47,7 @@ def test_patterns_match_names_modules_types_and_regular_expressions(pattern, nam
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         ("stemm.*", "of stem, plain, fc; did you mean 'stem'"),
         ("fc.weigth", "did you mean 'fc.weight'"),
@@ -55,10 +55,10 @@ def test_patterns_match_names_modules_types_and_regular_expressions(pattern, nam
         ("Stem", "did you mean 'stem'"),
     ],
 )
-def test_the_error_for_a_pattern_without_match_suggests_names(pattern, said):
+def test_the_error_for_a_pattern_without_match_suggests_names(pattern, message):
     with pytest.raises(OptionError, match="matches no parameter") as caught:
         find_parameters(pattern, label_parameters(Small()), "here")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def assigned(network=None, freeze=(), **changes):
@@ -111,7 +111,7 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
 
 
 @pytest.mark.parametrize(
-    ("group", "said"),
+    ("group", "message"),
     [
         ({}, "a parameter group has no pattern; expected a string"),
         ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a string"),
@@ -127,11 +127,11 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
         ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),
     ],
 )
-def test_an_invalid_group_raises_when_it_is_set(group, said):
+def test_an_invalid_group_raises_when_it_is_set(group, message):
     options = Options()
     with pytest.raises(OptionError) as caught:
         options.set("optim.groups", (group,))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -212,7 +212,7 @@ def test_rules_and_arguments_are_those_of_torch(rule, holds):
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         ({"rule": "xavier"}, "no rule is named 'xavier'"),
         ({"rule": "normal", "sd": 1.0}, "has no 'sd'; known: mean, std"),
@@ -227,10 +227,10 @@ def test_rules_and_arguments_are_those_of_torch(rule, holds):
         ),
     ],
 )
-def test_an_invalid_rule_raises(rule, said):
+def test_an_invalid_rule_raises(rule, message):
     with pytest.raises(OptionError) as caught:
         initialised({"pattern": "fc", **rule})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_setter_adds_rules_that_apply_to_built_in_networks():

@@ -187,7 +187,7 @@ def test_an_inner_optimizer_must_share_the_outer_state():
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "message"),
     [
         (losing, "without 1 of the 2 given parameters, and with 0 others"),
         (flattening, "dropped the lr_factor 2.0 of a parameter group"),
@@ -199,12 +199,12 @@ def test_an_inner_optimizer_must_share_the_outer_state():
         (Holding, "inner SGD 'inner' has a separate state, which checkpoints would not save"),
     ],
 )
-def test_unusable_factories_raise_with_the_reason(factory, said):
+def test_unusable_factories_raise_with_the_reason(factory, message):
     mine = weights()
     groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 2.0}]
     with pytest.raises(OptionError) as caught:
         build_custom(factory, "mine", groups, {})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -243,21 +243,21 @@ def test_a_failed_setter_does_not_change_optimizer_and_schedule():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("adamm", "did you mean 'adam'"),
         ("LBFGS", "or a name; known: adadelta, "),
         (":f", "'package.module:factory'"),
     ],
 )
-def test_the_error_for_an_unknown_optimizer_lists_the_known_ones(name, said):
+def test_the_error_for_an_unknown_optimizer_lists_the_known_ones(name, message):
     with pytest.raises(OptionError) as caught:
         Options().set("optim.optimizer", name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"betas": (0.9, 0.99)}, "optim.betas is set, but the optimizer sgd does not take it"),
         ({"nesterov": True, "momentum": 0.0}, "needs a momentum"),
@@ -270,15 +270,15 @@ def test_the_error_for_an_unknown_optimizer_lists_the_known_ones(name, said):
         ({"optimizer": "adam", "groups": ({"pattern": "fc", "betas": [2, 3]},)}, "to below 1"),
     ],
 )
-def test_unsupported_settings_raise_before_data_are_read(changes, said):
+def test_unsupported_settings_raise_before_data_are_read(changes, message):
     with pytest.raises(OptionError) as caught:
         check_optim(options_of(**changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"optimizer": "radam", "implementation": "fused"},
@@ -296,10 +296,10 @@ def test_unsupported_settings_raise_before_data_are_read(changes, said):
         ({"optimizer_arguments": {"capturable": 1}}, "other arguments than 'capturable'"),
     ],
 )
-def test_unsupported_arguments_raise_when_the_optimizer_is_created(changes, said):
+def test_unsupported_arguments_raise_when_the_optimizer_is_created(changes, message):
     with pytest.raises(OptionError) as caught:
         built([{"params": list(weights())}], **changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -144,7 +144,7 @@ def test_a_custom_schedule_multiplies_the_rate_after_the_warm_up():
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("factor", "message"),
     [
         (lambda step: -1.0, "returned -1.0 for step 0"),
         (lambda step: math.nan, "returned nan"),
@@ -155,37 +155,37 @@ def test_a_custom_schedule_multiplies_the_rate_after_the_warm_up():
         (functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=3), "CosineAnnealing"),
     ],
 )
-def test_an_invalid_custom_schedule_raises_before_training(factor, said):
-    with pytest.raises(OptionError, match=said):
+def test_an_invalid_custom_schedule_raises_before_training(factor, message):
+    with pytest.raises(OptionError, match=message):
         schedule(factor, schedule="some.module:function")
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("factor", "message"),
     [
         (lambda step: [1.0, 1.0][step], "failed for step 2: IndexError"),
         (lambda step: 10**400 if step else 1.0, "for step 2; expected a factor of the learning rate"),
     ],
 )
-def test_a_custom_schedule_that_fails_later_raises_with_the_step(factor, said):
+def test_a_custom_schedule_that_fails_later_raises_with_the_step(factor, message):
     made = schedule(factor, schedule="some.module:function")
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         made(2)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"warmup_epochs": 1, "warmup_steps": 5}, "set one of the two"),
         ({"schedule": "exponential"}, "never comes to 0"),
         ({"cosine_cycles": 2, "schedule": "step"}, "optim.schedule is 'step'"),
     ],
 )
-def test_contradictory_schedules_raise(changes, said):
+def test_contradictory_schedules_raise(changes, message):
     options = Options()
     for name, value in changes.items():
         options.set(f"optim.{name}", value)
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         check_optim(options)
 
 

@@ -229,7 +229,7 @@ def test_patterns_match_units_by_component(small):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         ("layer.*", "'layer.*' matches no module with parameters; did you mean 'layers"),
         ("*.out_proj", "matches no module with parameters"),
@@ -238,10 +238,10 @@ def test_patterns_match_units_by_component(small):
         ("for_later", "calls for_later 0 times"),
     ],
 )
-def test_a_pattern_without_a_unit_raises(pattern, said):
+def test_a_pattern_without_a_unit_raises(pattern, message):
     with pytest.raises(OptionError) as caught:
         match(Network(), pattern)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
