@@ -263,7 +263,7 @@ def test_another_ranks_state_is_refused():
     state = head.state_dict()
     ShardedHead(10, 8, build_margin("arcface")).load_state_dict(state)
     other = dict(state, _extra_state=torch.tensor([3, 20, 10, 20]))  # of rank 1 of 2, 20 classes
-    with pytest.raises(CheckpointError, match=r"classes 10\.\.20 of 20, this head has 0\.\.10 of 10"):
+    with pytest.raises(CheckpointError, match=r"classes 10\.\.20 of 20; this head has classes 0\.\.10 of 10"):
         head.load_state_dict(other)
     assert head.step == 0
 

@@ -256,6 +256,8 @@ def test_weight_gradients_equal_the_formula(shape: Shape, with_kept: bool) -> No
     middle = shape.classes // 2 * shape.centers
     parts = [gradients(context, tile) for tile in (slice(0, middle), slice(middle, len(rows)))]
     dw, db, size, bias_size = expected_gradients(shape, context)
+    if rows.cosine:  # denormal gradients are flushed to zero
+        size = size + unit_rows(rows, FLOAT)[1][:, None] * 2.0**-126 / allowed
     assert_near(times_norms(torch.cat([part[0] for part in parts]), rows), dw, size, allowed)
     if rows.bias is None:
         assert parts[0][1] is None
