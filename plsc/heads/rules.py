@@ -50,41 +50,41 @@ class Rule:
 
 def apply_rule(rule: Rule, rows: Rows, tile: slice, gradients: Tensor, states: States) -> None:
     """Update the class weights of a tile and their states from the gradients [t, D], in place."""
-    where, numbers = rows.positions(tile), rows.numbers(tile).to(gradients.device)
+    where, indices = rows.positions(tile), rows.global_indices(tile).to(gradients.device)
     stored = rows.weight[where]
     w = stored.to(gradients.device, gradients.dtype)
-    {"sgd": _sgd, "adamw": _adamw, "adagrad": _adagrad}[rule.kind](rule, w, gradients, states, where, numbers)
-    _write(rows.weight, where, w, numbers, rule.key)
+    {"sgd": _sgd, "adamw": _adamw, "adagrad": _adagrad}[rule.kind](rule, w, gradients, states, where, indices)
+    _write(rows.weight, where, w, indices, rule.key)
 
 
-def _sgd(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, numbers: Tensor) -> None:
+def _sgd(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, indices: Tensor) -> None:
     """As torch.optim.SGD."""
     g = g + rule.weight_decay * w
     if rule.momentum:
         m = _read_momentum(states, where, g) * rule.momentum + g
-        _write_momentum(states, where, m, numbers, rule.key + 1)
+        _write_momentum(states, where, m, indices, rule.key + 1)
         g = g + rule.momentum * m if rule.nesterov else m
     w -= rule.lr * g
 
 
-def _adamw(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, numbers: Tensor) -> None:
+def _adamw(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, indices: Tensor) -> None:
     """Loshchilov and Hutter 2019, algorithm 2; the bias correction counts the updates per row."""
     states["steps"][where] += 1
     t = states["steps"][where].to(g.device, g.dtype)[:, None]
     m = states["exp_avg"][where].to(g).lerp(g, 1 - rule.beta1)
     v = rule.beta2 * states["exp_avg_sq"][where].to(g) + (1 - rule.beta2) * g * g
-    _write(states["exp_avg"], where, m, numbers, rule.key + 1)
-    _write(states["exp_avg_sq"], where, v, numbers, rule.key + 2)
+    _write(states["exp_avg"], where, m, indices, rule.key + 1)
+    _write(states["exp_avg_sq"], where, v, indices, rule.key + 2)
     w *= 1 - rule.lr * rule.weight_decay
     denominator = (v / (1 - rule.beta2**t)).sqrt() + rule.eps
     w -= rule.lr * m / (1 - rule.beta1**t) / denominator
 
 
-def _adagrad(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, numbers: Tensor) -> None:
+def _adagrad(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, indices: Tensor) -> None:
     """Adagrad (Duchi et al. 2011) on the mean squared gradient of each row."""
     g = g + rule.weight_decay * w
     h = states["sum_of_squares"][where].to(g) + g.square().mean(dim=1)
-    _write(states["sum_of_squares"], where, h, numbers, rule.key + 1)
+    _write(states["sum_of_squares"], where, h, indices, rule.key + 1)
     w -= rule.lr * g / (h.sqrt() + rule.eps)[:, None]
 
 
@@ -110,19 +110,19 @@ def _read_momentum(states: States, where: RowIndex, like: Tensor) -> Tensor:
     return from_int8(levels, states[MOMENTUM_SCALE][where]).to(like)
 
 
-def _write_momentum(states: States, where: RowIndex, values: Tensor, numbers: Tensor, key: int) -> None:
+def _write_momentum(states: States, where: RowIndex, values: Tensor, indices: Tensor, key: int) -> None:
     if states[MOMENTUM].dtype is not torch.int8:
-        _write(states[MOMENTUM], where, values, numbers, key)
+        _write(states[MOMENTUM], where, values, indices, key)
         return
-    levels, scale = to_int8(values, numbers, key)
+    levels, scale = to_int8(values, indices, key)
     states[MOMENTUM][where] = levels.to(states[MOMENTUM].device)
     states[MOMENTUM_SCALE][where] = scale.to(states[MOMENTUM_SCALE].device)
 
 
-def _write(stored: Tensor, where: RowIndex, values: Tensor, numbers: Tensor, key: int) -> None:
+def _write(stored: Tensor, where: RowIndex, values: Tensor, indices: Tensor, key: int) -> None:
     if stored.dtype is torch.bfloat16:
         flat = values.reshape(len(values), -1)
-        values = to_bfloat16(flat, numbers, key).view_as(values)
+        values = to_bfloat16(flat, indices, key).view_as(values)
     stored[where] = values.to(stored.device, stored.dtype)
 
 

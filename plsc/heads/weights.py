@@ -106,7 +106,7 @@ class Rows:
             return tile
         return self.selected[tile]
 
-    def numbers(self, tile: slice) -> Tensor:
+    def global_indices(self, tile: slice) -> Tensor:
         """Return the global indices of the rows of a tile, int64."""
         if self.selected is not None:
             return self.selected[tile] + self.first_row

@@ -229,12 +229,12 @@ class OperatorPrecision(TorchFunctionMode):
         wanted = self._types.get(getattr(func, "__name__", ""))
         if wanted is None:
             return func(*args, **kwargs)
-        kind, input_only = wanted
+        dtype, input_only = wanted
         if input_only:
-            args = (*cast(args[:1], kind), *args[1:])
-            kwargs = {k: cast(v, kind) if k == "input" else v for k, v in kwargs.items()}
+            args = (*cast(args[:1], dtype), *args[1:])
+            kwargs = {k: cast(v, dtype) if k == "input" else v for k, v in kwargs.items()}
         else:
-            args, kwargs = cast(args, kind), cast(kwargs, kind)
+            args, kwargs = cast(args, dtype), cast(kwargs, dtype)
         is_within_float32 = not torch.is_autocast_enabled(self._device)
         with torch.autocast(self._device, enabled=False):
             result = func(*args, **kwargs)

@@ -138,21 +138,21 @@ def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:
             given |= given.pop(name, {})
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and name in given:
             return None
-    return given if _holds(given, _SHORT) else None
+    return given if _is_plain(given, _SHORT) else None
 
 
 def safe_arguments(saved: Any) -> dict[str, Any]:
     """Filter constructor arguments of a checkpoint: drop strings that could be a path or URL."""
     given = saved if isinstance(saved, dict) else {}
-    return {name: value for name, value in given.items() if _holds(value, _WORD)}
+    return {name: value for name, value in given.items() if _is_plain(value, _WORD)}
 
 
-def _holds(value: Any, strings: re.Pattern[str]) -> bool:
+def _is_plain(value: Any, strings: re.Pattern[str]) -> bool:
     """Return whether a value consists of plain types, and all its strings match the pattern."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _holds([key, one], strings) for key, one in value.items())
+        return all(isinstance(key, str) and _is_plain([key, one], strings) for key, one in value.items())
     if isinstance(value, (list, tuple)):
-        return all(_holds(one, strings) for one in value)
+        return all(_is_plain(one, strings) for one in value)
     if isinstance(value, str):
         return strings.fullmatch(value) is not None
     return value is None or isinstance(value, bool) or is_finite_number(value)

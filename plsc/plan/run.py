@@ -130,7 +130,7 @@ def _flags(changes: Mapping[str, Any], needed: int) -> str:
 def _render_head(plan: HeadPlan) -> list[str]:
     stored_at = "in CPU memory" if plan.is_offloaded else "on the device"
     terms = "6 B n D, exponentials kept" if plan.keeps_terms else "8 B n D, exponentials twice"
-    moved = "copied to the device and back" if plan.is_offloaded else "read and written"
+    moved = "copied both ways" if plan.is_offloaded else "read and written"
     lines = [
         f"Head: {plan.classes:,} classes; ranks: {plan.ranks:,}; classes per rank: {plan.local_classes:,}; "
         f"global batch: {plan.batch:,}; class weights per rank in a step: {plan.rows_in_play:,}",

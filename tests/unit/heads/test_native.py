@@ -336,7 +336,7 @@ def test_rounding_noise_depends_on_key_row_and_column(is_compact: bool) -> None:
     dw, _ = gradients(context)
     rule = Rule("sgd", lr=1.0, momentum=0.9, key=2**40 + 2**32 - 1)
     update(context, rule, {"momentum_buffer": momentum})
-    numbers, where = rows.numbers(everything), rows.positions(everything)
+    numbers, where = rows.global_indices(everything), rows.positions(everything)
     assert torch.equal(rows.weight[where], to_bfloat16(-dw, numbers, rule.key))
     assert torch.equal(momentum[where], to_bfloat16(dw, numbers, rule.key + 1))
 
@@ -349,7 +349,7 @@ def test_row_wise_states_are_rounded_as_column_0() -> None:
     dw, _ = gradients(context)
     update(context, Rule("adagrad", lr=0.1, key=5), states)
     squares = dw.square().mean(dim=1, keepdim=True)
-    expected = to_bfloat16(squares, rows.numbers(everything), 6)[:, 0]
+    expected = to_bfloat16(squares, rows.global_indices(everything), 6)[:, 0]
     assert (states["sum_of_squares"] == expected).double().mean() > 0.97  # the mean's last bit differs
     torch.testing.assert_close(states["sum_of_squares"], expected, rtol=2**-7, atol=0)
 

@@ -165,7 +165,7 @@ def test_rounding_depends_on_key_row_and_column(key: int, is_compact: bool) -> N
         rows.weight, rows.is_compact = rows.weight[rows.selected], True
     context = there(context)
     rows, everything = context.rows, slice(0, len(rows))
-    where, numbers = rows.positions(everything), rows.numbers(everything)
+    where, numbers = rows.positions(everything), rows.global_indices(everything)
     assert numbers.min() < 2**32 < numbers.max()
     momentum = torch.zeros_like(rows.weight)
     row = 0 if isinstance(where, slice) else int(where[0])
