@@ -20,7 +20,7 @@ from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads.weights import initial_rows
 from plsc.models import build_model
 from plsc.models.autocast import autocast
-from plsc.models.layers import use_torchs_layers
+from plsc.models.layers import use_torch_layers
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.loop import agree
@@ -224,7 +224,7 @@ class _Textbook(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         network = build_model(case.network, case.emb_size, case.shape, dropout=0.0)
-        use_torchs_layers(network)
+        use_torch_layers(network)
         self.network = network.to(device)
         self.weight = nn.Parameter(initial_rows(0, 0, case.classes, case.emb_size).to(device))
 

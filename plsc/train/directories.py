@@ -290,7 +290,7 @@ def open_start(options: Config, world: World) -> Start:
 
     Ranks that a launcher started in place of those that failed resume the run that these had begun.
     """
-    launches = {one for one in world.all_gather_object(world.launch) if one}
+    launches = {one for one in world.all_gather_object(world.launch_id) if one}
     checkpoint, locations, interrupted = _open(options, world, launches)
     run_id = "" if checkpoint is None else checkpoint[1].run_id
 

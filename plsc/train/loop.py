@@ -19,7 +19,7 @@ from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.parallel.backbone import whole_parameters
+from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.spans import span
@@ -290,7 +290,7 @@ class Trainer:
         if not run.targets:
             return
         # In this order: buffers are made equal by way of the state dict, which splits a sharded backbone.
-        with equal_buffers(run.network, run.world.backbone_group), whole_parameters(run.network):
+        with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
         self._result.evaluation = results
         self._evaluated_at = self._position.step

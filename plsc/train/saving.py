@@ -24,7 +24,7 @@ from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, OptionError, PlscError, suggest
-from plsc.parallel.machine import Background, available_memory
+from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.storage.store import Store, Transfer, format_bytes
 from plsc.train.build import Run
 from plsc.train.directories import SMALL_FILES, Directories
@@ -65,8 +65,8 @@ class Saver:
         self._run = run
         self._log = log
         self._options = run.options.checkpoint
-        self._world = run.world.beside(run.world.save_group)
-        self._background = Background("plsc-save")
+        self._world = run.world.in_background(run.world.save_group)
+        self._background = BackgroundThread("plsc-save")
         self._pending: _Pending | None = None
         self._uploader: Uploader | None = None
         if directories.store is not None:
@@ -227,12 +227,12 @@ class Uploader:
     ) -> None:
         self.uploading = ""
         self.lock = RLock()
-        self._world = run.world.beside(run.world.send_group)
+        self._world = run.world.in_background(run.world.upload_group)
         self._log = log
         self._directories = directories
         self._store = store
         self._retention = retention
-        self._background = Background("plsc-send")
+        self._background = BackgroundThread("plsc-send")
         self._jobs: list[tuple[Path, Future[str | None]]] = []
 
     def add(self, path: Path) -> None:

@@ -21,7 +21,7 @@ from plsc.heads.joint import each_head
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
-from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, without_sum
+from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
@@ -123,7 +123,7 @@ class Step:
             self._seed(part)
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
-            with nullcontext() if is_last else without_sum(run.trained_network):
+            with nullcontext() if is_last else no_gradient_sync(run.trained_network):
                 with span("forward"), autocast(self._mode, device):
                     embeddings = run.trained_network(images[part], labels[part], True)
                 with span("head"):
