@@ -1,6 +1,6 @@
-"""Classifiers over very many classes: class weights sharded over the ranks.
+"""Train classifiers over very many classes, with class weights sharded over the ranks.
 
-`Entry` is the facade; every part is usable by itself.
+`Entry` is the high-level interface; all parts can also be used on their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["AutoMixedPrecisionLists", "Entry", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when it is asked for: `import plsc` alone does not import torch.
+    # Import on access, so that `import plsc` does not import torch.
     if name == "Entry":
         from plsc.entry import Entry
 
