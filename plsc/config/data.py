@@ -48,12 +48,13 @@ class DataSet:
     Other fields: options of its head; None: the option of the run.
     """
 
-    name: str = declare(None,
-        "name of the data set", check=_name)
-    path: str = declare(None,
-        "folder, file or URL of the data set, as for set_dataset_dir", check=not_empty)
-    weight: float = declare(1.0,
-        "relative weight: a step's images are divided over the data sets in proportion to it", check=more_than(0))
+    name: str = declare(None, "name of the data set", check=_name)
+    path: str = declare(None, "folder, file or URL of the data set, as for set_dataset_dir", check=not_empty)
+    weight: float = declare(
+        1.0,
+        "relative weight: a step's images are divided over the data sets in proportion to it",
+        check=more_than(0),
+    )
     class_num: int | None = _of_head("class_num")
     loss_type: str | None = _of_head("loss_type")
     margin: float | None = _of_head("margin")
@@ -123,7 +124,8 @@ class DataOptions:
     num_workers: int = declare(
         2,
         "threads or processes per rank that load images in the background; 0: load between steps",
-        "set_num_workers(num)", between(0, 1024),
+        "set_num_workers(num)",
+        between(0, 1024),
     )
     loader: str = declare(
         "auto",
@@ -142,12 +144,14 @@ class DataOptions:
     )
     block_samples: int = of_run(
         1024,
-        "neighbouring samples per block with order 'block'", "set_block_samples(num)",
+        "neighbouring samples per block with order 'block'",
+        "set_block_samples(num)",
         at_least(1),
     )
     pool_samples: int = of_run(
         65536,
-        "samples that are shuffled together with order 'block'", "set_pool_samples(num)",
+        "samples that are shuffled together with order 'block'",
+        "set_pool_samples(num)",
         at_least(1),
     )
     reader_shards_itself: bool = of_run(
@@ -196,7 +200,8 @@ class DataOptions:
     )
     crop_padding: int = of_run(
         0,
-        "augmentation: pad each side by this many black pixels, then crop at a random position; 0: off", "set_crop_padding(pixels)",
+        "augmentation: pad each side by this many black pixels, then crop at a random position; 0: off",
+        "set_crop_padding(pixels)",
         between(0, 4096),
     )
     colour_jitter: tuple[float, ...] = of_run(
@@ -208,17 +213,18 @@ class DataOptions:
     low_resolution: float = of_run(
         0.0,
         "augmentation: share of images that are downscaled to 25-100 % of their size and upscaled again",
-        "set_low_resolution(share)", between(0, 1),
+        "set_low_resolution(share)",
+        between(0, 1),
     )
     random_erasing: float = of_run(
         0.0,
         "augmentation: share of images in which a random rectangle (2-20 % of the area) becomes grey",
-        "set_random_erasing(share)", between(0, 1),
+        "set_random_erasing(share)",
+        between(0, 1),
     )
     flip: bool = of_model(
         True,
-        "mirror each training image with probability 0.5; in evaluation, add the mirrored image's "
-        "embedding",
+        "mirror each training image with probability 0.5; in evaluation, add the mirrored image's embedding",
         "set_flip(flip)",
     )
     image_column: str | None = declare(

@@ -95,11 +95,14 @@ class HeadOptions:
     margin_momentum: float = of_run(
         0.99,
         "adaface and curricularface: momentum of the running statistics",
-        "set_margin_momentum(momentum)", between(0, 1),
+        "set_margin_momentum(momentum)",
+        between(0, 1),
     )
     adaface_h: float = of_run(
         0.333,
-        "adaface: how strongly the embedding's norm changes the margin (h in the paper)", "set_adaface_h(h)", at_least(0)
+        "adaface: how strongly the embedding's norm changes the margin (h in the paper)",
+        "set_adaface_h(h)",
+        at_least(0),
     )
     magface_norms: tuple[float, ...] = of_run(
         (10.0, 110.0),
@@ -114,8 +117,7 @@ class HeadOptions:
         _rising_pair,
     )
     magface_lambda: float = of_run(
-        35.0,
-        "magface: weight of the norm regulariser", "set_magface_lambda(weight)", at_least(0)
+        35.0, "magface: weight of the norm regulariser", "set_magface_lambda(weight)", at_least(0)
     )
     initial_norm: float | None = of_run(
         None,
@@ -126,7 +128,8 @@ class HeadOptions:
     )
     sub_centers: int = of_run(
         1,
-        "class weight vectors per class (sub-centre ArcFace); the one closest to the embedding is used", "set_sub_centers(num)",
+        "class weight vectors per class (sub-centre ArcFace); the one closest to the embedding is used",
+        "set_sub_centers(num)",
         between(1, 64),
     )
     sample_ratio: float = of_run(
@@ -146,28 +149,33 @@ class HeadOptions:
         "sgd",
         "optimizer of sharded class weights: sgd (with optim.momentum), adamw, or adagrad (one state value "
         "per class weight vector)",
-        "set_head_optimizer(name)", one_of("sgd", "adamw", "adagrad"),
+        "set_head_optimizer(name)",
+        one_of("sgd", "adamw", "adagrad"),
     )
     lr_factor: float = of_run(
         1.0,
-        "factor: learning rate of the class weights = this factor x learning rate of the backbone", "set_head_lr_factor(factor)",
+        "factor: learning rate of the class weights = this factor x learning rate of the backbone",
+        "set_head_lr_factor(factor)",
         more_than(0),
     )
     weight_decay: float | None = of_run(
         None,
         "weight decay (L2) of the class weights; when not set, optim.weight_decay",
-        "set_head_weight_decay(decay)", at_least(0),
+        "set_head_weight_decay(decay)",
+        at_least(0),
     )
     row_dtype: str = of_run(
         "float32",
         "data type of sharded class weights: float32, or bfloat16 with stochastic rounding",
-        "set_row_dtype(dtype)", one_of("float32", "bfloat16"),
+        "set_row_dtype(dtype)",
+        one_of("float32", "bfloat16"),
     )
     state_dtype: str = of_run(
         "float32",
         "data type of the optimizer state of sharded class weights: float32, bfloat16, or int8 (only for "
         "the momentum of sgd)",
-        "set_row_state_dtype(dtype)", one_of("float32", "bfloat16", "int8"),
+        "set_row_state_dtype(dtype)",
+        one_of("float32", "bfloat16", "int8"),
     )
     offload: bool = of_run(
         False,
@@ -179,7 +187,8 @@ class HeadOptions:
         "auto",
         "data type of the inputs of the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
         "precision.mode has 16 bits, else float32)",
-        "set_head_products(dtype)", one_of("auto", "float32", "bfloat16"),
+        "set_head_products(dtype)",
+        one_of("auto", "float32", "bfloat16"),
     )
     keep_mb: float = of_run(
         0.0,
@@ -191,10 +200,12 @@ class HeadOptions:
     kernels: str = of_run(
         "auto",
         "implementation of the head: auto, torch, native (C, for CPUs) or triton (for GPUs)",
-        "set_head_kernels(name)", one_of("auto", "torch", "native", "triton"),
+        "set_head_kernels(name)",
+        one_of("auto", "torch", "native", "triton"),
     )
     tile: int | None = of_run(
         None,
-        "class weight vectors computed at a time; when not set, chosen by the batch size", "set_head_tile(rows)",
+        "class weight vectors computed at a time; when not set, chosen by the batch size",
+        "set_head_tile(rows)",
         at_least(1),
     )

@@ -131,8 +131,7 @@ class ModelOptions:
         "set_model_name(name)",
         not_empty,
     )
-    emb_size: int = of_model(512,
-        "size of the embedding vector", "set_emb_size(size)", at_least(1))
+    emb_size: int = of_model(512, "size of the embedding vector", "set_emb_size(size)", at_least(1))
     image_shape: tuple[int, int, int] = of_model(
         (3, 112, 112),
         "channels, height and width of the input images; on the command line [3,112,112]",
@@ -140,8 +139,7 @@ class ModelOptions:
         _image_shape,
     )
     dropout: float = of_model(
-        0.4,
-        "dropout probability before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
+        0.4, "dropout probability before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
     )
     neck: str = of_model(
         DEFAULT_NECK,
@@ -151,8 +149,7 @@ class ModelOptions:
         check_neck,
     )
     sync_batch_norm: bool = of_run(
-        False,
-        "compute batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
+        False, "compute batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
     )
     pretrained: str | None = declare(
         None,

@@ -115,14 +115,12 @@ class ParameterGroup:
     """
 
     pattern: str
-    lr_factor: float = declare(1.0,
-        "factor: learning rate of the group = this factor x learning rate of the run", check=more_than(0))
-    weight_decay: float | None = declare(None,
-        "weight decay (L2)", check=at_least(0))
-    l1_decay: float | None = declare(None,
-        "L1 decay", check=at_least(0))
-    frozen: bool = declare(False,
-        "do not train these parameters")
+    lr_factor: float = declare(
+        1.0, "factor: learning rate of the group = this factor x learning rate of the run", check=more_than(0)
+    )
+    weight_decay: float | None = declare(None, "weight decay (L2)", check=at_least(0))
+    l1_decay: float | None = declare(None, "L1 decay", check=at_least(0))
+    frozen: bool = declare(False, "do not train these parameters")
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -219,15 +217,16 @@ class OptimOptions:
     optimizer_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
         "further arguments of the optimizer by name, such as {eps: 1.e-7}",
-        "set_optimizer_arguments(arguments)", check_arguments,
+        "set_optimizer_arguments(arguments)",
+        check_arguments,
     )
     implementation: str = of_run(
         "auto",
         "implementation of the optimizer step: auto, fused, foreach or for_loop",
-        "set_optimizer_implementation(name)", one_of("auto", "fused", "foreach", "for_loop"),
+        "set_optimizer_implementation(name)",
+        one_of("auto", "fused", "foreach", "for_loop"),
     )
-    momentum: float = of_run(0.9,
-        "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
+    momentum: float = of_run(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
     nesterov: bool = of_run(
         False,
         "use Nesterov momentum in SGD, for the network and the class weights",
@@ -235,13 +234,14 @@ class OptimOptions:
     )
     betas: tuple[float, ...] = of_run(
         (0.9, 0.999),
-        "decay rates of the first and second moments of Adam and its variants", "set_betas(betas)",
+        "decay rates of the first and second moments of Adam and its variants",
+        "set_betas(betas)",
         _two_decays,
     )
-    weight_decay: float = of_run(5e-4,
-        "weight decay (L2) of all parameters", "set_weight_decay(decay)", at_least(0))
-    l1_decay: float = of_run(0.0,
-        "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
+    weight_decay: float = of_run(
+        5e-4, "weight decay (L2) of all parameters", "set_weight_decay(decay)", at_least(0)
+    )
+    l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
     decay_norm_and_bias: bool = of_run(
         True,
         "apply weight decay to one-dimensional parameters too: biases, norm weights, PReLU slopes",
@@ -258,7 +258,8 @@ class OptimOptions:
     freeze: tuple[str, ...] = of_run(
         (),
         "patterns of parameters that are not trained, such as [stem, stages.0]",
-        "set_freeze(patterns)", _patterns,
+        "set_freeze(patterns)",
+        _patterns,
     )
     schedule: str = of_run(
         "cosine",
@@ -276,13 +277,13 @@ class OptimOptions:
         at_least(1),
     )
     decay_power: float = of_run(
-        1.0,
-        "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
+        1.0, "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
     )
     cosine_cycles: int = of_run(
         1,
         "number of cosine cycles over the run (warm restarts)",
-        "set_cosine_cycles(num)", at_least(1),
+        "set_cosine_cycles(num)",
+        at_least(1),
     )
     end_lr_factor: float = of_run(
         0.0,
@@ -293,7 +294,8 @@ class OptimOptions:
     )
     warmup_epochs: int = of_run(
         0,
-        "epochs over which the learning rate increases linearly from 0", "set_warmup_epochs(num)",
+        "epochs over which the learning rate increases linearly from 0",
+        "set_warmup_epochs(num)",
         at_least(0),
     )
     warmup_steps: int | None = of_run(
@@ -313,7 +315,8 @@ class OptimOptions:
     )
     lr_decay_factor: float = of_run(
         0.1,
-        "factor of the learning rate at each step boundary", "set_lr_decay_factor(factor)",
+        "factor of the learning rate at each step boundary",
+        "set_lr_decay_factor(factor)",
         between(0, 1),
     )
     clip_norm: float | None = of_run(

@@ -22,8 +22,9 @@ from plsc.errors import OptionError
 class RuntimeOptions:
     """Device and communication."""
 
-    device: str = declare("auto",
-        "device: auto, cpu or cuda", "set_device(device)", one_of("auto", "cpu", "cuda"))
+    device: str = declare(
+        "auto", "device: auto, cpu or cuda", "set_device(device)", one_of("auto", "cpu", "cuda")
+    )
     backend: str = declare(
         "auto",
         "communication backend: auto (NCCL on CUDA, gloo elsewhere), gloo or nccl",
@@ -32,7 +33,9 @@ class RuntimeOptions:
     )
     timeout: float = declare(
         1800.0,
-        "seconds that a rank waits for the other ranks before it fails", "set_timeout(seconds)", more_than(0)
+        "seconds that a rank waits for the other ranks before it fails",
+        "set_timeout(seconds)",
+        more_than(0),
     )
     dtype: str = of_model(
         "float32",
@@ -42,7 +45,8 @@ class RuntimeOptions:
     )
     cpu_threads: int = declare(
         0,
-        "CPU threads per rank; 0: the default of PyTorch (torchrun sets 1)", "set_cpu_threads(num)",
+        "CPU threads per rank; 0: the default of PyTorch (torchrun sets 1)",
+        "set_cpu_threads(num)",
         between(0, 4096),
     )
 
@@ -103,17 +107,20 @@ class PrecisionOptions:
     init_loss_scaling: float = of_run(
         1.0,
         "float16: initial loss scale",
-        "set_init_loss_scaling(scale)", between(1, HIGHEST_SCALE),
+        "set_init_loss_scaling(scale)",
+        between(1, HIGHEST_SCALE),
     )
     incr_every_n_steps: int = of_run(
         2000,
-        "consecutive finite steps after which the loss scale increases", "set_incr_every_n_steps(steps)",
+        "consecutive finite steps after which the loss scale increases",
+        "set_incr_every_n_steps(steps)",
         at_least(1),
     )
     decr_every_n_nan_or_inf: int = of_run(
         2,
         "consecutive steps with a nan or inf after which the loss scale decreases",
-        "set_decr_every_n_nan_or_inf(steps)", at_least(1),
+        "set_decr_every_n_nan_or_inf(steps)",
+        at_least(1),
     )
     incr_ratio: float = of_run(
         2.0,
@@ -136,23 +143,26 @@ class PrecisionOptions:
     loss_scaling: str = of_run(
         "auto",
         "when the loss is scaled: auto (only in float16), or always (in any mode, to test skipped steps)",
-        "set_loss_scaling(when)", one_of("auto", "always"),
+        "set_loss_scaling(when)",
+        one_of("auto", "always"),
     )
     white_list: tuple[str, ...] = of_run(
         (),
         "operators, and modules by name or class (with * and ?), that always compute in 16 bits",
-        "set_precision_white_list(names)", _names,
+        "set_precision_white_list(names)",
+        _names,
     )
     black_list: tuple[str, ...] = of_run(
         (),
         "operators, and modules by name or class (with * and ?), that always compute in float32",
-        "set_precision_black_list(names)", _names,
+        "set_precision_black_list(names)",
+        _names,
     )
     evaluation: str = of_run(
         "float32",
-        "data type of test, predict and evaluation during training: float32, or training (that of "
-        "training)",
-        "set_evaluation_precision(mode)", one_of("float32", "training"),
+        "data type of test, predict and evaluation during training: float32, or training (that of training)",
+        "set_evaluation_precision(mode)",
+        one_of("float32", "training"),
     )
 
 
@@ -215,7 +225,8 @@ class MemoryOptions:
     )
     checkpoint_every: int = declare(
         1,
-        "activation checkpointing: use only every n-th of these parts, in the network's order", "set_checkpoint_every(num)",
+        "activation checkpointing: use only every n-th of these parts, in the network's order",
+        "set_checkpoint_every(num)",
         at_least(1),
     )
 
@@ -242,8 +253,7 @@ class SpeedOptions:
         "set_fold_batch_norm(flag)",
     )
     overlap_copies: bool = declare(
-        True,
-        "on a GPU, copy the next batch while the current step runs", "set_overlap_copies(flag)"
+        True, "on a GPU, copy the next batch while the current step runs", "set_overlap_copies(flag)"
     )
     late_losses: bool = of_run(
         True,

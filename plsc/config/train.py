@@ -28,14 +28,16 @@ class TrainOptions:
     micro_batches: int = of_run(
         1,
         "micro-batches into which a rank's batch is split (gradient accumulation)",
-        "set_micro_batches(num)", at_least(1),
+        "set_micro_batches(num)",
+        at_least(1),
     )
     test_batch_size: int = declare(
         120,
-        "images per rank and step in test, predict and evaluation", "set_test_batch_size(batch_size)", at_least(1)
+        "images per rank and step in test, predict and evaluation",
+        "set_test_batch_size(batch_size)",
+        at_least(1),
     )
-    epochs: int = of_run(120,
-        "number of epochs", "set_train_epochs(num)", at_least(1))
+    epochs: int = of_run(120, "number of epochs", "set_train_epochs(num)", at_least(1))
     epoch_steps: int | None = of_run(
         None,
         "with several data sets: steps per epoch; when not set, the images of all data sets / global batch "
@@ -45,30 +47,29 @@ class TrainOptions:
     )
     steps: int | None = of_run(
         None,
-        "maximum number of steps; training stops after them even within an epoch", "set_train_steps(num)",
+        "maximum number of steps; training stops after them even within an epoch",
+        "set_train_steps(num)",
         at_least(1),
     )
-    calc_acc: bool = of_run(
-        False,
-        "measure the training accuracy at each logged step", "set_calc_acc(calc)"
-    )
-    log_period: int = of_run(200,
-        "steps between two log lines", "set_log_period(period)", at_least(1))
-    with_test: bool = of_run(True,
-        "evaluate val_targets during training", "set_with_test(with_test)")
+    calc_acc: bool = of_run(False, "measure the training accuracy at each logged step", "set_calc_acc(calc)")
+    log_period: int = of_run(200, "steps between two log lines", "set_log_period(period)", at_least(1))
+    with_test: bool = of_run(True, "evaluate val_targets during training", "set_with_test(with_test)")
     test_period: int = of_run(
         0,
-        "steps between evaluations, in addition to the end of each epoch; 0: only at the end of epochs", "set_test_period(period)",
+        "steps between evaluations, in addition to the end of each epoch; 0: only at the end of epochs",
+        "set_test_period(period)",
         at_least(0),
     )
     seed: int = of_run(
         0,
-        "random seed of the run: weights, order, augmentation, dropout", "set_seed(seed)",
+        "random seed of the run: weights, order, augmentation, dropout",
+        "set_seed(seed)",
         between(0, 2**31 - 1),
     )
     deterministic: bool = of_run(
         False,
-        "use deterministic algorithms only: an operation that has none is an error", "set_deterministic(flag)"
+        "use deterministic algorithms only: an operation that has none is an error",
+        "set_deterministic(flag)",
     )
     stop_deadline: float = declare(
         60.0,
@@ -150,21 +151,25 @@ class CheckpointOptions:
     every_n_epochs: int = declare(
         1,
         "epochs between checkpoints; the last epoch is always saved; 0: only the last epoch",
-        "set_save_every_n_epochs(num)", at_least(0),
+        "set_save_every_n_epochs(num)",
+        at_least(0),
     )
     every_n_steps: int = declare(
         0,
         "steps between checkpoints, in addition to those of epochs; 0: none",
-        "set_save_every_n_steps(num)", at_least(0),
+        "set_save_every_n_steps(num)",
+        at_least(0),
     )
     keep_last: int = declare(
         5,
-        "number of newest checkpoints to keep; -1: all", "set_max_last_checkpoint_num(num)",
+        "number of newest checkpoints to keep; -1: all",
+        "set_max_last_checkpoint_num(num)",
         _last_checkpoints,
     )
     save_top_k: int = declare(
         1,
-        "number of best checkpoints to keep in addition; -1: all", "set_save_top_k(num)",
+        "number of best checkpoints to keep in addition; -1: all",
+        "set_save_top_k(num)",
         at_least(-1),
     )
     monitor: str | None = declare(
@@ -177,7 +182,8 @@ class CheckpointOptions:
     monitor_mode: str = declare(
         "auto",
         "whether a higher (max) or lower (min) value of that metric is better; auto: min for a loss",
-        "set_monitor_mode(mode)", one_of("auto", "min", "max"),
+        "set_monitor_mode(mode)",
+        one_of("auto", "min", "max"),
     )
     asynchronous: bool = declare(
         True,
@@ -187,10 +193,12 @@ class CheckpointOptions:
     on_error: str = declare(
         "stop",
         "what to do if a checkpoint cannot be written: stop the run, or continue without it",
-        "set_save_error(policy)", one_of("stop", "continue"),
+        "set_save_error(policy)",
+        one_of("stop", "continue"),
     )
     store_timeout: float = declare(
         120.0,
         "seconds for which a failing transfer to or from a store is retried",
-        "set_store_timeout(seconds)", more_than(0),
+        "set_store_timeout(seconds)",
+        more_than(0),
     )

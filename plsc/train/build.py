@@ -31,9 +31,9 @@ from plsc.train.heads import build_heads, margin_of, sampling_of
 from plsc.train.network import (
     build_trained_network,
     check_network_options,
+    distribute_backbone,
     mode_note,
     shard_size,
-    distribute_backbone,
     training_mode,
 )
 from plsc.train.optim import (

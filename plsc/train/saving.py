@@ -212,8 +212,7 @@ def retention_of(run: Run) -> Retention:
     # A metric that comes from a checkpoint may be unknown here.
     if metric not in known and "checkpoint.monitor" in run.options.explicit:
         raise OptionError(
-            f"checkpoint.monitor is {metric!r}, which this run does not measure; "
-            f"{suggest(metric, known)}"
+            f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
         )
     mode = mode_of(options.monitor_mode, metric)
     return Retention(options.keep_last, options.save_top_k, metric, mode)

@@ -151,9 +151,9 @@ def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_head_offload(True)
     ins.train()
-    said = [line for line in capsys.readouterr().out.splitlines() if "no copy is made of offloaded" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "class weights are not copied" in line]
     assert len(said) == 1
-    assert said[0].endswith("training waits while a checkpoint is written")
+    assert said[0].endswith("training pauses while a checkpoint is written")
     assert verify(tmp_path / "run" / "1").epoch == 2
 
 
@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_w
     resume = f"set_checkpoint_dir={str(tmp_path / 'run' / '1')!r}", "set_train_epochs=3"
     run = str(dataset), str(tmp_path / "run"), *resume
     done = run_ranks(script, 0, *run, "set_save_error='continue'", "--", *run, check=False)
-    assert "training goes on without it" in done.stderr
+    assert "training continues without this checkpoint" in done.stderr
     assert done.stdout.count("result: ") == 1
     assert done.returncode == 1
     assert "File too large" in done.stderr

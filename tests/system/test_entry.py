@@ -232,7 +232,10 @@ def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset,
     assert {"1", "3", "4"} <= kept <= {"1", "3", "4", result.best_model_path.name}
     again = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "4").train()
     assert again.steps == result.steps
-    assert f"nothing is left to train: {result.steps} steps and 5 epochs" in capsys.readouterr().out
+    assert (
+        f"nothing left to train: the run has finished {result.steps} steps and 5 epochs"
+        in capsys.readouterr().out
+    )
 
 
 def test_train_steps_ends_a_run_inside_an_epoch(dataset, tmp_path):

@@ -68,7 +68,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_loss_type", "cosine", "one of dist_softmax"),
         ("set_step_boundaries", (5, 5), "increasing"),
         ("set_max_last_checkpoint_num", 0, "at least 1, or -1"),
-        ("set_model_save_dir", " ", "not empty"),
+        ("set_model_save_dir", " ", "non-empty"),
         ("set_calc_acc", 1, "True or False"),
         ("set_margin", -0.5, "at least 0"),
         ("set_dataset_dir", None, "expected a string"),
@@ -76,7 +76,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_warmup_steps", 2**63, "expected an integer"),
         ("set_freeze", {"stem": 1}, "list of strings"),
         ("set_step_boundaries", b"ab", "list of integers"),
-        ("set_initializations", [{"pattern": "x", "rule": [1]}], "no rule is named [1]"),
+        ("set_initializations", [{"pattern": "x", "rule": [1]}], "unknown rule [1]"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_says_what_was_expected_what_came_and_which_setter(setter, value, expected):

@@ -35,7 +35,7 @@ def said_of(capsys, *arguments) -> str:
         (
             "config",
             "/none.yaml",
-            "--config wants a YAML file of options, but '/none.yaml' cannot be read: No",
+            "cannot read '/none.yaml': No",
         ),
     ],
 )
@@ -58,11 +58,11 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ),
         (
             "train:\n  epochs: [1",
-            ":2 is no YAML: expected ',' or ']', but got '<stream end>'; write options as lines",
+            ":2 is not valid YAML: expected ',' or ']', but got '<stream end>'; expected lines such",
         ),
         (
             "train:\n\tepochs: 1",
-            ":2 is no YAML: found character '\\t' that cannot start any token; write",
+            ":2 is not valid YAML: found character '\\t' that cannot start any token; expected",
         ),
         (
             "model:\ntrain: 3\n",
@@ -74,10 +74,10 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ),
         ("hello", " holds no options; expected lines such as 'train:'"),
         ("", " holds no options; expected lines such as 'train:'"),
-        (b"\xff\xfe", " is no YAML: 'utf-8' codec can't decode byte 0xff"),
-        (b"a: \0", " is no YAML: unacceptable character"),
-        ("[" * 100_000, " is no YAML: "),
-        ("#" * 2**20 + "\n", " has more than 1048576 bytes"),
+        (b"\xff\xfe", " is not valid YAML: 'utf-8' codec can't decode byte 0xff"),
+        (b"a: \0", " is not valid YAML: unacceptable character"),
+        ("[" * 100_000, " is not valid YAML: "),
+        ("#" * 2**20 + "\n", " is larger than 1048576 bytes"),
     ],
 )
 def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(text, expected, tmp_path, capsys):
@@ -136,11 +136,11 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
     [
         (
             [],
-            "a command must be given; known: train, test, predict, profile, dominant, config, plan, data, ch",
+            "no command was given; known: train, test, predict, profile, dominant, config, plan, data, ch",
         ),
         (["trian"], "no command 'trian'; known: train, test,"),
         (["data", "insp"], "did you mean 'inspect'?"),
-        (["data"], "a command must be given"),
+        (["data"], "no command was given"),
         (["dominant"], "required: --output; see plsc dominant --help"),
         (["data", "inspect", "x", "--check"], "--check: expected one argument"),
         (["data", "inspect", "x", "--check", "1.5"], "--check is '1.5'; expected an integer"),
@@ -148,7 +148,7 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
             ["data", "inspect", "x", "--chek", "0"],
             "there is no option --chek; did you mean 'check'?; see plsc data inspect --help",
         ),
-        (["data", "inspect", "x", "y"], "there is no place for y; see plsc data inspect --help"),
+        (["data", "inspect", "x", "y"], "unexpected argument y; see plsc data inspect --help"),
         (["checkpoint", "lst"], "did you mean 'list'?"),
     ],
 )

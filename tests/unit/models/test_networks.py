@@ -146,7 +146,7 @@ def test_every_network_ends_in_a_neck_of_the_parts_that_are_named(name, norms, p
     "parts", ["", "norm", "norm-norm", "linear-dropout", "dropout-norm-linear", "linear-", "Linear"]
 )
 def test_parts_that_make_no_neck_are_refused_with_those_that_do(parts):
-    said = "'linear', with 'norm-', 'dropout-' .*such as 'dropout-linear'"
+    said = "'linear', optionally with 'norm-', 'dropout-' .*such as 'dropout-linear'"
     with pytest.raises(OptionError, match=f"model.neck is {parts!r}; expected {said}"):
         Options().set("model.neck", parts)
 

@@ -121,8 +121,8 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
             {"pattern": "fc", "lr_factor": 0},
             "'fc': lr_factor is 0; expected more than",
         ),
-        ({"pattern": "fc", "lr": 0.1}, "other arguments than 'lr': set_lr"),
-        ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so nothing else"),
+        ({"pattern": "fc", "lr": 0.1}, "arguments other than 'lr': use set_lr"),
+        ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so its other settings"),
         ({"pattern": "fc", "momentum": float("nan")}, "plain values"),
         ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),
     ],
@@ -214,10 +214,10 @@ def test_the_rules_are_those_of_torch_with_their_arguments(rule, holds):
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ({"rule": "xavier"}, "no rule is named 'xavier'"),
+        ({"rule": "xavier"}, "unknown rule 'xavier'"),
         ({"rule": "normal", "sd": 1.0}, "has no 'sd'; known: mean, std"),
         ({"rule": "normal", "std": "1"}, "std is '1'; expected a finite number"),
-        ({"rule": "constant"}, "needs val"),
+        ({"rule": "constant"}, "needs the argument val"),
         ({"rule": "kaiming_normal", "mode": "fan"}, "cannot be used for fc.weight"),
         ({"rule": "normal", "std": -1.0}, "cannot be used for fc.weight"),
         ({"rule": "orthogonal", "pattern": "*.bias"}, "of two dimensions or more"),

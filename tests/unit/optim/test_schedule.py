@@ -177,7 +177,7 @@ def test_a_function_that_fails_later_is_told_with_the_step(factor, said):
     ("changes", "said"),
     [
         ({"warmup_epochs": 1, "warmup_steps": 5}, "set one of the two"),
-        ({"schedule": "exponential"}, "never comes to 0"),
+        ({"schedule": "exponential"}, "never reaches"),
         ({"cosine_cycles": 2, "schedule": "step"}, "optim.schedule is 'step'"),
     ],
 )
@@ -190,7 +190,7 @@ def test_schedules_that_contradict_themselves_are_refused(changes, said):
 
 
 def test_a_decay_that_ends_before_the_warm_up_does_is_refused():
-    with pytest.raises(OptionError, match="decay_steps is 3, but the warm-up takes 5 steps"):
+    with pytest.raises(OptionError, match="decay_steps is 3, but the warm-up already takes 5 steps"):
         schedule(schedule="cosine", total=10, decay_steps=3, warmup_steps=5)
     assert schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0  # a run of a few steps, to try it
 
@@ -202,7 +202,7 @@ def test_a_schedule_that_needs_the_number_of_steps_says_how_to_tell_it():
         schedule(warmup_epochs=2)
     with pytest.raises(OptionError, match="did you mean 'cosine'"):
         schedule(schedule="cosin")
-    with pytest.raises(OptionError, match="defined in the script"):
+    with pytest.raises(OptionError, match="defined in the training script"):
         schedule(schedule="__main__:mine")
     with pytest.raises(OptionError, match="has no 'halvin'; did you mean 'halving'"):
         schedule(schedule=f"{__name__}:halvin")

@@ -161,7 +161,7 @@ def test_data_sets_are_options_like_any_other(tmp_path):
         ({"name": "faces", "path": "x"}, "two data sets 'faces'"),
         ({"name": "a.b", "path": "x"}, "letters, digits, _ and -"),
         ({"name": None, "path": "x"}, "name is None; expected a string"),
-        ({"name": "b", "path": " "}, "data set b: .*path.* not empty"),
+        ({"name": "b", "path": " "}, "data set b: .*path.* non-empty"),
         ({"name": "b", "path": None}, "data set b: .*path is None; expected a string"),
         ({"name": "b", "path": "x", "weight": 0}, r"data set b: .*weight.* more than 0"),
         ({"name": "b", "path": "x", "weight": float("nan")}, "expected a number"),
