@@ -224,7 +224,7 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
 
 
 def summarise(lines: list[Facts]) -> str:
-    """Return the figures of docs/benchmarks.md."""
+    """Return the figures of docs/benchmarks/checkpoints.md."""
     kills, runs = [x for x in lines if "phase" in x], [x for x in lines if "same_bits" in x]
     within = {phase: sum(phase in x["in_phases"] for x in kills) for phase in list(WEIGHTS)[:3]}
     return (

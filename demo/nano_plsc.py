@@ -1,23 +1,23 @@
-"""The whole idea of plsc in one file: train a classifier over very many classes, sharded over the ranks.
+"""plsc in one file: train a classifier over very many classes, with class weights sharded over the ranks.
 
     python demo/nano_plsc.py                          # about a minute on two CPU cores
-    torchrun --nproc-per-node 2 demo/nano_plsc.py     # the same weights, up to rounding, from two ranks
+    torchrun --nproc-per-node 2 demo/nano_plsc.py     # two ranks: the same weights, up to rounding
     ... --resume                                      # from the last checkpoint, on any number of ranks
-    ... --data demo/output/glyphs                     # a folder with label.txt, instead of drawings
+    ... --data demo/output/glyphs                     # a folder with label.txt instead of drawings
 
-Face recognition, product search and the like train a network to tell apart C known classes. Then they drop
-the classes and compare the embeddings of images whose classes were never seen. With millions of classes the
-last layer, W [C, D], is larger than the network; logits [B, C] and gradients are as large again. Three ideas:
+Face recognition and product search train a network to classify C known classes. Then they drop the class
+weights and compare the embeddings of images of unseen classes. With millions of classes, the class weights
+W [C, D] are larger than the network, and the logits [B, C] and gradients are as large again. Three ideas:
 
-1. Each rank holds the weights of its own classes: class c belongs to rank c // ceil(C / R). The ranks
-   exchange the embeddings, B x D numbers, and three numbers per sample that make the softmax of all shards
-   whole. Nothing that is sent grows with C.
-2. No matrix [B, C] exists. Class weights are read tile by tile; the logits of a tile are added to a few
-   sums and dropped. The update of the weights computes them again, so it needs no gradient of all weights.
-3. A step may take part of the classes only: those of the batch, and others at random (PartialFC).
+1. Each rank has the weights of its own classes: class c is on rank c // ceil(C / R). The ranks exchange the
+   embeddings, B x D numbers, and three numbers per sample that complete the softmax. No communication
+   grows with C.
+2. The matrix [B, C] never exists. Class weights are read tile by tile; the logits of a tile are added to a
+   few sums and dropped. The update computes them again, so the gradient of all weights never exists either.
+3. A step may use a sample of the classes: those of the batch, and random others (PartialFC).
 
-Read ShardedArcFace, then train(). tests/distributed/test_nano.py compares it with the library, which adds
-margins, optimizers, precisions, kernels, data formats, and checks. More about the head: docs/head.md.
+Read ShardedArcFace, then train(). tests/distributed/test_nano.py compares this file with the library, which
+adds margins, optimizers, precisions, kernels, data formats and checks. More: docs/life_of_a_step.md.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torch.optim import SGD
 
-SEED, BATCH, DIM, RATE, SCALE, MARGIN = 1, 120, 128, 0.1, 32.0, 0.3  # BATCH: of all ranks together
+SEED, BATCH, DIM, RATE, SCALE, MARGIN = 1, 120, 128, 0.1, 32.0, 0.3  # BATCH: global batch size
 
 
 def start() -> tuple[int, int]:
-    """Start the process group, under torchrun or alone; return this rank and the number of ranks."""
+    """Start the process group, with or without torchrun; return the rank and the world size."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -51,14 +51,14 @@ def start() -> tuple[int, int]:
 
 
 def gather(x: Tensor) -> Tensor:
-    """Return the x [b, ...] of all ranks, [R b, ...], in the order of the ranks."""
+    """Gather x [b, ...] of all ranks; return [R b, ...], in rank order."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
     return torch.cat(parts)
 
 
 class ShardedArcFace:
-    """ArcFace (Deng et al. 2019) over C classes: loss, gradients, and the update of the class weights.
+    """ArcFace head (Deng et al. 2019) over C classes: loss, gradients, update of the class weights.
 
     x_i: embedding of sample i, y: its label, e_i = x_i / |x_i|, w_j = W_j / |W_j|, c_ij = e_i . w_j.
 
@@ -69,11 +69,11 @@ class ShardedArcFace:
         de_i = s / B sum over j of G_ij w_j,                     dx_i = (de_i - (de_i . e_i) e_i) / |x_i|
         dw_j = s / B sum over i of G_ij e_i,                     dW_j = (dw_j - (dw_j . w_j) w_j) / |W_j|
 
-    This rank has `weight` and `momentum` [C_local, D] of the classes start..stop - 1. In float32 sums stay
-    in range as long as 2 s + ln C is at most 170.
+    This rank has `weight` and `momentum` [C_local, D] of the classes start..stop - 1. The sums stay in the
+    range of float32 while 2 s + ln C is at most 170.
     """
 
-    tile = 4096  # classes at a time
+    tile = 4096  # classes per tile
 
     def __init__(
         self, classes: int, dim: int, scale: float = 64.0, margin: float = 0.5, ratio: float = 1.0
@@ -82,15 +82,15 @@ class ShardedArcFace:
         self.start, self.stop = min(classes, rank * per_rank), min(classes, (rank + 1) * per_rank)
         self.classes, self.scale, self.margin, self.ratio = classes, scale, margin, ratio
         self.weight = torch.empty(self.stop - self.start, dim)
-        for c in range(self.start, self.stop):  # a generator each: the same on any number of ranks
+        for c in range(self.start, self.stop):  # one generator per class: identical on any number of ranks
             generator = torch.Generator().manual_seed(SEED * 2**32 + c)
             self.weight[c - self.start].normal_(0, 0.01, generator=generator)
         self.momentum = torch.zeros_like(self.weight)
 
     def sample(self, labels: Tensor, step: int) -> Tensor:
-        """Return the classes of this rank that take part in a step, in order, int64.
+        """Sample the classes of this rank for a step; return them in ascending order, int64.
 
-        Those of the labels [B] of the global batch always do; others are drawn up to ratio x C_local.
+        They are the classes of the labels [B] of the global batch, and random others up to ratio x C_local.
         """
         classes = torch.arange(self.start, self.stop)
         taken = torch.isin(classes, labels)
@@ -101,32 +101,32 @@ class ShardedArcFace:
         return classes[taken]
 
     def tiles(self, e: Tensor, y: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Read the chosen classes, t at a time: e [B, D], labels y [B].
+        """Iterate over the chosen classes in tiles of t classes, for e [B, D] and labels y [B].
 
-        Yields their rows in `weight` [t], w [t, D], |W| [t, 1], the cosines [B, t], and which are of labels.
+        Yields indices into `weight` [t], w [t, D], |W| [t, 1], cosines [B, t], and the mask of labels [B, t].
         """
         for c in chosen.split(self.tile) if len(chosen) else ():
             w, length = unit(self.weight[c - self.start])
             yield c - self.start, w, length, e @ w.T, y[:, None] == c
 
     def forward(self, x: Tensor, y: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the accuracy of the batch, and the gradient of the loss for x.
+        """Return the loss, the accuracy of the batch, and the gradient of the loss with respect to x.
 
-        x [B, D], labels y [B]: the global batch, the same on all ranks. chosen: see `sample`.
+        x [B, D], labels y [B]: the global batch, identical on all ranks. chosen: from `sample`.
         """
         e, length = unit(x.detach())
         shift = self.scale + math.log(self.classes) - 85  # keeps exp(z - shift) in range
         total, cosine, highest = e.new_zeros(3, len(y)).unbind()
-        mixed, highest = torch.zeros_like(e), highest - math.inf
+        weighted, highest = torch.zeros_like(e), highest - math.inf
         for _, w, _, c, is_label in self.tiles(e, y, chosen):
             cosine += torch.where(is_label, c, 0).sum(1)
             c.masked_fill_(is_label, -math.inf)  # the sums are over the OTHER classes
             highest = torch.maximum(highest, c.amax(1))
             p = (self.scale * c - shift).exp()
             total += p.sum(1)  # [B]    sum of exp(z_ij - shift)
-            mixed += p @ w  # [B, D]    sum of exp(z_ij - shift) w_j
+            weighted += p @ w  # [B, D]    sum of exp(z_ij - shift) w_j
 
-        # The three numbers per sample. A label's cosine is 0 but on the rank that has its class.
+        # Three numbers per sample. A label's cosine is 0 on all ranks but the one with its class.
         total, cosine, highest = gather(torch.stack([total, cosine, highest])[None]).unbind(1)
         total, cosine, highest = total.sum(0), cosine.sum(0), highest.amax(0)
         psi, slope = self.psi(cosine)
@@ -136,16 +136,16 @@ class ShardedArcFace:
         g_label = -excess.sigmoid() * slope  # G_iy; exact where P_iy is almost 1
         log_total = torch.logaddexp(log_others, self.scale * psi)
 
-        de = mixed * (shift - log_total).exp()[:, None]
+        de = weighted * (shift - log_total).exp()[:, None]
         mine = ((y >= self.start) & (y < self.stop)).nonzero()[:, 0]
         de[mine] += g_label[mine, None] * unit(self.weight[y[mine] - self.start])[0]
-        dist.all_reduce(de)  # each rank has added its own classes
+        dist.all_reduce(de)  # sum over the classes of all ranks
         dx = through_unit(de * (self.scale / len(y)), e, length)
-        self.left = e, y, chosen, log_total, g_label  # for update(): little more than B x D numbers
+        self.left = e, y, chosen, log_total, g_label  # for update(): about B x D numbers
         return loss, (cosine > highest).float().mean(), dx
 
     def psi(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos(acos(c) + m) and its derivative; past pi, where it would rise again, a line."""
+        """Return cos(acos(c) + m) and its derivative; linear where the angle exceeds pi."""
         c = c.clamp(-1 + 1e-7, 1 - 1e-7)  # the derivative of acos is infinite at +-1
         sin, cos_m, sin_m = ((1 - c) * (1 + c)).sqrt(), math.cos(self.margin), math.sin(self.margin)
         inside = c >= -cos_m
@@ -153,7 +153,7 @@ class ShardedArcFace:
         return psi, torch.where(inside, cos_m + c / sin * sin_m, 1)
 
     def update(self, rate: float, momentum: float = 0.9, decay: float = 5e-4) -> None:
-        """Update the chosen class weights as torch.optim.SGD does; the others keep their bits."""
+        """Update the chosen class weights as torch.optim.SGD does; the others do not change."""
         e, y, chosen, log_total, g_label = self.left
         for rows, w, length, c, is_label in self.tiles(e, y, chosen):
             p = (self.scale * c - log_total[:, None]).exp()
@@ -170,16 +170,16 @@ def unit(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def through_unit(gradient: Tensor, u: Tensor, length: Tensor) -> Tensor:
-    """Return the gradient for x from that for u = x / |x|."""
+    """Return the gradient with respect to x, given that with respect to u = x / |x|."""
     return (gradient - (gradient * u).sum(-1, keepdim=True) * u) / length
 
 
 def save(run: Path, step: int, model: nn.Module, optimizer: SGD, head: ShardedArcFace) -> None:
-    """Write a checkpoint, whole or not at all: its folder gets its name when all files are on the disk."""
+    """Write a checkpoint atomically: rename its folder when all files are on the disk."""
     partial, rank = run / "partial", dist.get_rank()
     state = {"start": head.start, "weight": head.weight, "momentum": head.momentum}
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
         partial.mkdir(parents=True)
         state |= {"step": step, "classes": head.classes}
         state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -192,20 +192,20 @@ def save(run: Path, step: int, model: nn.Module, optimizer: SGD, head: ShardedAr
     if rank == 0:
         partial.rename(run / f"step-{step:07d}")
         for old in sorted(run.glob("step-*"))[:-2]:
-            shutil.rmtree(old.rename(partial))  # never half there under its name
+            shutil.rmtree(old.rename(partial))  # a checkpoint's name never refers to a partial folder
 
 
 def load(folder: Path, model: nn.Module, optimizer: SGD, head: ShardedArcFace) -> int:
-    """Load a checkpoint that any number of ranks wrote; return its step."""
+    """Load a checkpoint written by any number of ranks; return its step."""
     state = torch.load(folder / "rank-0.pt", weights_only=True)
     if state["classes"] != head.classes:
         sys.exit(f"{folder} has {state['classes']} classes, this run {head.classes}; see --folder")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     for file in folder.glob("rank-*.pt"):
-        shard = torch.load(file, weights_only=True, mmap=True)  # reads no more than is copied
+        shard = torch.load(file, weights_only=True, mmap=True)  # reads only what is copied
         first, stop = shard["start"], shard["start"] + len(shard["weight"])
-        low, high = max(first, head.start), min(stop, head.stop)  # the classes in both
+        low, high = max(first, head.start), min(stop, head.stop)  # classes in both shards
         if low < high:
             for mine, theirs in (head.weight, "weight"), (head.momentum, "momentum"):
                 rows = shard[theirs][low - first : high - first]
@@ -214,9 +214,9 @@ def load(folder: Path, model: nn.Module, optimizer: SGD, head: ShardedArcFace) -
 
 
 def draw(classes: int, per_class: int = 10) -> tuple[Tensor, Tensor]:
-    """Invent letters and write each of them often: images [N, 1, 32, 32] in -1..1, labels [N].
+    """Draw random letters, several images each; return images [N, 1, 32, 32] in -1..1 and labels [N].
 
-    A letter is three or four curved strokes; each image varies their points, the slant, the size, the pen.
+    A letter is three or four curved strokes. Each image varies their points, the slant, size and line width.
     """
     images = np.zeros((classes * per_class, 32, 32), np.float32)
     t = np.linspace(0, 1, 9)[:, None]
@@ -234,7 +234,7 @@ def draw(classes: int, per_class: int = 10) -> tuple[Tensor, Tensor]:
 
 
 def read(folder: Path) -> tuple[Tensor, Tensor]:
-    """Read the images that label.txt lists, with lines of path, tab, label; return the same as `draw`."""
+    """Read the images of label.txt (lines of path, tab, label); return images and labels as `draw` does."""
     lines = [line.split("\t") for line in (folder / "label.txt").read_text().splitlines()]
     gray = [np.asarray(Image.open(folder / p).convert("L").resize((32, 32))) for p, _ in lines]
     images = torch.from_numpy(np.stack(gray)).float() / 127.5 - 1
@@ -242,14 +242,14 @@ def read(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def batch_of(step: int, images: int) -> Tensor:
-    """Return the global batch of a step: a function of the step alone, so that a run can resume."""
+    """Return the indices of a step's global batch; they depend on the step only, so that a run can resume."""
     epoch, part = divmod(step, images // BATCH)
     order = torch.randperm(images, generator=torch.Generator().manual_seed(SEED + epoch))
     return order[part * BATCH : (part + 1) * BATCH]
 
 
 def network() -> nn.Module:
-    """Return a small convolutional network, [N, 1, 32, 32] to [N, DIM]."""
+    """Build a small convolutional network: [N, 1, 32, 32] to [N, DIM]."""
     layers: list[nn.Module] = []
     for i, o in ((1, 32), (32, 64), (64, 128), (128, 256)):
         layers += [nn.Conv2d(i, o, 3, stride=2, padding=1), nn.GroupNorm(8, o), nn.ReLU()]
@@ -258,7 +258,7 @@ def network() -> nn.Module:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return how often the nearest other image, by the cosine of embeddings, is of the same class."""
+    """Return the share of images whose nearest other image, by cosine, has the same class."""
     net.eval()
     e = torch.cat([unit(net(part))[0] for part in images.split(500)])
     net.train()
@@ -271,12 +271,12 @@ def train(options: argparse.Namespace) -> None:
     if BATCH % ranks:
         sys.exit(f"{ranks} ranks cannot share a batch of {BATCH} equally; expected a divisor of it")
     images, labels = read(options.data) if options.data else draw(options.classes)
-    known = int(labels.max() + 1) * 9 // 10  # a tenth of the classes is not trained
+    known = int(labels.max() + 1) * 9 // 10  # a tenth of the classes is for evaluation only
     unseen, images = (images[labels >= known], labels[labels >= known]), images[labels < known]
     labels = labels[labels < known]
 
-    torch.manual_seed(SEED)  # the network starts from the same weights on all ranks
-    # Batch norm sees the global batch. Without it at the end of the network, embeddings can collapse.
+    torch.manual_seed(SEED)  # identical initial weights on all ranks
+    # Batch norm over the global batch. Without it at the end of the network, embeddings can collapse.
     model = nn.Sequential(network(), nn.BatchNorm1d(DIM, affine=False))
     net, neck = model
     optimizer = SGD(net.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
@@ -293,14 +293,14 @@ def train(options: argparse.Namespace) -> None:
         rate = RATE * min(1, step / 100) * (1 + math.cos(math.pi * step / options.steps)) / 2
         optimizer.param_groups[0]["lr"] = rate
         batch = batch_of(step, len(images))
-        mine = net(images[batch.chunk(ranks)[rank]])  # [b, D], the embeddings of this rank
-        every = gather(mine.detach()).requires_grad_()  # [B, D], those of all ranks
+        mine = net(images[batch.chunk(ranks)[rank]])  # [b, D], embeddings of this rank
+        every = gather(mine.detach()).requires_grad_()  # [B, D], embeddings of all ranks
         x = neck(every)
         loss, right, gradient = head.forward(x, labels[batch], head.sample(labels[batch], step))
         optimizer.zero_grad()
         (gradient,) = torch.autograd.grad(x, every, gradient)
         mine.backward(gradient.chunk(ranks)[rank])
-        for parameter in net.parameters():  # the loss is that of all ranks: a sum, not a mean
+        for parameter in net.parameters():  # the loss is that of the global batch, so sum, not mean
             dist.all_reduce(parameter.grad)  # type: ignore[arg-type]
         optimizer.step()
         head.update(rate)
@@ -316,9 +316,9 @@ if __name__ == "__main__":
     formatter = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--data", type=Path, help="folder with images and label.txt")
-    parser.add_argument("--folder", type=Path, default="demo/output/nano", help="for checkpoints")
-    parser.add_argument("--resume", action="store_true", help="from the last checkpoint of the run")
-    parser.add_argument("--classes", type=int, default=1000, help="to draw, a tenth to evaluate")
-    parser.add_argument("--ratio", type=float, default=1.0, help="part of the classes in a step")
+    parser.add_argument("--folder", type=Path, default="demo/output/nano", help="folder for checkpoints")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint")
+    parser.add_argument("--classes", type=int, default=1000, help="number to draw; a tenth is for evaluation")
+    parser.add_argument("--ratio", type=float, default=1.0, help="share of the classes per step")
     parser.add_argument("--steps", type=int, default=600)
     train(parser.parse_args())

@@ -6,6 +6,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from plsc import __version__
 
 project = "plsc"
+html_show_copyright = False
 release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"

@@ -1,29 +1,31 @@
 """Train classifiers over very many classes, with class weights sharded over the ranks.
 
-`Entry` is the high-level interface; all parts can also be used on their own.
+`Entry` trains, tests and predicts. `load_network` returns a trained network.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plsc.config.runtime import AutoMixedPrecisionLists
     from plsc.entry import Entry
+    from plsc.train.evaluation import load_network
 
 __version__ = "0.1.0"
 
-__all__ = ["AutoMixedPrecisionLists", "Entry", "__version__"]
+__all__ = ["AutoMixedPrecisionLists", "Entry", "__version__", "load_network"]
+
+# Imported on first use: `import plsc` alone does not import torch.
+_MODULES = {
+    "AutoMixedPrecisionLists": "plsc.config.runtime",
+    "Entry": "plsc.entry",
+    "load_network": "plsc.train.evaluation",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Import on access, so that `import plsc` does not import torch.
-    if name == "Entry":
-        from plsc.entry import Entry
-
-        return Entry
-    if name == "AutoMixedPrecisionLists":
-        from plsc.config.runtime import AutoMixedPrecisionLists
-
-        return AutoMixedPrecisionLists
-    raise AttributeError(f"module 'plsc' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'plsc' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

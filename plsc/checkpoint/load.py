@@ -71,19 +71,34 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
     return opened[0].manifest
 
 
-def load_weights(path: str | os.PathLike[str], kind: str = BACKBONE) -> dict[str, Tensor]:
-    """Return the tensors of ``path`` of a kind of role by their names in it, on the CPU, sharded ones joined.
+def load_weights(
+    path: str | os.PathLike[str], kind: str = BACKBONE, head: str | None = None
+) -> dict[str, Tensor]:
+    """Return the network's state dict from a checkpoint, or other tensors by name, on the CPU.
 
-    For one process, without any collective. Only the files that hold such tensors are read.
+    Sharded tensors are joined. For one process, without any collective. Only the files that hold such tensors
+    are read.
+
+    Args:
+        path: folder of the checkpoint.
+        kind: ``backbone``; ``class_weights``: ``weight`` [classes, D], or [classes, sub-centres, D], and
+            ``bias`` [classes] of a softmax; ``head_statistics``: what AdaFace and CurricularFace count.
+        head: name of the data set, in a checkpoint that has a head for each of several.
 
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
     with OpenCheckpoint(path) as opened:
         found = opened.select((kind,))
-        if not found:
-            raise CheckpointError(f"{path} holds no {kind} tensor; choose another checkpoint")
-        return {role.name: tensor.read() for role, tensor in found.items()}
+        names = {role.name for role in found}
+        if head is None and len(names) < len(found):
+            several = ", ".join(sorted({role.of for role in found}))
+            raise CheckpointError(f"{path} holds {kind} tensors of {several}; name one of them as the head")
+        chosen = {role: tensor for role, tensor in found.items() if head in (None, role.of)}
+        if not chosen:
+            of = "" if head is None else f" of the head {head!r}"
+            raise CheckpointError(f"{path} holds no {kind} tensor{of}; choose another checkpoint")
+        return {role.name: tensor.read() for role, tensor in chosen.items()}
 
 
 def class_name_tensors(names: ClassNames, head: str = "") -> dict[Role, Tensor]:

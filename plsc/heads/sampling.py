@@ -72,7 +72,7 @@ def nearest_classes(rows: Rows, queries: Queries, count: int, tile: int, key: in
 
     rows: all of this rank's; the classes of labels are left out, they take part anyway. tile: rows at a
     time. The half changes with `key`; looking at it costs B n D operations in float32 and reads half of the
-    rows, which may be more than the rest of a sampled step (docs/benchmarks.md).
+    rows, which may be more than the rest of a sampled step (docs/benchmarks/head.md).
     """
     classes = len(rows.weight) // rows.centers
     if count == 0 or classes == 0:

@@ -1,6 +1,7 @@
 """The softmax over the class weights, tile by tile: the matrix [B, classes] never exists.
 
-Notation of docs/head.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij, logits z_ij.
+Notation of docs/life_of_a_step.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij,
+logits z_ij.
 The class of a sample's label never goes through a tile: its logit is computed beforehand from B rows
 (sharded.py). A backend masks it, so the sums here are those over the OTHER classes, and nothing has to be
 taken off again.

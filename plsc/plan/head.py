@@ -1,7 +1,7 @@
 """What a sharded head will need: memory, arithmetic, network.
 
-Plain arithmetic; no tensor is made and torch is not loaded. Notation of docs/head.md: B samples in the
-global batch, D embedding size, n rows of a rank that take part in a step. All is of the largest rank.
+Plain arithmetic; no tensor is made and torch is not loaded. Notation of docs/life_of_a_step.md: B samples in
+the global batch, D embedding size, n rows of a rank that take part in a step. All is of the largest rank.
 """
 
 from __future__ import annotations

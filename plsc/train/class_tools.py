@@ -16,7 +16,6 @@ from plsc.checkpoint import Manifest, read_manifest, save_checkpoint
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Config, Options
-from plsc.config.option import name_of
 from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
@@ -33,7 +32,7 @@ from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.data import NO_AUGMENTATION
 from plsc.train.directories import open_load_dir
-from plsc.train.evaluation import ImagesOf, load_network
+from plsc.train.evaluation import ImagesOf, load_with_config
 from plsc.train.heads import build_heads
 from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
@@ -130,13 +129,8 @@ def grow_from_images(
     refuse_several_heads(Path(source), manifest)
     first = manifest.class_num
     labels = _new_labels(opened, first, count, os.fspath(images))
-    options = Options()
-    options.set("checkpoint.load_dir", os.fspath(source))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")
-    network = model if isinstance(model, BaseModel) else None
-    if model is not None:
-        options.set("model.name", model if network is None else name_of(type(network)))
-    network, config = load_network(options, world, UserParts(network))
+    network, config = load_with_config(source, model, world)
     with tempfile.TemporaryFile() as file:
         sums = _sum_directions(network, opened, labels, count, config, world, file, os.fspath(images))
         names = class_names_of(opened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.load import read_class_names
+from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
+from plsc.config.option import name_of
 from plsc.data.class_names import class_names_of
 from plsc.data.pairs import read_pairs
 from plsc.data.reader import declares_shards
@@ -24,10 +28,11 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.storage.urls import is_url
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
-from plsc.train.directories import open_load_dir
+from plsc.train.directories import open_checkpoint, open_load_dir
 from plsc.train.network import (
     build_network,
     evaluated,
@@ -130,7 +135,7 @@ class Prediction:
 
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
     """Return the verification of the checkpoint's network on every pair file, by name."""
-    network, config = load_network(options, world, user)
+    network, config = load_for_run(options, world, user.model)
     targets = load_targets(config, user.test_reader)
     if not targets:
         raise DataError(
@@ -151,7 +156,7 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     Classes with names are numbered as in the checkpoint; new classes follow after them.
     """
     checkpoint = open_load_dir(options.resolve(), world)
-    network, config = load_network(options, world, user, checkpoint)
+    network, config = load_for_run(options, world, user.model, checkpoint)
     network = evaluated(network, config, world)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader):
@@ -171,21 +176,61 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
 
 
 def load_network(
+    checkpoint: str | os.PathLike[str],
+    model: BaseModel | str | None = None,
+    device: torch.device | str = "cpu",
+) -> BaseModel:
+    """Return the trained network of a checkpoint, in evaluation mode.
+
+    It takes images [B, C, H, W], normalised as (x - 127.5) / 128, and returns embeddings [B, D], which are
+    not normalised. For one process, without any collective.
+
+    Args:
+        checkpoint: its folder, or its URL; one at a URL is fetched to the cache.
+        model: for a custom network: an instance, or the name of its class, ``package.module:Class``.
+        device: where the network is put.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it does not fit the network.
+        OptionError: the network cannot be built.
+    """
+    world = World.single(str(device))
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):  # it is seeded
+        return load_with_config(checkpoint, model, world)[0].eval()
+
+
+def load_with_config(
+    checkpoint: str | os.PathLike[str], model: BaseModel | str | None, world: World
+) -> tuple[BaseModel, Config]:
+    """Return the network of the checkpoint at a path or URL, and its configuration.
+
+    model: as in `load_network`.
+    """
+    network = model if isinstance(model, BaseModel) else None
+    options = Options()
+    if model is not None:
+        options.set("model.name", model if network is None else name_of(type(network)))
+    place = os.fspath(checkpoint)
+    folder = fetch(place, world) if is_url(place) else Path(place)
+    return load_for_run(options, world, network, (folder, open_checkpoint(folder)))
+
+
+def load_for_run(
     options: Options,
     world: World,
-    user: UserParts,
+    custom: BaseModel | None,
     checkpoint: OpenedCheckpoint | None = None,
 ) -> tuple[BaseModel, Config]:
     """Return the network of a checkpoint, and the configuration with the checkpoint's model options.
 
-    checkpoint: by default that of `checkpoint.load_dir`.
+    custom: a custom network to load the weights into. checkpoint: by default that of `checkpoint.load_dir`.
     """
     path, manifest = checkpoint or open_load_dir(options.resolve(), world)
-    config = adopt(options, path, manifest, user.model, "model")
+    config = adopt(options, path, manifest, custom, "model")
     if world.is_main:
         for difference in config.differences:
             logger.info(f"differs from the checkpoint: {difference}")
-    network = build_network(config, world, user.model)
+    network = build_network(config, world, custom)
     use_lists(network, look_up_lists(network, config), config, world.device)
     try:
         network.load_state_dict(load_weights(path))

@@ -11,8 +11,7 @@ import torch
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.parallel.world import World
-from plsc.train.build import UserParts
-from plsc.train.evaluation import load_network
+from plsc.train.evaluation import load_for_run
 from tests.distributed.launch import run_ranks, run_torchrun
 from tests.distributed.resume_worker import joined
 from tests.distributed.sharding_worker import CASES, STEPS, Uneven
@@ -73,7 +72,7 @@ def test_the_network_is_read_whole_where_it_is_used(checkpoint, tmp_path):
     manifest = read_manifest(checkpoint)
     assert manifest.tensors["backbone.fc.weight"].sharded
     options = options_of(tmp_path, tmp_path / "none", checkpoint__load_dir=str(checkpoint))
-    network, _ = load_network(options, World.single(), UserParts(model=Uneven()))
+    network, _ = load_for_run(options, World.single(), Uneven())
     expected = joined(checkpoint)
     for name, tensor in network.state_dict().items():
         assert tensor.equal(expected[f"backbone.{name}"]), name

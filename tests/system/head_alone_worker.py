@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from plsc.heads import ShardedHead
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "head.md"
-PLAIN, SEVERAL = "In a loop of your own", "Several processes"
+PLAIN, SEVERAL = "Use the head in your own training loop", "Several processes"
 CLASSES, BATCH, STEPS = 40, 32, 12
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -40,7 +40,7 @@ class Run:
 def read_blocks() -> dict[str, list[str]]:
     """Return the Python of the page by heading."""
     blocks: dict[str, list[str]] = {}
-    for section in re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^## ", PAGE.read_text("utf-8").removeprefix("# "), flags=re.MULTILINE):
         code = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
         if code:
             blocks[section.splitlines()[0]] = code
@@ -48,7 +48,9 @@ def read_blocks() -> dict[str, list[str]]:
 
 
 BLOCKS = read_blocks()
-SETUP, LOOP = BLOCKS[PLAIN]
+# The first block in its paragraphs: imports; the page's own network and data; head and optimizers; the loop.
+TORCH, HEADS, _, CONSTRUCTION, LOOP = BLOCKS[PLAIN][0].split("\n\n")
+SETUP = f"{TORCH}\n{HEADS}\n{CONSTRUCTION}"
 PROCESSES, FSDP = BLOCKS[SEVERAL]
 
 
@@ -140,7 +142,7 @@ def train_ranks(mode: str, rank: int, ranks: int, batches: Batches) -> Run:
         averaging = PROCESSES.replace("backbone.register_comm_hook(None, sum_gradients)\n", "")
         assert averaging != PROCESSES
         loop = LOOP.replace("out.loss.backward()", "(out.loss * world_size).backward()")
-        loop = loop.replace("rows.step()", "rows.step(grad_scale=world_size)")
+        loop = loop.replace("head_optimizer.step()", "head_optimizer.step(grad_scale=world_size)")
         return train(averaging, loop, batches=batches, world_size=ranks)
     if mode == "fsdp":
         wrapped = PROCESSES.replace("backbone = DistributedDataParallel(backbone)\n", FSDP)

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
+import plsc
 from plsc import Entry
 from plsc.checkpoint import list_checkpoints
 from plsc.cli import main
@@ -136,6 +137,32 @@ def test_test_and_predict_use_the_weights_and_options_of_the_checkpoint(dataset,
     x = ((image.float() - 127.5) / 128).flatten()
     expected = stored["backbone.fc.weight"] @ x + stored["backbone.fc.bias"]
     np.testing.assert_allclose(prediction.embeddings[0], expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_load_network_embeds_as_predict_does_and_draws_nothing(dataset, tmp_path, custom):
+    ins = entry(dataset, tmp_path / "run", network=custom, set_train_epochs=1, set_with_test=False)
+    if not custom:
+        ins.set_model_name("SmallResNet")
+    checkpoint = ins.train().checkpoint
+    ins.set_checkpoint_dir(checkpoint)
+    predicted = torch.from_numpy(ins.predict().embeddings)
+    files = [line.split("\t")[0] for line in (dataset / "label.txt").read_text().splitlines()]
+    images = torch.from_numpy(np.stack([Image.open(dataset / file) for file in files])).permute(0, 3, 1, 2)
+    state = torch.get_rng_state()
+    for model in [Plain(), f"{__name__}:Plain"] if custom else [None, "SmallResNet"]:
+        torch.set_rng_state(state)
+        network = plsc.load_network(checkpoint, model)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert not network.training
+        with torch.inference_mode():
+            embeddings = network((images - 127.5) / 128)
+        torch.testing.assert_close(embeddings, predicted, rtol=1e-4, atol=1e-4)
+    if custom:
+        with pytest.raises(CheckpointError, match="no code"):
+            plsc.load_network(checkpoint)
+    with pytest.raises(CheckpointError, match="is not a checkpoint but holds some: 0"):
+        plsc.load_network(checkpoint.parent)
 
 
 def read_arrays(dataset):

@@ -1,4 +1,4 @@
-"""Imports go one way through the rooms, and the architecture page names what is there."""
+"""Packages import from lower levels only; the pages about the code name what exists."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the ground up: a room may import from rooms above it in this list, and from itself.
-ROOMS = [
+# A package may import from packages before it in this list, and from itself.
+LEVELS = [
     {"seeds", "spans"},
     {"errors"},
     {"config", "terminal"},
@@ -21,7 +21,7 @@ ROOMS = [
     {"entry"},
     {"cli"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 
 
 def imports_of(path):
@@ -34,19 +34,19 @@ def imports_of(path):
                     yield alias.name.split(".")[1], node.lineno
 
 
-def test_no_room_imports_from_a_room_above_it():
+def test_packages_import_from_lower_levels_only():
     offenders = []
     for path in sorted((ROOT / "plsc").rglob("*.py")):
-        room = path.relative_to(ROOT / "plsc").parts[0].removesuffix(".py")
-        if room == "__init__":
+        package = path.relative_to(ROOT / "plsc").parts[0].removesuffix(".py")
+        if package == "__init__":
             continue
         for target, line in imports_of(path):
-            if target != room and LEVEL[target] >= LEVEL[room]:
+            if target != package and LEVEL[target] >= LEVEL[package]:
                 offenders.append(f"{path.relative_to(ROOT)}:{line} imports plsc.{target}")
     assert not offenders, "\n".join(offenders)
 
 
-def test_the_head_can_be_taken_out_with_errors_and_collectives_alone():
+def test_the_head_imports_only_errors_collectives_and_spans():
     allowed = {"plsc.errors", "plsc.parallel.collectives", "plsc.spans"}
     for path in (ROOT / "plsc/heads").rglob("*.py"):
         nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
@@ -54,7 +54,7 @@ def test_the_head_can_be_taken_out_with_errors_and_collectives_alone():
         assert not {m for m in found if not m.startswith("plsc.heads")} - allowed, path
 
 
-def test_importing_plsc_does_nothing_and_is_light():
+def test_importing_plsc_imports_neither_torch_nor_numpy():
     code = (
         "import sys, plsc; assert plsc.__version__; "
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
@@ -62,7 +62,7 @@ def test_importing_plsc_does_nothing_and_is_light():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_importing_the_facade_makes_no_process_group_and_touches_no_generator():
+def test_importing_entry_makes_no_process_group_and_changes_no_generator():
     code = (
         "import random, numpy, torch; torch.manual_seed(1); a = torch.get_rng_state(); "
         "import plsc.entry, plsc.cli, torch.distributed as d; assert not d.is_initialized(); "
@@ -71,13 +71,40 @@ def test_importing_the_facade_makes_no_process_group_and_touches_no_generator():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_the_walks_of_the_architecture_page_name_at_most_eight_files_and_what_is_in_them():
-    page = (ROOT / "docs/architecture.md").read_text()
-    section = page.split("## Three walks through the code")[1].split("\n## ")[0]
-    for walk in section.split("\n**")[1:]:
+def walks():
+    """Yield each numbered list of files in the pages about the code."""
+    architecture = (ROOT / "docs/architecture.md").read_text()
+    yield from architecture.split("## Walks through the code")[1].split("\n## ")[0].split("\n**")[1:]
+    step = (ROOT / "docs/life_of_a_step.md").read_text()
+    yield step.split("## Read the files in this order")[1].split("\n## ")[0]
+
+
+def test_the_walks_through_the_code_name_files_and_functions_that_exist():
+    for walk in walks():
         steps = re.findall(r"^\d\. `(plsc/\S+)` (.+?):", walk, re.MULTILINE)
         assert 6 <= len(steps) <= 8, walk
         for path, names in steps:
             source = (ROOT / path).read_text()
             for name in re.findall(r"`(\w+)`", names):
                 assert re.search(rf"^ *(def|class) {name}\b|^    {name}:", source, re.MULTILINE), name
+
+
+def test_the_life_of_a_checkpoint_names_what_is_in_its_files():
+    page = (ROOT / "docs/life_of_a_checkpoint.md").read_text()
+    found = re.findall(r"`(\w+)(?:\.(\w+))?`\s+\(`(plsc/\S+)`\)", page)
+    assert len(found) > 10
+    for name, method, path in found:
+        source = (ROOT / path).read_text()
+        assert re.search(rf"^(def|class) {name}\b", source, re.MULTILINE), name
+        assert not method or f"    def {method}(" in source, method
+
+
+def test_the_architecture_page_lists_every_package_with_its_level():
+    page = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (.+?) \|.*?\| (`\w+\.py`)? ?\|$", page, re.MULTILINE)
+    listed = {}
+    for level, packages, start in rows:
+        for path in re.findall(r"`plsc/(\S+?)`", packages):
+            assert (ROOT / "plsc" / path / start.strip("`")).exists(), path
+            listed.setdefault(path.split("/")[0].removesuffix(".py"), int(level))
+    assert listed == LEVEL

@@ -1,6 +1,6 @@
 /* What plsc/heads/kernels/native.py hands to the library, and what it gets back.
  *
- * Notation of docs/head.md and plsc/heads/softmax.py: B samples, D embedding size, n rows in play.
+ * Notation of docs/life_of_a_step.md and plsc/heads/softmax.py: B samples, D embedding size, n rows in play.
  * Every array is contiguous. PLSC_ABI must grow whenever a structure or a function here changes.
  */
 #ifndef PLSC_NATIVE_H

@@ -1,8 +1,8 @@
 """The element-wise parts of the softmax as Triton kernels. Importing this needs triton.
 
-`triton_backend` launches them. Notation of docs/head.md. A launch is for a tile of `count` rows, the first of
-them at position `start` of the rows in play; c [B, count] are their products with the batch, in float32,
-columns side by side. An argument that may be None is left out of the compiled kernel where it is.
+`triton_backend` launches them. Notation of docs/life_of_a_step.md. A launch is for a tile of `count` rows,
+the first of them at position `start` of the rows in play; c [B, count] are their products with the batch,
+in float32, columns side by side. An argument that may be None is left out of the compiled kernel where it is.
 """
 
 # mypy: allow-untyped-defs

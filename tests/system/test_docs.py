@@ -1,0 +1,86 @@
+"""The Python blocks of README.md and docs/ run as they stand; the flags of `plsc` in shell blocks exist.
+
+The blocks of a page run in order, in one namespace, in a folder with a dataset `faces` and its checkpoint
+`saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is left
+out. test_head_alone.py checks what the blocks of docs/head.md compute.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import plsc.config.options
+from plsc.cli import COMMANDS
+from plsc.cli.parser import CommandParser, find_command
+from tests.images import write_dataset, write_pair_file
+from tests.system.small_entry import entry
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SMALL = {
+    "model.name": "SmallResNet",
+    "model.emb_size": 8,
+    "model.image_shape": (3, 16, 16),
+    "train.batch_size": 12,
+    "train.epochs": 1,
+    "train.with_test": False,
+}
+_BLOCK = re.compile(r"(<!-- not run: .*-->\n+)?^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page, language):
+    found = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [code for skipped, written, code in found if written == language and not skipped]
+
+
+def names(language):
+    pages = [page for page in PAGES if blocks(page, language)]
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+@pytest.fixture(scope="module")
+def surroundings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    write_dataset(folder / "faces", classes=6, per_class=4)
+    write_pair_file(folder / "faces" / "lfw.bin", folder / "faces")
+    shutil.copytree(folder / "faces", folder / "train_data")
+    result = entry(folder / "faces", folder / "run").train()
+    shutil.copytree(result.checkpoint, folder / "saved_model" / "7")
+    return folder
+
+
+@pytest.mark.parametrize("page", names("python"))
+def test_the_python_blocks_run(page, surroundings, tmp_path, monkeypatch):
+    shutil.copytree(surroundings, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    config = plsc.config.options.Config
+    monkeypatch.setattr(plsc.config.options, "Config", lambda: config().changed(SMALL))
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, 512))
+    names = {
+        "__name__": "docs",
+        "backbone": backbone,
+        "optimizer": torch.optim.SGD(backbone.parameters(), 0.1),
+        "batches": [(torch.randn(4, 3, 4, 4), torch.arange(4))],
+        "classes": 10,
+    }
+    for code in blocks(page, "python"):
+        exec(compile(code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", names("sh"))
+def test_the_flags_of_commands_exist(page, monkeypatch):
+    monkeypatch.setattr("plsc.cli.parser.set_from_file", lambda options, file: None)
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    for line in lines:
+        command = re.split(r"\s(?:[|>&;#]|2>)", line.replace("-m plsc.cli", "&& plsc").split("&& ")[-1])[0]
+        words = shlex.split(command)
+        if words[:1] == ["plsc"] and words[-1:] != ["--help"]:
+            name, found, words = find_command(COMMANDS, words[1:])
+            CommandParser(name, found).read(words)
