@@ -61,7 +61,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_train_batch_size", 1.5, "expected an integer"),
         ("set_lr", float("nan"), "expected a number"),
         ("set_lr", float("inf"), "expected a number"),
-        ("set_lr", 0, "more than 0"),
+        ("set_lr", 0, "greater than 0"),
         ("set_image_shape", (112, 112), "channels, height, width"),
         ("set_image_shape", (2, 112, 112), "1 or 3 channels"),
         ("set_image_shape", "3,112,112", "list of integers"),
@@ -157,7 +157,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
         (["train", "--train.batchsize", "3"], "did you mean 'train.batch_size'"),
         (["train", "--train.epochs", "2.5"], "train.epochs"),
         (["trian"], "did you mean 'train'"),
-        (["predict", "--output", "/no such folder/x.npz"], "there is no folder"),
+        (["predict", "--output", "/no such folder/x.npz"], "does not exist"),
     ],
 )
 def test_a_wrong_command_line_ends_in_one_line(arguments, said, capsys):

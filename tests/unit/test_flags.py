@@ -30,7 +30,7 @@ def said_of(capsys, *arguments) -> str:
         ("optim.step_boundaries", "[1,a]", "expected a list of integers"),
         ("train.epochs", "0", "train.epochs is 0; expected at least 1"),
         ("train.epochs", "0", "; see --train.epochs"),
-        ("batch_size", "3", "no option --batch_size; did you mean 'train.batch_size'?"),
+        ("batch_size", "3", "unknown flag --batch_size; did you mean 'train.batch_size'?"),
         ("lr", "3", "did you mean 'optim.lr'?"),
         (
             "config",
@@ -54,7 +54,7 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ("optim.lr: fast", ":1: optim.lr is 'fast'; expected a number"),
         (
             "train: {batch_sise: 3}",
-            ":1: there is no option 'train.batch_sise'; did you mean 'train.batch_size'?",
+            ":1: unknown option 'train.batch_sise'; did you mean 'train.batch_size'?",
         ),
         (
             "train:\n  epochs: [1",
@@ -70,10 +70,10 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ),
         (
             "optim: [a]",
-            ":1: optim is a group; expected its options in the lines below it, inde",
+            ":1: optim is a group; expected its options in the lines below, inde",
         ),
-        ("hello", " holds no options; expected lines such as 'train:'"),
-        ("", " holds no options; expected lines such as 'train:'"),
+        ("hello", " contains no options; expected lines such as 'train:'"),
+        ("", " contains no options; expected lines such as 'train:'"),
         (b"\xff\xfe", " is not valid YAML: 'utf-8' codec can't decode byte 0xff"),
         (b"a: \0", " is not valid YAML: unacceptable character"),
         ("[" * 100_000, " is not valid YAML: "),
@@ -92,7 +92,7 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
         bomb = f"&a{level} [{bomb}, *a{level - 1 if level else ''}]"
     file = tmp_path / "run.yaml"
     file.write_text(f"optim:\n  groups: {bomb}\n")
-    assert f"{file} has the YAML alias *a in line 2; expected" in said_of(capsys, "config", "--config", file)
+    assert f"{file} has the YAML alias *a in line 2; aliases" in said_of(capsys, "config", "--config", file)
     for arguments in (
         ["config", "--optim.groups", bomb],
         ["config", f"--optim.groups={bomb}"],
@@ -138,7 +138,7 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
             [],
             "no command was given; known: train, test, predict, profile, dominant, config, plan, data, ch",
         ),
-        (["trian"], "no command 'trian'; known: train, test,"),
+        (["trian"], "unknown command 'trian'; known: train, test,"),
         (["data", "insp"], "did you mean 'inspect'?"),
         (["data"], "no command was given"),
         (["dominant"], "required: --output; see plsc dominant --help"),
@@ -146,7 +146,7 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
         (["data", "inspect", "x", "--check", "1.5"], "--check is '1.5'; expected an integer"),
         (
             ["data", "inspect", "x", "--chek", "0"],
-            "there is no option --chek; did you mean 'check'?; see plsc data inspect --help",
+            "unknown flag --chek; did you mean 'check'?; see plsc data inspect --help",
         ),
         (["data", "inspect", "x", "y"], "unexpected argument y; see plsc data inspect --help"),
         (["checkpoint", "lst"], "did you mean 'list'?"),

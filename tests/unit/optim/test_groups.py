@@ -49,7 +49,7 @@ def test_a_pattern_is_a_name_a_module_a_type_or_an_expression(pattern, names):
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("stemm.*", "of stem, plain, fc; did you mean 'stem'"),
+        ("stemm.*", "are stem, plain, fc; did you mean 'stem'"),
         ("fc.weigth", "did you mean 'fc.weight'"),
         ("type:BatchNorm3d", "did you mean 'type:BatchNorm2d'"),
         ("Stem", "did you mean 'stem'"),
@@ -114,12 +114,12 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
     ("group", "said"),
     [
         ({}, "a parameter group has no pattern; expected a string"),
-        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a string"),
+        ({"patern": "neck"}, "a parameter group has no pattern, only patern; expected a string"),
         ({"pattern": None}, "pattern of a parameter group is None"),
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (
             {"pattern": "fc", "lr_factor": 0},
-            "'fc': lr_factor is 0; expected more than",
+            "'fc': lr_factor is 0; expected greater than",
         ),
         ({"pattern": "fc", "lr": 0.1}, "arguments other than 'lr': use set_lr"),
         ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so its other settings"),
@@ -215,7 +215,7 @@ def test_the_rules_are_those_of_torch_with_their_arguments(rule, holds):
     ("rule", "said"),
     [
         ({"rule": "xavier"}, "unknown rule 'xavier'"),
-        ({"rule": "normal", "sd": 1.0}, "has no 'sd'; known: mean, std"),
+        ({"rule": "normal", "sd": 1.0}, "has no argument 'sd'; known: mean, std"),
         ({"rule": "normal", "std": "1"}, "std is '1'; expected a finite number"),
         ({"rule": "constant"}, "needs the argument val"),
         ({"rule": "kaiming_normal", "mode": "fan"}, "cannot be used for fc.weight"),

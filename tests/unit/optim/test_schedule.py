@@ -176,7 +176,7 @@ def test_a_function_that_fails_later_is_told_with_the_step(factor, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"warmup_epochs": 1, "warmup_steps": 5}, "set one of the two"),
+        ({"warmup_epochs": 1, "warmup_steps": 5}, "set only one of them"),
         ({"schedule": "exponential"}, "never reaches"),
         ({"cosine_cycles": 2, "schedule": "step"}, "optim.schedule is 'step'"),
     ],

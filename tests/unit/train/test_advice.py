@@ -20,7 +20,9 @@ def said(wait, step, workers=1, is_generator=False, steps=60):
 
 def test_as_many_workers_as_read_a_batch_while_one_is_computed():
     (line,) = said(0.020, 0.030)
-    assert line.startswith("a step of 30 ms waits 20 ms (67%) for its batch, with 1 worker and 8 cores")
+    assert line.startswith(
+        "data loading is slow: a step of 30 ms waits 20 ms (67%) for its batch, with 1 worker and 8 cores"
+    )
     assert line.endswith("; try set_num_workers(4)")  # 30 / 10 and a tenth more
     (line,) = said(0.005, 0.030, workers=0)
     assert line.endswith("try set_num_workers(1)")

@@ -264,7 +264,7 @@ def test_ranks_with_files_of_their_own_read_each_sample_once(parts):
 def test_a_dataset_without_samples_is_refused_in_one_line():
     options = Options()
     options.set("head.class_num", 4)
-    with pytest.raises(DataError, match="holds no samples"):
+    with pytest.raises(DataError, match="contains no samples"):
         open_training_data(options, ALONE, Nothing(), None, 6)
 
 

@@ -40,7 +40,7 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     with pytest.raises(TrainingError) as caught:
         stop_at_bad_loss(World.single(), tmp_path, Position(7, 1, 2), math.nan, 0.25, names)
     text = str(caught.value)
-    assert "the loss is nan at step 7 (epoch 1, learning rate 0.25)" in text
+    assert "the loss is nan at step 7 (epoch 2, learning rate 0.25)" in text
     assert "images/0.jpg (label.txt:1)" in text
     assert "and 2 more" in text
     assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
@@ -139,7 +139,7 @@ def test_a_run_that_does_not_learn_says_so_once_in_its_first_epoch(
     run_training(options_for(data, tmp_path, **given), World.single(), UserParts(model=model()))
     found = [text for text in messages if message in text]
     assert len(found) == 1
-    assert messages.index(found[0]) < next(i for i, one in enumerate(messages) if "epoch 1 " in one)
+    assert messages.index(found[0]) < next(i for i, one in enumerate(messages) if "epoch 2/2 " in one)
 
 
 def test_a_collapse_is_reported_once_when_it_outlasts_the_warm_up_twice():
@@ -456,7 +456,9 @@ def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
     run = build_run(
         options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
     )
-    with pytest.raises(OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"):
+    with pytest.raises(
+        OptionError, match=r"monitor is 'accuracy', which this run does not measure; known: loss"
+    ):
         retention_of(run)
     run = replace(run, options=run.options.changed({"checkpoint.monitor": "loss"}))
     assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")

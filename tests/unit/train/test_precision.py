@@ -125,7 +125,7 @@ def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anyth
     with pytest.MonkeyPatch.context() as patch:
         make = Step.make
         patch.setattr(Step, "make", lambda *args: made.append(1) or make(*args))
-        with pytest.raises(TrainingError, match=r"the loss is nan at step 4 \(epoch 0"):
+        with pytest.raises(TrainingError, match=r"the loss is nan at step 4 \(epoch 1"):
             train_scripted(late, WORLD, "....l.....")
     # The fifth step's loss is looked at when the sixth has begun, or is to be saved.
     assert len(made) == (6 if every_n_steps == 3 else 5)
@@ -224,8 +224,8 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
         ({"incr_every_n_steps": 0}, "incr_every_n_steps is 0; expected at least 1"),
         ({"decr_every_n_nan_or_inf": 2.5}, "expected an integer"),
         ({"incr_ratio": 1.0}, "incr_ratio is 1.0; expected more than 1"),
-        ({"decr_ratio": 1}, "decr_ratio is 1; expected more than 0 and less than 1"),
-        ({"decr_ratio": 0.0}, "decr_ratio is 0.0; expected more than 0"),
+        ({"decr_ratio": 1}, "decr_ratio is 1; expected a number greater than 0 and less than 1"),
+        ({"decr_ratio": 0.0}, "decr_ratio is 0.0; expected a number greater than 0"),
         ({"use_dynamic_loss_scaling": "yes"}, "expected True or False"),
         ({"amp_lists": ["softmax"]}, "expected plsc.AutoMixedPrecisionLists"),
     ],

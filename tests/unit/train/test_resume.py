@@ -263,7 +263,7 @@ def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(datase
         dataset, save_dir, checkpoint__load_dir="last", train__batch_size=6, train__epochs=1,
         data__val_targets="",
     )  # fmt: skip
-    with pytest.raises(CheckpointError, match="holds no checkpoint; train first"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint; train first"):
         open_load_dir(options, WORLD)
     assert train(options, WORLD).steps == 3
     (save_dir / ".saving-1-89abcdef").mkdir()

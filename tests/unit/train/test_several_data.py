@@ -163,7 +163,7 @@ def test_data_sets_are_options_like_any_other(tmp_path):
         ({"name": None, "path": "x"}, "name is None; expected a string"),
         ({"name": "b", "path": " "}, "data set b: .*path.* non-empty"),
         ({"name": "b", "path": None}, "data set b: .*path is None; expected a string"),
-        ({"name": "b", "path": "x", "weight": 0}, r"data set b: .*weight.* more than 0"),
+        ({"name": "b", "path": "x", "weight": 0}, r"data set b: .*weight.* greater than 0"),
         ({"name": "b", "path": "x", "weight": float("nan")}, "expected a number"),
         ({"name": "b", "path": "x", "weight": "2"}, "expected a number"),
         ({"name": "b", "path": "x", "loss_type": "cos"}, "data set b: .* one of dist_softmax"),
