@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ways import LR, MOMENTUM, WEIGHT_DECAY, arcface
 
 from plsc.config import Options
-from plsc.data.batch import Batch, copied_aside
+from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads.weights import initial_rows
 from plsc.models import build_model
 from plsc.models.autocast import autocast
@@ -175,7 +175,7 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
     if options.speed.overlap_copies:  # as the loop does
-        batches = copied_aside(batches, world.device)
+        batches = copied_in_side_stream(batches, world.device)
     if not way.has_head:
         return Built(lambda: _backbone_step(run, next(batches)), batches.close)
 

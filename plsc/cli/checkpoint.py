@@ -15,7 +15,7 @@ def run_list(folder: str) -> None:
     from plsc.checkpoint.retention import checkpoints_in, metrics_of
     from plsc.data.sources.base import printable
     from plsc.errors import CheckpointError
-    from plsc.storage.store import Store, in_words
+    from plsc.storage.store import Store, format_bytes
     from plsc.storage.urls import shown
 
     found = checkpoints_in(Store(folder))
@@ -24,7 +24,7 @@ def run_list(folder: str) -> None:
             f"{shown(folder)} contains no checkpoint; expected the folder in which a run saved"
         )
     for name, manifest in found:
-        size = in_words(sum(file.bytes for file in manifest.files.values()))
+        size = format_bytes(sum(file.bytes for file in manifest.files.values()))
         metrics = metrics_of(manifest).items()
         shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
         heads = manifest.scalars.get(HEADS_KEY)
@@ -64,11 +64,11 @@ def run_show(checkpoint: str, tensors: bool) -> None:
 def run_verify(checkpoint: str) -> None:
     """Read all files of a checkpoint and compare them with the checksums in its manifest."""
     from plsc.checkpoint.remote import verify
-    from plsc.storage.store import in_words
+    from plsc.storage.store import format_bytes
     from plsc.storage.urls import shown
 
     manifest = verify(checkpoint)
-    size = in_words(sum(file.bytes for file in manifest.files.values()))
+    size = format_bytes(sum(file.bytes for file in manifest.files.values()))
     print(
         f"{shown(checkpoint)} is intact: {_count(len(manifest.files), 'file')}, {size}, step {manifest.step}"
     )

@@ -59,7 +59,7 @@ def run_inspect(
     location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
 ) -> None:
     """Print an overview of a dataset, and write a sheet of its pictures."""
-    from plsc.data.overview import look_at, write_contact_sheet
+    from plsc.data.overview import inspect_dataset, write_contact_sheet
     from plsc.data.sources import open_source
 
     if check < 0:
@@ -67,7 +67,7 @@ def run_inspect(
     if sheet is not None:  # fail before data is read
         _check_sheet(sheet, sheet_images)
     source = open_source(location, **reading)
-    print(look_at(source, checked=check, seed=seed).render())
+    print(inspect_dataset(source, checked=check, seed=seed).render())
     if sheet is not None:
         count = write_contact_sheet(source, sheet, images=sheet_images, seed=seed)
         print(f"wrote {count} pictures to {sheet}")

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
-from plsc.checkpoint.agree import neighbours, on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank, rank_on_shared_disk
 from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.checkpoint.remote import clean, fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
@@ -190,7 +190,7 @@ def open_directories(options: Config, world: World, start: Start) -> Directories
     checkpoint, if a permission is missing, or if a store does not respond within a minute.
     """
     local = start.local
-    index, count = neighbours(local, world)
+    index, count = rank_on_shared_disk(local, world)
     is_owner = index == 0
     locks: list[FolderLock] = []
 

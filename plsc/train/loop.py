@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from plsc.config import Options
-from plsc.data.batch import Batch, copied_aside
+from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.data.reader import ReaderLoader
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
@@ -238,7 +238,7 @@ class Trainer:
         run, position = self._run, self._position
         batches = run.data.loader.epoch(position.epoch, position.step_in_epoch)
         if run.options.speed.overlap_copies:
-            return copied_aside(batches, run.world.device)
+            return copied_in_side_stream(batches, run.world.device)
         return batches
 
     def _read_losses(self, everything: bool = True) -> None:

@@ -19,13 +19,13 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, OptionError, PlscError, suggest
 from plsc.parallel.machine import Background, available_memory
-from plsc.storage.store import Store, Transfer, in_words
+from plsc.storage.store import Store, Transfer, format_bytes
 from plsc.train.build import Run
 from plsc.train.directories import SMALL_FILES, Directories
 from plsc.train.logs import RunLog
@@ -116,7 +116,7 @@ class Saver:
             why = (
                 "head.offload is set, so class weights are not copied"
                 if self._run.options.head.offload
-                else f"a copy of {in_words(state.nbytes)} does not fit into CPU memory"
+                else f"a copy of {format_bytes(state.nbytes)} does not fit into CPU memory"
             )
             self._log.message(f"{why}: training pauses while a checkpoint is written")
         return False
@@ -140,10 +140,10 @@ class Saver:
             return
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = pending.path, outcome.best
-        speed = in_words(outcome.size / max(outcome.seconds, 1e-3))
+        speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
         stalled = f", training stalled {stall:.1f} s" if stall >= _SHORTEST_STALL else ""
         self._log.message(
-            f"saved {pending.path}: {in_words(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s){stalled}"
+            f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s){stalled}"
         )
         if outcome.problem:
             self._log.message(outcome.problem, logging.WARNING)

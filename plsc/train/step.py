@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from plsc.data.batch import Batch, NamesOf
+from plsc.data.batch import Batch, SampleNames
 from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
@@ -148,10 +148,10 @@ class Step:
         data = self._run.data
         if self._run.samples.layers == 0:
             return None
-        if isinstance(batch.names, NamesOf):
+        if isinstance(batch.names, SampleNames):
             numbers = torch.tensor(batch.names.samples, dtype=torch.int64) + data.first_sample
         elif isinstance(data.loader, ReaderLoader):
-            numbers = data.loader.places(len(batch.labels))
+            numbers = data.loader.positions(len(batch.labels))
         else:
             return None
         return numbers.to(self._run.world.device, non_blocking=True)

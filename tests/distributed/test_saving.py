@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_w
     assert done.stdout.count("result: ") == 1
     assert done.returncode == 1
     assert "File too large" in done.stderr
-    assert "earlier checkpoints are whole" in done.stderr
+    assert "earlier checkpoints are intact" in done.stderr
     assert [path.name for path, _ in list_checkpoints(tmp_path / "run")] == ["0", "1"]
     assert verify(tmp_path / "run" / "1").epoch == 2
     assert not list((tmp_path / "run").glob(".saving-*"))

@@ -1,4 +1,4 @@
-"""The demo: its data is what the report claims, and all its scripts run on a small part of it."""
+"""The demo: its data has the properties that the report claims, and all its scripts run on a part of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FACES = bundled_faces()
 
 
 def run(script: str, *arguments: object, ranks: int = 0, check: bool = True) -> str:
-    """Run a script of the demo and return its errors; show what it said when it fails."""
+    """Run a script of the demo and return its stderr; print its output if it fails."""
     command = DEMO / script, ranks, *map(str, arguments)
     return run_ranks(*command, check=check, env={"DRAW_LOSSES": "1"}).stderr
 
@@ -172,7 +172,7 @@ def test_every_fold_is_balanced_and_half_of_the_negatives_are_the_nearest_by_pix
     evaluation = {face.name for face in FACES if face.evaluation}
     assert evaluation >= {*first_face, *second_face}
 
-    # Naively: no image in the file, of another class and face, is nearer than the hard one.
+    # Reference: no image in the file, of another class and face, is nearer than the hard one.
     owner = {
         character: line.split("\t")[1]
         for line in (data / "classes.tsv").read_text(encoding="utf-8").splitlines()

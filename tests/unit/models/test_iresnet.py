@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from plsc.models import build_model
 from plsc.models.iresnet import BLOCKS, IResNet
-from tests.unit.checkpoint.foreign_files import random_network
+from tests.unit.checkpoint.external_files import random_network
 
 
 def norm(state, name, x):
