@@ -143,7 +143,8 @@ class Saver:
         speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
         stalled = f", training stalled {stall:.1f} s" if stall >= _SHORTEST_STALL else ""
         self._log.message(
-            f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s){stalled}"
+            f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s "
+            f"({speed}/s){stalled}"
         )
         if outcome.problem:
             self._log.message(outcome.problem, logging.WARNING)
