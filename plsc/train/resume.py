@@ -37,7 +37,7 @@ _WORDS = {
     "num_samples": "number of images (in the middle of an epoch)",
 }
 _HOW_TO_CHANGE = {
-    "classes": " (plsc checkpoint classes changes them)",
+    "classes": ", or change the classes with plsc checkpoint classes",
     "embedding size": ", or load only the weights that fit with set_pretrained()",
     "loss type": ", or load only the weights that fit with set_pretrained()",
     "optimizer": ", or load only the weights with set_pretrained()",
