@@ -161,7 +161,7 @@ def test_load_network_embeds_as_predict_does_and_draws_nothing(dataset, tmp_path
     if custom:
         with pytest.raises(CheckpointError, match="no code"):
             plsc.load_network(checkpoint)
-    with pytest.raises(CheckpointError, match="is not a checkpoint but holds some: 0"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint but a folder of checkpoints: 0"):
         plsc.load_network(checkpoint.parent)
 
 

@@ -98,7 +98,7 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
         ["config", f"--optim.groups={bomb}"],
         ["plan", "--classes", bomb],
     ):
-        assert " has the YAML alias *a in line 1; expected" in said_of(capsys, *arguments)
+        assert " has the YAML alias *a in line 1; aliases" in said_of(capsys, *arguments)
 
 
 def test_a_string_that_begins_with_a_star_is_a_string(capsys):

@@ -149,7 +149,7 @@ def _make(suffix: str, location: str, options: dict[str, Any]) -> Source:
 def _refuse(options: dict[str, Any], accepted: tuple[str, ...]) -> None:
     for name in options:
         if name not in accepted:
-            known = f"it accepts {', '.join(accepted)}" if accepted else "it accepts no such options"
+            known = f"it accepts {', '.join(accepted)}" if accepted else "remove it"
             raise OptionError(f"{name} is set, but this data format has no such option; {known}")
 
 
