@@ -324,7 +324,7 @@ def test_a_warm_start_matches_class_weights_by_name(named, trained, tmp_path, ca
     other = class_folders(trained[0], tmp_path / "other", {"a": 0, "d": 2})
     capsys.readouterr()
     losses_of_warm_start(other, tmp_path / "c", checkpoint)
-    assert "head.weight is of classes with other names" in capsys.readouterr().out
+    assert "head.weight has classes with other names" in capsys.readouterr().out
 
 
 def losses_of_warm_start(dataset, save_dir, checkpoint):
