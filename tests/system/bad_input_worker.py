@@ -23,7 +23,7 @@ from tests.images import write_dataset
 
 
 class Files:
-    """The bad things on disk, made once by the test, found by all ranks."""
+    """Bad input files, created once by the test, used by all ranks."""
 
     def __init__(self, root: Path, run: Path) -> None:
         self.root = root
@@ -101,7 +101,7 @@ def entry(files: Files, dataset: str = "good", save: Path | None = None) -> Entr
 
 
 def cases(files: Files):
-    """Yield (name, what must be in the message, what to run)."""
+    """Yield (name, expected parts of the message, function to run)."""
 
     def train(dataset="good", **settings):
         def run():
@@ -134,7 +134,7 @@ def cases(files: Files):
     yield "other embedding size", "embedding size 8", resume(files.checkpoint, set_emb_size=12)
     yield "batch size 0", "between 1 and", train(set_train_batch_size=0)
     yield "loss not finite", "the loss is", train(set_lr=1e30, set_train_epochs=50)
-    yield "nothing to test on", "no checkpoint to load", lambda: entry(files).test()
+    yield "nothing to test on", "no checkpoint is set", lambda: entry(files).test()
     yield "predict without checkpoint", "set_checkpoint_dir", lambda: entry(files).predict()
 
 
@@ -148,7 +148,7 @@ def main() -> None:
         except Exception as error:
             caught = error
         text = {"case": name, "raised": type(caught).__name__, "text": str(caught)}
-        # One write: lines of several ranks share the pipe.
+        # A single write, because lines of several ranks share the pipe.
         print(f"CASE {json.dumps(text)}\n", end="", flush=True)
 
 

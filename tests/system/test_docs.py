@@ -1,8 +1,8 @@
 """The Python blocks of README.md and docs/ run as they stand; the flags of `plsc` in shell blocks exist.
 
 The blocks of a page run in order, in one namespace, in a folder with a dataset `faces` and its checkpoint
-`saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is skipped.
-Tests of docs/head.md with checks are in test_head_alone.py.
+`saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is left
+out. test_head_alone.py checks what the blocks of docs/head.md compute.
 """
 
 from __future__ import annotations

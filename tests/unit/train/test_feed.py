@@ -45,7 +45,9 @@ def names(feed, epoch=0):
 
 def test_threads_are_the_default_and_are_said_once(dataset):
     made = feed(dataset)
-    assert made.notes == ["data: 2 threads a rank read ahead, as nothing of your own is in Python"]
+    assert made.notes == [
+        "data: 2 threads per rank prefetch batches, because no Python code of yours is involved"
+    ]
     assert (made.num_samples, made.class_num) == (20, 4)
 
 
@@ -55,7 +57,7 @@ def blur(image: torch.Tensor) -> torch.Tensor:
 
 def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(dataset):
     made = feed(dataset, transform=blur, data__flip=False)
-    assert "processes a rank read ahead, for the transform of your own" in made.notes[-1]
+    assert "processes per rank prefetch batches, because of your transform" in made.notes[-1]
     plain = feed(dataset, data__flip=False)
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)
@@ -97,7 +99,7 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
         data__cache_decoded=True,
     )
     list(made.loader.epoch(0))
-    assert made.notes[-1].endswith("as nothing of your own is in Python")  # nor did anybody choose
+    assert made.notes[-1].endswith("because no Python code of yours is involved")  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
     assert source.cache.used >= 20 * 16 * 16 * 3
@@ -107,9 +109,9 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
 
 
 def test_a_cache_for_processes_is_refused(dataset):
-    with pytest.raises(OptionError, match=r"shared by threads.*set_num_workers\(0\)"):
+    with pytest.raises(OptionError, match=r"works only with threads.*set_num_workers\(0\)"):
         feed(dataset, transform=blur, data__cache="memory")
-    with pytest.raises(OptionError, match=r"set_loader\('auto'\), or leave"):
+    with pytest.raises(OptionError, match=r"set_loader\('auto'\), or remove"):
         feed(dataset, data__cache="memory", data__loader="processes")
     feed(dataset, transform=blur, data__cache="memory", data__num_workers=0)
 
@@ -139,7 +141,7 @@ def reader(*shard):
 
 def test_a_generator_reader_runs_ahead_in_a_process(dataset):
     made = feed(dataset, reader=reader, head__class_num=4)
-    assert "the reader runs ahead in a process" in made.notes[-1]
+    assert "the reader prefetches in a separate process" in made.notes[-1]
     inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
     for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images)
@@ -183,7 +185,7 @@ def test_every_sample_of_a_reader_is_trained_once_an_epoch(tmp_path, monkeypatch
     ("settings", "message"),
     [
         ({"data__loader": "threads"}, "which threads share"),
-        ({"transform": blur}, "transforms its images itself"),
+        ({"transform": blur}, "cannot be used with a generator reader"),
     ],
 )
 def test_what_a_generator_reader_cannot_have_is_refused(dataset, settings, message):
@@ -217,7 +219,7 @@ def test_a_rank_opens_its_own_part_and_needs_no_other(parts):
 
 
 def test_parts_of_unlike_counts_are_refused_with_the_counts(parts):
-    with pytest.raises(DataError, match=r"rank 0 has 4 and rank 1 has 6; partition the data for 3"):
+    with pytest.raises(DataError, match=r"rank 0 has 4 and rank 1 has 6; partition the data again for 3"):
         open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (6, ""), (5, "")]))
 
 
@@ -264,7 +266,7 @@ def test_ranks_with_files_of_their_own_read_each_sample_once(parts):
 def test_a_dataset_without_samples_is_refused_in_one_line():
     options = Options()
     options.set("head.class_num", 4)
-    with pytest.raises(DataError, match="holds no samples"):
+    with pytest.raises(DataError, match="contains no samples"):
         open_training_data(options, ALONE, Nothing(), None, 6)
 
 

@@ -152,7 +152,7 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
     before = tensors_of(saved_at(trained, 7))
     run, said, path = resumed_run(sets, trained, tmp_path, "cars", "glyphs")
     assert [line.split(";")[0] for line in said] == [
-        "data sets left out: faces", "data sets that are new: cars",
+        "data sets removed: faces", "data sets added: cars",
     ]  # fmt: skip
     saved = {key: tensor for (_, key), tensor in tensors_of(path).items()}
     state = state_of(run)
@@ -211,7 +211,7 @@ def test_a_head_that_changed_is_refused(sets, trained, tmp_path):
             resumed_run(sets, trained, tmp_path, *names, **settings)
         assert "\n" not in str(caught.value)
 
-    refused("heads of the data sets faces, glyphs, this run of others, cars", "cars")
+    refused("heads of the data sets faces, glyphs, but this run only has others: cars", "cars")
     refused("loss type dist_adaface for the data set faces", head__loss_type="dist_arcface")
     other = tmp_path / "sets"
     shutil.copytree(sets, other)
@@ -301,13 +301,13 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
         DataError,
         values={"path": str(sets / "missing")},
     )
-    refused("a step of 1 images cannot have one of each of 2", train__batch_size=1)
-    refused("give class_num to add_dataset", head__class_num=9)
-    refused("'rank_files' is for one data set", data__order="rank_files")
-    refused("last_batch is 'keep'", data__last_batch="keep")
-    refused("train_reader is set beside", reader=lambda: iter(()))
+    refused("a step of 1 images cannot contain one image of each of 2", train__batch_size=1)
+    refused("pass class_num to add_dataset", head__class_num=9)
+    refused("'rank_files' cannot be used with several", data__order="rank_files")
+    refused("last_batch 'keep'", data__last_batch="keep")
+    refused("both train_reader and data.datasets", reader=lambda: iter(()))
     refused("train_image_num is 25, but the data sets have 26", data__train_image_num=25)
-    refused("data set glyphs: head.sample_ratio .* cosface has all class rows", values={
+    refused("data set glyphs: head.sample_ratio .* cosface is not sharded", values={
         "loss_type": "cosface", "sample_ratio": 0.5})  # fmt: skip
     refused("data set glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})
     refused(r"data set glyphs: label 3 .* outside 0\.\.2", DataError, values={"class_num": 3})
@@ -343,7 +343,7 @@ def test_the_checkpoint_commands_know_several_heads(trained, tmp_path, capsys):
     assert (shown["class_num"], shown["class_ranges"]) == (10, [])
     assert shown["scalars"]["heads"]["faces"]["class_ranges"] == [[0, 6]]
     assert main(["checkpoint", "classes", str(trained / "1"), str(tmp_path / "x"), "--grow", "2"])
-    assert "has a head for each of several data sets" in capsys.readouterr().err
+    assert "has several heads" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="single head"):
         change_classes(trained / "1", tmp_path / "x", grow=2)
     assert not (tmp_path / "x").exists()
@@ -353,7 +353,7 @@ def test_the_network_is_used_and_begun_with_as_that_of_a_single_head(sets, train
     load = run_options(sets / "cars", tmp_path, checkpoint__load_dir=str(trained / "1"))
     found = run_prediction(load, WORLD, UserParts(Drawing()))
     assert found.embeddings.shape == (6, 8)
-    with pytest.raises(CheckpointError, match="where it has a single head"):
+    with pytest.raises(CheckpointError, match="only if it has a single"):
         run_dominant(load, WORLD, UserParts(Drawing()), tmp_path / "y")
     begin = options(sets, tmp_path / "run", "glyphs", "cars", train__steps=1, optim__lr=1e-9)
     begin.set("model.pretrained", str(trained / "1"))
