@@ -175,7 +175,7 @@ def first_step(dataset, save_dir, **settings):
 
 def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_tolerance(dataset, tmp_path):
     exact = first_step(dataset, tmp_path / "a")
-    # Loss, gradient, change of the class weights, relative to their norms; docs/precision.md states two.
+    # Loss, gradient, change of the class weights, relative to their norms.
     for settings, tolerances in (
         ({"precision__mode": "bfloat16"}, (0.005, 0.15, 0.05)),
         ({"head__products": "bfloat16"}, (0.001, 0.01, 0.01)),
