@@ -178,7 +178,7 @@ def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):
     every, six, checkpoint = trained
     seven = relabelled(every, tmp_path / "seven", keep=lambda label: label == 7)
     for images, grow, message in [
-        (six, 2, "are 0..5; expected the 2 new classes, 6..7, or 0..1"),
+        (six, 2, "are 0..5; expected 6..7 (the 2 new classes) or 0..1"),
         (seven, 2, "no image for 1 of the 2 new classes, such as class 6 (label 6)"),
         (seven, 0, "grow is 0"),
         (tmp_path / "none", 2, "none"),
