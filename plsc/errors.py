@@ -110,21 +110,28 @@ def refusing(what: str, advice: str = "") -> Iterator[None]:
         raise OptionError(f"{what}: {kind_and_line(error)[:300]}{ending}") from error
 
 
-def record_failure(error: BaseException) -> None:
+MESSAGE_START = "plsc: error: "
+LAUNCHER_VARIABLE = "PLSC_LAUNCHER"
+"""Environment variable: process id of the `plsc launch` that prints the errors of its ranks."""
+
+
+def record_failure(error: BaseException) -> bool:
     """Write an error to the file from which torchrun takes its failure summary, if torchrun started us.
 
     That is its message if it is one for the user, else the traceback. torch.distributed.elastic's `record`
-    writes all causes, too, whose texts may hold secrets.
+    writes all causes, too, whose texts may hold secrets. Returns whether `plsc launch` will print it.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        text = f"plsc: error: {error}"
+        text = f"{MESSAGE_START}{error}"
         if not isinstance(error, PlscError):
             text = shown("".join(traceback.format_exception(error))).rstrip()
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        extra["kind"] = type(error).__name__
         content = {"message": {"message": text, "extraInfo": extra}}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump(content, file)
+    return bool(path) and os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
 _SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib makes one slash of two

@@ -12,14 +12,20 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from plsc.cli import checkpoint, data, run
+from plsc.cli import checkpoint, data, doctor, launch, run
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
 from plsc.terminal import Terminal, on_terminal
 
 COMMANDS = Group(
     "train classifiers over very many classes",
-    {**run.COMMANDS, "data": data.GROUP, "checkpoint": checkpoint.GROUP},
+    {
+        **run.COMMANDS,
+        "launch": launch.COMMAND,
+        "doctor": doctor.COMMAND,
+        "data": data.GROUP,
+        "checkpoint": checkpoint.GROUP,
+    },
 )
 logger = logging.getLogger(__name__)
 _HEAD_START_SECONDS = 1.0  # torchrun ends all ranks of a machine as soon as one has left
@@ -56,12 +62,12 @@ def _run(words: Sequence[str], terminal: Terminal) -> int:
 
 def _report(error: PlscError) -> int:
     """Log an error that ends the command, unless another rank does; return the exit code."""
-    record_failure(error)
+    is_printed_by_launcher = record_failure(error)
     if isinstance(error, SystemExit):  # a run that a signal stopped has logged it
         return error.exit_code
     if getattr(error, "is_reported", False):
         time.sleep(_HEAD_START_SECONDS)
-    else:
+    elif not is_printed_by_launcher:
         logger.error("%s", error)
     return error.exit_code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from plsc.config.option import (
 from plsc.errors import OptionError
 
 
+def _meeting_place(url: str) -> str | None:
+    good = re.fullmatch(r"env://|tcp://[^/]+:\d+|file:///.+", url)
+    return None if good else "env://, tcp://host:port, or file:///path"
+
+
 @dataclass(frozen=True)
 class RuntimeOptions:
     """Device and processes."""
@@ -25,9 +31,22 @@ class RuntimeOptions:
     device: str = declare("auto", "auto, cpu or cuda", "set_device(device)", one_of("auto", "cpu", "cuda"))
     backend: str = declare(
         "auto",
-        "auto (NCCL on CUDA, gloo elsewhere), gloo or nccl",
+        "auto (NCCL on CUDA, gloo elsewhere), gloo, nccl or mpi",
         "set_backend(backend)",
-        one_of("auto", "gloo", "nccl"),
+        one_of("auto", "gloo", "nccl", "mpi"),
+    )
+    init_method: str = declare(
+        "env://",
+        "where the ranks meet: env:// (a launcher's environment variables), tcp://host:port of rank 0, or "
+        "file:///path on a file system that all of them see",
+        "set_init_method(url)",
+        _meeting_place,
+    )
+    rank: int | None = declare(
+        None, "number of this rank, from 0; None: RANK of the environment", "set_rank(rank)", at_least(0)
+    )
+    world_size: int | None = declare(
+        None, "number of ranks; None: WORLD_SIZE of the environment", "set_world_size(ranks)", at_least(1)
     )
     timeout: float = declare(
         1800.0, "seconds that a rank waits for the others", "set_timeout(seconds)", more_than(0)
@@ -39,9 +58,11 @@ class RuntimeOptions:
         one_of("float32", "float64"),
     )
     cpu_threads: int = declare(
-        0, "CPU threads per rank; 0 leaves it to torch (torchrun sets 1)", "set_cpu_threads(num)",
+        0,
+        "CPU threads per rank; 0 leaves it to torch (torchrun sets 1, plsc launch cores / ranks)",
+        "set_cpu_threads(num)",
         between(0, 4096),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plsc.errors import DistributedError, OptionError, kind_and_line
+from plsc.config.runtime import RuntimeOptions
+from plsc.errors import DistributedError, OptionError, PlscError, kind_and_line
 
 _LEAVE_SECONDS = 5.0  # a rank that failed never comes
 
@@ -55,54 +56,67 @@ class World:
     def from_environment(
         device: str = "auto", backend: str = "auto", timeout_seconds: float = 1800.0
     ) -> World:
-        """Join the ranks that torchrun (or any env:// launcher) started, or stay alone without one.
+        """Join the ranks that torchrun (or any env:// launcher) started, or stay alone without one."""
+        return World.from_options(RuntimeOptions(device=device, backend=backend, timeout=timeout_seconds))
 
-        device: 'auto', 'cpu' or 'cuda'; backend: 'auto' (NCCL on CUDA, gloo elsewhere), 'gloo', 'nccl'.
+    @staticmethod
+    def from_options(options: RuntimeOptions, store: dist.Store | None = None) -> World:
+        """Join the other ranks at `init_method` or in a given store, or stay alone without a launcher.
+
         A process group that the script made itself is used and left standing at the end.
 
-        Raises OptionError for a device that is not there, DistributedError when the ranks do not meet.
+        Raises OptionError for a device, backend, rank or world size that is not there or cannot be,
+        DistributedError when the ranks do not meet.
         """
-        launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        rank = int(os.environ["RANK"]) if launched else 0
-        size = int(os.environ["WORLD_SIZE"]) if launched else 1
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        chosen = _choose_device(device, local_rank)
         already_made = dist.is_initialized()
-        if already_made:
-            rank, size = dist.get_rank(), dist.get_world_size()
+        rank, size = (
+            (dist.get_rank(), dist.get_world_size()) if already_made else _rank_and_size(options, store)
+        )
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = _choose_device(options.device, local_rank)
         launch = _launch()
         if size == 1:
             return World(0, 1, local_rank, chosen, launch=launch)
-        timeout = datetime.timedelta(seconds=timeout_seconds)
+        backend, timeout = options.backend, datetime.timedelta(seconds=options.timeout)
         if backend == "auto":
             backend = "nccl" if chosen.type == "cuda" else "gloo"
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
+        if backend == "mpi" and not dist.is_mpi_available():
+            raise OptionError("backend is 'mpi', but this torch was built without MPI; use 'gloo' or 'nccl'")
         try:
             if not already_made:
-                store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
-                dist.init_process_group(
-                    backend,
-                    store=fresh_store(store, rank, size, timeout_seconds),
-                    rank=rank,
-                    world_size=size,
-                    timeout=timeout,
-                )
+                meeting = store
+                if meeting is None:
+                    meeting, _, _ = next(
+                        iter(dist.rendezvous(options.init_method, rank, size, timeout=timeout))
+                    )
+                part = fresh_store(meeting, rank, size, options.timeout)
+                part.set(f"host/{rank}", socket.gethostname())
+                if "LOCAL_RANK" not in os.environ:
+                    local_rank = _count_local_rank(part, rank)
+                    chosen = _choose_device(options.device, local_rank)
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            if not already_made:
+                # An MPI group has no store, which the other groups need.
+                first = "gloo" if backend == "mpi" else backend
+                dist.init_process_group(first, store=part, rank=rank, world_size=size, timeout=timeout)
+            backbone_group = _new_group(backend, timeout) if backend == "mpi" else dist.group.WORLD
             head_group = _new_group(backend, timeout)
             control_group, save_group, send_group = (_new_group("gloo", timeout) for _ in range(3))
             own_store = _own_store(control_group)
+        except PlscError:
+            raise
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise DistributedError(
                 f"rank {rank} of {size} could not join the others over {backend} at "
-                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
-                f"{kind_and_line(error)}; start all ranks with torchrun"
+                f"{_where(options, store)}: {kind_and_line(error)}; start all ranks with torchrun"
             ) from error
         return World(
             rank=rank,
             size=size,
             local_rank=local_rank,
             device=chosen,
-            backbone_group=dist.group.WORLD,
+            backbone_group=backbone_group,
             head_group=head_group,
             control_group=control_group,
             save_group=save_group,
@@ -186,6 +200,33 @@ class World:
             while leaving < self.size and time.monotonic() < deadline:
                 time.sleep(0.01)
                 leaving = self.store.add("leaving", 0)
+
+
+def _rank_and_size(options: RuntimeOptions, store: dist.Store | None) -> tuple[int, int]:
+    """Return rank and world size: the options', else the environment's; 0 and 1 without a launcher."""
+    environment = os.environ if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else {}
+    rank = int(environment.get("RANK", "-1")) if options.rank is None else options.rank
+    size = int(environment.get("WORLD_SIZE", "0")) if options.world_size is None else options.world_size
+    if rank < 0 and not size and options.init_method == "env://" and store is None:
+        return 0, 1
+    if not 0 <= rank < size:
+        raise OptionError(
+            f"rank is {rank if rank >= 0 else 'not set'} and world size {size or 'not set'}; expected a rank "
+            "from 0 to world size - 1; call set_rank(rank) and set_world_size(ranks)"
+        )
+    return rank, size
+
+
+def _count_local_rank(store: dist.Store, rank: int) -> int:
+    """Return the number of lower ranks on this machine."""
+    hosts = [store.get(f"host/{lower}").decode() for lower in range(rank)]
+    return hosts.count(socket.gethostname())
+
+
+def _where(options: RuntimeOptions, store: dist.Store | None) -> str:
+    if options.init_method != "env://":
+        return options.init_method
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if store is None else "a store"
 
 
 def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
