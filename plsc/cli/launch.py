@@ -147,7 +147,7 @@ def _set_threads(cpu_threads: int | None, ranks: int) -> None:
 def _rank_logs(folder: Path | None, errors: str, files: dict[int, Path]) -> LogsSpecs:
     """Return where the ranks' output goes: to the console, or to a file per rank, which is added to `files`.
 
-    With files, the console shows the output of rank 0 only. errors: folder for what the ranks record for the launcher.
+    With files, the console shows the output of rank 0 only. errors: folder of the ranks' error records.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
@@ -157,13 +157,14 @@ def _rank_logs(folder: Path | None, errors: str, files: dict[int, Path]) -> Logs
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"--log-dir is {folder}, which cannot be made: {error.strerror}") from error
+    root = folder
 
     class RankLogs(DefaultLogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             found = super().reify(envs)
             for local_rank, variables in envs.items():
                 rank = int(variables["RANK"])
-                files[rank] = _new_file(folder, rank)
+                files[rank] = _new_file(root, rank)
                 found.stdouts[local_rank] = str(files[rank])
                 if rank == 0:
                     found.tee_stdouts[local_rank] = str(files[rank])
