@@ -27,7 +27,7 @@ from plsc.checkpoint import (
 )
 from plsc.checkpoint.manifest import Role, role_of_key
 from plsc.parallel.collectives import class_range, class_ranges
-from plsc.parallel.machine import Background
+from plsc.parallel.machine import BackgroundThread
 from plsc.parallel.world import World
 
 Action = Callable[[Snapshot, Path, World], float]  # returns the seconds that training waited
@@ -97,8 +97,8 @@ def _write_ours(state: Snapshot, folder: Path, world: World) -> None:
 def _save_ours_beside(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
     copy = state.copy_to_host()
-    thread = Background("save")
-    future = thread.submit(lambda: _write_ours(copy, folder, world.beside(world.save_group)))
+    thread = BackgroundThread("save")
+    future = thread.submit(lambda: _write_ours(copy, folder, world.in_background(world.save_group)))
     waited = time.perf_counter() - began
     future.result()
     thread.close()

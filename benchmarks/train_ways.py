@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ways import LR, MOMENTUM, WEIGHT_DECAY, arcface
 
 from plsc.config import Options
-from plsc.data.batch import Batch, copied_aside
+from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads.weights import initial_rows
 from plsc.models import build_model
 from plsc.models.autocast import autocast
-from plsc.models.layers import use_torchs_layers
+from plsc.models.layers import use_torch_layers
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.loop import agree
@@ -175,7 +175,7 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
     if options.speed.overlap_copies:  # as the loop does
-        batches = copied_aside(batches, world.device)
+        batches = copied_in_side_stream(batches, world.device)
     if not way.has_head:
         return Built(lambda: _backbone_step(run, next(batches)), batches.close)
 
@@ -224,7 +224,7 @@ class _Textbook(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         network = build_model(case.network, case.emb_size, case.shape, dropout=0.0)
-        use_torchs_layers(network)
+        use_torch_layers(network)
         self.network = network.to(device)
         self.weight = nn.Parameter(initial_rows(0, 0, case.classes, case.emb_size).to(device))
 

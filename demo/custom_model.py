@@ -1,8 +1,8 @@
-"""A network of your own on the glyphs: subclass BaseModel and hand an instance to the Entry.
+"""Train a custom network on the glyphs: subclass BaseModel and pass an instance to set_model.
 
     python demo/custom_model.py demo/output/glyphs demo/output/custom_model
 
-Works on one process and, unchanged, under torchrun.
+Runs in one process, or under torchrun.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from plsc.models.base_model import BaseModel
 
 
 class PlainNet(BaseModel):
-    """Three convolutions and a fully connected layer: images [b, 1, 32, 32] to embeddings [b, 64].
+    """Three convolutions and a linear layer: maps images [b, 1, 32, 32] to embeddings [b, 64].
 
-    The batch norms matter: without them ArcFace tends to drive all embeddings to one point.
+    The batch norms are important: without them ArcFace tends to collapse all embeddings to one point.
     """
 
     def __init__(self, emb_size: int = 64) -> None:
@@ -35,20 +35,20 @@ class PlainNet(BaseModel):
         )
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
-        """Return the embeddings; called at each step, with label None when predicting."""
+        """Return the embeddings; called in each step, with label None in prediction."""
         return self.embedding(self.features(input))
 
 
 def main() -> None:
-    """Train the network for some steps, and embed the pairs with what was saved."""
+    """Train the network, then verify the pairs with the saved checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
+    parser.add_argument("data", type=Path, help="output folder of make_glyphs.py")
     parser.add_argument("run", type=Path, help="new folder for checkpoints, metrics and plots")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
     ins = Entry()
-    ins.set_seed(1)  # before the network is made: its first weights follow the seed
+    ins.set_seed(1)  # before creating the network, because it seeds the initial weights
     ins.set_model(PlainNet(emb_size=64))
     ins.set_emb_size(64)
     ins.set_image_shape((1, 32, 32))

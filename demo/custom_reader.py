@@ -1,10 +1,10 @@
-"""A reader of your own: a function that returns a generator of (CHW float32 image, label).
+"""Train with a custom reader: a function that returns a generator of (CHW float32 image, label).
 
     python demo/custom_reader.py demo/output/glyphs demo/output/custom_reader
 
-Each call of the function is one epoch. `random` and `numpy.random` are seeded for it, from the run's seed
-and the epoch, the same on every rank: so the ranks agree which samples they share out. The reader runs a few
-batches ahead, in a process of its own.
+Each call of the function is one epoch. plsc seeds `random` and `numpy.random` from the run's seed and the
+epoch, identically on all ranks, so that every rank generates the same order and takes its share of it. The
+reader runs in a separate process, a few batches ahead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Reader = Callable[[], Iterator[tuple[np.ndarray, int]]]
 
 
 def make_reader(folder: Path, samples: list[tuple[str, int]]) -> Reader:
-    """Return a reader of the images of a folder, shuffled, with a contrast of its own."""
+    """Return a reader that yields the images of a folder in random order, with random contrast."""
 
     def reader() -> Iterator[tuple[np.ndarray, int]]:
         order = list(range(len(samples)))
@@ -39,9 +39,9 @@ def make_reader(folder: Path, samples: list[tuple[str, int]]) -> Reader:
 
 
 def main() -> None:
-    """Train on what the reader yields."""
+    """Train on the samples of the reader."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
+    parser.add_argument("data", type=Path, help="output folder of make_glyphs.py")
     parser.add_argument("run", type=Path, help="new folder for checkpoints, metrics and plots")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
@@ -51,8 +51,8 @@ def main() -> None:
 
     ins = Entry()
     ins.train_reader = make_reader(options.data, samples)
-    ins.set_train_image_num(len(samples))  # a generator cannot tell its length,
-    ins.set_class_num(max(label for _, label in samples) + 1)  # nor its classes
+    ins.set_train_image_num(len(samples))  # required, because a generator has no length
+    ins.set_class_num(max(label for _, label in samples) + 1)  # required, too
     ins.set_model_name("SmallResNet")
     ins.set_image_shape((1, 32, 32))
     ins.set_emb_size(64)

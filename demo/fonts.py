@@ -1,7 +1,7 @@
-"""The font faces of the demo, and which of them only train and which only evaluate.
+"""The font faces of the demo, separate ones for training and evaluation.
 
-Everything comes from the fonts that matplotlib ships; fonts of the system join the training side where
-they exist, so that the classes and the evaluation are the same on every machine.
+Classes and evaluation use only the fonts of matplotlib, so they are the same on every machine. Training also
+uses system fonts if there are any.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.ft2font import FT2Font
 from render import plain
 
-# The whole STIX family and one or two faces of each DejaVu family are seen in evaluation only.
+# The STIX family and one or two faces of each DejaVu family are used for evaluation only.
 EVALUATION_FACES = (
     "DejaVuSans-BoldOblique",
     "DejaVuSansMono-Bold",
@@ -36,7 +36,7 @@ TRAINING_FACES = (
     "DejaVuSerif-Bold",
     "DejaVuSerif-Italic",
 )
-# The charmaps of TeX's own fonts follow Unicode for ASCII letters and digits only.
+# The charmaps of the TeX fonts follow Unicode for ASCII letters and digits only.
 TEX_FACES = ("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10")
 ASCII = frozenset(map(ord, string.ascii_letters + string.digits))
 
@@ -51,7 +51,7 @@ MAX_SYSTEM_FACES = 8
 
 @dataclass(frozen=True)
 class Face:
-    """One font file and the code points it draws."""
+    """A font file and the code points it can draw."""
 
     name: str
     path: str
@@ -61,7 +61,7 @@ class Face:
 
 
 def bundled_faces() -> list[Face]:
-    """Return the faces that matplotlib ships and the demo uses, in a fixed order."""
+    """Return the faces of matplotlib that the demo uses, in a fixed order."""
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     faces = []
     for name in TRAINING_FACES + TEX_FACES + EVALUATION_FACES:
@@ -73,9 +73,9 @@ def bundled_faces() -> list[Face]:
 
 
 def system_faces(bundled: list[Face]) -> list[Face]:
-    """Return some faces of the system, for training: only families that are not bundled.
+    """Return system faces for training, at most MAX_SYSTEM_FACES.
 
-    A family that is bundled would bring copies of evaluation faces into training.
+    Families that matplotlib bundles are excluded, because they would add evaluation faces to training.
     """
     families = {face.family for face in bundled}
     found: dict[str, Face] = {}
@@ -85,7 +85,7 @@ def system_faces(bundled: list[Face]) -> list[Face]:
             face = read_face(file, evaluation=False)
         except (RuntimeError, OSError):  # not a font that FreeType can read
             continue
-        if face.family in families or face.family in found:  # one face a family, for variety
+        if face.family in families or face.family in found:  # one face per family, for variety
             continue
         if face.code_points >= ASCII and draws_letters_like(face, bundled[0]):
             found[face.family] = face
@@ -95,7 +95,7 @@ def system_faces(bundled: list[Face]) -> list[Face]:
 
 
 def draws_letters_like(face: Face, reference: Face) -> bool:
-    """Tell whether a face's letters look like letters: bar codes, icons and boxes do not."""
+    """Return whether the letters of a face look like letters, unlike bar codes, icons and boxes."""
     similarities = []
     for letter in "AEHKLMOTXahkox":
         images = [plain(f.path, letter, 24) for f in (face, reference)]
@@ -107,7 +107,7 @@ def draws_letters_like(face: Face, reference: Face) -> bool:
 
 
 def read_face(path: Path, *, evaluation: bool) -> Face:
-    """Open one font file; glyph 0 (.notdef, the box for what is missing) does not count as drawn."""
+    """Read a font file; glyph 0 (.notdef, the box for missing characters) does not count as drawn."""
     font = FT2Font(str(path))
     drawn = frozenset(code for code, glyph in font.get_charmap().items() if glyph != 0)
     return Face(path.stem, str(path), font.family_name, evaluation, drawn)

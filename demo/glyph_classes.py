@@ -1,4 +1,4 @@
-"""Which code points are one class: those whose outlines are the same (A, Alpha, the Cyrillic A)."""
+"""Group code points into classes: those with the same outline (A, Alpha, the Cyrillic A) are one class."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 from fonts import Face
 from render import glyph_mask, plain
 
-# The same letter in another style, size or width: its outline is another font's plain letter.
+# Copies of a letter in another style, size or width: they look like the plain letter of another font.
 STYLED = ("<font>", "<super>", "<sub>", "<wide>", "<narrow>", "<small>")
-# Marks combine with a letter, the others draw nothing or something of the font's own choice.
+# Marks (M) combine with a letter; C and Z draw nothing, or something arbitrary.
 LEFT_OUT_CATEGORIES = ("M", "C", "Z")
 MERGE_FACES = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
-COMPARE_SIZE = 24  # pixels of the renderings that are compared
-SAME_OUTLINE = 0.25  # largest difference of a softened pixel (0..1) between equal outlines
+COMPARE_SIZE = 24  # size in pixels of the compared renderings
+SAME_OUTLINE = 0.25  # maximum difference of smoothed pixels (0..1) between equal outlines
 
 
 @dataclass(frozen=True)
 class GlyphClass:
-    """Code points with one outline; `faces` lists (face index, code point that it draws)."""
+    """Code points with the same outline; `faces` has (face index, code point to draw with it)."""
 
     code_points: tuple[int, ...]
     faces: tuple[tuple[int, int], ...]
 
 
 def find_classes(faces: list[Face]) -> list[GlyphClass]:
-    """Group all usable code points of the faces into classes, in the order of the lowest one."""
+    """Group all usable code points of the faces into classes, ordered by their lowest code point."""
     codes = sorted({c for face in faces for c in face.code_points if is_usable(c)})
-    group = {code: code for code in codes}  # union-find: each code points to one lower or itself
+    group = {code: code for code in codes}  # union-find: the parent is a lower code point or itself
 
     def root(code: int) -> int:
         while group[code] != code:
@@ -47,7 +47,7 @@ def find_classes(faces: list[Face]) -> list[GlyphClass]:
 
 
 def is_usable(code: int) -> bool:
-    """Tell whether a code point is an assigned character that stands alone and is not a styled copy."""
+    """Return whether a code point is an assigned, not combining character that is not a styled copy."""
     character = chr(code)
     return not (
         unicodedata.category(character).startswith(LEFT_OUT_CATEGORIES)
@@ -56,9 +56,9 @@ def is_usable(code: int) -> bool:
 
 
 def agreed_pairs(faces: list[Face], codes: set[int]) -> list[tuple[int, int]]:
-    """Return pairs of code points that look the same in more than half of the faces that draw both.
+    """Return pairs of code points that look the same in more than half of the faces that have both.
 
-    One face alone does not decide: I and l are one bar in a sans-serif face and two outlines elsewhere.
+    A single face is not enough: I and l look the same in sans-serif faces, but not in others.
     """
     same: Counter[tuple[int, int]] = Counter()
     for face in faces:
@@ -68,13 +68,13 @@ def agreed_pairs(faces: list[Face], codes: set[int]) -> list[tuple[int, int]]:
 
 
 def equal_outlines(face: Face, codes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of code points that a face draws alike, up to position and size."""
+    """Return the pairs of code points that look the same in a face, up to position and size."""
     drawn = {c: image for c in codes if (image := plain(face.path, chr(c), COMPARE_SIZE)) is not None}
     codes = list(drawn)
     pixels = np.stack([soften(drawn[c]) for c in codes]).reshape(len(codes), -1)  # [N, P]
     directions = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
     pairs = []
-    for start in range(0, len(codes), 512):  # blocks keep the [512, N] products small
+    for start in range(0, len(codes), 512):  # in blocks, to limit memory
         near = directions[start : start + 512] @ directions.T > 0.95
         for i, j in zip(*np.nonzero(near), strict=True):
             i += start
@@ -84,14 +84,14 @@ def equal_outlines(face: Face, codes: list[int]) -> list[tuple[int, int]]:
 
 
 def soften(image: np.ndarray) -> np.ndarray:
-    """Average each pixel with its neighbours, so that half a pixel of offset does not count."""
+    """Average each pixel with its neighbours, to tolerate an offset of half a pixel."""
     padded = np.pad(image, 1)
     rows = (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4
     return (rows[:, :-2] + 2 * rows[:, 1:-1] + rows[:, 2:]) / 4
 
 
 def drawn_by(faces: list[Face], members: list[int]) -> tuple[tuple[int, int], ...]:
-    """Return, for each face that draws the class, the lowest of its code points there."""
+    """Return (face index, lowest code point) for each face that can draw the class."""
     found = []
     for index, face in enumerate(faces):
         code = next((c for c in members if c in face.code_points), None)

@@ -1,4 +1,4 @@
-"""The verification pairs: two images of held-out characters, in different evaluation faces."""
+"""The verification pairs: images of held-out characters in different evaluation faces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plsc.data.pairs import write_pairs
 
 @dataclass(frozen=True)
 class PairImage:
-    """One image of a held-out class: which character, in which face."""
+    """An image of a held-out class, with its character and face."""
 
     class_index: int
     face: Face
@@ -27,7 +27,7 @@ class PairImage:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images; kind is 'same', 'hard' (another class, nearest by pixels) or 'random'."""
+    """Two images; kind is 'same', 'hard' (the other class with the most similar pixels) or 'random'."""
 
     kind: str
     first: PairImage
@@ -35,10 +35,10 @@ class Pair:
 
 
 def choose_pairs(classes: list[GlyphClass], faces: list[Face], count: int, seed: int) -> list[Pair]:
-    """Return `count` pairs: same, hard, same, random, and so on, so that any ten folds are balanced.
+    """Return `count` pairs in the order same, hard, same, random, ..., so that all folds are balanced.
 
-    The two images of a pair never share a face, and those of a positive pair never share a family:
-    the slanted copy of an upright letter would be too easy.
+    The two images of a pair have different faces. Those of a same pair have different families, because a
+    slanted copy of an upright letter would be too easy.
     """
     images = [
         PairImage(index, faces[f], chr(code), varied(faces[f].path, chr(code), (seed, 1000)))
@@ -54,7 +54,7 @@ def choose_pairs(classes: list[GlyphClass], faces: list[Face], count: int, seed:
     rounds = -(-count // (2 * len(classes)))
     turns = np.concatenate([rng.permutation(len(classes)) for _ in range(rounds)])[: count // 2]
     pairs: list[Pair] = []
-    for turn, class_index in enumerate(turns):  # the classes take turns; the face is drawn
+    for turn, class_index in enumerate(turns):  # all classes in turn, with random faces
         first = rng.choice(np.flatnonzero(owner == class_index))
         other = owner != owner[first]
         second = rng.choice(np.flatnonzero(~other & (family != family[first])))
@@ -69,7 +69,7 @@ def choose_pairs(classes: list[GlyphClass], faces: list[Face], count: int, seed:
 
 
 def pixel_similarity(images: list[PairImage]) -> np.ndarray:
-    """Return the cosine of the pixels of every two images, each less its mean: float32 [N, N]."""
+    """Return the cosines of the mean-free pixels of all pairs of images, float32 [N, N]."""
     pixels = np.stack([np.asarray(item.image, np.float32).ravel() for item in images])
     pixels -= pixels.mean(axis=1, keepdims=True)
     pixels /= np.linalg.norm(pixels, axis=1, keepdims=True)
@@ -77,7 +77,7 @@ def pixel_similarity(images: list[PairImage]) -> np.ndarray:
 
 
 def write_pair_files(stem: Path, pairs: list[Pair]) -> None:
-    """Write `<stem>.bin`, in the format of LFW's pair files, and `<stem>.tsv`, which says what they are."""
+    """Write the pair file `<stem>.bin` (in the format of lfw.bin) and its description `<stem>.tsv`."""
     encoded = [encode(image.image) for pair in pairs for image in (pair.first, pair.second)]
     is_same = np.array([pair.kind == "same" for pair in pairs])
     write_pairs(stem.with_suffix(".bin"), encoded, is_same)
@@ -89,7 +89,7 @@ def write_pair_files(stem: Path, pairs: list[Pair]) -> None:
 
 
 def encode(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
+    """Encode an image as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

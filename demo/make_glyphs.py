@@ -1,10 +1,10 @@
-"""Make the demo's data set: images of thousands of glyph classes, and pairs of classes held out.
+"""Create the demo's dataset: images of thousands of glyph classes, and pairs of held-out classes.
 
     python demo/make_glyphs.py demo/output/glyphs
 
-writes `images/` and `label.txt` (training), `classes.tsv` (what each class is), `glyphs_unseen.bin` and
-`glyphs_unseen.tsv` (the verification pairs), and `manifest.json`. Equal arguments and fonts give equal
-bytes, and a folder that was made so already is kept as it is.
+Writes `images/` and `label.txt` (training), `classes.tsv` (a description of each class), `glyphs_unseen.bin`
+and `glyphs_unseen.tsv` (the verification pairs), and `manifest.json`. The output is reproducible for equal
+arguments and fonts. An up-to-date folder is not written again.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from glyph_classes import GlyphClass, find_classes
 from glyph_pairs import choose_pairs, write_pair_files
 from render import varied
 
-VERSION = 1  # raise it when the images that this code draws change
-HELD_OUT = 0.12  # share of the classes that training never sees
+VERSION = 1  # increase it when the generated images change
+HELD_OUT = 0.12  # fraction of the classes that are used for evaluation only
 
 
 def main() -> None:
-    """Read the arguments; make the data set unless it is there."""
+    """Create the dataset unless it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the data set goes")
+    parser.add_argument("folder", type=Path, help="output folder")
     parser.add_argument("--images-per-class", type=int, default=14)
-    parser.add_argument("--classes", type=int, default=0, help="at most this many classes; 0: all")
+    parser.add_argument("--classes", type=int, default=0, help="maximum number of classes; 0: all")
     parser.add_argument("--pairs", type=int, default=4000, help="verification pairs, a multiple of 40")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if options.pairs < 40 or options.pairs % 40:
-        parser.error(f"--pairs is {options.pairs}; give a multiple of 40: ten folds, each half positive")
+        parser.error(f"--pairs is {options.pairs}; expected a multiple of 40, for ten balanced folds")
 
     faces = bundled_faces()
     faces += system_faces(faces)
@@ -51,7 +51,7 @@ def main() -> None:
         print(f"glyphs: {options.folder} is up to date")
         return
     if options.folder.exists() and any(options.folder.iterdir()) and not made.is_file():
-        parser.error(f"{options.folder} holds something else; name a new folder or empty this one")
+        parser.error(f"{options.folder} contains other files; use a new folder or empty this one")
 
     partial = options.folder.with_name(options.folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def make(folder: Path, faces: list[Face], options: argparse.Namespace) -> None:
-    """Write the whole data set into an empty folder."""
+    """Write the dataset into an empty folder."""
     seen, unseen = split_classes(find_classes(faces), faces, options.classes, options.seed)
     write_classes(folder / "classes.tsv", seen, unseen)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -79,17 +79,16 @@ def make(folder: Path, faces: list[Face], options: argparse.Namespace) -> None:
     write_pair_files(folder / "glyphs_unseen", pairs)
     print(
         f"glyphs: {len(seen)} training classes, {len(lines)} images; "
-        f"{len(unseen)} classes held out, {len(pairs)} pairs of them"
+        f"{len(unseen)} held-out classes, {len(pairs)} pairs"
     )
 
 
 def split_classes(
     classes: list[GlyphClass], faces: list[Face], limit: int, seed: int
 ) -> tuple[list[GlyphClass], list[GlyphClass]]:
-    """Return (training classes, held-out classes); `limit` caps their sum, 0 does not.
+    """Split classes at random into training and held-out classes; `limit`: maximum of their sum, 0: none.
 
-    A held-out class must be drawn by evaluation faces of two families, a training class by two
-    training faces; both sides are chosen blindly otherwise.
+    A held-out class needs evaluation faces of two families, a training class needs two training faces.
     """
     order = np.random.default_rng(seed).permutation(len(classes))
     unseen: list[int] = []
@@ -105,12 +104,12 @@ def split_classes(
 
 
 def training_faces(item: GlyphClass, faces: list[Face]) -> list[tuple[Face, int]]:
-    """Return the faces that draw a class for training, each with the code point it draws."""
+    """Return the training faces of a class, each with the code point to draw."""
     return [(faces[f], code) for f, code in item.faces if not faces[f].evaluation]
 
 
 def write_class(job: tuple[Path, int, list[tuple[str, str]]], count: int, seed: int) -> list[str]:
-    """Draw the images of one training class, its faces in turn; return its lines of label.txt."""
+    """Draw the images of a training class, with its faces in turn; return its lines of label.txt."""
     folder, label, drawn = job
     place = Path("images") / f"{label // 100:02d}" / f"{label:04d}"
     (folder / place).mkdir(parents=True)
@@ -121,7 +120,7 @@ def write_class(job: tuple[Path, int, list[tuple[str, str]]], count: int, seed: 
 
 
 def write_classes(path: Path, seen: list[GlyphClass], unseen: list[GlyphClass]) -> None:
-    """Write one line a class: its label ('unseen' if held out), code points, characters, names."""
+    """Write one line per class: label ('unseen' if held out), code points, characters, Unicode names."""
     with path.open("w", encoding="utf-8") as file:
         for label, item in [*enumerate(seen), *(("unseen", item) for item in unseen)]:
             codes = " ".join(f"U+{code:04X}" for code in item.code_points)

@@ -1,8 +1,8 @@
-"""Compute the report's figures a second time, from the written embeddings alone, with plain numpy.
+"""Check the numbers of the report: compute them again from the saved embeddings, with plain numpy.
 
     python demo/recompute.py demo/output/run
 
-Nothing of plsc is imported. Ends with an error when a figure differs from what the report says.
+Does not import plsc. Fails if a number differs from the report.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-TOLERANCE = 0.001  # rounding may turn over a pair that sits on a threshold
+TOLERANCE = 0.001  # rounding may change the result of a pair at a threshold
 
 
 def main() -> None:
-    """Compare every figure of figures.json."""
+    """Compare every number of figures.json."""
     run = Path(sys.argv[1])
     reported = json.loads((run / "figures.json").read_text())
     with np.load(run / "embeddings.npz") as file:
@@ -36,14 +36,14 @@ def main() -> None:
         }
         for key, value in figures.items():
             if not abs(again[key] - value) <= TOLERANCE:
-                wrong.append(f"{name} {key}: {value} reported, {again[key]} computed again")
+                wrong.append(f"{name} {key}: reported {value}, recomputed {again[key]}")
     if wrong:
         sys.exit("recompute: the report is wrong: " + "; ".join(wrong))
-    print(f"recompute: {sum(map(len, reported.values()))} figures agree with the embeddings")
+    print(f"recompute: all {sum(map(len, reported.values()))} numbers of the report are correct")
 
 
 def ten_fold_accuracy(cosine: np.ndarray, same: np.ndarray) -> float:
-    """Judge each tenth of the pairs by the threshold that is best on the other nine (LFW's protocol)."""
+    """Return the mean accuracy over ten folds, each with the best threshold of the others (LFW protocol)."""
     distance = 2 - 2 * cosine  # squared distance of unit vectors
     thresholds = np.arange(0, 4, 0.01)
     right = (distance[:, None] < thresholds) == same[:, None]  # [pairs, thresholds]
@@ -55,7 +55,7 @@ def ten_fold_accuracy(cosine: np.ndarray, same: np.ndarray) -> float:
 
 
 def tar_at_far(cosine: np.ndarray, same: np.ndarray, far: float) -> float:
-    """Return the share of same pairs accepted when at most `far` of the others are accepted wrongly."""
+    """Return the highest true accept rate with a false accept rate of at most `far`."""
     best = 0.0
     for threshold in np.unique(cosine):
         if np.mean(cosine[~same] >= threshold) <= far:

@@ -1,4 +1,4 @@
-"""From a character and a font face to a small gray image, plain or varied."""
+"""Render a character in a font face as a small gray image, plain or with random variations."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-IMAGE_SIZE = 32  # pixels; the networks take multiples of 16
-INK_SIZE = 24.0  # pixels of the longer side of a glyph, before it is varied
-MASK_SIZE = 64  # a glyph is first drawn with a longer side of at least this
+IMAGE_SIZE = 32  # pixels; the networks need multiples of 16
+INK_SIZE = 24.0  # longer side of a glyph in pixels, before variation
+MASK_SIZE = 64  # minimum longer side in pixels of the mask that is drawn first
 
 
 @lru_cache(maxsize=256)
 def open_font(path: str, size: int) -> ImageFont.FreeTypeFont:
-    """Open a font at a size in pixels; the basic layout draws one code point as one glyph."""
+    """Open a font at a size in pixels, with the basic layout (one glyph per code point)."""
     return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
 
 
 @lru_cache(maxsize=512)
 def glyph_mask(path: str, character: str) -> Image.Image | None:
-    """Draw a character large and cut it to its ink (mode L, ink is 255); None when it has no ink."""
+    """Draw a character large and crop it to its ink (mode L, ink is 255); None if it has no ink."""
     size = MASK_SIZE
     while True:
         left, top, right, bottom = map(int, open_font(path, size).getbbox(character))
         longest = max(right - left, bottom - top)
         if longest >= MASK_SIZE or size >= 8 * MASK_SIZE:
             break
-        size *= 2  # a full stop needs a larger font than a letter
+        size *= 2  # for small characters such as a full stop
     if longest <= 0:
         return None
     mask = Image.new("L", (right - left + 8, bottom - top + 8))
@@ -47,14 +47,14 @@ def place(
     shift: tuple[float, float] = (0.0, 0.0),
     stretch: float = 1.0,
 ) -> Image.Image:
-    """Put a mask in the middle of a square of `size` pixels, scaled so that its longer side is `longest`.
+    """Place a mask in the centre of a square of `size` pixels, scaled to the longer side `longest`.
 
-    angle is in degrees, shift in pixels, stretch is width over height. Drawn at twice the size and
-    reduced, which keeps thin strokes smooth.
+    angle: in degrees. shift: in pixels. stretch: width over height. Drawn at twice the size and reduced, for
+    smooth thin strokes.
     """
-    scale = max(mask.size) / longest / 2  # mask pixels for one pixel of the doubled square
+    scale = max(mask.size) / longest / 2  # mask pixels per pixel of the doubled square
     cos, sin = math.cos(math.radians(angle)) * scale, math.sin(math.radians(angle)) * scale
-    x, y = size + 2 * shift[0], size + 2 * shift[1]  # where the middle of the mask goes
+    x, y = size + 2 * shift[0], size + 2 * shift[1]  # position of the centre of the mask
     a, b, d, e = cos / stretch, sin / stretch, -sin, cos
     matrix = (a, b, mask.width / 2 - a * x - b * y, d, e, mask.height / 2 - d * x - e * y)
     doubled = mask.transform((2 * size, 2 * size), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
@@ -62,7 +62,7 @@ def place(
 
 
 def plain(path: str, character: str, size: int) -> np.ndarray | None:
-    """Return a character filling a square of `size` pixels, float32 [size, size] in 0..1, or None."""
+    """Return a character that fills a square, float32 [size, size] in 0..1; None if it has no ink."""
     mask = glyph_mask(path, character)
     if mask is None:
         return None
@@ -70,9 +70,9 @@ def plain(path: str, character: str, size: int) -> np.ndarray | None:
 
 
 def varied(path: str, character: str, seed: tuple[int, ...]) -> Image.Image:
-    """Return one varied image of a character, mode L: a function of its arguments alone.
+    """Return an image of a character with random variations (mode L); depends only on the arguments.
 
-    Position, scale, rotation, stroke weight, ink, background and noise are drawn from `seed`.
+    Position, scale, rotation, stroke weight, ink, background and noise are random, seeded by `seed`.
     """
     mask = glyph_mask(path, character)
     if mask is None:
@@ -96,8 +96,8 @@ def varied(path: str, character: str, seed: tuple[int, ...]) -> Image.Image:
 
 
 def change_weight(mask: Image.Image, amount: float) -> Image.Image:
-    """Make strokes heavier (amount 0..1) or lighter (0..-1); a stroke is never rubbed out."""
-    # The width of the filter follows the mask: about a tenth of its longer side at most.
+    """Make strokes heavier (amount 0..1) or lighter (0..-1), without erasing thin ones."""
+    # The filter is at most about a tenth of the longer side of the mask.
     width = 2 * round(max(mask.size) / 48) + 1
     padded = Image.new("L", (mask.width + 2 * width, mask.height + 2 * width))
     padded.paste(mask, (width, width))
@@ -105,13 +105,13 @@ def change_weight(mask: Image.Image, amount: float) -> Image.Image:
         other = padded.filter(ImageFilter.MaxFilter(width))
     else:
         other = padded.filter(ImageFilter.MinFilter(width))
-        if np.asarray(other).sum() < 0.5 * np.asarray(padded).sum():  # thin strokes stay
+        if np.asarray(other).sum() < 0.5 * np.asarray(padded).sum():  # thin strokes
             return padded
     return Image.blend(padded, other, abs(amount))
 
 
 def background(rng: np.random.Generator) -> np.ndarray:
-    """Return paper of 130..255: a slope of light and a few soft stains, float32 [size, size]."""
+    """Return a background of 130..255 with a brightness gradient and soft stains, float32 [size, size]."""
     y, x = np.mgrid[-1 : 1 : IMAGE_SIZE * 1j, -1 : 1 : IMAGE_SIZE * 1j].astype(np.float32)
     slope_x, slope_y = rng.uniform(-30, 30, 2)
     stains = Image.fromarray(rng.normal(0, 12, (5, 5)).astype(np.float32))

@@ -1,9 +1,9 @@
-"""Compare the trained network with two others on the same pairs, and write the report.
+"""Compare the trained network with the untrained one and with raw pixels, and write the report.
 
     python demo/report.py demo/output/glyphs demo/output/run
 
-writes `embeddings.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md` and `summary.txt` into the
-run's folder. The others are the network before it was trained, and the pixels themselves.
+Writes `embeddings.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md` and `summary.txt` into the
+run's folder.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TEXT = Template((Path(__file__).parent / "report_template.md").read_text(encodin
 
 
 def main() -> None:
-    """Embed the pairs in three ways, judge each, and write everything down."""
+    """Embed the pairs in three ways, evaluate each, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
-    parser.add_argument("run", type=Path, help="folder that train_glyphs.py made")
+    parser.add_argument("data", type=Path, help="output folder of make_glyphs.py")
+    parser.add_argument("run", type=Path, help="output folder of train_glyphs.py")
     options = parser.parse_args()
 
     pairs = read_pairs(options.data / "glyphs_unseen.bin")
@@ -45,7 +45,7 @@ def main() -> None:
     channels, height, width = model["image_shape"]
     shape = (channels, height, width)
 
-    torch.manual_seed(manifest.options["train"]["seed"])  # the weights that training began with
+    torch.manual_seed(manifest.options["train"]["seed"])  # for the initial weights of the training
     network = build_model(model["name"], model["emb_size"], shape, model["dropout"], model["neck"])
 
     def embed() -> np.ndarray:
@@ -87,13 +87,13 @@ def main() -> None:
 
 
 def center(pixels: np.ndarray) -> np.ndarray:
-    """Return each image [N, P] less its mean: without it, any two images are alike by their paper."""
+    """Subtract the mean of each image [N, P]; otherwise the background makes all images similar."""
     pixels = pixels.astype(np.float32)
     return pixels - pixels.mean(axis=1, keepdims=True)
 
 
 def judge(embeddings: np.ndarray, is_same: np.ndarray, is_hard: np.ndarray) -> dict[str, float]:
-    """Return the figures of one network over all pairs, and without the hard negatives."""
+    """Return the metrics of one network over all pairs, and without the hard negatives."""
     result = verify(embeddings, is_same)
     easy = verify(embeddings[np.repeat(~is_hard, 2)], is_same[~is_hard])
     return {
@@ -105,7 +105,7 @@ def judge(embeddings: np.ndarray, is_same: np.ndarray, is_hard: np.ndarray) -> d
 
 
 def make_table(figures: dict[str, dict[str, float]]) -> str:
-    """Return the figures as a table in Markdown, the trained network last."""
+    """Return the metrics as a Markdown table."""
     rows = ["|  | accuracy | TAR at FAR 1e-2 | accuracy, random negatives | TAR, random negatives |"]
     rows.append("| --- | --- | --- | --- | --- |")
     for name, values in figures.items():

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The demo: makes its environment and its data, trains on two ranks, evaluates, reports.
+# Runs the demo: creates environment and dataset, trains on two ranks, evaluates, writes a report.
 #
 #   bash demo/run.sh [--fast] [FOLDER]
 #
-# Everything goes into FOLDER (demo/output). --fast takes few classes and steps: it shows that all works,
-# and not how well.
+# Output is written to FOLDER (default demo/output). --fast uses few classes and steps, so the accuracy is
+# not meaningful.
 set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,9 +1,9 @@
-"""Train a small residual network with the distributed ArcFace head on the glyphs.
+"""Train a small residual network with the sharded ArcFace head on the glyphs.
 
     torchrun --standalone --nproc-per-node 2 demo/train_glyphs.py demo/output/glyphs demo/output/run
 
-The same script runs on one process (`python demo/train_glyphs.py ...`) and on any number of ranks: the
-global batch stays the same, and every rank holds its share of the class weights.
+The script also runs in one process (`python demo/train_glyphs.py ...`) and on any number of ranks, with the
+same global batch size; each rank holds a part of the class weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from plsc import Entry
 
 
 def main() -> None:
-    """Set the options, train, and show that the weights that were saved work."""
+    """Train, then evaluate the saved checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder that make_glyphs.py made")
+    parser.add_argument("data", type=Path, help="output folder of make_glyphs.py")
     parser.add_argument("run", type=Path, help="new folder for checkpoints, metrics and plots")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--precision", default="float32", help="or bfloat16")
@@ -26,8 +26,8 @@ def main() -> None:
     ins = Entry()
     ins.set_dataset_dir(str(options.data))
     ins.set_val_targets("glyphs_unseen")
-    ins.set_flip(False)  # a mirrored glyph is another glyph
-    ins.set_num_workers(0)  # small files: reading them costs less than handing them over
+    ins.set_flip(False)  # a mirrored glyph is a different glyph
+    ins.set_num_workers(0)  # reading small files is faster than transferring them between processes
 
     ins.set_model_name("SmallResNet")
     ins.set_image_shape((1, 32, 32))
@@ -47,7 +47,7 @@ def main() -> None:
     ins.set_max_last_checkpoint_num(1)
     result = ins.train()
 
-    ins.set_checkpoint_dir(str(result.checkpoint))  # what a later script would do with the weights
+    ins.set_checkpoint_dir(str(result.checkpoint))  # as a later script would do
     ins.test()
 
 

@@ -1,9 +1,11 @@
-"""The naive truth: every loss on the full matrix, as in the textbook, for tests in fp64.
+"""Reference implementation of every loss on the full logit matrix, for tests in fp64.
 
-No sharding, no stability tricks but one limit, no hand-written gradient. embeddings x [B, D]; class rows
-W [C, D], or [C, K, D] with K sub-centres a class; labels y [B]; cosines c [B, C]; logits z [B, C].
-The formulas share nothing with plsc/heads/margins.py but COSINE_LIMIT (angles.py). The slope of acos is
-infinite at +-1, so the cosine of the label's class is held inside +-COSINE_LIMIT, with slope 1.
+It has no sharding, no manual gradients, and only one measure for numerical stability: the slope of acos is
+infinite at +-1, so the cosine of the label is clamped to +-COSINE_LIMIT (plsc/heads/geometry.py) with slope
+1. Nothing else is shared with plsc/heads/margins.py.
+
+Notation: embeddings x [B, D]; class weights W [C, D], or [C, K, D] with K sub-centres per class; labels
+y [B]; cosines c [B, C]; logits z [B, C].
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ def mean_loss(
     labels: Tensor,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Return what a head gives for this margin: mean cross-entropy plus mean regulariser, a scalar.
+    """Return the loss of a head with this margin: mean cross-entropy plus mean regulariser, a scalar.
 
-    allowed: bool [C], the sampled classes (the labels' among them); None: all.
+    allowed: bool [C], the sampled classes, including the labels; None: all.
     """
     z = logits(margin, embeddings, weight, bias, labels)
     loss = cross_entropy(z if allowed is None else masked(z, allowed), labels)
@@ -51,9 +53,9 @@ def mean_loss(
 
 
 def logits(margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Return the logits [B, C] by the formula of this margin, whose numbers and state are read off it.
+    """Return the logits [B, C] by the formula of this margin, with its settings and state.
 
-    Those of the labels are s (c + share (psi - c)).
+    The logits of the labels are s (c + share (psi - c)).
     """
     full = _full_logits(margin, embeddings, weight, bias, labels)
     if margin.share == 1:
@@ -66,7 +68,7 @@ def logits(margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | No
 def _full_logits(
     margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> Tensor:
-    """Return the logits [B, C] at a share of 1."""
+    """Return the logits [B, C] for share = 1."""
     x, w, y, m = embeddings, weight, labels, margin
     if isinstance(m, Softmax):
         assert bias is not None
@@ -87,7 +89,7 @@ def _full_logits(
         return magface_logits(x, w, y, m.scale, m.norm_range, m.margin_range, m.easy_margin)
     if isinstance(m, CurricularFace):
         return curricularface_logits(x, w, y, m.scale, m.margin, m.t)
-    raise TypeError(f"no textbook formula for {type(margin).__name__}")
+    raise TypeError(f"no reference formula for {type(margin).__name__}")
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -102,14 +104,14 @@ def masked(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def cosines(embeddings: Tensor, weight: Tensor) -> Tensor:
-    """Return c_ij = x_i . W_j / (|x_i| |W_j|), [B, C]; the highest of the K sub-centres of a class."""
+    """Return c_ij = x_i . W_j / (|x_i| |W_j|), [B, C]; the maximum over the K sub-centres of a class."""
     e = embeddings / embeddings.norm(dim=1, keepdim=True)
     w = weight / weight.norm(dim=-1, keepdim=True)
     return _class_products(e, w)
 
 
 def softmax_logits(embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return z = x W^T + b, [B, C]; bias [C], or [C, K] where the rows are [C, K, D]."""
+    """Return z = x W^T + b, [B, C]; bias [C], or [C, K] if weight is [C, K, D]."""
     return _class_products(embeddings, weight, bias)
 
 
@@ -129,8 +131,8 @@ def arcface_logits(
 ) -> Tensor:
     """Return s cos(acos(c) + m) at the label, s c elsewhere, [B, C] (Deng et al. 2019, eq. 3).
 
-    Where acos(c) + m passes pi, cos would rise again; there the target is c - m sin(m), as in the
-    authors' code. With the easy margin, the target is c wherever c <= 0.
+    Where acos(c) + m exceeds pi, the target is c - m sin(m), as in the authors' code. With the easy margin,
+    the target is c wherever c <= 0.
     """
     c = cosines(embeddings, weight)
     target = _target(c, labels)
@@ -168,7 +170,7 @@ def combined_logits(
 ) -> Tensor:
     """Return s (cos(m1 theta + m2) - m3) at the label, s c elsewhere (Deng et al. 2019, eq. 4).
 
-    Past each multiple of pi the cosine is turned over and joined on where it was, so that it goes on falling.
+    Beyond each multiple of pi the cosine is mirrored and shifted, so that it continues to decrease.
     """
     c = cosines(embeddings, weight)
     angle = m1 * torch.acos(_target(c, labels)) + m2
@@ -243,7 +245,7 @@ def curricularface_logits(
 
 
 def _class_products(embeddings: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x_i . W_j + b_j, the highest of a class' K rows, [B, C]."""
+    """Return x_i . W_j + b_j, the maximum over the sub-centres of a class, [B, C]."""
     if weight.dim() == 2:
         products = embeddings @ weight.T
         return products if bias is None else products + bias
@@ -252,7 +254,7 @@ def _class_products(embeddings: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def _target(cosines: Tensor, labels: Tensor) -> Tensor:
-    """Return the cosine of each sample with its class, [B], held inside +-COSINE_LIMIT with slope 1."""
+    """Return the cosine of each sample with its class, [B], clamped to +-COSINE_LIMIT with slope 1."""
     target = cosines.gather(1, labels[:, None])[:, 0]
     return target + (target.clamp(-COSINE_LIMIT, COSINE_LIMIT) - target).detach()
 
@@ -263,7 +265,7 @@ def _put(cosines: Tensor, labels: Tensor, psi: Tensor) -> Tensor:
 
 
 def _arcface_target(target: Tensor, margin: float | Tensor, easy_margin: bool = False) -> Tensor:
-    """Return psi [B] for target cosines [B] and one margin, or one for each sample."""
+    """Return psi [B] for target cosines [B] and one margin, or one per sample."""
     margin = torch.as_tensor(margin, dtype=target.dtype)
     angle = torch.acos(target) + margin
     if easy_margin:

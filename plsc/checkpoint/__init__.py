@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, without pickles, laid out for any number of ranks."""
+"""Checkpoints: atomic, without pickles, readable on any number of ranks."""
 
 from plsc.checkpoint.load import load_tensors, load_weights
 from plsc.checkpoint.manifest import Manifest, read_manifest

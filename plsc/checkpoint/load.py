@@ -1,4 +1,4 @@
-"""Read a checkpoint: what its files hold, all of it in place for training, or some tensors alone."""
+"""Load a checkpoint: into tensors of a training run, or selected tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_NAMES,
@@ -32,21 +32,20 @@ from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 
-MAP_NAME = "classes.tsv"  # where the classes went; see plsc.checkpoint.classes.map
-_MOST_OPEN = 64  # files
+MAP_NAME = "classes.tsv"  # maps old to new class numbers; see plsc.checkpoint.classes.map
+_MOST_OPEN = 64  # files open at a time
 
 
 def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -> Manifest:
-    """Fill ``tensors`` in place from ``path``; return its manifest. Collective.
+    """Load ``tensors`` in place from ``path``; return its manifest. Collective.
 
-    Everything asked for must be there with the same global shape and type; what else is there is left.
-    Rows come out right whatever number of ranks saved them, and whether they were split then or are now.
-    All is checked, checksums included (each rank reads its share of the files for that), before the first
-    tensor is touched.
+    Each requested tensor must be in the checkpoint with the same global shape and dtype; others are ignored.
+    The number of ranks, and which tensors are sharded, may differ from the run that saved it. Everything
+    is checked before the first tensor changes; each rank compares the checksums of its share of the files.
 
     Raises:
         CheckpointError: on all ranks.
-        DistributedError: another rank was lost.
+        DistributedError: the connection to another rank was lost.
     """
     folder = Path(path)
     doing = f"load checkpoint {folder}"
@@ -54,7 +53,7 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
 
     def check() -> None:
         one = OpenCheckpoint(folder)
-        _check_wanted(folder, one.manifest, tensors)
+        _check_requested(folder, one.manifest, tensors)
         names = sorted(one.manifest.files)[world.rank :: world.size]
         check_checksums(folder, one.manifest, names)
         opened.append(one)
@@ -76,14 +75,13 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Return the network's state dict from a checkpoint, or other tensors by name, on the CPU.
 
-    Sharded tensors are joined. For one process, without any collective. Only the files that hold such tensors
-    are read.
+    Sharded tensors are joined. For one process; not a collective. Only the files with such tensors are read.
 
     Args:
-        path: folder of the checkpoint.
+        path: the checkpoint folder.
         kind: ``backbone``; ``class_weights``: ``weight`` [classes, D], or [classes, sub-centres, D], and
-            ``bias`` [classes] of a softmax; ``head_statistics``: what AdaFace and CurricularFace count.
-        head: name of the data set, in a checkpoint that has a head for each of several.
+            ``bias`` [classes] of a softmax; ``head_statistics``: statistics of AdaFace and CurricularFace.
+        head: name of the head, for a checkpoint with several heads.
 
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
@@ -93,22 +91,24 @@ def load_weights(
         names = {role.name for role in found}
         if head is None and len(names) < len(found):
             several = ", ".join(sorted({role.of for role in found}))
-            raise CheckpointError(f"{path} holds {kind} tensors of {several}; name one of them as the head")
+            raise CheckpointError(
+                f"{path} has {kind} tensors of several heads ({several}); choose one with head="
+            )
         chosen = {role: tensor for role, tensor in found.items() if head in (None, role.of)}
         if not chosen:
             of = "" if head is None else f" of the head {head!r}"
-            raise CheckpointError(f"{path} holds no {kind} tensor{of}; choose another checkpoint")
+            raise CheckpointError(f"{path} has no {kind} tensor{of}; choose another checkpoint")
         return {role.name: tensor.read() for role, tensor in chosen.items()}
 
 
 def class_name_tensors(names: ClassNames, head: str = "") -> dict[Role, Tensor]:
-    """Return the names of classes as a checkpoint has them; head: the name of one of several."""
+    """Return class names as tensors of a checkpoint; head: its name if there are several heads."""
     text, ends = _name_roles(head)
     return {text: torch.from_numpy(names.text), ends: torch.from_numpy(names.ends)}
 
 
 def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassNames | None:
-    """Return the names of the classes of a head, None if the checkpoint has none of it.
+    """Return the class names of a head; None if the checkpoint has none.
 
     Raises CheckpointError if they are damaged. Checksums are not compared.
     """
@@ -125,7 +125,7 @@ def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassN
         is_rising = names.ends.min() >= 0 and names.lengths().min() >= 0
         if is_rising and names.ends[-1] == len(text):
             return names
-    raise Checker(str(folder)).wrong("the names of its classes are damaged")
+    raise Checker(str(folder)).wrong("its class names are damaged")
 
 
 def _name_roles(head: str) -> tuple[Role, Role]:
@@ -133,9 +133,9 @@ def _name_roles(head: str) -> tuple[Role, Role]:
 
 
 class StoredTensor:
-    """A tensor of an open checkpoint, whose rows, perhaps in several files, are read when they are asked for.
+    """A tensor of an open checkpoint; its rows, possibly in several files, are read on request.
 
-    shape: of the whole; a scalar has one row. shard: the file of its first part.
+    shape: of the whole tensor; a scalar counts as one row. shard: name of the file with its first part.
     """
 
     def __init__(self, info: TensorInfo, parts: list[Part], files: _Files) -> None:
@@ -150,7 +150,7 @@ class StoredTensor:
 
     @property
     def rows_per_piece(self) -> int:
-        """How many rows are read at a time."""
+        """Number of rows read at a time."""
         return max(1, PIECE_BYTES // max(1, self._row_bytes))
 
     def read(self) -> Tensor:
@@ -160,7 +160,7 @@ class StoredTensor:
         return whole
 
     def read_into(self, target: Tensor, start: int) -> None:
-        """Fill a tensor of this type with the rows from `start`, on the CPU without another copy."""
+        """Fill `target` [n, ...] with the rows from `start`; no extra copy if it is contiguous on the CPU."""
         if target.is_cpu and target.is_contiguous():
             raw = bytes_of(target).numpy().reshape(len(target), self._row_bytes)
             self._read_run(start, raw)
@@ -169,7 +169,7 @@ class StoredTensor:
             target[first - start : first - start + len(piece)].copy_(piece)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows [start, stop) in order, some MiB at a time, each with its first row's number."""
+        """Yield the rows [start, stop) in order, a few MiB at a time, each with its first row's index."""
         for first in range(start, stop, self.rows_per_piece):
             rows = min(self.rows_per_piece, stop - first)
             piece = np.empty((rows, self._row_bytes), np.uint8)
@@ -177,14 +177,14 @@ class StoredTensor:
             yield first, self._as_rows(piece)
 
     def bytes(self) -> Iterator[memoryview]:
-        """Yield all of its bytes in pieces."""
+        """Yield all bytes in pieces."""
         for _, piece in self.pieces(0, self._stops[-1] if self._stops else 0):
             yield bytes_of(piece).numpy().data
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Return the bytes of rows, uint8 [n, bytes per row], zeros where a number is -1."""
+        """Return the bytes of `rows`, uint8 [n, bytes per row]; zeros where an index is -1."""
         out = np.zeros((len(rows), self._row_bytes), dtype=np.uint8)
-        # Runs of neighbours are read at once.
+        # Consecutive rows are read at once.
         breaks = np.flatnonzero(np.diff(rows) != 1) + 1
         for low, high in zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True):
             if low < high and rows[low] >= 0:
@@ -192,7 +192,7 @@ class StoredTensor:
         return out
 
     def values(self, rows: np.ndarray) -> Tensor:
-        """Return rows as numbers, float64 [n, ...]; those of -1 are zeros."""
+        """Return `rows` as float64 [n, ...]; zeros where an index is -1."""
         return self._as_rows(self.take(rows)).double()
 
     def _as_rows(self, raw: np.ndarray) -> Tensor:
@@ -210,13 +210,13 @@ class StoredTensor:
 
 
 class _Files:
-    """Reads files, of which it keeps some open."""
+    """Read files, keeping at most `_MOST_OPEN` of them open."""
 
     def __init__(self) -> None:
         self._open: dict[Path, io.FileIO] = {}
 
     def read(self, path: Path, begin: int, out: np.ndarray) -> None:
-        """Fill `out` with the bytes from `begin`. Raises CheckpointError."""
+        """Fill `out` with the bytes from offset `begin`. Raises CheckpointError."""
         left = out.reshape(-1).data
         try:
             if path not in self._open:
@@ -226,7 +226,7 @@ class _Files:
             while left:
                 count = os.preadv(self._open[path].fileno(), [left], begin)
                 if not count:
-                    raise CheckpointError(f"{path} became shorter while it was read")
+                    raise CheckpointError(f"{path} became shorter while being read")
                 left, begin = left[count:], begin + count
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
@@ -237,9 +237,9 @@ class _Files:
 
 
 class OpenCheckpoint:
-    """A checkpoint whose files hold what its manifest says: a context, which closes them.
+    """A checkpoint whose files match its manifest; a context manager that closes the files.
 
-    Raises CheckpointError as `read_manifest` and `check_files`. manifest: if it was read already.
+    Raises CheckpointError as `read_manifest` and `check_files` do. manifest: if it was read already.
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
@@ -259,9 +259,9 @@ class OpenCheckpoint:
         self._files.close()
 
     def select(self, kinds: Collection[str], rank: int = 0, ranks: int = 1) -> dict[Role, StoredTensor]:
-        """Return the tensors of kinds of roles, whose files have their checksums.
+        """Return the tensors of some kinds of roles, after comparing the checksums of their files.
 
-        Of `ranks` each compares its share of the files. Raises CheckpointError.
+        Each of `ranks` ranks compares its share of the files. Raises CheckpointError.
         """
         roles = {info.role: key for key, info in self.manifest.tensors.items() if info.role.kind in kinds}
         names = sorted({part.path.name for key in roles.values() for part in self._parts[key]})
@@ -270,21 +270,22 @@ class OpenCheckpoint:
 
 
 def check_checksums(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read the named data files whole; CheckpointError for one whose bytes are not those that were saved."""
+    """Read the named data files; CheckpointError if a checksum differs from the manifest's."""
     for name in names:
         if checksum(folder / name) != manifest.files[name]:
             raise CheckpointError(
-                f"{folder / name} is damaged: its checksum is not the saved one; choose another checkpoint"
+                f"{folder / name} is damaged: its checksum differs from the saved one; choose another "
+                "checkpoint"
             )
 
 
 def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
-    """See that the folder has the files of the manifest alone, and their headers its tensors, every row once.
+    """Check that the files and their headers match the manifest; return each tensor's parts, sorted by row.
 
-    Returns the parts of each tensor, sorted by their rows. Reads no tensor data.
+    No tensor data are read.
 
     Raises:
-        CheckpointError: a file is missing, unexpected or damaged; a tensor or a row is missing.
+        CheckpointError: a file is missing, unexpected or damaged; a tensor or row is missing or doubled.
     """
     try:
         found = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
@@ -294,7 +295,7 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
             odd = min(found ^ manifest.files.keys())
             raise CheckpointError(
                 f"{folder / odd} is {'not in the manifest' if odd in found else 'missing'}; choose another "
-                "checkpoint, or remove what does not belong there"
+                "checkpoint, or remove unexpected files"
             )
         for name, info in manifest.files.items():
             _check_regular(folder / name, info.bytes)
@@ -314,10 +315,10 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
 def _check_regular(path: Path, size: int) -> None:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is no regular file; a checkpoint holds neither links nor devices")
+        raise CheckpointError(f"{path} is not a regular file; choose another checkpoint")
     if status.st_size != size:
         raise CheckpointError(
-            f"{path} has {status.st_size} bytes, {size} were saved; choose another checkpoint"
+            f"{path} has {status.st_size} bytes; expected {size}; choose another checkpoint"
         )
 
 
@@ -326,10 +327,11 @@ def _check_part(part: Part, info: TensorInfo | None) -> None:
     if info is None:
         raise check.wrong(f"tensor {part.key!r} is not in the manifest")
     if part.dtype != info.dtype:
-        raise check.wrong(f"tensor {part.key!r} is {part.dtype}, the manifest says {info.dtype}")
+        raise check.wrong(f"tensor {part.key!r} has dtype {part.dtype}, the manifest says {info.dtype}")
     if len(part.shape) != len(info.shape) or part.shape[1:] != info.shape[1:]:
         raise check.wrong(
-            f"tensor {part.key!r} has a part {list(part.shape)}, which is no part of {list(info.shape)}"
+            f"tensor {part.key!r} has a part of shape {list(part.shape)}, which is not part of "
+            f"{list(info.shape)}"
         )
 
 
@@ -340,18 +342,18 @@ def _check_rows(check: Checker, key: str, info: TensorInfo, parts: list[Part]) -
     reached = 0
     for part in parts:
         if part.start == part.stop:
-            continue  # the share of a rank that has no rows
+            continue  # a rank without rows
         if part.start != reached:
             raise check.wrong(
                 f"rows {min(reached, part.start)} to {max(reached, part.start)} of {key!r} are "
-                f"{'missing' if part.start > reached else 'there twice'} at {part.path.name}"
+                f"{'missing' if part.start > reached else 'stored twice'} at {part.path.name}"
             )
         reached = part.stop
     if reached != rows:
         raise check.wrong(f"tensor {key!r} has {reached} rows, the manifest says {rows}")
 
 
-def _check_wanted(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
+def _check_requested(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
     for role, value in tensors.items():
         want, have = info_of(role, value), manifest.tensors.get(role.key)
         if have is None:
@@ -360,6 +362,6 @@ def _check_wanted(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
             )
         if (want.shape, want.dtype) != (have.shape, have.dtype):
             raise CheckpointError(
-                f"{role.key!r} in {folder} is {have.dtype} {list(have.shape)}, this run needs {want.dtype} "
-                f"{list(want.shape)}; use the options that it was saved with"
+                f"{role.key!r} in {folder} is {have.dtype} {list(have.shape)}, but this run needs "
+                f"{want.dtype} {list(want.shape)}; use the options it was saved with"
             )

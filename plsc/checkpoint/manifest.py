@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint is, in one JSON file that is written last.
+"""The manifest of a checkpoint: one JSON file, written last.
 
-A folder without it is no checkpoint. Tensors are in other files (`plsc.checkpoint.shard_file`); the manifest
-names each of them with its shape and type, and each data file with its size and checksum, so that a
-checkpoint can be judged before a byte of tensor data is read.
+A folder without a manifest is not a checkpoint. The manifest lists every tensor in the data files
+(`plsc.checkpoint.shard_file`) with shape and dtype, and every data file with size and checksum. A checkpoint
+can therefore be checked before any tensor data are read.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.storage import publish
 
-FORMAT_VERSION = 3  # before 3 a learning rate was for a global batch of 1024
+FORMAT_VERSION = 3  # before 3, the learning rate was stored for a global batch of 1024
 MANIFEST_NAME = publish.MANIFEST_NAME
-SUFFIX = ".safetensors"  # of the files that hold tensors
-HEADS_KEY = "heads"  # of the scalars: the heads by name, where there are several
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
-_DEEPEST = 50  # levels of the JSON; Python's own functions end at some hundred
+SUFFIX = ".safetensors"  # of the data files
+HEADS_KEY = "heads"  # in the scalars: the heads by name, if there are several
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal may interpret them
+_DEEPEST = 50  # levels of JSON; Python's recursion limit allows some hundred
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
-# Roles: the manifest has that of every tensor since format 2; that of format 1 is read from its key.
+# Roles: stored with every tensor since format 2; derived from the key in format 1.
 
-BACKBONE = "backbone"  # name: of the network's state dict
+BACKBONE = "backbone"  # name: its key in the network's state dict
 CLASS_WEIGHTS = "class_weights"  # a parameter of a head: weight or bias
-STATISTICS = "head_statistics"  # a buffer of a head: what its margin counts
+STATISTICS = "head_statistics"  # a buffer of a head: statistics of its margin
 OPTIMIZER = "optimizer"  # state of the network's optimizer
 CLASS_OPTIMIZER = "class_optimizer"  # state of the optimizer of sharded class weights
-RANK = "rank"  # of one rank alone: random generators, buffers that differ
+RANK = "rank"  # of a single rank: random generators, buffers that differ between ranks
 CLASS_NAMES = "class_names"
 EXTRA = "extra"
 KINDS = (
@@ -47,9 +47,11 @@ KINDS = (
 class Role:
     """What a tensor is.
 
-    of: of class weights, statistics and class names the head's name, empty where there is one head; of an
-    optimizer's state the key of the tensor that it belongs to; of a rank its number. name: which one it is,
-    such as ``weight``, ``momentum_buffer`` or ``random``.
+    Attributes:
+        kind: one of KINDS.
+        name: such as ``weight``, ``momentum_buffer`` or ``random``.
+        of: for class weights, statistics and class names the head's name, empty for a single head; for
+            optimizer state the key of its parameter; for `RANK` the rank's number.
     """
 
     kind: str
@@ -74,7 +76,7 @@ class Role:
 
 
 def head_prefix(name: str) -> str:
-    """Return what the keys of a head's tensors begin with; name: empty for a single head."""
+    """Return the common prefix of a head's keys; name: empty for a single head."""
     return f"heads.{name}" if name else "head"
 
 
@@ -90,7 +92,7 @@ _PATTERNS = (
 
 
 def role_of_key(key: str) -> Role:
-    """Return the role of a tensor of a checkpoint of format 1, or of one that is named as there."""
+    """Return the role of a tensor from its key, for format 1 and for importers."""
     matches = ((kind, re.fullmatch(pattern, key, re.DOTALL)) for kind, pattern in _PATTERNS)
     kind, found = next((kind, found) for kind, found in matches if found)
     role = {name: text for name, text in found.groupdict().items() if text is not None}
@@ -101,7 +103,7 @@ def role_of_key(key: str) -> Role:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: global shape, torch's name of its type, whether its rows are spread over files, role."""
+    """A tensor's global shape, dtype (torch's name), whether it is sharded over files, and role."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -111,7 +113,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One data file: its size and the CRC-32 of its bytes."""
+    """Size and CRC-32 of a data file."""
 
     bytes: int
     crc32: int
@@ -119,14 +121,18 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything of a checkpoint that is not tensor data.
+    """Everything in a checkpoint but tensor data.
 
-    class_num: of all heads together. class_ranges: [start, stop) of the head's classes on each rank that
-    saved; of several heads they are in the scalars, under HEADS_KEY. options: nested and plain,
-    as the run was configured. scalars: JSON state of optimizer, schedule and the like. tensors and
-    files are filled in by `save_checkpoint`. lineage: the changes of its classes that the run went through,
-    the first one first (`plsc.checkpoint.classes`). run_id: of the run that saved it, which alone may delete
-    it; kept by a run that is resumed in place, empty if unknown.
+    Attributes:
+        class_num: number of classes of all heads together.
+        class_ranges: [start, stop) of the head's classes for each rank that saved. For several heads they
+            are in the scalars, under HEADS_KEY.
+        options: the options of the run, as nested dictionaries.
+        scalars: JSON state of the optimizer, the schedule and others.
+        tensors, files: filled in by `save_checkpoint`.
+        lineage: past changes of the classes, oldest first (see `plsc.checkpoint.classes`).
+        run_id: of the run that saved it; only that run may delete it. A run resumed in place keeps its id.
+            Empty if unknown.
     """
 
     plsc_version: str
@@ -147,43 +153,43 @@ class Manifest:
 
     @property
     def shards(self) -> list[str]:
-        """The names of the files that hold tensors, sorted."""
+        """Sorted names of the files that hold tensors."""
         return sorted(name for name in self.files if name.endswith(SUFFIX))
 
     def to_json(self) -> str:
-        """Return the text of the file.
+        """Return the manifest as JSON text.
 
         Raises:
-            CheckpointError: options or scalars hold what JSON cannot, such as an object or a NaN.
+            CheckpointError: options or scalars are not valid JSON, such as an object or a NaN.
         """
         try:
-            # What was read from an older format has been converted.
+            # Content of an older format was converted when it was read.
             content = dataclasses.asdict(self) | {"format_version": FORMAT_VERSION}
             return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the options or scalars of a checkpoint must be plain finite JSON: {error}"
+                f"the options or scalars of a checkpoint must be finite JSON values: {error}"
             ) from error
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of the checkpoint folder ``path``, with every field's type checked.
+    """Return the manifest of the checkpoint folder ``path``, after checking the type of every field.
 
     Raises:
-        CheckpointError: no such folder, no manifest in it, or one that is damaged, larger than 64 MiB or of
-            a newer format.
+        CheckpointError: the folder or manifest is missing, or the manifest is damaged, larger than 64 MiB,
+            or of a newer format.
     """
     folder = Path(path)
     try:
         if not folder.is_dir():
             raise CheckpointError(
-                f"no checkpoint folder {folder}; expected the path of one, such as saved_model/5"
+                f"there is no checkpoint folder {folder}; expected a path such as saved_model/5"
             )
         file = folder / MANIFEST_NAME
         if not file.is_file():
             raise CheckpointError(
-                f"{folder} has no {MANIFEST_NAME}, so it is not a checkpoint, or its save never ended; "
-                "choose another one"
+                f"{folder} has no {MANIFEST_NAME}: it is not a checkpoint, or was not saved completely; "
+                "choose another checkpoint"
             )
         with file.open("rb") as stream:
             data = stream.read(LARGEST_MANIFEST + 1)
@@ -193,15 +199,15 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def parse_manifest(data: bytes, source: str) -> Manifest:
-    """Return the manifest that a file's bytes are, with every field's type checked.
+    """Parse the bytes of a manifest and check the type of every field.
 
-    source: its path or URL, for the messages.
+    source: its path or URL, for messages.
 
     Raises:
         CheckpointError: as `read_manifest`.
     """
     if len(data) > LARGEST_MANIFEST:
-        raise CheckpointError(f"{source} is larger than {LARGEST_MANIFEST} bytes: not a manifest of ours")
+        raise CheckpointError(f"{source} is larger than {LARGEST_MANIFEST} bytes; it is not a plsc manifest")
     try:
         content = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -211,11 +217,11 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
 
 
 def _check_plain(source: str, content: object) -> None:
-    """Raise CheckpointError for control characters in a string, and for deep nesting."""
+    """Raise CheckpointError if a string has control characters, or the nesting is too deep."""
     level = [content]
     for _ in range(_DEEPEST):
         if any(isinstance(one, str) and _CONTROL.search(one) for one in level):
-            raise CheckpointError(f"{source} holds control characters; choose another checkpoint")
+            raise CheckpointError(f"{source} contains control characters; choose another checkpoint")
         level = [
             inner
             for one in level
@@ -223,7 +229,7 @@ def _check_plain(source: str, content: object) -> None:
             for inner in ([*one, *one.values()] if isinstance(one, dict) else one)
         ]
     if level:
-        raise CheckpointError(f"{source} is nested over {_DEEPEST} levels deep; choose another checkpoint")
+        raise CheckpointError(f"{source} is nested more than {_DEEPEST} levels; choose another checkpoint")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -235,7 +241,7 @@ def _build(check: Checker, content: object) -> Manifest:
     version = check.integer(check.item(top, "format_version"), "format_version")
     if version > FORMAT_VERSION:
         raise check.wrong(
-            f"format_version is {version}, this plsc reads up to {FORMAT_VERSION}", "upgrade plsc"
+            f"format_version is {version}, but this plsc reads only up to {FORMAT_VERSION}", "upgrade plsc"
         )
     counts = {
         name: check.integer(check.item(top, name), name)
@@ -257,14 +263,14 @@ def _build(check: Checker, content: object) -> Manifest:
         files={name: _file(check, name, value) for name, value in files.items()},
         lineage=[
             check.mapping(change, "a change of the lineage")
-            for change in check.listing(top.get("lineage", []), "lineage")  # older plsc had none
+            for change in check.listing(top.get("lineage", []), "lineage")  # missing in older versions
         ],
         run_id=check.text(check.item(top, "run_id") if version > 1 else "", "run_id"),
     )
 
 
 def _options(options: dict[str, Any], global_batch: Any, version: int) -> dict[str, Any]:
-    """Return the options; the learning rate as the optimizer had it, where an old format has it for 1024."""
+    """Return the options; before format 3, convert the learning rate from a global batch of 1024."""
     optim = options.get("optim")
     if version > 2 or not isinstance(optim, dict):
         return options
@@ -275,7 +281,7 @@ def _options(options: dict[str, Any], global_batch: Any, version: int) -> dict[s
 
 
 def _scalars(scalars: dict[str, Any], version: int) -> dict[str, Any]:
-    """Return the scalars; the numbers of an optimizer by tensor, where format 1 has them by key alone."""
+    """Return the scalars; in format 1, group the optimizer's numbers by tensor."""
     flat = scalars.get("optimizer_numbers")
     if version > 1 or not isinstance(flat, dict):
         return scalars
@@ -306,12 +312,12 @@ def _role(check: Checker, key: str, value: object) -> Role:
         for part in ("kind", "name", "of")
     )
     if kind not in KINDS or Role(kind, name, of).key != key:
-        raise check.wrong(f"the role of {key!r} is {repr(value)[:200]}, which has another key")
+        raise check.wrong(f"the role of {key!r} is {repr(value)[:200]}, which does not match this key")
     return Role(kind, name, of)
 
 
 def _file(check: Checker, name: str, value: object) -> FileInfo:
-    # The name is joined to the folder's path, so it must be one plain component of it.
+    # The name is joined to the folder's path, so it must be a single path component.
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise check.wrong(f"data file {name!r} is not a plain file name")
     entry = check.mapping(value, f"data file {name!r}")
@@ -322,26 +328,26 @@ def _file(check: Checker, name: str, value: object) -> FileInfo:
 
 
 class Checker:
-    """Takes values of unknown type from ``source``, a path for the messages, and returns typed ones.
+    """Check the types of values read from ``source``, a path or URL for messages.
 
-    All of its methods raise CheckpointError.
+    All methods raise CheckpointError.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
 
     def wrong(self, what: str, advice: str = "choose another checkpoint") -> CheckpointError:
-        """Return the error about this file."""
+        """Return an error about this file."""
         return CheckpointError(f"{self.source}: {what}; {advice}")
 
     def item(self, mapping: dict[str, Any], key: str) -> Any:
-        """Return the value that must be there."""
+        """Return the value of a required key."""
         if key not in mapping:
             raise self.wrong(f"{key!r} is missing")
         return mapping[key]
 
     def mapping(self, value: object, what: str) -> dict[str, Any]:
-        """Return a dictionary (JSON's have text for keys)."""
+        """Return a JSON object as a dictionary."""
         if not isinstance(value, dict):
             raise self._type(value, what, "an object")
         return value
@@ -353,13 +359,13 @@ class Checker:
         return value
 
     def integer(self, value: object, what: str) -> int:
-        """Return an integer of 0 or more; true and false are none."""
+        """Return an integer of 0 or more; a boolean is an error."""
         if type(value) is not int or not 0 <= value < 2**63:
-            raise self._type(value, what, "an integer from 0")
+            raise self._type(value, what, "an integer of 0 or more")
         return value
 
     def integers(self, value: object, what: str) -> list[int]:
-        """Return a list of such integers."""
+        """Return a list of integers of 0 or more."""
         return [self.integer(one, what) for one in self.listing(value, what)]
 
     def text(self, value: object, what: str) -> str:

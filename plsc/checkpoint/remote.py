@@ -1,4 +1,4 @@
-"""Checkpoints in stores: uploaded, fetched, verified, and published whole or not at all, as on a disk."""
+"""Checkpoints in remote stores: upload, fetch and verify, published atomically as on a local disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from plsc.checkpoint.agree import neighbours, on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank, rank_on_shared_disk
 from plsc.checkpoint.load import check_checksums, check_files
 from plsc.checkpoint.manifest import FileInfo, Manifest, parse_manifest, read_manifest
 from plsc.checkpoint.retention import checkpoints_in, list_checkpoints, manifest_in
@@ -22,7 +22,7 @@ from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.urls import base_name, is_url, shown
 
-_ADVICE = "the checkpoint is whole on the local disk; send it with plsc checkpoint push"
+_ADVICE = "the checkpoint is intact on the local disk; upload it with plsc checkpoint push"
 
 
 def upload(
@@ -34,14 +34,16 @@ def upload(
 ) -> None:
     """Publish the checkpoint `folder` in the store, under its own name. Collective.
 
-    files: the data files that this rank sends; together the ranks send all. An older checkpoint of that name,
-    of the same run, is deleted when the new one is published.
+    An older checkpoint of that name, of the same run, is deleted when the new one is published.
+
+    Args:
+        files: the data files that this rank uploads. Together, the ranks must upload all.
 
     Raises:
         CheckpointError: on all ranks; nothing was published.
     """
     name = folder.name
-    doing = f"send {folder} to {store.shown}"
+    doing = f"upload {folder} to {store.shown}"
 
     def begin() -> tuple[str, bytes]:
         if not world.is_main:
@@ -52,7 +54,7 @@ def upload(
         target = hidden_name(name) if store.can_rename else name
         store.make_folder(target)
         if target == name:
-            _make_way(store, name, manifest)
+            _withdraw_conflicting(store, name, manifest)
         return target, data
 
     target, data = on_every_rank(world, doing, begin, _ADVICE)[0]
@@ -71,13 +73,13 @@ def upload(
         on_every_rank(world, doing, finish, _ADVICE)
     except BaseException:
         if world.is_main and target != name:
-            with contextlib.suppress(DataError):  # the next start cleans it
+            with contextlib.suppress(DataError):  # the next start removes it
                 store.delete(target)
         raise
 
 
-def _make_way(store: Store, name: str, manifest: Manifest) -> None:
-    """Withdraw an older checkpoint of the name if files of the new one would overwrite some of its own."""
+def _withdraw_conflicting(store: Store, name: str, manifest: Manifest) -> None:
+    """Delete the manifest of an older checkpoint of this name if the upload would overwrite its files."""
     if MANIFEST_NAME not in store.names(name):
         return
     old, new = manifest_in(store, name)[0].files, manifest.files
@@ -86,10 +88,10 @@ def _make_way(store: Store, name: str, manifest: Manifest) -> None:
 
 
 def clean(store: Store) -> list[str]:
-    """Remove what a killed run left; return the names of the checkpoints that were put back.
+    """Remove what killed runs left; return the names of restored checkpoints.
 
-    For one process, before a run's first save, where no other run saves. In an object store, a folder without
-    a manifest that has only data files of ours is deleted.
+    Call from one process, before a run's first save, while no other run saves there. In an object store,
+    a folder that has only data files of plsc and no manifest is deleted.
     """
     restored = publish.clean(store)
     for name in [] if store.can_rename else store.names(only_folders=True):
@@ -100,15 +102,17 @@ def clean(store: Store) -> list[str]:
 
 
 def fetch(url: str, world: World, folder: Path | None = None) -> Path:
-    """Return a local folder with the checkpoint at a URL, fetched unless it is there already. Collective.
+    """Return a local folder with the checkpoint at a URL; download it unless it is there. Collective.
 
-    Each rank fetches a share of the files. folder: where it is to be; in the cache folder if None. A
-    checkpoint that is there and is another one is replaced. Files that an earlier try brought whole are not
-    fetched again.
+    Each rank downloads a share of the files. A different checkpoint in the folder is replaced. Complete
+    files of an interrupted download are reused.
+
+    Args:
+        folder: where to store it; None for the cache folder.
 
     Raises:
-        CheckpointError: on all ranks: no checkpoint there, a damaged file, a disk too small; nothing was
-            replaced.
+        CheckpointError: on all ranks: no checkpoint at the URL, a damaged file, or a full disk. Nothing
+            was replaced.
     """
     target = folder_for("checkpoints", url) if folder is None else folder
     opened: list[Store] = []
@@ -121,21 +125,21 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     store = opened[0]
     manifest = parse_manifest(text, store.shown)
     doing = f"fetch {store.shown} to {target}"
-    if all(on_every_rank(world, doing, lambda: _is_there(target, text, manifest))):
+    if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest))):
         return target
     work = target.with_name(f".fetching-{target.name}")
-    index, count = neighbours(work, world)
+    index, count = rank_on_shared_disk(work, world)
 
-    def bring() -> None:
+    def fetch_share() -> None:
         files = {name: manifest.files[name] for name in sorted(manifest.files)[index::count]}
         total = sum(info.bytes for info in files.values())
-        check_space(work, total, "make room, or set PLSC_CACHE_DIR to a larger disk")
+        check_space(work, total, "free some space, or set PLSC_CACHE_DIR to a larger disk")
         transfer = Transfer(f"fetching {store.shown}", total, world.is_main)
         for name, info in files.items():
-            _bring(store, name, info, work, transfer)
+            _fetch_file(store, name, info, work, transfer)
         transfer.end()
 
-    on_every_rank(world, doing, bring)
+    on_every_rank(world, doing, fetch_share)
 
     def finish() -> None:
         if index == 0:
@@ -147,8 +151,8 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     return target
 
 
-def _is_there(target: Path, text: bytes, manifest: Manifest) -> bool:
-    """Whether the checkpoint was fetched before; its checksums are looked at when it is loaded."""
+def _is_fetched(target: Path, text: bytes, manifest: Manifest) -> bool:
+    """Return whether the checkpoint is already there; checksums are compared when it is loaded."""
     check_replaceable(Store(target.parent), target.name)
     try:
         if (target / MANIFEST_NAME).read_bytes() != text:
@@ -158,7 +162,7 @@ def _is_there(target: Path, text: bytes, manifest: Manifest) -> bool:
         return False
 
 
-def _bring(store: Store, name: str, info: FileInfo, work: Path, transfer: Transfer) -> None:
+def _fetch_file(store: Store, name: str, info: FileInfo, work: Path, transfer: Transfer) -> None:
     local = work / name
     if local.is_file() and local.stat().st_size == info.bytes and checksum(local) == info:
         transfer.add(info.bytes)
@@ -166,24 +170,23 @@ def _bring(store: Store, name: str, info: FileInfo, work: Path, transfer: Transf
     there = store.size(name)
     where = shown(store.child(name))
     if there != info.bytes:
-        state = "is missing" if there is None else f"has {there} bytes, {info.bytes} were saved"
+        state = "is missing" if there is None else f"has {there} bytes; expected {info.bytes}"
         raise CheckpointError(f"{where} {state}; choose another checkpoint")
     with replacing(local) as part:
         store.get(name, part, transfer.add)
         if checksum(part) != info:
             raise CheckpointError(
-                f"{where} is damaged: its checksum is not the saved one; choose another checkpoint"
+                f"{where} is damaged: its checksum differs from the saved one; choose another checkpoint"
             )
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of a checkpoint whose files are all there, with the bytes that were saved.
+    """Check that all files of a checkpoint exist and match their checksums; return the manifest.
 
-    A file is read once, in pieces. What is at a URL is fetched to a temporary folder for that, and its
-    checksums are taken there.
+    Files are read in pieces. A checkpoint at a URL is downloaded to a temporary folder first.
 
     Raises:
-        CheckpointError: the first fault, with the name of the file.
+        CheckpointError: the first defect, with the name of the file.
     """
     with contextlib.ExitStack() as stack:
         folder, is_remote = Path(path), isinstance(path, str) and is_url(path)
@@ -198,15 +201,15 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
 
 def push(source: str, url: str) -> list[str]:
-    """Send the checkpoint `source`, or all in that folder that are not there yet, to a store; return names.
+    """Upload the checkpoint `source`, or all missing ones of that folder, to a store; return their names.
 
-    Each is verified first. url: of the folder of the run's checkpoints.
+    Each is verified first. url: of the folder for the run's checkpoints.
 
     Raises:
-        CheckpointError: one is damaged, or the store fails; those before it are there.
+        CheckpointError: one is damaged, or the store fails. Checkpoints uploaded before it stay there.
     """
     if not is_url(url):
-        raise CheckpointError(f"{url!r} is no fsspec URL, such as hdfs://server/run or s3://bucket/run")
+        raise CheckpointError(f"{url!r} is not an fsspec URL, such as hdfs://server/run or s3://bucket/run")
     folder = Path(source)
     store = Store(url)
     inside = list_checkpoints(folder)
@@ -219,7 +222,7 @@ def push(source: str, url: str) -> list[str]:
     for path in chosen:
         manifest = verify(path)
         total = sum(file.bytes for file in manifest.files.values())
-        transfer = Transfer(f"sending {path} to {store.shown}", total)
+        transfer = Transfer(f"uploading {path} to {store.shown}", total)
         upload(path, store, sorted(manifest.files), World.single(), transfer.add)
         transfer.end()
     return [path.name for path in chosen]

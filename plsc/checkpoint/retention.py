@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which is the best, and which may go."""
+"""List checkpoints, rank them by a metric, and delete those that are not to be kept."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from plsc.storage.publish import MANIFEST_NAME, FolderLock, withdraw
 from plsc.storage.store import Store
 from plsc.storage.urls import shown
 
-METRICS_KEY = "metrics"  # of a manifest's scalars: name to number
+METRICS_KEY = "metrics"  # in a manifest's scalars: maps names to numbers
 BEST_NAME = "best.json"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the `last` newest, and the `top` best by a metric; -1 of either: all.
+    """Which checkpoints to keep: the `last` newest, and the `top` best by a metric; -1 keeps all.
 
-    monitor: the metric's name, as in a manifest's metrics; checkpoints without it are not among the best.
-    mode: 'max' if it should be high, 'min' if low. None for a monitor: none is best.
+    Attributes:
+        monitor: name of the metric; checkpoints without it do not count as best. None: rank none.
+        mode: 'max' if a higher value is better, 'min' if a lower one is.
 
-    Raises OptionError for counts and modes that mean nothing.
+    Raises:
+        OptionError: invalid counts or mode.
     """
 
     last: int = 5
@@ -39,19 +41,19 @@ class Retention:
             raise OptionError(f"cannot keep {min(self.last, self.top)} checkpoints; -1 keeps all")
         if self.last == 0 and (self.top == 0 or self.monitor is None):
             raise OptionError(
-                "nothing would be kept; keep at least the last checkpoint, or the best by a metric"
+                "these settings keep no checkpoint; keep at least the last one, or the best by a metric"
             )
         if self.mode not in ("min", "max"):
             raise OptionError(f"mode is {self.mode!r}; expected 'min' or 'max'")
 
     def ranking(self, found: Sequence[tuple[str, Manifest]]) -> list[tuple[str, float]]:
-        """Return names and values of those that have the metric, the best first; of equals the older."""
+        """Return names and values of the checkpoints that have the metric, best first, then oldest first."""
         rated = [(name, metrics_of(manifest).get(self.monitor or "")) for name, manifest in found]
         known = [(name, value) for name, value in rated if value is not None]
         return sorted(known, key=lambda entry: entry[1] if self.mode == "min" else -entry[1])
 
     def kept(self, found: Sequence[tuple[str, Manifest]]) -> set[str]:
-        """Return the names that stay. found: names and manifests, oldest first."""
+        """Return the names to keep. found: names and manifests, oldest first."""
         names = [name for name, _ in found]
         if -1 in (self.last, self.top):
             return set(names)
@@ -60,14 +62,14 @@ class Retention:
 
 
 def mode_of(mode: str, metric: str) -> str:
-    """Return 'min' or 'max'; for 'auto' what suits the metric: the loss is to be low, all else high."""
+    """Return 'min' or 'max'; 'auto' means 'min' for the loss and 'max' for all other metrics."""
     if mode != "auto":
         return mode
     return "min" if metric == "loss" else "max"
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
-    """Return the metrics of a checkpoint by name: those that are finite numbers."""
+    """Return a checkpoint's metrics by name, without values that are not finite numbers."""
     found = manifest.scalars.get(METRICS_KEY)
     metrics = found if isinstance(found, dict) else {}
     return {name: float(value) for name, value in metrics.items() if is_finite_number(value)}
@@ -76,7 +78,7 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
 def list_checkpoints(save_dir: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:
     """Return the checkpoints of the local folder ``save_dir`` with their manifests, fewest steps first.
 
-    Raises DataError if ``save_dir`` cannot be read; no folder, no checkpoints.
+    The list is empty if the folder does not exist. Raises DataError if it cannot be read.
     """
     folder = Path(save_dir)
     return [(folder / name, manifest) for name, manifest in checkpoints_in(Store(folder))]
@@ -85,7 +87,7 @@ def list_checkpoints(save_dir: str | os.PathLike[str]) -> list[tuple[Path, Manif
 def checkpoints_in(store: Store) -> list[tuple[str, Manifest]]:
     """Return names and manifests of the checkpoints in a folder or store, fewest steps first.
 
-    Hidden folders, and folders without a sound manifest, are not checkpoints.
+    Hidden folders and folders without a valid manifest are left out.
     """
     found = []
     for name in store.names(only_folders=True):
@@ -95,40 +97,41 @@ def checkpoints_in(store: Store) -> list[tuple[str, Manifest]]:
             found.append((name, manifest_in(store, name)[0]))
         except CheckpointError:
             continue
-        except DataError:  # of a folder of this disk that others may read
+        except DataError:  # a local folder that this user cannot read
             if store.is_remote:
                 raise
     return sorted(found, key=lambda entry: age_key(*entry))
 
 
 def manifest_in(store: Store, name: str = "") -> tuple[Manifest, bytes]:
-    """Return a checkpoint's manifest, parsed and as it is. No name: the store's own folder is the checkpoint.
+    """Return a checkpoint's manifest, parsed and as bytes. No name: the store's folder is the checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is damaged. DataError: the store does not answer.
+        CheckpointError: it is missing or damaged.
+        DataError: the store does not answer.
     """
     path = f"{name}/{MANIFEST_NAME}" if name else MANIFEST_NAME
     data = store.read(path, LARGEST_MANIFEST)
     where = shown(store.child(name)) if name else store.shown
     if data is None:
         raise CheckpointError(
-            f"there is no checkpoint at {where}: it has no {MANIFEST_NAME}; give the path or URL of one, "
-            "such as hdfs://server/run/5"
+            f"{where} is not a checkpoint: it has no {MANIFEST_NAME}; give the path or URL of one, such as "
+            "hdfs://server/run/5"
         )
     return parse_manifest(data, f"{where}/{MANIFEST_NAME}"), data
 
 
 def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
-    """Return what checkpoints are sorted by, the oldest first."""
+    """Return the sort key of a checkpoint; the oldest sorts first."""
     return manifest.step, manifest.epoch, name
 
 
 def prune(store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()) -> list[str]:
     """Delete the checkpoints of a run that are not to be kept; return their names, oldest first.
 
-    For one process. Those of other runs, those whose name is in `protect`, and linked folders are unchanged.
-    A kill at any moment leaves no half of a checkpoint under a published name. Raises DataError if one cannot
-    be deleted.
+    Call from one process. Checkpoints of other runs, those named in `protect`, and linked folders are
+    unchanged. If the process is killed, no partial checkpoint keeps a published name. Raises DataError if
+    one cannot be deleted.
     """
     own = _of_run(store, run_id)
     stay = {*retention.kept(own), *protect}
@@ -138,15 +141,15 @@ def prune(store: Store, retention: Retention, run_id: str = "", protect: Collect
     return doomed
 
 
-def prune_all(place: str, retention: Retention) -> list[str]:
+def prune_all(location: str, retention: Retention) -> list[str]:
     """Delete the checkpoints in a folder or at a URL that are not to be kept; return their names.
 
-    Each run's are counted separately; those without a run id are one run's.
+    Each run's checkpoints are counted separately; those without a run id count as one run's.
     Raises DataError if a run is saving to the folder.
     """
-    store = Store(place)
+    store = Store(location)
     runs = {manifest.run_id for _, manifest in checkpoints_in(store)}
-    lock = FolderLock(Path(place)) if runs and not store.is_remote else None
+    lock = FolderLock(Path(location)) if runs and not store.is_remote else None
     try:
         return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
     finally:
@@ -165,7 +168,7 @@ def _of_run(store: Store, run_id: str) -> list[tuple[str, Manifest]]:
 
 
 def write_best(store: Store, metric: str | None, best: tuple[str, float] | None) -> None:
-    """Have best.json name a run's best checkpoint. Raises DataError if it cannot be written."""
+    """Write the best checkpoint's name to best.json, or delete the file if `best` is None."""
     if best is None:
         store.delete(BEST_NAME)
         return

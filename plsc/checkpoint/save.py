@@ -1,4 +1,4 @@
-"""What a rank saves, and how: a fresh folder, its manifest last, then its name."""
+"""Save a checkpoint: write the ranks' data files to a hidden folder, then the manifest, then rename it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.manifest import SUFFIX, FileInfo, Manifest, Role, TensorInfo, parse_manifest
 from plsc.checkpoint.retention import manifest_in
 from plsc.checkpoint.shard_file import DTYPES, Entry, entry_of, shard_name, write_shard
@@ -23,15 +23,18 @@ from plsc.storage import publish
 from plsc.storage.publish import MANIFEST_NAME, hidden_name
 from plsc.storage.store import Store
 
-_ADVICE = "nothing was published and earlier checkpoints are whole"
+_ADVICE = "nothing was published, and earlier checkpoints are intact"
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """This rank's rows of a tensor whose rows are split over the ranks.
+    """This rank's rows of a tensor whose rows are sharded over the ranks.
 
-    local: [rows here, ...], possibly none. rows: of the whole tensor. start: number of the first local row.
-    is_copy: a rank of another group has the same rows, and saves them.
+    Attributes:
+        local: [local rows, ...]; may have no rows.
+        rows: number of rows of the whole tensor.
+        start: index of the first local row.
+        is_copy: another rank has the same rows and saves them.
     """
 
     local: Tensor
@@ -41,7 +44,7 @@ class ShardedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Shape of the whole tensor."""
         return (self.rows, *self.local.shape[1:])
 
 
@@ -50,20 +53,20 @@ Tensors = Mapping[Role, Tensor | ShardedTensor]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run's state at one step, as this rank has it; of the manifest all but tensors and files."""
+    """The state of a run at one step on this rank. The manifest lacks only tensors and files."""
 
     tensors: Tensors
     manifest: Manifest
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors that this rank holds."""
+        """Bytes of this rank's tensors."""
         return sum(local_of(value).nbytes for value in self.tensors.values())
 
     def copy_to_host(self) -> Snapshot:
-        """Return a copy in this machine's memory, which training does not change.
+        """Return a copy in host memory, which further training does not change.
 
-        It takes as much memory as the state of this rank, until it is written.
+        It needs as much host memory as this rank's state until it is written.
         """
         copies: dict[Role, Tensor | ShardedTensor] = {}
         for role, value in self.tensors.items():
@@ -75,21 +78,21 @@ class Snapshot:
 
 
 def local_of(value: Tensor | ShardedTensor) -> Tensor:
-    """Return what this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return value.local if isinstance(value, ShardedTensor) else value
 
 
 def info_of(role: Role, value: Tensor | ShardedTensor) -> TensorInfo:
-    """Return the manifest's entry for a tensor; CheckpointError for a type that checkpoints do not hold."""
+    """Return the manifest's entry for a tensor; CheckpointError if checkpoints do not support its dtype."""
     dtype = local_of(value).dtype
     if dtype not in DTYPES.values():
-        raise CheckpointError(f"{role.key} is of {dtype}, which a checkpoint cannot hold")
+        raise CheckpointError(f"{role.key} has dtype {dtype}, which a checkpoint cannot store")
     is_sharded = isinstance(value, ShardedTensor)
     return TensorInfo(tuple(value.shape), str(dtype).removeprefix("torch."), is_sharded, role)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # Not on huge pages: where the system has to make them first, the copy takes twice as long.
+    # No huge pages: where the kernel has to create them first, the copy takes twice as long.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
@@ -103,13 +106,16 @@ def save_checkpoint(
 ) -> Path:
     """Save to ``save_dir / name`` and return that path. Collective.
 
-    Every rank writes one file: its rows of sharded tensors, and the whole tensors that no lower rank has.
-    What differs between ranks needs a key for each. An older checkpoint of the same name is replaced.
-    is_shared: all ranks see one file system; without, every machine keeps the files of its own ranks.
+    Each rank writes one file: its rows of sharded tensors, and the whole tensors that no lower rank has.
+    Tensors that differ between ranks need different keys. An older checkpoint of this name is replaced.
+
+    Args:
+        is_shared: all ranks use one file system. If False, each machine keeps the files of its own ranks.
 
     Raises:
-        CheckpointError: on all ranks; nothing was published, earlier checkpoints are whole.
-        DistributedError: another rank was lost; as far as this rank knows the same holds.
+        CheckpointError: on all ranks; nothing was published, and earlier checkpoints are intact.
+        DistributedError: the connection to another rank was lost; the new checkpoint may or may not be
+            published, and earlier checkpoints are intact.
     """
     folder = Path(save_dir) / name
     doing = f"save checkpoint {folder}"
@@ -159,13 +165,13 @@ def _make(temporary: Path, folder: Path, run_id: str) -> None:
 
 
 def _is_owner(temporary: Path, folder: Path, run_id: str, world: World, is_shared: bool) -> bool:
-    """Return whether this rank is the one of its machine that publishes what lies there."""
+    """Return whether this rank publishes the folder of its machine."""
     if world.is_main or temporary.is_dir():
         return world.is_main
     if is_shared:
         raise CheckpointError(
-            f"{folder.parent} is not the folder that rank 0 sees; save to a file system that all machines "
-            "share, or to a store (set_model_save_dir with a URL)"
+            f"{folder.parent} is not the folder that rank 0 uses; save to a file system that all machines "
+            "share, or to a remote store (set_model_save_dir with a URL)"
         )
     if world.local_rank == 0:
         _make(temporary, folder, run_id)
@@ -178,7 +184,7 @@ def _describe(snapshot: Snapshot) -> dict[str, TensorInfo]:
 
 
 def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, FileInfo]:
-    """Write this rank's file, if there is anything in it; lower: the keys that lower ranks have."""
+    """Write this rank's file, unless it is empty. lower: keys of the tensors that lower ranks have."""
     entries = []
     for role, value in snapshot.tensors.items():
         if isinstance(value, ShardedTensor):
@@ -192,7 +198,7 @@ def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, 
 
 
 def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None:
-    """Write the manifest of a folder that has all its data files, and publish it under its name."""
+    """Write the manifest of a folder that has all data files, and publish the folder under `name`."""
     store.write(f"{target}/{MANIFEST_NAME}", manifest)
     if target != name:
         publish.publish(store, target, name)
@@ -203,17 +209,17 @@ def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None
 
 
 def check_replaceable(store: Store, name: str, run_id: str | None = None) -> None:
-    """Check that only a checkpoint, of this run if `run_id` is given, stands where one is to be saved.
+    """Raise CheckpointError unless `name` is free or holds a checkpoint that may be replaced.
 
-    Raises:
-        CheckpointError: a file, a link, a folder of something else, or a checkpoint of another run.
+    With `run_id`, only a checkpoint of that run may be replaced. Files, links and other folders never are;
+    in an object store, a folder that has only data files may be.
     """
     if not store.is_link(name) and not store.exists(name):
         return
     inside = [] if store.is_link(name) else store.names(name)
     if MANIFEST_NAME in inside:
         there = ""
-        with contextlib.suppress(CheckpointError):  # damaged: no run's
+        with contextlib.suppress(CheckpointError):  # a damaged checkpoint belongs to no run
             there = manifest_in(store, name)[0].run_id
         if run_id is not None and there not in ("", run_id):
             raise CheckpointError(
@@ -221,30 +227,29 @@ def check_replaceable(store: Store, name: str, run_id: str | None = None) -> Non
             )
     elif store.can_rename or not all(one.endswith(SUFFIX) for one in inside):
         raise CheckpointError(
-            f"{shown(store.child(name))} is there already and is no checkpoint; move it away or save "
-            "elsewhere"
+            f"{shown(store.child(name))} exists and is not a checkpoint; move it away, or save elsewhere"
         )
 
 
 def check_destination(source: Path, destination: Path) -> None:
-    """Raise OptionError unless a new checkpoint can be made there, outside of the source."""
+    """Raise OptionError unless a new checkpoint can be created there, outside `source`."""
     if destination.exists() or destination.is_symlink():
-        raise OptionError(f"{destination} is there already; give a path that is not")
+        raise OptionError(f"{destination} already exists; choose another path")
     if destination.name.startswith("."):
-        raise OptionError(f"a checkpoint cannot be named {destination.name!r}; give a plain name")
+        raise OptionError(f"{destination} begins with '.'; choose another name for the checkpoint")
     if not destination.absolute().parent.is_dir():
-        raise OptionError(f"there is no folder {destination.parent} for the new checkpoint")
+        raise OptionError(f"{destination.parent} is not a folder; create it first")
     if destination.resolve().is_relative_to(source.resolve()):
         raise OptionError(f"{destination} is inside the checkpoint {source}; write next to it")
 
 
 def write_shards(folder: Path, shards: Sequence[Sequence[Entry]]) -> dict[str, FileInfo]:
-    """Write the data files of all ranks from one process; return them by name.
+    """Write the data files of all ranks from one process; return their sizes and checksums by name.
 
-    Raises CheckpointError, before anything is written, if they do not fit on the disk.
+    Raises CheckpointError, before anything is written, if the disk has too little space.
     """
     needed = sum(entry.size for entries in shards for entry in entries)
-    check_space(folder, needed, "make room or write elsewhere")
+    check_space(folder, needed, "free some space, or write elsewhere")
     return {
         shard_name(rank): write_shard(folder / shard_name(rank), entries)
         for rank, entries in enumerate(shards)
@@ -253,7 +258,7 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]]) -> dict[str, F
 
 
 def check_space(folder: Path, needed: int, advice: str) -> None:
-    """Raise CheckpointError if so many bytes do not fit on the disk of a folder."""
+    """Raise CheckpointError if the disk of `folder` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise CheckpointError(f"{folder} has {free} bytes free, {needed} are needed; {advice}")
+        raise CheckpointError(f"{folder} has {free} bytes free, but {needed} are needed; {advice}")

@@ -1,9 +1,8 @@
-"""One data file of a checkpoint: written, its header read and its checksum taken, piece by piece.
+"""Write a data file of a checkpoint, and read its header and checksum.
 
 The format is safetensors (https://huggingface.co/docs/safetensors, "Format"): eight bytes with the length
-of the header, the header in JSON, then the tensors' bytes one after another. As torch's
-HuggingFaceStorageWriter does, the header's metadata notes where each part begins in its whole tensor: torch's
-reader can read these files, too.
+of the header, the header in JSON, then the tensors' bytes. The header's metadata has the offset of each part
+in its whole tensor, in the layout of torch's HuggingFaceStorageWriter, so torch's reader can read the files.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from plsc.checkpoint.manifest import SUFFIX, Checker, FileInfo
 from plsc.data.native import crc32
 
 PIECE_BYTES = 4 << 20
-_CHECKSUM_BYTES = 1 << 20  # read at once for a checksum: stays in the processor's cache
-_LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger one
+_CHECKSUM_BYTES = 1 << 20  # read at once for a checksum; fits the processor's cache
+_LARGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
 _SHARD = re.compile(rf"shard-(\d{{5,}})-.+{re.escape(SUFFIX)}")
-# torch's writer notes the place of each part under these names in a file's header.
+# torch's writer stores the offsets of each part under these keys of a file's header.
 PLACES_KEY = "DCP_SHARDING_INFO"
 OFFSETS_KEY = "saved_offsets"
 DTYPES = {
@@ -50,11 +49,13 @@ Chunks = Callable[[], Iterator[memoryview]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, or the rows of one, for a file.
+    """A tensor, or some rows of one, to write to a file.
 
-    shape: of this part; start: its first row in the whole tensor. chunks: called once, when the part's turn
-    comes; yields its bytes, row-major and little-endian, in pieces of any size. A piece may be overwritten
-    as soon as the next one is asked for.
+    Attributes:
+        shape: of this part.
+        start: index of its first row in the whole tensor.
+        chunks: called once; yields the bytes, row-major and little-endian, in pieces of any size. A piece
+            may be overwritten when the next one is requested.
     """
 
     key: str
@@ -65,20 +66,20 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Count the bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def entry_of(key: str, tensor: Tensor, start: int = 0) -> Entry:
-    """Return the entry of a tensor, or of rows from `start`."""
+    """Return the entry of a tensor, or of a part whose first row is `start`."""
     return Entry(key, tensor.dtype, tuple(tensor.shape), start, tensor_chunks(tensor))
 
 
 def tensor_chunks(tensor: Tensor) -> Chunks:
-    """Return the pieces of a tensor of any type and device.
+    """Return the chunks of a tensor of any dtype and device.
 
-    A contiguous tensor on the CPU is not copied; of one on a device, a piece at a time is. One that is not
-    contiguous is copied whole when its turn comes.
+    A contiguous CPU tensor is not copied, and a contiguous GPU tensor is copied piece by piece. A tensor
+    that is not contiguous is copied as a whole when it is written.
     """
 
     def pieces() -> Iterator[memoryview]:
@@ -89,31 +90,31 @@ def tensor_chunks(tensor: Tensor) -> Chunks:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, uint8 [n], in its own memory if it is contiguous."""
-    # One element with a stride of its own counts as contiguous, but not as bytes.
+    """Return the bytes of a tensor, uint8 [n]; a view if it is contiguous."""
+    # A single element with any stride counts as contiguous, but its byte view would not.
     return tensor.detach().reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def shard_name(rank: int, mark: str = "0") -> str:
-    """Return the file name of a rank's part.
+    """Return the file name of a rank's shard.
 
-    mark: tells saves of different steps apart, so that in a store without renames the files of a new
-    checkpoint do not overwrite those of an older one of the same name.
+    mark: distinguishes saves of different steps. In a store without renames, the files of a new checkpoint
+    then do not overwrite those of an older one of the same name.
     """
     return f"shard-{rank + 1:05d}-{mark}{SUFFIX}"
 
 
 def rank_of_shard(name: str) -> int | None:
-    """Return the rank whose part has this file name; None for any other name."""
+    """Return the rank whose shard has this file name; None for any other name."""
     match = _SHARD.fullmatch(name)
     return None if match is None else int(match[1]) - 1
 
 
 def write_shard(path: Path, entries: Sequence[Entry]) -> FileInfo:
-    """Write a new file, down to the disk; return its size and the CRC-32 of its bytes.
+    """Write a new file and flush it to the disk; return its size and CRC-32.
 
-    Widest types come first, so that every tensor is aligned to its elements. If anything is raised, such as
-    OSError for a full disk, a part of the file is left.
+    The widest dtypes come first, so that each tensor is aligned to its elements. On an error, such as
+    OSError for a full disk, a partial file is left.
     """
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
     with path.open("xb", buffering=0) as file:
@@ -127,7 +128,7 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> FileInfo:
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    """Return the length and the JSON, padded so that the data begin at a multiple of 8 bytes."""
+    """Return the header's length and JSON, padded so that the data begin at a multiple of 8 bytes."""
     parts: dict[str, object] = {}
     places = {}
     begin = 0
@@ -147,7 +148,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 
 class _Measured:
-    """Writes to a raw file, counting bytes and keeping their CRC-32."""
+    """Write to a raw file; count the bytes and compute their CRC-32."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
@@ -161,14 +162,14 @@ class _Measured:
         self.crc = crc32(data, self.crc)
         self.size += len(data)
         while data:
-            data = data[self._file.write(data) :]  # a raw file may take less than it is given
+            data = data[self._file.write(data) :]  # one write may accept fewer bytes
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a tensor in a file, as its header says; a scalar is one row.
+    """Rows of a tensor in a file, as described by the header; a scalar counts as one row.
 
-    shape: of the rows; start: number of the first one in the whole tensor; begin: of their bytes.
+    shape: of these rows; start: index of the first one in the whole tensor; begin: byte offset in the file.
     """
 
     path: Path
@@ -180,14 +181,14 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """The number of the row behind the last one."""
+        """Index after the last row."""
         return self.start + (self.shape[0] if self.shape else 1)
 
 
 def read_header(path: Path) -> list[Part]:
-    """Return the parts of tensors in a file; no tensor data are read.
+    """Return the tensor parts in a file; no tensor data are read.
 
-    Raises CheckpointError for a damaged header, or one whose tensors would not be in the file.
+    Raises CheckpointError if the header is damaged or describes tensors outside the file.
     """
     check = Checker(str(path))
     try:
@@ -195,7 +196,7 @@ def read_header(path: Path) -> list[Part]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-                raise ValueError(f"its header would take {length} bytes of {size}")
+                raise ValueError(f"its header would have {length} bytes, the file has {size}")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
         places = check.mapping(json.loads(metadata.get(PLACES_KEY, "null")), PLACES_KEY)
@@ -204,24 +205,24 @@ def read_header(path: Path) -> list[Part]:
             for key, entry in header.items()
         ]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise check.wrong(f"it is no whole safetensors file: {error}") from error
+        raise check.wrong(f"not a complete safetensors file: {error}") from error
 
 
 def _part(check: Checker, path: Path, key: str, entry: Any, place: Any, data: int, size: int) -> Part:
-    """Return a part of the header. data: where the tensors begin in the file, which has `size` bytes."""
+    """Return a part of the header. data: offset of the tensor data in the file, which has `size` bytes."""
     what = f"tensor {key!r}"
     entry = check.mapping(entry, what)
     dtype = check.text(check.item(entry, "dtype"), f"the dtype of {what}")
     shape = check.integers(check.item(entry, "shape"), f"the shape of {what}")
     ends = check.integers(check.item(entry, "data_offsets"), f"the bytes of {what}")
-    offsets = check.item(check.mapping(place, f"the place of {what}"), OFFSETS_KEY)
-    offsets = check.integers(offsets, f"the place of {what}")
+    offsets = check.item(check.mapping(place, f"the offsets of {what}"), OFFSETS_KEY)
+    offsets = check.integers(offsets, f"the offsets of {what}")
     if dtype not in DTYPES or len(ends) != 2 or data + ends[1] > size:
-        raise ValueError(f"{what} of {dtype} is not at bytes {ends}")
+        raise ValueError(f"{what} of dtype {dtype} cannot be at bytes {ends}")
     if ends[1] - ends[0] != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"{what} of {dtype} {shape} does not fit into bytes {ends}")
+        raise ValueError(f"{what} of dtype {dtype} and shape {shape} does not match bytes {ends}")
     if len(offsets) != len(shape) or any(offsets[1:]):
-        raise check.wrong(f"{what} has a part {shape} at {offsets}, which are no whole rows")
+        raise check.wrong(f"{what} has a part of shape {shape} at {offsets}, which does not cover whole rows")
     name = str(DTYPES[dtype]).removeprefix("torch.")
     return Part(path, key, name, tuple(shape), sum(offsets[:1]), data + ends[0])
 

@@ -15,14 +15,14 @@ def run_list(folder: str) -> None:
     from plsc.checkpoint.retention import checkpoints_in, metrics_of
     from plsc.data.sources.base import printable
     from plsc.errors import CheckpointError
-    from plsc.storage.store import Store, in_words
+    from plsc.storage.store import Store, format_bytes
     from plsc.storage.urls import shown
 
     found = checkpoints_in(Store(folder))
     if not found:
         raise CheckpointError(f"there is no checkpoint in {shown(folder)}")
     for name, manifest in found:
-        size = in_words(sum(file.bytes for file in manifest.files.values()))
+        size = format_bytes(sum(file.bytes for file in manifest.files.values()))
         metrics = metrics_of(manifest).items()
         shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
         heads = manifest.scalars.get(HEADS_KEY)
@@ -62,11 +62,11 @@ def run_show(checkpoint: str, tensors: bool) -> None:
 def run_verify(checkpoint: str) -> None:
     """Read a whole checkpoint and compare it with its manifest."""
     from plsc.checkpoint.remote import verify
-    from plsc.storage.store import in_words
+    from plsc.storage.store import format_bytes
     from plsc.storage.urls import shown
 
     manifest = verify(checkpoint)
-    size = in_words(sum(file.bytes for file in manifest.files.values()))
+    size = format_bytes(sum(file.bytes for file in manifest.files.values()))
     print(
         f"{shown(checkpoint)} is whole: {_count(len(manifest.files), 'file')}, {size}, step {manifest.step}"
     )

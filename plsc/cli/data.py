@@ -57,7 +57,7 @@ def run_inspect(
     location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
 ) -> None:
     """Print what a set holds, and write its sheet."""
-    from plsc.data.overview import look_at, write_contact_sheet
+    from plsc.data.overview import inspect_dataset, write_contact_sheet
     from plsc.data.sources import open_source
 
     if check < 0:
@@ -65,7 +65,7 @@ def run_inspect(
     if sheet is not None:  # before all that is read for it
         _check_sheet(sheet, sheet_images)
     source = open_source(location, **reading)
-    print(look_at(source, checked=check, seed=seed).render())
+    print(inspect_dataset(source, checked=check, seed=seed).render())
     if sheet is not None:
         count = write_contact_sheet(source, sheet, images=sheet_images, seed=seed)
         print(f"wrote {count} pictures to {sheet}")
@@ -128,10 +128,10 @@ GROUP = Group(
             (
                 _LOCATION,
                 *_READING,
-                Argument("check", int, 10_000, "samples to decode, drawn at random; 0: all"),
+                Argument("check", int, 10_000, "samples to decode, draw_indices at random; 0: all"),
                 Argument("sheet", str, None, "PNG file to write: pictures of samples and their labels"),
                 Argument("sheet_images", int, 64, "pictures on that sheet"),
-                Argument("seed", int, 0, "of what is drawn"),
+                Argument("seed", int, 0, "of what is draw_indices"),
             ),
         ),
         "pack": Command("put a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),

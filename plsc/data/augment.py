@@ -1,6 +1,6 @@
 """Augmentation: each operation draws from (seed, epoch, sample, operation), never from shared state.
 
-To add one: give it a number in ``Operation`` that is never reused, an option in ``Augmentation``, write a
+To add an operation: give it a new number in ``Operation``, add an option to ``Augmentation``, write a
 function that changes pixels in place, and call it from ``augment``.
 """
 
@@ -22,12 +22,12 @@ from plsc.seeds import hash_key, splitmix64
 _ERASED_AREA = (0.02, 0.2)
 _ERASED_ASPECT = 3.3
 _LOWEST_RESOLUTION = 0.25
-_GREY = 127  # about 0 once normalised
+_GREY = 127  # about 0 after normalisation
 _MASK = 2**64 - 1
 
 
 class Operation(IntEnum):
-    """The operations that draw random numbers; a number is part of what a seed means."""
+    """Operations that draw random numbers. The numbers are part of the seed; never change or reuse them."""
 
     TRANSFORM = 0
     FLIP = 1
@@ -41,12 +41,14 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images, in the order crop, resolution, colour, erasing, flip.
+    """Augmentation of training images, applied in the order crop, resolution, colour, erasing, flip.
 
-    flip: mirror half of them. crop_padding: pad by so many black pixels and cut out at random.
-    low_resolution: the share that is shrunk to 25-100 % of its size and enlarged again. colour: how much
-    brightness, contrast and saturation vary: by factors in [1 - x, 1 + x]. erase: the share of which a
-    rectangle, 2-20 % of the area, turns grey.
+    Attributes:
+        flip: mirror half of the images.
+        crop_padding: pad by this many black pixels, then crop randomly.
+        low_resolution: fraction of images that are shrunk to 25-100 % of their size and enlarged again.
+        colour: brightness, contrast and saturation change by factors in [1 - x, 1 + x].
+        erase: fraction of images of which a rectangle, 2-20 % of the area, becomes grey.
     """
 
     flip: bool = True
@@ -57,12 +59,12 @@ class Augmentation:
 
     @property
     def needs_bytes(self) -> bool:
-        """Whether an operation works on uint8 pixels only."""
+        """Whether an operation requires uint8 pixels."""
         return self.low_resolution > 0 or any(self.colour)
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether there is more to do than the flip."""
+        """Whether any operation but the flip is enabled."""
         return self.needs_bytes or self.crop_padding > 0 or self.erase > 0
 
 
@@ -75,10 +77,10 @@ class Draws:
     """The random numbers of one sample in one epoch."""
 
     def __init__(self, seed: int, epoch: int, sample: int) -> None:
-        self._key = splitmix64(_epoch_key(seed, epoch) ^ (sample & _MASK))  # hash_key of all three
+        self._key = splitmix64(_epoch_key(seed, epoch) ^ (sample & _MASK))  # equals hash_key of all three
 
     def uniform(self, operation: Operation, number: int | None = None) -> float:
-        """Return a number in [0, 1); an operation that needs several numbers them."""
+        """Return a number in [0, 1). number: index, for an operation that draws several."""
         key = splitmix64(self._key ^ operation)
         if number is not None:
             key = splitmix64(key ^ number)
@@ -86,25 +88,25 @@ class Draws:
 
 
 def is_mirrored(draws: Draws) -> bool:
-    """Whether the flip mirrors this image: half of them."""
+    """Return whether the flip mirrors this image; true for half of them."""
     return draws.uniform(Operation.FLIP) < 0.5
 
 
 def are_mirrored(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
-    """Return what `is_mirrored` says of the samples, int64 [n], in that epoch: bool [n]."""
+    """Return `is_mirrored` for each of `samples`, int64 [n], in an epoch: bool [n]."""
     keys = splitmix64_of(samples.astype(np.uint64) ^ np.uint64(_epoch_key(seed, epoch)))
-    return splitmix64_of(keys ^ np.uint64(Operation.FLIP)) < np.uint64(2**63)  # its first bit
+    return splitmix64_of(keys ^ np.uint64(Operation.FLIP)) < np.uint64(2**63)  # its highest bit
 
 
 def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:
-    """Augment one image [H, W, C] in place, but for the flip: uint8, or floats that are normalised.
+    """Augment one image [H, W, C] in place, without the flip: uint8, or normalised floats.
 
-    The flip is the caller's, after this: where the image is copied anyway, mirroring costs nothing.
-    Raises DataError for floats if an operation needs uint8.
+    The caller does the flip afterwards, where the image is copied anyway. Raises DataError for floats if an
+    operation requires uint8.
     """
     if pixels.dtype != np.uint8 and augmentation.needs_bytes:
         raise DataError(
-            "is of floats, which are taken as normalised; colour and low-resolution augmentation need "
+            "is a float image, which is taken as normalised; colour and low-resolution augmentation need "
             "uint8 images"
         )
     if augmentation.crop_padding:
@@ -116,7 +118,7 @@ def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> Non
 
 
 def shift_randomly(pixels: np.ndarray, padding: int, draws: Draws) -> None:
-    """Cut an image out of itself with a black border of `padding` pixels, at a random place; in place."""
+    """Shift an image randomly by up to `padding` pixels, with black borders, in place."""
     height, width = pixels.shape[:2]
     span = 2 * padding + 1
     down = min(int(draws.uniform(Operation.CROP, 0) * span), span - 1) - padding
@@ -134,7 +136,7 @@ def shift_randomly(pixels: np.ndarray, padding: int, draws: Draws) -> None:
 
 
 def erase_rectangle(pixels: np.ndarray, draws: Draws) -> None:
-    """Turn a random rectangle grey, in place (random erasing: Zhong et al. 2017, arXiv:1708.04896)."""
+    """Make a random rectangle grey, in place (random erasing: Zhong et al. 2017, arXiv:1708.04896)."""
     height, width = pixels.shape[:2]
     low, high = _ERASED_AREA
     area = (low + (high - low) * draws.uniform(Operation.ERASE, 0)) * height * width
@@ -147,7 +149,7 @@ def erase_rectangle(pixels: np.ndarray, draws: Draws) -> None:
 
 
 def _change_picture(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:
-    """What Pillow does, on one conversion there and back: resolution, then colours."""
+    """Apply the operations of Pillow, with one conversion: resolution, then colours."""
     is_lowered = draws.uniform(Operation.LOW_RESOLUTION) < augmentation.low_resolution
     if not is_lowered and not any(augmentation.colour):
         return

@@ -1,4 +1,4 @@
-"""What a loader yields: the batch, the memory it lies in, and its way to the network's input."""
+"""The batch that a loader yields, its memory, and its conversion to the network's input."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 
 from plsc.errors import DataError
 
-_KEPT = 16  # buffers that wait to be used again; more are given back to the system
+_KEPT = 16  # free buffers kept for reuse; others are released
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that was left out or replaced: its kind of fault, and a line that names it."""
+    """A sample that was skipped or replaced: kind of fault, and a message that names it."""
 
     kind: str
     text: str
 
     @classmethod
     def from_error(cls, error: DataError) -> BadSample:
-        """Return what an error said, on one line."""
+        """Return an error's kind, and its message on one line."""
         return cls(error.kind, " ".join(str(error).split()))
 
 
@@ -35,12 +35,15 @@ class BadSample:
 class Batch:
     """One rank's part of a global batch; it may be empty (b = 0) when there is too little data.
 
-    ``images`` is [b, C, H, W], uint8 in any memory layout, or float32 that is already normalised.
-    ``labels`` is int64 [b]. ``names`` says where each sample came from. ``mirrored``, bool [b], marks images
-    that are still to be mirrored, which `to_input` does on the way: None if none is. ``skipped`` bad samples
-    were left out; ``problems`` names each that was left out or replaced, and its fault.
+    Attributes:
+        images: [b, C, H, W], uint8 in any memory layout, or float32, already normalised.
+        labels: int64 [b].
+        names: where each sample came from.
+        mirrored: bool [b], images that `to_input` must still mirror; None if none.
+        skipped: number of bad samples left out.
+        problems: the samples that were left out or replaced.
 
-    A batch may be kept: its memory is used again only when nothing refers to it any more.
+    A batch may be kept: its memory is reused only when nothing refers to it any more.
     """
 
     images: torch.Tensor
@@ -58,11 +61,11 @@ class Batch:
         device: torch.device | str,
         layout: torch.memory_format = torch.contiguous_format,
     ) -> torch.Tensor:
-        """Return the network's input: float32 [b, C, H, W] on ``device``, normalised, in a memory format."""
+        """Return the network's input: float32 [b, C, H, W] on ``device``, normalised."""
         return to_input(self.images, device, self.mirrored, layout)
 
     def final_images(self) -> torch.Tensor:
-        """Return a copy of the images, mirrored where that is still to be done."""
+        """Return a copy of the images, with pending mirroring applied."""
         if self.mirrored is None:
             return self.images.clone()
         return torch.where(self.mirrored[:, None, None, None], self.images.flip(-1), self.images)
@@ -74,10 +77,10 @@ class Batch:
         return self
 
 
-class NamesOf(Sequence[str]):
-    """The names of some samples, looked up only when they are used.
+class SampleNames(Sequence[str]):
+    """The names of some samples, looked up on use.
 
-    A copy in another process has lost the source, which would be too much to send with each batch.
+    A copy in another process has no source, because it would be too large to send with each batch.
     """
 
     def __init__(self, samples: list[int], source: Any = None) -> None:
@@ -100,7 +103,7 @@ class NamesOf(Sequence[str]):
         return hash(tuple(self.samples))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NamesOf, (self.samples,)
+        return SampleNames, (self.samples,)
 
 
 def to_input(
@@ -109,11 +112,14 @@ def to_input(
     mirrored: torch.Tensor | None = None,
     layout: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
-    """Return float32 images [b, C, H, W] on ``device``: (x - 127.5) / 128 of uint8, floats untouched.
+    """Return float32 images [b, C, H, W] on ``device``: (x - 127.5) / 128 for uint8; floats are unchanged.
 
-    Bytes travel to the device as they are, and become floats there. mirrored: bool [b], of uint8 images that
-    are to be mirrored. layout: of the result in memory; it costs nothing more, as decoded images are
-    channels last and have to be written anew anyhow. preserve_format stands for contiguous_format.
+    Images are copied to the device as uint8 and converted there.
+
+    Args:
+        mirrored: bool [b], which uint8 images to mirror.
+        layout: memory format of the result; preserve_format means contiguous_format. Neither costs more, as
+            decoded images are channels last and have to be rewritten anyway.
     """
     if layout == torch.preserve_format:
         layout = torch.contiguous_format
@@ -132,7 +138,7 @@ def to_input(
 def _normalised_on_cpu(
     images: torch.Tensor, mirrored: torch.Tensor | None, layout: torch.memory_format
 ) -> torch.Tensor:
-    """Image by image: what is written for one is still in the cache when it is scaled."""
+    """Convert image by image, so that each is still in the cache when it is scaled."""
     result = torch.empty(images.shape, dtype=torch.float32, memory_format=layout)
     half, scale = np.float32(127.5), np.float32(1 / 128)
     flips = [False] * len(images) if mirrored is None else mirrored.tolist()
@@ -145,13 +151,15 @@ def _normalised_on_cpu(
 
 
 class BufferRing:
-    """Hands out uint8 batches, and takes a buffer again once nobody holds its tensor any more.
+    """Allocate uint8 batches, and reuse a buffer once no tensor refers to it. Thread-safe.
 
-    A batch is never overwritten while somebody has it, or a view of it: who keeps batches makes the ring
-    allocate more. So there is nothing to give back, and nothing to copy. It may be used by several threads.
+    A batch is never overwritten while it, or a view of it, is in use; keeping batches makes the ring allocate
+    more. No buffer needs to be returned or copied.
 
-    batch: the most images of a batch; image_shape: (C, H, W). With ``pin`` the memory is page-locked and
-    comes from torch's own cache of such memory, which waits for copies to the device that still run.
+    Args:
+        batch: largest number of images of a batch.
+        image_shape: (C, H, W).
+        pin: use page-locked memory from torch's cache, which waits for running copies to the device.
     """
 
     def __init__(self, batch: int, image_shape: tuple[int, int, int], pin: bool = False) -> None:
@@ -162,9 +170,9 @@ class BufferRing:
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def take(self, count: int) -> tuple[np.ndarray, torch.Tensor]:
-        """Return the pixels of ``count`` images to write to, [n, H, W, C], and the same as [n, C, H, W].
+        """Return writable pixels for ``count`` images, [n, H, W, C], and the same memory as [n, C, H, W].
 
-        The tensor is a view of the same memory, in the layout that torch calls channels_last.
+        The tensor has the memory format channels_last.
         """
         if self._pin:
             images = torch.empty((count, *self._shape[1:]), dtype=torch.uint8, pin_memory=True)
@@ -173,7 +181,7 @@ class BufferRing:
             buffer = self._free.pop()
         except IndexError:
             buffer = np.empty(self._shape, dtype=np.uint8)
-        # The tensor's storage holds this very view, so the view lives as long as any tensor on it.
+        # The tensor's storage refers to this view, so the view lives as long as any tensor on it.
         pixels = buffer[:count]
         self._lend(buffer, pixels)
         return pixels, torch.from_numpy(pixels).permute(0, 3, 1, 2)
@@ -188,16 +196,17 @@ class BufferRing:
         lent[key] = weakref.ref(pixels, take_back)
 
 
-def copied_aside(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:
-    """Yield the batches of a generator with their images on a GPU; on a CPU, as they are.
+def copied_in_side_stream(
+    batches: Generator[Batch, None, None], device: torch.device
+) -> Generator[Batch, None, None]:
+    """Yield the batches of a generator with their images copied to a GPU; on a CPU, unchanged.
 
-    The copies run in a stream of their own, concurrently with the device's earlier work. So they cost
-    nothing where the program is ahead of the device, as it is when nothing waits for losses; in the stream of
-    the computation they would begin when the step before has ended. The images must be in page-locked
-    memory, else the program waits for each copy. Labels stay where they are: the step looks at them.
+    The copies run in a separate CUDA stream, concurrently with the device's earlier work. In the compute
+    stream they would start only after the previous step. The images must be in page-locked memory, or each
+    copy blocks. Labels stay on the CPU, where the training step reads them.
 
-    Reads no batch ahead: an error of the reader comes when it would have come, and the position in the data
-    is the same. Closing it closes the generator.
+    No batch is read ahead, so errors of the reader and the position in the data are unchanged. Closing the
+    iterator closes the generator.
     """
     with closing(batches):
         if device.type != "cuda":
@@ -206,7 +215,7 @@ def copied_aside(batches: Generator[Batch, None, None], device: torch.device) ->
         stream = torch.cuda.Stream(device)
         for batch in batches:
             copied = _copy(batch, device, stream)
-            del batch  # page-locked memory is used again once its copy has ended: torch keeps count
+            del batch  # torch reuses page-locked memory once its copy has ended
             yield copied
             del copied
 
@@ -217,8 +226,8 @@ def _copy(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> Batc
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.to(device, non_blocking=True)
-        # It was allocated in the side stream, and is used in this one: its memory must not be given
-        # out again before this one is done with it.
+        # It was allocated in the side stream and is used in the current one: record that, so that its memory
+        # is not reused too early.
         moved.record_stream(current)
         return moved
 

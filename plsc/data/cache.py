@@ -1,7 +1,7 @@
-"""The first pass over a source, kept in memory or on a local disk, within a bound.
+"""Cache samples in memory or on a local disk, up to a limit, as they are first read.
 
-Every epoch reads every sample once, in another order. So what is kept stays, and once the bound is
-reached nothing more is taken: to push out what is older would push out what comes next.
+Every epoch reads every sample once, in a new order. Entries are therefore never evicted: with a full cache,
+replacing an entry would remove one that is needed again just as likely.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source
 from plsc.errors import DataError, OptionError
 
-_ENTRY_BYTES = 150  # what a dict entry and a bytes object take beside the bytes, at most
+_ENTRY_BYTES = 150  # largest overhead of a dict entry and a bytes object
 
 
 class MemoryCache:
-    """Keeps bytes by the index of a sample in this process, at most `limit` with what Python needs for them.
+    """Cache bytes by sample index in this process; `limit` includes the overhead of Python objects.
 
-    This and `DiskCache` are called by several threads at once.
+    This class and `DiskCache` are thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
@@ -33,11 +33,11 @@ class MemoryCache:
         self._lock = threading.Lock()
 
     def get(self, index: int) -> bytes | None:
-        """Return the bytes, or None."""
+        """Return the bytes, or None if they are not cached."""
         return self._entries.get(index)
 
     def put(self, index: int, data: bytes) -> None:
-        """Keep the bytes if the bound allows it."""
+        """Cache the bytes if the limit allows it."""
         needed = len(data) + _ENTRY_BYTES
         with self._lock:
             if index not in self._entries and self.used + needed <= self.limit:
@@ -46,12 +46,12 @@ class MemoryCache:
 
 
 class DiskCache:
-    """Keeps samples in a file without a name in `folder`, which ends with the process, however that ends.
+    """Cache samples in an unnamed file in `folder`, which disappears when the process ends for any reason.
 
-    At most `limit` bytes; in memory, 16 bytes for each of the `num_samples`. When the disk is full, no more
-    is taken.
+    It takes at most `limit` bytes of disk, and 16 bytes of memory per sample. When the disk is full, no more
+    samples are added.
 
-    Raises OptionError if the folder cannot be written to, or has less room than `limit`.
+    Raises OptionError if the folder is not writable, or has less free space than `limit`.
     """
 
     def __init__(self, folder: Path, limit: int, num_samples: int) -> None:
@@ -61,23 +61,23 @@ class DiskCache:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
         except OSError as error:
             raise OptionError(
-                f"data.cache_dir {folder} cannot be written to ({error.strerror}); choose another"
+                f"data.cache_dir {folder} is not writable ({error.strerror}); choose another folder"
             ) from error
         free = status.f_bavail * status.f_frsize
         if free < limit:
             raise OptionError(
-                f"data.cache_dir {folder} has {free} bytes left, less than data.cache_bytes {limit}; "
-                "lower that, or choose another folder"
+                f"data.cache_dir {folder} has {free} bytes free, less than data.cache_bytes {limit}; "
+                "lower data.cache_bytes, or choose another folder"
             )
         self.limit = limit
         self.used = 0
-        # Zeroed pages take no memory until they are written to.
-        self._ends = np.zeros(num_samples, dtype=np.int64)  # 0: not here
+        # Zero pages take no memory until they are written to.
+        self._ends = np.zeros(num_samples, dtype=np.int64)  # 0: not cached
         self._lengths = np.zeros(num_samples, dtype=np.int64)
         self._lock = threading.Lock()
 
     def get(self, index: int) -> bytes | None:
-        """Return the bytes, or None if they are not here."""
+        """Return the bytes, or None if they are not cached."""
         end = int(self._ends[index])
         if not end:
             return None
@@ -89,7 +89,7 @@ class DiskCache:
         return data if len(data) == length else None
 
     def put(self, index: int, data: bytes) -> None:
-        """Keep the bytes if the bound and the disk allow it."""
+        """Cache the bytes if the limit and the disk allow it."""
         with self._lock:
             if self._ends[index] or self.used + len(data) > self.limit:
                 return
@@ -103,14 +103,14 @@ class DiskCache:
             self.limit = 0
             return
         self._lengths[index] = len(data)
-        self._ends[index] = start + len(data)  # last: from now on `get` finds it
+        self._ends[index] = start + len(data)  # written last: from now on `get` finds the entry
 
 
 class CachedSource:
-    """A source whose images are asked for once, as far as the cache has room.
+    """A source that reads each image from `source` once, as far as the cache has room.
 
-    With ``decoded`` the pixels are kept at the network's size, else the encoded bytes; images that are
-    neither encoded nor become uint8 are not kept. Labels are those of ``source.labels()``.
+    With ``decoded`` the cache holds pixels at the network's size, otherwise encoded bytes. Images that are
+    neither encoded nor uint8 after decoding are not cached.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class CachedSource:
         return image, label
 
     def name(self, index: int) -> str:
-        """Return what the source calls it."""
+        """Return the name of a sample in the source."""
         return self.source.name(index)
 
     def labels(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Names of classes by number, packed: ten million of them are two arrays, as a checkpoint keeps them."""
+"""Class names by class number, packed into two arrays, in which checkpoints store them, too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from plsc.data.sources.base import Source, printable
 
-_STEP = 2**16  # names at a time
+_STEP = 2**16  # names processed at a time
 
 
 @dataclass(frozen=True)
 class ClassNames:
-    """The name of class i is ``text[ends[i - 1]:ends[i]]``; a class without a name has an empty one.
+    """The name of class i is ``text[ends[i - 1]:ends[i]]``; an empty name means that the class has none.
 
-    text: UTF-8, uint8 [bytes] (of file names, whatever bytes they have); ends: int64 [classes], rising.
+    text: UTF-8 (or the raw bytes of file names), uint8 [bytes]. ends: int64 [classes], ascending.
     """
 
     text: np.ndarray
@@ -24,7 +24,7 @@ class ClassNames:
 
     @classmethod
     def of(cls, names: Sequence[str]) -> ClassNames:
-        """Return these names of the classes 0, 1, ..."""
+        """Return the class names for a list of strings."""
         text = bytearray()
         ends = np.empty(len(names), np.int64)
         for number, name in enumerate(names):
@@ -36,16 +36,16 @@ class ClassNames:
         return len(self.ends)
 
     def __getitem__(self, number: int) -> str:
-        """Return a name as one line of text; '' for a class without one."""
+        """Return a name as one line of text; '' for a class without a name."""
         start = self.ends[number - 1] if number else 0
         return printable(self.text[start : self.ends[number]].tobytes())
 
     def lengths(self) -> np.ndarray:
-        """Return the bytes of each name, int64 [classes]."""
+        """Return the length of each name in bytes, int64 [classes]."""
         return np.diff(self.ends, prepend=0)
 
     def take(self, numbers: np.ndarray) -> ClassNames:
-        """Return the names of these classes, int64 [n], in their order; -1: a class without a name."""
+        """Return the names of the classes `numbers`, int64 [n], in this order; -1 gives an empty name."""
         ends = np.where(numbers >= 0, self.ends[numbers], 0)
         starts = np.where(numbers >= 0, ends - self.lengths()[numbers], 0)
         text, own = bytearray(), self.text.data
@@ -56,14 +56,14 @@ class ClassNames:
         return ClassNames(np.frombuffer(text, np.uint8), np.cumsum(ends - starts))
 
     def resized(self, classes: int) -> ClassNames:
-        """Return the names of the first `classes` classes; those that are not here have none."""
+        """Return the names for `classes` classes: cut, or extended by empty names."""
         numbers = np.arange(classes)
         return self.take(np.where(numbers < len(self), numbers, -1))
 
     def numbers_of(self, names: ClassNames) -> np.ndarray:
-        """Return the number here of each of `names`, int64 [n]; -1: there is no class of this name.
+        """Return the class number of each of `names`, int64 [n]; -1 if no class has this name.
 
-        Names are compared by hashes of 64 bits that differ from process to process.
+        Names are compared by 64-bit hashes that differ between processes.
         """
         mine, theirs = self._hashes(), names._hashes()
         if len(mine) == 0 or np.array_equal(mine, theirs):
@@ -74,9 +74,9 @@ class ClassNames:
         return np.where(mine[found] == theirs, found, -1)
 
     def numbered(self, names: ClassNames) -> np.ndarray:
-        """Return the number of each of `names`, int64 [n], each another: as here, where the name is here.
+        """Return a distinct class number for each of `names`, int64 [n]: the existing one if there is one.
 
-        The others get the numbers of classes without a name in their order, then those behind the last one.
+        Other names get the numbers of classes without a name, in order, and then new numbers after the last.
         """
         numbers = np.where(names.lengths() > 0, self.numbers_of(names), -1)
         new = np.flatnonzero(numbers < 0)
@@ -85,7 +85,7 @@ class ClassNames:
         return numbers
 
     def with_names(self, names: ClassNames, numbers: np.ndarray) -> ClassNames:
-        """Return these names with others for the classes `numbers`, int64 [names]."""
+        """Return a copy with `names` for the classes `numbers`, int64 [names]."""
         both = ClassNames(
             np.concatenate([self.text, names.text]),
             np.concatenate([self.ends, names.ends + len(self.text)]),
@@ -108,13 +108,13 @@ class ClassNames:
 
 
 def class_names_of(source: Source) -> ClassNames | None:
-    """Return the names whose ranks are the labels of a source; None if labels are numbers."""
+    """Return the class names of a source whose labels are names; None if labels are numbers."""
     names = getattr(source, "class_names", None)
     return None if names is None else ClassNames.of(names)
 
 
 def first_and_last_class(source: Source, names: ClassNames) -> str:
-    """Return number and name of the first and the last class with samples, each with the place of one."""
+    """Return number and name of the first and last class with samples, each with the location of a sample."""
     labels = source.labels()
     shown = (
         f"{labels[index]} is '{names[labels.item(index)]}' ({source.name(index)})"

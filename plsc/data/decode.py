@@ -1,11 +1,10 @@
-"""Decode: whatever a source hands out becomes one image of the network's input size.
+"""Decode the image of a sample to the network's input size.
 
-JPEG goes through simplejpeg (libjpeg-turbo), twice as fast as Pillow, and straight into the batch where
-the size fits; without simplejpeg, and for all other formats, Pillow decodes. torchvision's decoders are
-not used: its decode_png ends the whole process with a segmentation fault when the compressed stream inside
-a PNG is damaged (seen with 0.29), and an image must never be able to do that.
+JPEG is decoded by simplejpeg (libjpeg-turbo), twice as fast as Pillow, and directly into the batch if the
+size matches. Pillow decodes all other formats, and JPEG if simplejpeg is missing. torchvision's decoders
+are not used: its decode_png crashes the process (segmentation fault, seen with 0.29) on a damaged PNG.
 
-EXIF orientation is ignored: the pixels are taken as they are stored.
+EXIF orientation is ignored: pixels are used as stored.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ ImageShape: TypeAlias = tuple[int, int, int]
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_PIXELS = 64 * 10**6
-# Named one by one: Pillow knows formats, such as EPS, that start other programs.
+# An explicit list: Pillow's decoders for other formats, such as EPS, start other programs.
 PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
-# Each scan of a progressive JPEG passes over the whole image: a small file could take hours.
+# Each scan of a progressive JPEG processes the whole image: a small file could take hours.
 MAX_SCANS = 200
-_USUAL_HEADERS = 4096  # bytes in which the frame header is looked for, at a glance
-_SMALL = 2**14  # a file so small cannot hold enough of them to matter
-# What libjpeg warns of though every pixel is there; all other warnings mean that data is missing or wrong.
+_USUAL_HEADERS = 4096  # bytes in which the frame header is searched
+_SMALL = 2**14  # a smaller file cannot have enough scans to matter
+# libjpeg's warnings for complete images; all other warnings mean that data is missing or wrong.
 _FOR_PILLOW = ("unknown JFIF revision", "Unknown Adobe color transform", "Invalid SOS parameters")
 
 
 def decode_into(data: Image, out: np.ndarray) -> torch.Tensor | None:
-    """Decode into ``out``, uint8 [H, W, C], contiguous; as `decode_image` otherwise.
+    """Decode into ``out``, uint8 [H, W, C], contiguous; otherwise as `decode_image`.
 
-    Returns None when the pixels are in ``out``, else the image, which is float32 [C, H, W] already.
-    After an error ``out`` may hold anything.
+    Returns None if the pixels are in ``out``; otherwise the image, which is float32 [C, H, W]. After an error
+    the content of ``out`` is undefined.
     """
     height, width, channels = out.shape
     if isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.shape == out.shape:
@@ -67,22 +66,25 @@ def decode_into(data: Image, out: np.ndarray) -> torch.Tensor | None:
 
 
 def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
-    """Return the image as a tensor ``image_shape`` = [C, H, W], uint8, or float32 if it was float.
+    """Return the image as a tensor ``image_shape`` = [C, H, W]: uint8, or float32 if it was float.
 
-    ``data`` is an encoded file (bytes), a Pillow image, an array (uint8 [H, W, C] or [H, W], or float
-    [C, H, W]) or a tensor (uint8 or float, [C, H, W] or [H, W]). C = 3 gives RGB and C = 1 gray:
-    encoded and Pillow images are converted (transparency is laid over white, 16-bit gray keeps its
-    upper 8 bits), arrays and tensors must have C channels. Another size is resized, bilinear with
-    antialiasing. The result shares no memory with ``data``.
+    The result shares no memory with ``data``.
 
-    Raises DataError if the image is empty, damaged, truncated, not an image, over 64 MiB encoded or
-    64 megapixels, of the wrong number of channels, or holds NaN or infinity. The text does not name
-    the image; the caller knows its name.
+    Args:
+        data: an encoded file (bytes), a Pillow image, an array (uint8 [H, W, C] or [H, W], or float
+            [C, H, W]) or a tensor (uint8 or float, [C, H, W] or [H, W]).
+        image_shape: C = 3 gives RGB and C = 1 gray. Encoded and Pillow images are converted (transparency
+            over white, 16-bit gray to its upper 8 bits); arrays and tensors must have C channels. Other
+            sizes are resized, bilinear with antialiasing.
+
+    Raises:
+        DataError: the image is empty, damaged, truncated, not an image, over 64 MiB encoded or 64 megapixels,
+            of the wrong number of channels, or has NaN or infinity. The caller adds the name of the image.
     """
     channels, height, width = image_shape
     if isinstance(data, (bytes, bytearray, memoryview, PillowImage.Image)):
         if channels not in (1, 3):
-            raise DataError(f"a picture gives 1 or 3 channels, set_image_shape asks {channels}")
+            raise DataError(f"an image gives 1 or 3 channels, but set_image_shape requests {channels}")
         with _decoding(data):
             if isinstance(data, PillowImage.Image):
                 image = _decode_pillow(data, channels)
@@ -102,7 +104,7 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
             "convert it or change set_image_shape"
         )
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
-        raise DataError("holds NaN or infinite values; fix the dataset", kind="not finite")
+        raise DataError("contains NaN or infinite values; fix the dataset", kind="not finite")
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
@@ -121,7 +123,7 @@ def size_of(data: Image) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _decoding(data: Image) -> Iterator[None]:
-    """Turn whatever a decoder raises into a DataError: a parser fed with foreign bytes raises anything."""
+    """Convert all exceptions of a decoder to DataError; decoders raise anything for damaged data."""
     try:
         yield
     except DataError:
@@ -151,9 +153,9 @@ def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
 
 
 def check_image_bytes(length: int) -> None:
-    """Raise DataError, without the image's name, for an encoded image of 0 bytes or of over 64 MiB."""
+    """Raise DataError, without the image's name, for an encoded image of 0 bytes or over 64 MiB."""
     if length <= 0:
-        raise DataError("is empty (0 bytes); replace the file or take it out", kind="empty")
+        raise DataError("is empty (0 bytes); replace or remove the file", kind="empty")
     if length > MAX_FILE_BYTES:
         raise DataError(f"is {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large")
 
@@ -161,28 +163,28 @@ def check_image_bytes(length: int) -> None:
 def _check_file(data: bytes) -> None:
     check_image_bytes(len(data))
     if len(data) > _SMALL and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > MAX_SCANS:
-        raise DataError(f"is a JPEG of over {MAX_SCANS} scans; store it anew", kind="undecodable")
+        raise DataError(f"is a JPEG of over {MAX_SCANS} scans; save it again", kind="undecodable")
 
 
 def _decode_jpeg_of_this_size(data: bytes, out: np.ndarray) -> bool:
-    """Decode into the buffer if the image is of its size and whole; libjpeg cannot write beyond it."""
+    """Decode into the buffer if the image has its size and is complete; libjpeg cannot write beyond it."""
     height, width = out.shape[:2]
     try:
-        # Asking for the size takes as long as all else here, and lets go of the interpreter lock, which a
-        # thread that wants it back may have to wait for. A frame header that seems to be there is as good:
-        # a wrong guess only costs a decoding in vain.
+        # Reading the header takes as long as everything else here and releases the interpreter lock, which
+        # the thread may then have to wait for. Search the frame header instead: a wrong guess only costs one
+        # failed decoding.
         seems_to_fit = data.find(_frame_header(height, width), 0, _USUAL_HEADERS) >= 0
         if not seems_to_fit and decode_jpeg_header(data)[:2] != (height, width):
             return False
         pixels = decode_jpeg(data, _colour_space(out.shape[2]), buffer=out)
-    except Exception:  # damaged: decode_image looks closely
+    except Exception:  # damaged: decode_image reports the reason
         return False
     return bool(pixels.shape == out.shape)
 
 
 @functools.lru_cache(maxsize=16)
 def _frame_header(height: int, width: int) -> bytes:
-    """Return what a JPEG of this size holds: 8 bits a sample, then its height and width (T.81, B.2.2)."""
+    """Return the frame header of a JPEG of this size: 8 bits per sample, height and width (T.81, B.2.2)."""
     return struct.pack(">BHH", 8, height, width) if max(height, width) < 2**16 else b"no JPEG"
 
 
@@ -190,16 +192,16 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
     try:
         height, width = decode_jpeg_header(data)[:2]
         _check_size(width, height)
-        # A buffer of the size that was checked: a second header in the file cannot ask for more.
+        # A buffer of the checked size: a second header in the file cannot request more.
         pixels = np.empty((height, width, channels), dtype=np.uint8)
         found = decode_jpeg(data, _colour_space(channels), buffer=pixels)
     except ValueError as error:
         if not any(text in str(error) for text in _FOR_PILLOW):
             raise
-        # Pillow passes over warnings, but never over a file that ends too early.
+        # Pillow ignores warnings, but not a file that ends too early.
         return _decode_pillow(_open(data), channels)
     if found.shape != pixels.shape:
-        raise ValueError("it holds two frame headers")
+        raise ValueError("it has two frame headers")
     return _channels_first(pixels)
 
 

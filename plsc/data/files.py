@@ -1,4 +1,4 @@
-"""The files of a set: one, a pattern, a folder of shards, or what file_list.txt names; and their bytes."""
+"""Find the files of a dataset: one file, a pattern, a folder of shards, or file_list.txt; and read them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MAX_LIST = 64 * 2**20
 
 
 def shard_files(location: str | Path, suffix: str) -> list[str]:
-    """Return the files that a location means, in the order of their samples.
+    """Return the files of a location, in the order of their samples.
 
-    A path or URL of one file means that; ``train-{000..099}.tar`` all numbers in the range, in that
-    order; ``train-*.tar`` the files that match, and a folder those that end in `suffix`, sorted by name;
-    hidden ones are left out. Raises DataError if nothing is found, or the range is no range.
+    A location is the path or URL of a file; a range such as ``train-{000..099}.tar``; a pattern such as
+    ``train-*.tar``; or a folder, meaning its files that end in `suffix`. Matches are sorted by name, and
+    hidden files are left out. Raises DataError if nothing is found or the range is invalid.
     """
     location = str(location)
     found = _RANGE.search(location)
@@ -45,7 +45,7 @@ def shard_files(location: str | Path, suffix: str) -> list[str]:
         files = [file for file in files if file.lower().endswith(suffix)]
     files = sorted(file for file in files if not base_name(file).startswith("."))
     if not files:
-        raise DataError(f"{shown(location)}: no file found that ends in {suffix}")
+        raise DataError(f"{shown(location)}: no file ends in {suffix}")
     return files
 
 
@@ -53,7 +53,7 @@ def _numbered(location: str, found: re.Match[str]) -> list[str]:
     first, last = int(found[1]), int(found[2])
     if not 0 <= last - first < _MAX_SHARDS:
         raise DataError(
-            f"{shown(location)}: {found[0]} must be a range that rises, of fewer than {_MAX_SHARDS}"
+            f"{shown(location)}: {found[0]} must be an ascending range of fewer than {_MAX_SHARDS} files"
         )
     width = len(found[1])
     before, after = location[: found.start()], location[found.end() :]
@@ -78,12 +78,18 @@ def _is_folder(location: str) -> bool:
 def read_file_list(
     data_dir: str | Path, file_list: str = "file_list.txt", *, must_exist: bool = True
 ) -> list[str]:
-    """Return the paths or URLs of the files that the original's `file_list` names, in its order.
+    """Return the paths or URLs of the files that `file_list` names, in its order.
 
-    data_dir: local folder or fsspec URL. `file_list` lies in it, or is a path or URL of its own. A line is
-    one name, blanks inside it included: relative to data_dir, absolute, or a URL. Blanks around it, blank
-    lines, CRLF and a byte order mark are accepted. Raises DataError for a list that is missing, empty, too
-    long, names a file twice, or, with `must_exist`, a file that is not there.
+    A line is one file name, which may contain blanks: relative to `data_dir`, absolute, or a URL. Surrounding
+    blanks, blank lines, CRLF and a byte order mark are accepted.
+
+    Args:
+        data_dir: local folder or fsspec URL.
+        file_list: name in `data_dir`, or a path or URL.
+        must_exist: check that each file exists.
+
+    Raises:
+        DataError: the list is missing, empty, too long, or names a file twice or a missing file.
     """
     listing = _below(str(data_dir), file_list)
     if not is_url(file_list) and not is_url(listing) and not Path(listing).exists():
@@ -91,7 +97,7 @@ def read_file_list(
     with streamed(listing) as file:
         data = file.read(_MAX_LIST + 1)
     if len(data) > _MAX_LIST:
-        raise DataError(f"{shown(listing)} is over {_MAX_LIST} bytes; is it a list of files?")
+        raise DataError(f"{shown(listing)} is larger than {_MAX_LIST} bytes; is it a list of files?")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -107,7 +113,7 @@ def read_file_list(
         path = _below(str(data_dir), name)
         if path in seen:
             raise DataError(
-                f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); take one out"
+                f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); remove one"
             )
         if must_exist and not exists(path):
             raise DataError(f"{shown(listing)}:{number} names {name}, which is not in {shown(str(data_dir))}")
@@ -123,7 +129,7 @@ def _below(folder: str, name: str) -> str:
 
 
 class Shards:
-    """Many files of which the 64 that were read last are open. Threads may share it; it is picklable."""
+    """Many files, of which the 64 last used are open. Thread-safe and picklable."""
 
     def __init__(self, locations: Sequence[str]) -> None:
         self.locations = list(locations)
@@ -136,7 +142,7 @@ class Shards:
             found = self._open.get(shard)
             if found is None:
                 found = self._open[shard] = open_bytes(self.locations[shard])
-                if len(self._open) > _MOST_OPEN:  # a thread that still reads it keeps it open
+                if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
                     self._open.popitem(last=False)
             else:
                 self._open.move_to_end(shard)
@@ -145,9 +151,9 @@ class Shards:
     def read_many(
         self, shards: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
     ) -> Iterator[bytes | None]:
-        """Yield lengths[i] bytes at offsets[i] of the file shards[i], int64 [n], by few calls.
+        """Yield lengths[i] bytes at offsets[i] of the file shards[i], int64 [n], with few system calls.
 
-        None stands for what is remote, or cannot be read so.
+        None stands for ranges that are remote or could not be read; read them one by one.
         """
         for start in range(0, len(shards), _MOST_OPEN):
             some = slice(start, start + _MOST_OPEN)

@@ -1,8 +1,8 @@
-"""Lines of ``<base64>TAB<label>``: of a block of bytes, and of a stream, block by block.
+"""Parse lines of ``<base64>TAB<label>``, in a block of bytes or in a stream, block by block.
 
-Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Everything else that is
-not base64, one tab and a whole number is a bad line, named by file and line. `plsc/data/native/lines.c` reads
-the usual lines; `parse_line` the others, and all where the library is not.
+Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Any other line that is
+not base64, one tab and an integer is a bad line, reported by file and line. `plsc/data/native/lines.c` parses
+regular lines; `parse_line` parses the others, and all lines if the library is missing.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ import numpy as np
 from plsc.data import native
 from plsc.errors import DataError
 
-MAX_LABEL_DIGITS = 18  # all such numbers fit int64
+MAX_LABEL_DIGITS = 18  # such numbers fit int64
 MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the largest image, tab, label
 BOM = b"\xef\xbb\xbf"
 
 _EXCERPT = 60
 OnBytes = Callable[[np.ndarray, int], None]
 
-_PIECE_BYTES = 2**19  # read at once: on_bytes sees it while it is in the cache
+_PIECE_BYTES = 2**19  # read at once, so that on_bytes sees it while it is in the cache
 
 
 @dataclass
 class Lines:
-    """Neighbouring samples of a file, blank lines left out.
+    """Consecutive samples of a file, without blank lines.
 
-    data: uint8, the bytes they lie in. starts, ends: int64 [n], their first byte and the one after
-    their last in `data`, line end excluded. tabs: int64 [n], where the base64 ends. labels: int64 [n].
-    numbers: int64 [n], their line numbers in the file, from 1. blanks: blank lines left out.
-    skipped: bad lines left out, as messages.
+    Attributes:
+        data: uint8, the bytes that contain the lines.
+        starts, ends: int64 [n], range of each line in `data`, without the line end.
+        tabs: int64 [n], where the base64 ends.
+        labels: int64 [n].
+        numbers: int64 [n], line numbers in the file, from 1.
+        blanks: number of blank lines left out.
+        skipped: messages about bad lines left out.
     """
 
     data: np.ndarray
@@ -66,24 +70,27 @@ def read_lines(
 ) -> Lines:
     """Return the samples whose lines start at `begin` and end at the newlines.
 
-    data: uint8, contiguous. newlines: int64, rising; `len(data)` may stand for a last one that is missing.
-    The first line is number `first_number` of file `name`. Raises DataError for the first bad line,
-    unless `skip_bad`.
+    Args:
+        data: uint8, contiguous.
+        newlines: int64, ascending. `len(data)` may stand for a missing last newline.
+        name: file name for messages.
+        first_number: number of the first line in the file.
+        skip_bad: leave out bad lines; otherwise the first one raises DataError.
     """
     found = native.read_lines(data, begin, newlines, first_number, MAX_LINE_BYTES)
-    rows, suspects = found or _cut_plainly(data, begin, newlines, first_number)
+    rows, suspects = found or _cut_reference(data, begin, newlines, first_number)
     starts, ends, tabs, labels, numbers = rows
     blanks = len(newlines) - len(starts)
     lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
     if suspects:
-        _look_closer(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
+        _parse_suspects(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
     return lines
 
 
-def _cut_plainly(
+def _cut_reference(
     data: np.ndarray, begin: int, newlines: np.ndarray, first_number: int
 ) -> tuple[np.ndarray, int]:
-    """Return what `native.read_lines` does, with every line left to the naive reader: its tab is -1."""
+    """Do what `native.read_lines` does, but leave every line to `parse_line` by setting its tab to -1."""
     starts = np.append(begin, newlines[:-1] + 1)[: len(newlines)]
     ends = newlines - ((newlines > starts) & (data[newlines - 1] == 13))
     numbers = np.arange(first_number, first_number + len(starts))
@@ -92,18 +99,18 @@ def _cut_plainly(
     return rows, rows.shape[1]
 
 
-def _look_closer(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) -> None:
+def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) -> None:
     keep = np.ones(len(lines), dtype=bool)
     for index in suspects.tolist():
         start, end = int(lines.starts[index]), int(lines.ends[index])
         try:
             if end - start > MAX_LINE_BYTES:
-                raise ValueError(f"the line is over {MAX_LINE_BYTES} bytes long; is it base64 of an image?")
+                raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes; is it base64 of an image?")
             parsed = parse_line(lines.data[start:end].tobytes())
         except ValueError as problem:
             message = f"{name}:{lines.numbers[index]}: {problem}"
             if not skip_bad:
-                raise DataError(f"{message}; fix the line or take it out") from None
+                raise DataError(f"{message}; fix or remove the line") from None
             lines.skipped.append(message)
             keep[index] = False
             continue
@@ -118,27 +125,28 @@ def _look_closer(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) 
 
 
 def parse_line(line: bytes) -> tuple[int, int] | None:
-    """Return (where the base64 ends, label) of a line, None if it is blank; ValueError says what is wrong.
+    """Return (end of the base64, label) of a line, None if it is blank; ValueError describes a bad line.
 
-    The naive reading, for what the fast one does not accept at once: blanks after the label, and bad lines.
+    The reference implementation, used for lines that the fast parser does not accept: blanks after the label,
+    and bad lines.
     """
     text = line.rstrip(b" \t\r")
     if not text:
         return None
     data, tab, label = text.rpartition(b"\t")
     if not tab:
-        raise ValueError(f"expected '<base64>TAB<label>', there is no tab in {_excerpt(text)}")
+        raise ValueError(f"expected '<base64>TAB<label>', got a line without a tab: {_excerpt(text)}")
     if not data:
-        raise ValueError("expected '<base64>TAB<label>', there is nothing before the tab")
+        raise ValueError("expected '<base64>TAB<label>', got nothing before the tab")
     return len(data), parse_label(label)
 
 
 def parse_label(label: bytes) -> int:
-    """Return the whole number of 0 or more that the digits say; ValueError says what is wrong."""
+    """Return an integer of 0 or more from its digits; ValueError describes a bad label."""
     if not label.isdigit():
         if label[:1] == b"-" and label[1:].isdigit():
             raise ValueError(f"a label must be 0 or more, got {_excerpt(label)}")
-        raise ValueError(f"a label must be a whole number, got {_excerpt(label)}")
+        raise ValueError(f"a label must be an integer, got {_excerpt(label)}")
     if len(label) > MAX_LABEL_DIGITS:
         raise ValueError(f"the label is too large: {_excerpt(label)}")
     return int(label)
@@ -151,18 +159,18 @@ def _excerpt(text: bytes) -> str:
 
 
 class Stream(Protocol):
-    """What lines are read from: a raw file, a decompressor, a remote file."""
+    """The input of `LineReader`: a raw file, a decompressor, a remote file."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the buffer from its start; return how many bytes came, 0 at the end."""
+        """Fill the buffer from its start; return the number of bytes, 0 at the end."""
         ...
 
 
 class Buffers:
-    """A few buffers that are used again and again; the memory of a reader is theirs.
+    """A fixed number of buffers that are reused; they bound the memory of a reader.
 
-    Each is 2 block_bytes of uint8: a half that the stream fills, and before it room for the start of a
-    line that the block before began. longest: the bytes that one long line may take besides them.
+    Each has 2 * block_bytes of uint8: the stream fills the second half, and the first half has room for the
+    start of a line from the block before. longest: largest number of bytes of a single long line.
     """
 
     def __init__(self, count: int, block_bytes: int, longest: int = MAX_LINE_BYTES) -> None:
@@ -173,22 +181,24 @@ class Buffers:
             self._free.put(np.empty(2 * block_bytes, dtype=np.uint8))
 
     def take(self) -> np.ndarray:
-        """Return a free buffer; wait for one to be given back if there is none."""
+        """Return a free buffer; wait if there is none."""
         return self._free.get()
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Let the buffer be filled anew: nothing that was read into it is needed any more."""
-        if len(buffer) == 2 * self.block_bytes:  # and not the memory of one long line
+        """Return a buffer for reuse; nothing read into it may be needed any more."""
+        if len(buffer) == 2 * self.block_bytes:  # not the memory of one long line
             self._free.put(buffer)
 
 
 class LineReader:
-    """Iterates over a stream, block by block; a line longer than a block comes alone, in memory of its own.
+    """Iterate over a stream, block by block; a line longer than a block is yielded alone, in its own memory.
 
-    The `data` of Lines must be given back to `buffers`. on_bytes is called with each piece of the stream
-    (uint8) and its offset in the content. start: where in the content the stream begins; line numbers count
-    from there. Raises DataError for the first bad line, one longer than that of the largest image included,
-    unless `skip_bad`.
+    The `data` of Lines must be given back to `buffers`. Raises DataError for the first bad line (or
+    one that is too long), unless `skip_bad`.
+
+    Args:
+        on_bytes: called with each piece of the stream (uint8) and its offset in the content.
+        start: offset in the content where the stream begins; line numbers count from there.
     """
 
     def __init__(
@@ -205,9 +215,9 @@ class LineReader:
         self._buffers = buffers
         self._on_bytes = on_bytes
         self._skip_bad = skip_bad
-        self._behind = np.empty(0, dtype=np.uint8)  # what was read behind a long line
-        self.offset = start  # in the content, of what comes next
-        self.base = 0  # what makes places in the `data` of the latest Lines places in the content
+        self._behind = np.empty(0, dtype=np.uint8)  # bytes read after a long line
+        self.offset = start  # offset in the content of the next bytes
+        self.base = 0  # add to positions in the `data` of the latest Lines to get positions in the content
         self.blanks = 0
         self.skipped: list[str] = []
 
@@ -238,13 +248,13 @@ class LineReader:
             self.blanks += lines.blanks
             self.skipped += lines.skipped
             yield lines
-            del lines, data  # the next line may be as long
+            del lines, data  # free the memory; the next line may be as long
 
     def _read_long(self, buffer: np.ndarray, begin: int, number: int) -> np.ndarray:
-        """Return the line that fills `buffer` from `begin` on, read to its end.
+        """Return the line that fills `buffer` from `begin`, read to its end.
 
-        Of a line that is too long no more is kept than shows that; its end is looked for if bad ones are
-        skipped.
+        Of a line that is too long, only enough to detect that is kept. Its end is searched only if bad lines
+        are skipped.
         """
         line, fresh = bytearray(buffer[begin:].data), buffer[: self._buffers.block_bytes]
         while True:
@@ -256,8 +266,8 @@ class LineReader:
                 line += piece[:stop].data
             if self._buffers.longest < len(line) <= MAX_LINE_BYTES:
                 raise DataError(
-                    f"{self._name}:{number}: the line is over {self._buffers.longest} bytes long, half of "
-                    "--memory; is it base64 of an image? Then raise that"
+                    f"{self._name}:{number}: the line is longer than {self._buffers.longest} bytes, half of "
+                    "--memory; if it is base64 of an image, raise --memory"
                 )
             if len(found) or len(piece) < len(fresh) or (is_too_long and not self._skip_bad):
                 self._behind = piece[stop:].copy()
@@ -266,7 +276,7 @@ class LineReader:
                 return np.frombuffer(line, np.uint8)
 
     def _fill(self, fresh: np.ndarray) -> int:
-        """Fill `fresh` from the stream; return how many bytes came, fewer only at its end."""
+        """Fill `fresh` from the stream; return the number of bytes, less than requested only at its end."""
         got = len(self._behind)
         fresh[:got], self._behind = self._behind, self._behind[:0]
         self.offset += got

@@ -1,11 +1,11 @@
-"""Batches from an indexed source, in the order of a plan, made ahead by threads or by processes."""
+"""Load batches from an indexed source, in the order of a plan, ahead of time by threads or processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from plsc.data.batch import Batch, BufferRing, NamesOf, to_input
+from plsc.data.batch import Batch, BufferRing, SampleNames, to_input
 from plsc.data.cache import CachedSource
 from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
@@ -20,15 +20,18 @@ __all__ = ["Batch", "ReaderLoader", "SourceLoader", "choose_kind", "to_input"]
 
 
 class SourceLoader:
-    """Yields this rank's batches of an indexed source; ``recipe`` says how a sample becomes an image.
+    """Yield this rank's batches of an indexed source; ``recipe`` says how samples become images.
 
-    A sample's randomness depends on (seed, epoch, sample) alone, so the number of ranks, threads and
-    processes, and the kind of loader, do not change a batch.
+    A sample's randomness depends only on (seed, epoch, sample). Batches therefore do not depend on the
+    number of ranks or workers, or on the kind of workers.
 
-    ``kind``: ``threads`` decode into memory that is used again; ``processes`` are for Python code of the
-    user's, which would wait for itself in threads; ``auto`` chooses, as `choose_kind`. ``num_workers`` of
-    them work ahead, by a bounded number of batches; with 0 the caller does the work. Threads live as long as
-    the iterator of an epoch, processes as long as the loader.
+    Args:
+        kind: ``threads`` decode into reused memory. ``processes`` are for Python code of the user, which
+            threads cannot run in parallel. ``auto``: see `choose_kind`.
+        num_workers: number of threads or processes. They prefetch a limited number of batches. With 0 the
+            caller reads the batches.
+
+    Threads live as long as the iterator of an epoch, processes as long as the loader.
     """
 
     def __init__(
@@ -59,73 +62,73 @@ class SourceLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of batches in an epoch, the same on every rank."""
+        """Number of batches per epoch, the same on every rank."""
         return self.plan.steps_per_epoch
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of the steps ``start_step``.. of an epoch; one epoch at a time."""
+        """Yield the batches of an epoch from step ``start_step``. Iterate over one epoch at a time."""
         requests = _requests(self.plan, self.rank, epoch, start_step)
         if self._processes is None:
             return in_order(self._read, requests, self.num_workers)
         return self._named(self._processes.in_order(requests))
 
     def describe(self) -> str:
-        """Return a line for the user: what reads the images, and why."""
+        """Return a log message: how images are read, and why."""
         if self.num_workers == 0:
-            return "data: images are read between the steps (num_workers 0)"
+            return "data: images are read between the training steps (num_workers 0)"
         what = self.kind if self.num_workers > 1 else {"threads": "thread"}.get(self.kind, "process")
-        return f"data: {self.num_workers} {what} a rank read ahead, {self.reason}"
+        return f"data: {self.num_workers} {what} per rank prefetch batches, {self.reason}"
 
     def _read(self, request: Request, stopped: Callable[[], bool]) -> Batch:
         return self._reader.read(request, self._ring, stopped)
 
     def _named(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
         for batch in batches:
-            if isinstance(batch.names, NamesOf):
+            if isinstance(batch.names, SampleNames):
                 batch.names.source = self.source
             yield batch
 
 
 def _requests(plan: BatchPlan | MixturePlan, rank: int, epoch: int, start_step: int) -> Iterator[Request]:
-    # In the consumer's thread and process: the order of (maybe) millions of samples exists once.
+    # Runs in the consumer's process, so that the order of possibly millions of samples is stored only once.
     for step in range(start_step, plan.steps_per_epoch):
         yield plan.draw_epoch(epoch, step), plan.indices(epoch, step, rank)
 
 
 class _InProcess:
-    """The reader in a worker process, with memory of its own."""
+    """The reader in a worker process, with its own memory."""
 
     def __init__(self, reader: BatchReader, largest_batch: int) -> None:
         self.reader = reader
         self.largest_batch = largest_batch
 
     def __call__(self, request: Request) -> Batch:
-        # Fresh memory for each batch: its pages move to the other process.
+        # New memory for each batch, because its pages move to the other process.
         ring = BufferRing(self.largest_batch, self.reader.recipe.image_shape)
         return self.reader.read(request, ring)
 
 
 def _is_dataset(source: Source) -> bool:
-    """Whether samples come from a user's Dataset, be it through a cache."""
+    """Return whether samples come from a user's Dataset, possibly through a cache."""
     inner = source.source if isinstance(source, CachedSource) else source
     return isinstance(inner, TorchDatasetSource)
 
 
 def choose_kind(asked: str, source: Source, recipe: Recipe, num_workers: int) -> tuple[str, str]:
-    """Return ``threads`` or ``processes`` and the reason, for a line to the user.
+    """Return ``threads`` or ``processes``, and the reason for the log.
 
-    Raises OptionError for threads where a user's transform draws random numbers: from torch's generators,
-    which all threads of a process share, the training's, too.
+    Raises OptionError for threads with a transform: it would draw random numbers from global generators that
+    all threads, including the training, share.
     """
     if asked == "threads" and recipe.transform is not None and num_workers:
         raise OptionError(
-            "data.loader is 'threads', but a transform of your own draws from Python's and torch's global "
-            "generators, which threads share; use 'processes', or set_num_workers(0)"
+            "data.loader is 'threads', but your transform draws from Python's and torch's global generators, "
+            "which threads share; use 'processes', or set_num_workers(0)"
         )
     if asked != "auto":
-        return asked, "as set_loader asks"
+        return asked, "as set by set_loader"
     if recipe.transform is not None:
-        return "processes", "for the transform of your own"
+        return "processes", "because of your transform"
     if _is_dataset(source):
-        return "processes", "for the Dataset of your own"
-    return "threads", "as nothing of your own is in Python"
+        return "processes", "because of your Dataset"
+    return "threads", "because no Python code of yours is involved"

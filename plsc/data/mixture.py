@@ -1,4 +1,4 @@
-"""Several data sets as one: a source of all their samples, and steps that take so many of each."""
+"""Train on several datasets: a joined source, and steps with a fixed number of samples of each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from plsc.errors import DataError, OptionError
 
 
 class JoinedSource:
-    """The samples of several sources end to end; the classes of each are numbered behind those before it.
+    """The samples of several sources, concatenated; class numbers of each source follow those before it.
 
-    class_nums: of each source. A label outside of its own source's classes is a bad sample (DataError),
-    never one of another source's.
+    class_nums: number of classes per source. A label outside its own source's classes is a bad sample
+    (DataError), never a class of another source.
     """
 
     def __init__(self, names: Sequence[str], sources: Sequence[Source], class_nums: Sequence[int]) -> None:
@@ -47,12 +47,12 @@ class JoinedSource:
         return image, self._first_classes[which] + label
 
     def name(self, index: int) -> str:
-        """Return the name of the data set, and what its source calls the sample."""
+        """Return the name of the dataset and the sample's name in it."""
         which, inside = self._find(index)
         return f"{self._names[which]}: {self._sources[which].name(inside)}"
 
     def labels(self) -> np.ndarray:
-        """Return all labels, int64 [N]; -1 where one is outside of its source's classes."""
+        """Return all labels, int64 [N]; -1 for a label outside its source's classes."""
         parts = []
         for source, first, count in zip(self._sources, self._first_classes, self._class_nums, strict=False):
             labels = source.labels()
@@ -69,18 +69,18 @@ class JoinedSource:
 
 @dataclass(frozen=True)
 class Share:
-    """What a data set gives to each step: `per_step` images, in the order of its own epochs.
+    """The part of a dataset in each step: `per_step` images, in the order of its own epochs.
 
-    plan: of a data set by itself; its order of the samples alone is used.
+    plan: of this dataset alone; only its order of samples is used.
     """
 
     plan: BatchPlan
     per_step: int
 
     def indices(self, step: int) -> np.ndarray:
-        """Return the samples of a step, counted from the run's first: int64 [per_step].
+        """Return the samples of a step, counted from the start of the run: int64 [per_step].
 
-        The epochs follow each other without a gap: a step may begin in one and end in the next.
+        The dataset's epochs follow each other without a gap, so a step may span two of them.
         """
         epochs, places = np.divmod(
             np.arange(step * self.per_step, (step + 1) * self.per_step), self.plan.num_samples
@@ -91,13 +91,13 @@ class Share:
 
 @dataclass(frozen=True)
 class MixturePlan:
-    """The steps of a run over several data sets, in the joint numbering of `JoinedSource`.
+    """The steps of a run on several datasets, in the numbering of `JoinedSource`.
 
-    Every step takes the same number of images of each, so that what a step reads is a function of its
-    number alone; each data set goes through epochs of its own. An epoch of the run is `steps_per_epoch`.
+    Every step has the same number of images of each dataset, so its samples depend only on its number. Each
+    dataset has its own epochs. An epoch of the run has `steps_per_epoch` steps.
 
-    The samples of each data set are dealt out over the ranks in turn: a rank has a part of each, as equal as
-    can be, and as many images as any other rank, or one less.
+    The samples of each dataset are distributed over the ranks as evenly as possible. The batch sizes of the
+    ranks differ by at most one.
     """
 
     shares: tuple[Share, ...]
@@ -106,23 +106,23 @@ class MixturePlan:
 
     @cached_property
     def num_samples(self) -> int:
-        """The number of samples of all data sets."""
+        """Number of samples of all datasets."""
         return sum(share.plan.num_samples for share in self.shares)
 
     @cached_property
     def global_batch(self) -> int:
-        """The number of images of a step over all ranks."""
+        """Number of images per step over all ranks."""
         return sum(share.per_step for share in self.shares)
 
     @property
     def largest_batch(self) -> int:
-        """The largest number of samples per rank and step."""
+        """Largest number of samples per rank and step."""
         return -(-self.global_batch // self.ranks)
 
     def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:
         """Return this rank's samples of a step of an epoch, int64.
 
-        The data sets are interleaved, so that each part of a batch has images of all, as far as it goes.
+        The datasets are interleaved, so that each part of a batch has images of all, as far as possible.
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside 0..{self.steps_per_epoch - 1}")
@@ -140,26 +140,26 @@ class MixturePlan:
         return np.concatenate(parts)[order]
 
     def draw_epoch(self, epoch: int, step: int) -> int:
-        """Return what augmentation draws by instead of the epoch: the step of the run.
+        """Return the number that seeds augmentation in addition to the sample: the step of the run.
 
-        A small data set comes round many times in an epoch of the run, and is to be augmented anew each time.
+        A small dataset is repeated many times per epoch of the run, and is augmented differently each time.
         """
         return epoch * self.steps_per_epoch + step
 
 
 def split_batch(global_batch: int, weights: Sequence[float]) -> list[int]:
-    """Return how many images of a step each data set gives: in proportion to the weights, each at least one.
+    """Return the number of images per step of each dataset: proportional to the weights, at least one.
 
-    Rounded by largest remainders, the larger weight first, then the first of equals; who would have none
-    takes one from the largest, of equal ones from that of the least weight. Raises OptionError if there
-    are more data sets than images.
+    Rounded by largest remainders; ties go to the larger weight, then to the first dataset. A dataset that
+    would get none takes one from the largest, among equal ones from that with the least weight. Raises
+    OptionError if there are more datasets than images.
     """
     if global_batch < len(weights):
         raise OptionError(
-            f"a step of {global_batch} images cannot have one of each of {len(weights)} data sets; use a "
-            "larger batch"
+            f"a step of {global_batch} images cannot contain one image of each of {len(weights)} datasets; "
+            "use a larger batch"
         )
-    largest = max(weights)  # a sum of huge weights would overflow
+    largest = max(weights)  # divide by it, because a sum of huge weights would overflow
     total = sum(weight / largest for weight in weights)
     wanted = [global_batch * (weight / largest) / total for weight in weights]
     counts = [int(share) for share in wanted]

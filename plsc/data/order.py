@@ -1,4 +1,4 @@
-"""Who reads which sample, and when: a pure function of the seed, the epoch and a few counts."""
+"""The order of samples, and which rank reads which: a pure function of seed, epoch and a few counts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import numpy as np
 from plsc.errors import DataError, OptionError
 from plsc.seeds import hash_key
 
-_BLOCKS, _POOL = 0, 1  # parts of the keys, so that the two draws are not related
+_BLOCKS, _POOL = 0, 1  # parts of the keys, so that the two random sequences are independent
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The order of all samples, cut by global batch and then by rank.
+    """The order of all samples, split into global batches and then by rank.
 
-    The global batches do not depend on ``ranks``, so a run resumes on another number of them. What
-    happens to the last batch of an epoch: ``pad`` fills it with samples from the start of the same
-    epoch's order (cyclically when there are fewer samples than ``global_batch``), ``keep`` leaves it
-    smaller (some ranks may then get none), ``drop`` leaves it out. Every rank has the same number of
-    steps.
+    The global batches do not depend on ``ranks``, so a run can resume on another number of ranks. Every rank
+    has the same number of steps.
 
-    ``order``: ``global`` shuffles all samples, ``block`` as BlockOrder does, with ``block_samples`` and
-    ``pool_samples``, ``sequential`` leaves them as they are.
+    Attributes:
+        last_batch: the incomplete last batch of an epoch. ``pad`` fills it with the first samples of the
+            epoch's order (cyclically if there are fewer samples than ``global_batch``). ``keep`` leaves it
+            smaller; some ranks may then have no sample. ``drop`` leaves it out.
+        order: ``global`` shuffles all samples, ``block`` shuffles as BlockOrder does, with ``block_samples``
+            and ``pool_samples``, ``sequential`` does not shuffle.
 
-    Raises DataError if there is no sample, or if ``drop`` leaves no step.
+    Raises:
+        DataError: there is no sample, or ``drop`` leaves no step.
     """
 
     num_samples: int
@@ -42,16 +44,16 @@ class BatchPlan:
         if self.order == "block":
             check_blocks(self.block_samples, self.pool_samples)
         if self.num_samples < 1:
-            raise DataError("the dataset holds no samples; check the dataset folder")
+            raise DataError("the dataset has no samples; check the dataset folder")
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"last_batch 'drop' leaves no step: {self.num_samples} samples are fewer than the "
-                f"global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
+                f"last_batch 'drop' leaves no step: the {self.num_samples} samples are fewer than the global "
+                f"batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in each epoch, the same on every rank."""
+        """Number of steps per epoch, the same on every rank."""
         return count_steps(self.num_samples, self.global_batch, self.last_batch)
 
     def global_indices(self, epoch: int, step: int) -> np.ndarray:
@@ -71,15 +73,15 @@ class BatchPlan:
 
     @property
     def largest_batch(self) -> int:
-        """The largest number of samples per rank and step."""
+        """Largest number of samples per rank and step."""
         return -(-self.global_batch // self.ranks)
 
     def draw_epoch(self, epoch: int, step: int) -> int:
-        """Return what augmentation draws by, besides the sample: the epoch."""
+        """Return the number that seeds augmentation in addition to the sample: the epoch."""
         return epoch
 
     def samples_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at positions 0..num_samples - 1 of an epoch's order, int64."""
+        """Return the samples at the given positions of an epoch's order, int64."""
         if self.order == "sequential":
             return positions
         if self.order == "block":
@@ -99,28 +101,28 @@ class BatchPlan:
 
 
 def count_steps(num_samples: int, global_batch: int, last_batch: str) -> int:
-    """Return how many global batches an epoch of ``num_samples`` has."""
+    """Return the number of global batches per epoch."""
     return num_samples // global_batch if last_batch == "drop" else -(-num_samples // global_batch)
 
 
 def check_blocks(block_samples: int, pool_samples: int) -> None:
-    """Raise OptionError if a pool would not hold a block."""
+    """Raise OptionError if a pool is smaller than a block."""
     if not 1 <= block_samples <= pool_samples:
         raise OptionError(
-            f"data.block_samples is {block_samples} and data.pool_samples {pool_samples}; expected "
-            "blocks of at least 1 sample, and a pool of one block or, better, tens of them"
+            f"data.block_samples is {block_samples} and data.pool_samples {pool_samples}; expected blocks of "
+            "at least 1 sample, and a pool of at least one block (better tens of blocks)"
         )
 
 
 class BlockOrder:
-    """Blocks of neighbouring samples in random order, and then pools of that order shuffled.
+    """Shuffle blocks of consecutive samples, and then pools of the resulting order.
 
-    The samples are cut into blocks of ``block_samples``, the last one maybe smaller. The blocks are
-    permuted, laid end to end, and cut into pools of ``pool_samples`` positions; each pool is shuffled. So a
-    pool reads pool_samples / block_samples blocks, and at most one more, and what is at a position is a
-    function of (seed, epoch, position): any step can be resumed at.
+    The samples are split into blocks of ``block_samples``; the last one may be smaller. The permuted blocks
+    are concatenated and split into pools of ``pool_samples`` positions, and each pool is shuffled. A pool
+    reads at most pool_samples / block_samples + 1 blocks. The sample at a position depends only on
+    (seed, epoch, position), so a run can resume at any step.
 
-    One pool, and sixteen bytes for each block, are held. Raises OptionError if a pool does not hold a block.
+    The memory is one pool and sixteen bytes per block. Raises OptionError if a pool is smaller than a block.
     """
 
     def __init__(self, num_samples: int, seed: int, block_samples: int, pool_samples: int) -> None:
@@ -134,7 +136,7 @@ class BlockOrder:
         self._blocks = self._starts = np.empty(0, dtype=np.int64)
 
     def samples_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at positions 0..num_samples - 1 of an epoch's order, int64."""
+        """Return the samples at the given positions of an epoch's order, int64."""
         if epoch != self._epoch:
             self._start(epoch)
         found = np.empty(len(positions), dtype=np.int64)
@@ -148,7 +150,7 @@ class BlockOrder:
     def _start(self, epoch: int) -> None:
         size, count = self.block_samples, -(-self.num_samples // self.block_samples)
         self._blocks = permutation(count, hash_key(self.seed, _BLOCKS), epoch)
-        # All blocks but the last are of full size; what comes after it starts earlier.
+        # All blocks but the last have full size; positions after the last one are shifted.
         self._starts = np.arange(count, dtype=np.int64) * size
         self._starts[self._blocks.argmax() + 1 :] -= count * size - self.num_samples
         self._epoch, self._pool = epoch, None
@@ -166,14 +168,14 @@ class BlockOrder:
 
 
 def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return a permutation of 0..count - 1, int64, uniform, and a function of the arguments alone.
+    """Return a uniform random permutation of 0..count - 1, int64, that depends only on the arguments.
 
-    Raw Philox output never changes between numpy versions; Generator.permutation may, and then a resumed
-    run would see other batches.
+    It uses raw Philox output, which never changes between numpy versions. Generator.permutation may change,
+    and a resumed run would then read other batches.
     """
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
     draws = np.random.Philox(key=key).random_raw(count)
-    # Each draw carries its index in its lowest bits: no ties, and a plain sort beats argsort.
+    # Each random number has its index in its lowest bits: no ties, and a plain sort is faster than argsort.
     index_bits = np.uint64(2 ** (count - 1).bit_length() - 1)
     draws = (draws & ~index_bits) | np.arange(count, dtype=np.uint64)
     draws.sort()
@@ -181,7 +183,7 @@ def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def splitmix64_of(values: np.ndarray) -> np.ndarray:
-    """Return `plsc.seeds.splitmix64` of each of the uint64 values."""
+    """Return `plsc.seeds.splitmix64` of each uint64 value."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Look at a set: samples and classes, sizes, what is broken; and a picture of some samples."""
+"""Describe a dataset: samples, classes, sizes and broken samples; and draw a contact sheet."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _PAPER, _INK, _FAULT = (255, 255, 255), (60, 60, 60), (200, 40, 40)
 
 @dataclass
 class Overview:
-    """What a set holds. Numbers of bytes and pixels are of the samples that were looked at.
+    """A summary of a dataset. Bytes and pixels are those of the samples that were decoded.
 
-    images_a_class: (lowest number, highest, classes with so many images), by powers of 2. unused: ids below
-    the largest label that no sample has. faults: the broken samples' names and faults, the first 20.
-    first_and_last: of `first_and_last_class`, where classes have names.
+    Attributes:
+        images_per_class: (lowest number, highest, number of classes with so many images), by powers of 2.
+        unused: number of class ids below the largest label without a sample.
+        faults: names and faults of the first 20 broken samples.
+        first_and_last: see `first_and_last_class`, if classes have names.
     """
 
     samples: int
@@ -40,8 +42,8 @@ class Overview:
     fewest: int
     median: float
     most: int
-    images_a_class: list[tuple[int, int, int]]
-    looked_at: int = 0
+    images_per_class: list[tuple[int, int, int]]
+    checked: int = 0
     bytes_median: float = 0
     bytes_most: int = 0
     pixels: list[tuple[str, int]] = field(default_factory=list)
@@ -50,37 +52,37 @@ class Overview:
     first_and_last: str = ""
 
     def render(self) -> str:
-        """Return it as lines of text."""
+        """Return the summary as lines of text."""
         lines = [
             f"samples          {self.samples}",
             f"classes          {self.classes} (labels up to {self.largest_label}, "
             f"{self.unused} of these ids have no sample)",
             *([f"  {self.first_and_last}"] if self.first_and_last else []),
-            f"images a class   {self.fewest} to {self.most}, median {self.median:g}",
+            f"images per class {self.fewest} to {self.most}, median {self.median:g}",
         ]
-        widest = max((count for _, _, count in self.images_a_class), default=1)
-        for low, high, count in self.images_a_class:
+        widest = max((count for _, _, count in self.images_per_class), default=1)
+        for low, high, count in self.images_per_class:
             span = f"{low}" if low == high else f"{low}-{high}"
             lines.append(f"  {span:>15} {count:>10} {'#' * max(1, round(40 * count / widest))}")
         lines.append(
-            f"encoded bytes    median {self.bytes_median:g}, most {self.bytes_most} "
-            f"(of {self.looked_at} samples looked at)"
+            f"encoded bytes    median {self.bytes_median:g}, largest {self.bytes_most} "
+            f"(of {self.checked} samples checked)"
         )
         sizes = ", ".join(f"{size}: {count}" for size, count in self.pixels)
         lines.append(f"pixels           {sizes or 'none'}")
-        lines.append(f"broken           {self.broken} of {self.looked_at} looked at")
+        lines.append(f"broken           {self.broken} of {self.checked} checked")
         lines += [f"  {fault}" for fault in self.faults]
         return "\n".join(lines)
 
 
-def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview:
-    """Return the overview of a set. Labels are counted all; `checked` samples, drawn at random, are decoded.
+def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview:
+    """Return a summary of a dataset. All labels are counted; `checked` random samples are decoded.
 
-    checked: 0 decodes all of them. Images are decoded by as many threads as there are processors.
+    checked: 0 decodes all of them. Decoding uses as many threads as there are processors.
     """
     labels = source.labels()
     if len(labels) == 0:
-        raise DataError("the set holds no samples")
+        raise DataError("the dataset has no samples")
     ids, counts = np.unique(labels, return_counts=True)
     found = Overview(
         samples=len(labels),
@@ -90,17 +92,17 @@ def look_at(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview
         fewest=int(counts.min()),
         median=float(np.median(counts)),
         most=int(counts.max()),
-        images_a_class=_histogram(counts),
+        images_per_class=_histogram(counts),
     )
     names = class_names_of(source)
     if names is not None:
         found.first_and_last = first_and_last_class(source, names)
-    _decode_some(source, drawn(len(labels), checked, seed), found)
+    _decode_some(source, draw_indices(len(labels), checked, seed), found)
     return found
 
 
-def drawn(total: int, wanted: int, seed: int) -> np.ndarray:
-    """Return `wanted` of the numbers below `total`, drawn at random, rising; all if it is 0 or larger."""
+def draw_indices(total: int, wanted: int, seed: int) -> np.ndarray:
+    """Return `wanted` random distinct numbers below `total`, ascending; all if `wanted` is 0 or too large."""
     if wanted <= 0 or wanted >= total:
         return np.arange(total)
     numbers = np.random.default_rng(hash_key(seed, total))
@@ -119,7 +121,7 @@ def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
     sizes: list[int] = []
     pixels: Counter[str] = Counter()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        for start in range(0, len(indices), 1000):  # so that few results wait at a time
+        for start in range(0, len(indices), 1000):  # bounds the number of waiting results
             some = indices[start : start + 1000].tolist()
             for result in threads.map(lambda index: _check(source, index), some):
                 if isinstance(result, DataError):
@@ -129,17 +131,17 @@ def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
                 else:
                     sizes.append(result[0])
                     pixels[result[1]] += 1
-    found.looked_at = len(indices)
+    found.checked = len(indices)
     found.bytes_median = float(np.median(sizes)) if sizes else 0
     found.bytes_most = max(sizes, default=0)
     found.pixels = pixels.most_common(5)
 
 
 def _check(source: Source, index: int) -> tuple[int, str] | DataError:
-    """Return (encoded bytes, "width x height") of a sample that decodes, else what is wrong with it."""
+    """Return (encoded bytes, "width x height") of a sample, or the DataError if it cannot be decoded."""
     try:
         data, _ = source[index]
-    except DataError as error:  # which names the sample
+    except DataError as error:  # its message names the sample
         return error
     try:
         width, height = size_of(data)
@@ -150,15 +152,15 @@ def _check(source: Source, index: int) -> tuple[int, str] | DataError:
 
 
 def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, seed: int = 0) -> int:
-    """Write a PNG of `images` samples, drawn at random, in the order of their labels; return their number.
+    """Write a PNG of `images` random samples, sorted by label; return their number.
 
-    Each is shrunk or enlarged to fit a square of 112 pixels, with its label below; a broken one is a red
-    cross. Raises DataError if the file cannot be written.
+    Each is resized to fit a square of 112 pixels, with its label below. A red cross marks a broken sample.
+    Raises DataError if the file cannot be written.
     """
     if images < 1:
         raise OptionError(f"images is {images}; expected at least 1")
     labels = source.labels()
-    chosen = drawn(len(labels), min(images, len(labels)), seed)
+    chosen = draw_indices(len(labels), min(images, len(labels)), seed)
     chosen = chosen[np.argsort(labels[chosen], kind="stable")]
     columns = min(_COLUMNS, len(chosen))
     rows = -(-len(chosen) // columns)
@@ -183,14 +185,14 @@ def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, s
 
 
 def _thumbnail(source: Source, index: int) -> PillowImage.Image | None:
-    """Return a sample in the size of a sheet's square, or None if it is broken."""
+    """Return a sample at the size of a square, or None if it is broken."""
     try:
         data, _ = source[index]
         width, height = size_of(data)
         pixels = decode_image(data, (3, height, width))
     except DataError:
         return None
-    if pixels.is_floating_point():  # normalised: show where it lies between its ends
+    if pixels.is_floating_point():  # normalised by the user: stretch to the range of the image
         low, high = float(pixels.min()), float(pixels.max())
         pixels = ((pixels - low) * (255 / max(high - low, 1e-9))).byte()
     picture = PillowImage.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

@@ -1,7 +1,7 @@
-"""One archive of a folder: packed, kept anywhere, unpacked elsewhere, with a checksum of every file.
+"""Pack a folder into one archive, and unpack it with a checksum per file.
 
-It is a pax tar in a zstd stream, which `tar --zstd -xf` reads too. Its last member, ``.plsc-sha256sums``, has
-a line ``<SHA-256>  <name>`` for each file, in their order, as `sha256sum -c` takes it.
+The archive is a pax tar in a zstd stream, which `tar --zstd -xf` also reads. Its last member,
+``.plsc-sha256sums``, has a line ``<SHA-256>  <name>`` per file, in order, in the format of `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from plsc.storage.urls import shown
 
 SUMS = ".plsc-sha256sums"
 _CHUNK = 2**20
-_IN_MEMORY = 16 * 2**20  # of the checksums; more of them lie in a temporary file
+_IN_MEMORY = 16 * 2**20  # bytes of checksums; more are kept in a temporary file
 
 
 class Packed(NamedTuple):
-    """What an archive holds: files, and the bytes in them."""
+    """The content of an archive: number of files, and their bytes."""
 
     files: int
     content_bytes: int
@@ -41,9 +41,9 @@ class Packed(NamedTuple):
 def pack(folder: str | Path, destination: str) -> Packed:
     """Write all files and folders below a local folder into one archive, ``.tar.zst``, local or remote.
 
-    The archive appears when it is whole; nothing is overwritten. Only one chunk of a file is in memory at a
-    time. Raises DataError for a link, pipe or device in the folder, for a file that changes meanwhile, and if
-    the archive cannot be written.
+    The archive appears when it is complete; existing files are not overwritten. Only one chunk of a file is
+    in memory at a time. Raises DataError for a link, pipe or device, for a file that changes while packing,
+    and if the archive cannot be written.
     """
     root = Path(folder)
     _check_suffix(destination)
@@ -59,7 +59,7 @@ def pack(folder: str | Path, destination: str) -> Packed:
         for path in _files_below(root):
             name = path.relative_to(root).as_posix()
             if name == SUMS:
-                raise DataError(f"{path}: this name is kept for the checksums; rename the file")
+                raise DataError(f"{path}: this name is reserved for the checksums; rename the file")
             if path.is_dir():
                 archive.addfile(_entry(name, path.stat(), tarfile.DIRTYPE))
                 continue
@@ -76,8 +76,8 @@ def pack(folder: str | Path, destination: str) -> Packed:
 def unpack(location: str, folder: str | Path) -> Packed:
     """Extract an archive of `pack`, local or remote, into a new local folder.
 
-    The folder appears when every checksum was found right; a link, a device and a name that leads out are
-    refused, as is an archive that would fill the disk. Raises DataError.
+    The folder appears after all checksums were compared. Links, devices, names that lead out of the folder,
+    and archives larger than the free disk space are refused. Raises DataError.
     """
     _check_suffix(location)
     done = Packed(0, 0)
@@ -88,10 +88,10 @@ def unpack(location: str, folder: str | Path) -> Packed:
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
     ):
         title, compared = shown(location), False
-        stream = _Forward(decompressed, title)
+        stream = _ForwardReader(decompressed, title)
         for member in read_members(stream, title, has_end=False):
             if compared:
-                raise DataError(f"{title} continues after its checksums; it is not from `plsc data pack`")
+                raise DataError(f"{title} continues after its checksums; it is not from plsc data pack")
             content = _content(stream, member, title)
             if member.name == SUMS:
                 _compare(content, sums, title)
@@ -103,7 +103,7 @@ def unpack(location: str, folder: str | Path) -> Packed:
                 sums.write(_line_of(digest, member.name))
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
-            raise DataError(f"{title} has no checksums; it is not whole, or not from `plsc data pack`")
+            raise DataError(f"{title} has no checksums; it is incomplete, or not from plsc data pack")
     return done
 
 
@@ -113,7 +113,7 @@ def _check_suffix(location: str) -> None:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield all folders and files, sorted, a folder before what it holds."""
+    """Yield all folders and files, sorted; a folder comes before its content."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -123,7 +123,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
         path = Path(entry.path)
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
             raise DataError(
-                f"{printable(entry.path)} is a link, a pipe or a device; put the file itself there"
+                f"{printable(entry.path)} is a link, a pipe or a device; replace it by a plain file"
             )
         yield path
         if entry.is_dir():
@@ -131,7 +131,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _entry(name: str, status: os.stat_result, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
-    """Return a header without the user's name and number, which mean nothing elsewhere."""
+    """Return a header without user and group, which mean nothing on another machine."""
     entry = tarfile.TarInfo(name)
     entry.type = kind
     entry.size = 0 if kind == tarfile.DIRTYPE else status.st_size
@@ -142,13 +142,13 @@ def _entry(name: str, status: os.stat_result, kind: bytes = tarfile.REGTYPE) -> 
 
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
     try:
-        # No link may take the file's place between the look at it and this.
+        # O_NOFOLLOW: a link must not replace the file after it was checked.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
-            reader: Any = _Hashing(file)
+            reader: Any = _HashingReader(file)
             archive.addfile(_entry(name, status), reader)
             if file.read(1):
-                raise DataError(f"{printable(str(path))} grew while it was packed; start again")
+                raise DataError(f"{printable(str(path))} grew while being packed; start again")
     except OSError as error:
         if isinstance(error, DataError):
             raise
@@ -157,7 +157,7 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
     return reader.sha.hexdigest(), status.st_size
 
 
-class _Hashing:
+class _HashingReader:
     """A file that is hashed while it is read."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -172,12 +172,12 @@ class _Hashing:
 
 def _line_of(digest: str, name: str) -> bytes:
     text = name.replace("\\", "\\\\").replace("\n", "\\n")
-    mark = "\\" if text != name else ""  # as sha256sum writes such names
+    mark = "\\" if text != name else ""  # sha256sum marks escaped names like this
     return f"{mark}{digest}  {text}\n".encode("utf-8", "surrogateescape")
 
 
-class _Forward:
-    """A decompressed stream as a file that seeks forwards; its faults are DataError."""
+class _ForwardReader:
+    """A decompressed stream as a file that can seek forwards; errors become DataError."""
 
     def __init__(self, stream: Any, title: str) -> None:
         self._stream = stream
@@ -185,7 +185,7 @@ class _Forward:
         self._position = 0
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the position in bytes."""
         return self._position
 
     def seek(self, position: int) -> None:
@@ -204,13 +204,13 @@ class _Forward:
         return data
 
 
-def _content(stream: _Forward, member: TarInfo, title: str) -> Iterator[bytes]:
-    """Yield the content of the member at whose content the stream is."""
+def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[bytes]:
+    """Yield the content of the member at the stream's position."""
     left = member.size
     while left:
         data = stream.read(min(_CHUNK, left))
         if not data:
-            raise DataError(f"{title} is truncated in '{printable(member.name)}'; fetch it again")
+            raise DataError(f"{title} is truncated in '{printable(member.name)}'; download it again")
         left -= len(data)
         yield data
 
@@ -220,7 +220,9 @@ def _extract(content: Iterator[bytes], member: TarInfo, target: Path, title: str
     path = target / member.name
     free = shutil.disk_usage(target).free
     if member.size > free:
-        raise DataError(f"{title}: '{printable(member.name)}' has {member.size} bytes, the disk {free} free")
+        raise DataError(
+            f"{title}: '{printable(member.name)}' has {member.size} bytes, but the disk has {free} free"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     sha = hashlib.sha256()
     try:
@@ -229,13 +231,13 @@ def _extract(content: Iterator[bytes], member: TarInfo, target: Path, title: str
                 sha.update(data)
                 file.write(data)
     except FileExistsError:
-        raise DataError(f"{title} has '{printable(member.name)}' twice; it is refused") from None
+        raise DataError(f"{title} contains '{printable(member.name)}' twice") from None
     return sha.hexdigest()
 
 
 def _compare(content: Iterator[bytes], sums: IO[bytes], title: str) -> None:
-    """Compare the archive's checksums with those of what was extracted."""
+    """Compare the archive's checksums with those of the extracted files."""
     expected = sums.tell()
     sums.seek(0)
     if any(data != sums.read(len(data)) for data in content) or sums.tell() != expected:
-        raise DataError(f"{title} is damaged: what it holds is not what its checksums say; fetch it again")
+        raise DataError(f"{title} is damaged: its files do not match their checksums; download it again")

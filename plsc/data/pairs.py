@@ -1,9 +1,9 @@
-"""Verification pairs in the pickled ``(bins, issame_list)`` form of LFW, CFP-FP and AgeDB.
+"""Read and write verification pairs, pickled as ``(bins, issame_list)``, as for LFW, CFP-FP and AgeDB.
 
-``bins`` holds 2P encoded images, pair p being images 2p and 2p + 1; ``issame_list`` holds P flags.
-The form is that of insightface's ``.bin`` files, written by Python 2 or 3 at any pickle protocol. A pickle
-is read as data: its operations are checked before it is loaded, and nothing that it names is imported or
-called. The few names by which Python and NumPy spell bytes, arrays and scalars stand for builders of ours.
+``bins`` has 2P encoded images, where pair p is the images 2p and 2p + 1; ``issame_list`` has P flags.
+This is the format of insightface's ``.bin`` files, by Python 2 or 3 with any pickle protocol. The pickle
+is parsed safely: its operations are checked before loading, and nothing that it names is imported or called.
+The few names with which Python and NumPy pickle bytes, arrays and scalars map to functions of this module.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from plsc.data.sources.base import printable
 from plsc.errors import DataError
 from plsc.storage.publish import replacing
 
-_MAX_VALUE_BYTES = 1 << 26  # of one image
-_MAX_LINE_BYTES = 1024  # of a number or a name in text
-# An operation can take 100 bytes of memory and one byte of the file. An image is at least some hundred bytes
-# long and takes at most 25 operations, so a large file needs no more than this.
+_MAX_VALUE_BYTES = 1 << 26  # per image
+_MAX_LINE_BYTES = 1024  # of a number or name in text form
+# An operation of one byte can take 100 bytes of memory. An image has at least a few hundred bytes and takes
+# at most 25 operations, so a large file needs no more than this.
 _FREE_OPERATIONS = 1_000_000
 _BYTES_PER_OPERATION = 4
 _NEEDLESS = "which a pair file never needs; it is malicious or not a pair file"
 _OPERATIONS = {operation.code.encode("latin-1"): operation for operation in pickletools.opcodes}
-# All that such files use, and INST, so that the global which it calls is refused by its name.
+# The operations that pair files use; and INST, so that the error names the global that it calls.
 _ALLOWED = """
     PROTO FRAME MARK STOP NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 STRING BINSTRING
     SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE
     BINUNICODE8 EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 PUT BINPUT
     LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL INST REDUCE BUILD
 """
-# By pickletools' sign for "as many bytes as the number before them says": the bytes of that number.
+# pickletools' codes for "the preceding number gives the length", and the size of that number in bytes.
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
@@ -47,7 +47,7 @@ _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
-_NDARRAY = object()  # stands for numpy.ndarray, which may be named but not called
+_NDARRAY = object()  # represents numpy.ndarray, which may be named but not called
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class PairSet:
 
 
 def read_pairs(path: str | os.PathLike[str]) -> PairSet:
-    """Read a pair file; nothing in it is executed, whoever wrote it.
+    """Read a pair file; no code in it is run, so the file need not be trusted.
 
     Raises:
-        DataError: the file is missing, empty, truncated, not a pair file, or asks for an object that
-            a pair file never needs, which the text names.
+        DataError: the file is missing, empty, truncated, not a pair file, or requests an object that
+            pair files never need; the message names it.
     """
     path = Path(path)
     try:
@@ -81,19 +81,17 @@ def read_pairs(path: str | os.PathLike[str]) -> PairSet:
     except OSError as error:
         raise DataError(f"cannot read pair file {path}: {error.strerror or error}") from error
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise DataError(f"{path} holds {_kind(value)}; expected a pair of lists (images, is_same)")
+        raise DataError(f"{path} contains {_kind(value)}; expected a pair of lists (images, is_same)")
     return _checked(value[0], value[1], str(path))
 
 
 def write_pairs(
     path: str | os.PathLike[str], images: Sequence[bytes], is_same: Sequence[bool] | np.ndarray
 ) -> None:
-    """Write a pair file that insightface, and ``pickle.load`` of any Python 3, read.
-
-    The file appears whole or not at all.
+    """Write a pair file that insightface, and ``pickle.load`` of any Python 3, can read. The write is atomic.
 
     Raises:
-        DataError: the images are not twice as many as the flags, or the file cannot be written.
+        DataError: the number of images is not twice the number of flags, or the file cannot be written.
     """
     pairs = _checked(list(images), np.asarray(is_same).tolist(), f"the pairs for {path}")
     with replacing(path) as temporary, temporary.open("wb") as file:
@@ -101,7 +99,7 @@ def write_pairs(
 
 
 def _load(file: BinaryIO, size: int, name: str) -> Any:
-    """Return the value of a pickle of `size` bytes; DataError if it is damaged or asks for too much."""
+    """Return the value of a pickle of `size` bytes; DataError if it is damaged or not allowed."""
     try:
         _check_operations(file, size)
         file.seek(0)
@@ -110,9 +108,7 @@ def _load(file: BinaryIO, size: int, name: str) -> Any:
         raise DataError(f"{name} {error}") from error.__cause__
     except (pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = printable(str(error)[:200]) or type(error).__name__
-        raise DataError(
-            f"{name} is damaged or not a pair file: its pickle makes no sense ({reason})"
-        ) from error
+        raise DataError(f"{name} is damaged or not a pair file: its pickle is invalid ({reason})") from error
 
 
 def _check_operations(file: BinaryIO, size: int) -> None:
@@ -131,8 +127,8 @@ def _check_operations(file: BinaryIO, size: int) -> None:
         operation = _OPERATIONS.get(code)
         if operation is None:
             raise DataError(
-                f"is not a pickle of (images, is_same): byte {file.tell() - 1} is 0x{code.hex()}, which "
-                "starts no pickle operation"
+                f"is not a pickle of (images, is_same): byte {file.tell() - 1} is 0x{code.hex()}, which is "
+                "not a pickle operation"
             )
         name = operation.name
         if name not in allowed:
@@ -143,7 +139,7 @@ def _check_operations(file: BinaryIO, size: int) -> None:
             continue
         width = operation.arg.n
         if width == pickletools.UP_TO_NEWLINE:
-            # A byte of a string is escaped as \x00 at most.
+            # Text escapes take at most 4 characters per byte (\x00).
             limit = 4 * _MAX_VALUE_BYTES if name in ("STRING", "UNICODE") else _MAX_LINE_BYTES
             for _ in range(2 if name in ("GLOBAL", "INST") else 1):
                 argument = file.readline(limit)
@@ -161,21 +157,21 @@ def _check_operations(file: BinaryIO, size: int) -> None:
             index = int.from_bytes(read(width), "little")
             if name == "FRAME" and index > size - file.tell():
                 raise _truncated(size)
-        # The unpickler makes room for all memo entries up to the highest index.
+        # The unpickler allocates memory for all memo entries up to the highest index.
         if name in ("PUT", "LONG_BINPUT") and not 0 <= index <= number:
-            raise DataError(f"puts a value into memo entry {index}, {_NEEDLESS}")
-    raise DataError(f"runs more than {most} pickle operations in {size} bytes, {_NEEDLESS}")
+            raise DataError(f"writes to memo entry {index}, {_NEEDLESS}")
+    raise DataError(f"has more than {most} pickle operations in {size} bytes, {_NEEDLESS}")
 
 
 class _PairUnpickler(pickle.Unpickler):
-    """Builds bytes, strings, integers, lists, tuples and `_Array`; refuses every other global by its name."""
+    """Build only bytes, strings, integers, lists, tuples and `_Array`; refuse all other globals by name."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        super().__init__(file, encoding="bytes")  # the strings of Python 2
+        super().__init__(file, encoding="bytes")  # strings written by Python 2
         self._size = self._left = size
 
     def find_class(self, module: str, name: str) -> Any:
-        # Python 3 writes bytes so at protocols 0 to 2, and bytearrays so below protocol 5
+        # Python 3 pickles bytes like this at protocols 0 to 2, and bytearrays below protocol 5.
         if (module, name) == ("_codecs", "encode"):
             return self._encode
         if module in ("builtins", "__builtin__") and name in ("bytes", "bytearray"):
@@ -184,7 +180,7 @@ class _PairUnpickler(pickle.Unpickler):
         if key not in _BUILDERS:
             wanted = ascii(f"{module}.{name}")[1:-1]
             wanted = wanted if len(wanted) <= 100 else f"{wanted[:97]}..."
-            raise DataError(f"asks for {wanted}, {_NEEDLESS}")
+            raise DataError(f"requests {wanted}, {_NEEDLESS}")
         return _BUILDERS[key]
 
     def _bytes(self, value: Any = b"", encoding: Any = None) -> bytes:
@@ -193,16 +189,16 @@ class _PairUnpickler(pickle.Unpickler):
     def _encode(self, text: Any, encoding: Any) -> bytes:
         if type(text) is not str or _text(encoding) not in ("latin1", "latin-1"):
             raise TypeError(f"bytes of {_kind(text)}")
-        # An honest file encodes each string once; one string encoded again and again is a bomb.
+        # A regular file encodes each string once; a file that repeats one many times is a bomb.
         self._left -= len(text)
         if self._left < 0:
-            raise DataError("unpacks to more bytes than it has; it is malicious")
+            raise DataError("unpacks to more bytes than the file has; it is malicious")
         return text.encode("latin-1")
 
 
 @dataclass
 class _Array:
-    """An array as the pickle describes it: its bytes, and how to read them."""
+    """An array as pickled: its bytes, and how to interpret them."""
 
     dtype: np.dtype
     data: bytes | bytearray
@@ -223,14 +219,14 @@ class _Dtype:
         self.numpy = np.dtype(_text(order) + self.code)
 
 
-# No builder takes a variable number of arguments: one long list, given again and again, would cost
-# its length each time.
+# No function takes a variable number of arguments: passing one long list many times would cost its length
+# each time.
 
 
 def _dtype(code: Any, _align: Any = False, _copy: Any = True) -> _Dtype:
     if _text(code) not in _DTYPES:
         raise DataError(
-            f"holds an array of dtype {ascii(_text(code)[:20])[1:-1]}; "
+            f"contains an array of dtype {ascii(_text(code)[:20])[1:-1]}; "
             "a pair file has uint8 images and bool or integer flags"
         )
     return _Dtype(_text(code))
@@ -238,8 +234,8 @@ def _dtype(code: Any, _align: Any = False, _copy: Any = True) -> _Dtype:
 
 def _array(data: Any, dtype: Any, shape: Any, _order: Any = None) -> _Array:
     if type(data) not in (bytes, bytearray) or type(dtype) is not _Dtype or type(shape) is not tuple:
-        raise TypeError("an array that is none")
-    # The dimensions are checked one by one, which also keeps their product cheap.
+        raise TypeError("an invalid array")
+    # The dimensions are checked one by one, so that their product stays small.
     if len(shape) > 32 or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
         raise ValueError("an array of a wrong shape")
     if math.prod(shape) * dtype.numpy.itemsize != len(data):
@@ -260,7 +256,7 @@ def _scalar(dtype: Any, data: Any) -> int | bool:
 def _text(value: Any) -> str:
     if type(value) not in (bytes, str):
         raise TypeError(f"{_kind(value)} where a string was expected")
-    return value.decode("latin-1") if type(value) is bytes else value  # bytes by Python 2
+    return value.decode("latin-1") if type(value) is bytes else value  # bytes from Python 2
 
 
 _BUILDERS = {
@@ -273,12 +269,12 @@ _BUILDERS = {
 
 
 def _truncated(size: int) -> DataError:
-    return DataError(f"is truncated: it ends at byte {size}, inside the pickle; fetch or write it again")
+    return DataError(f"is truncated: it ends at byte {size}, inside the pickle; download or write it again")
 
 
 def _too_large(operation: str, length: int) -> DataError:
     return DataError(
-        f"holds one value of {length} bytes ({operation}); no image of a pair file is over {_MAX_VALUE_BYTES}"
+        f"contains a value of {length} bytes ({operation}); an image must not exceed {_MAX_VALUE_BYTES}"
     )
 
 
@@ -290,16 +286,16 @@ def _checked(bins: Any, flags: Any, name: str) -> PairSet:
     is_same = _flags(flags, name)
     if len(images) != 2 * len(is_same):
         raise DataError(
-            f"{name} holds {len(images)} images for {len(is_same)} pairs; "
-            f"expected {2 * len(is_same)}, two for each pair"
+            f"{name} has {len(images)} images for {len(is_same)} pairs; "
+            f"expected {2 * len(is_same)}, two per pair"
         )
     if not images:
-        raise DataError(f"{name} holds no pairs")
+        raise DataError(f"{name} contains no pairs")
     return PairSet(images, is_same)
 
 
 def _image_bytes(image: Any, name: str, copies: dict[int, bytes]) -> bytes:
-    """Return an image as bytes; copies: those of bytearrays, one each however often they are named."""
+    """Return an image as bytes; copies: cache of converted bytearrays, so that each is copied only once."""
     if isinstance(image, _Array) and image.dtype == np.uint8:
         image = image.data
     if isinstance(image, bytearray):

@@ -1,4 +1,4 @@
-"""Batches from a generator reader: a function that returns a fresh generator of samples each epoch."""
+"""Load batches from a generator reader: a function that returns a new generator of samples per epoch."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ _END = object()
 
 
 def declares_shards(reader: Any) -> bool:
-    """Whether a generator reader is to be called as ``reader(rank, ranks)``, for that rank's samples alone.
+    """Return whether a reader must be called as ``reader(rank, ranks)`` and yields only that rank's samples.
 
-    It declares that by an attribute: ``reader.shards_itself = True``.
+    A reader declares this by the attribute ``reader.shards_itself = True``.
     """
     return getattr(reader, "shards_itself", False) is True
 
 
 class ReaderLoader:
-    """Yields this rank's batches of ``reader()``, which yields (image [C, H, W], label).
+    """Yield this rank's batches of ``reader()``, which yields (image [C, H, W], label).
 
-    A stream has no index, so every rank runs the whole generator: a global batch is the next
-    ``global_batch`` samples, and sample i of it goes to rank i mod ranks. Ranks agree as long as the
-    reader's order is a function of ``random``, ``numpy.random`` and ``torch``: these are seeded from
-    (seed, epoch), identically on all ranks, whenever the generator runs, and put back afterwards. A resumed
-    epoch is positioned by replaying it.
+    A stream has no index, so every rank runs the whole generator. A global batch is the next
+    ``global_batch`` samples; sample i of it goes to rank i mod ranks. The generators ``random``,
+    ``numpy.random`` and ``torch`` are seeded from (seed, epoch), identically on all ranks, while the reader
+    runs, and restored afterwards. All ranks see the same order if the reader draws only from these. A resumed
+    epoch is replayed up to its step.
 
-    With ``shards_itself``, or where the reader declares it (`declares_shards`), it is called as
-    ``reader(rank, ranks)`` and yields this rank's samples only, of which a step takes the rank's share of
-    ``global_batch``. It, too, is seeded identically on all ranks: so it may shuffle a list and take every
-    ranks-th of it.
+    Float images are used unchanged (the reader normalises them); uint8 images are normalised later. The last
+    batch is padded with the first samples of the epoch, kept smaller (b may be 0 on some ranks) or dropped,
+    as in BatchPlan.
 
-    With ``ahead`` the generator runs in a forked process, a few batches ahead: a thread would share
-    the global generators with the training. What it changes in the script's variables stays there.
+    Args:
+        shards_itself: call ``reader(rank, ranks)``, which yields only this rank's samples (see
+            `declares_shards`). It is seeded identically on all ranks, so it may shuffle a list and take
+            every ranks-th entry.
+        ahead: run the generator in a forked process, a few batches ahead. (A thread would share the global
+            generators with the training.) Changes it makes to variables of the script are lost.
 
-    float images are used as they are (normalised by the reader), uint8 images are normalised later.
-    The last batch is padded with the first samples of the epoch (the first global batch is kept for
-    that), kept smaller (b may be 0 on some ranks) or dropped, as in BatchPlan.
-
-    Raises DataError naming the ordinal: ``sample 17 of epoch 0 of the train reader``. Each rank
-    examines the samples that it uses.
+    Raises:
+        DataError: names the sample, such as ``sample 17 of epoch 0 of the train reader``. Each rank checks
+            the samples that it uses.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ReaderLoader:
         self.shards_itself = shards_itself or declares_shards(reader)
         if self.shards_itself and global_batch < ranks:
             raise OptionError(
-                f"a reader that shards itself needs a sample per rank and step, but the global batch is "
-                f"{global_batch} on {ranks} ranks"
+                f"a reader that shards itself needs at least one sample per rank and step, but the global "
+                f"batch is {global_batch} on {ranks} ranks"
             )
         self.reader = reader
         self.rank = rank
@@ -94,16 +94,16 @@ class ReaderLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """From ``num_samples`` if it was given; else None until an epoch has run to its end."""
+        """Number of steps, from ``num_samples`` if given; otherwise None until an epoch has ended."""
         return self._steps
 
     def expect_steps(self, steps: int) -> None:
-        """Take the length of an epoch from an earlier run; what was said or seen here counts more."""
+        """Set the length of an epoch from an earlier run, unless it is known already."""
         if self._steps is None:
             self._steps = steps
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of the steps ``start_step``.. of an epoch."""
+        """Yield the batches of an epoch from step ``start_step``."""
         batches = self._run(epoch, start_step)
         if self.ahead:
             batches = run_in_process(lambda: self._run(epoch, start_step), self.pin_memory)
@@ -111,15 +111,15 @@ class ReaderLoader:
         for batch in batches:
             steps += 1
             yield batch
-        # One that shards itself may end on another rank first: how long an epoch is, only all together know.
+        # A self-sharding reader may end on another rank first, so a rank alone does not know the length.
         if self._steps is None and not self.shards_itself:
             self._steps = steps
 
     def describe(self) -> str:
-        """Return a line for the user: where the reader runs."""
+        """Return a log message: where the reader runs."""
         if self.ahead:
-            return "data: the reader runs ahead in a process of its own (set_num_workers(0): in this one)"
-        return "data: the reader runs between the steps (num_workers 0)"
+            return "data: the reader prefetches in a separate process (set_num_workers(0): in this process)"
+        return "data: the reader runs between the training steps (num_workers 0)"
 
     def _run(self, epoch: int, start_step: int) -> Iterator[Batch]:
         randomness = IsolatedRandom(hash_key(self.seed, epoch))
@@ -135,7 +135,7 @@ class ReaderLoader:
         samples = self.reader(self.rank, self.ranks) if self.shards_itself else self.reader()
         if not hasattr(samples, "__iter__"):
             raise DataError(
-                f"the {self.title} must return a generator of (image, label), it returned "
+                f"the {self.title} must return a generator of (image, label), but returned "
                 f"{type(samples).__name__}"
             )
         return iter(samples)
@@ -143,8 +143,8 @@ class ReaderLoader:
     def _batches(
         self, samples: Iterator[Any], randomness: IsolatedRandom, epoch: int, start_step: int
     ) -> Iterator[Batch]:
-        first: dict[int, Sample] = {}  # the first global batch whole: padding comes from it
-        step, whole = 0, self._samples_a_step
+        first: dict[int, Sample] = {}  # the first global batch, which padding repeats
+        step, whole = 0, self._samples_per_step
         size = whole
         while size == whole:
             keep_all = step == 0 and self.last_batch == "pad"
@@ -161,15 +161,15 @@ class ReaderLoader:
                         kept[size] = self._check(item, step * whole + size, epoch)
             if step == 0 and size == 0:
                 raise DataError(
-                    f"the {self.title} yielded no sample in epoch {epoch}; it must return a fresh "
-                    "generator on each call"
+                    f"the {self.title} yielded no sample in epoch {epoch}; it must return a new generator on "
+                    "each call"
                 )
             if keep_all:
                 first = kept
             if size == 0 or (size < whole and self.last_batch == "drop"):
                 break
             if self.last_batch == "pad":
-                # the same samples as in BatchPlan: the order starts again
+                # as in BatchPlan, padding repeats the order from its start
                 kept |= {s: first[(s - size) % len(first)] for s in range(size, whole)}
             if step >= start_step:
                 samples_here = [kept[slot] for slot in slots if slot in kept]
@@ -180,31 +180,31 @@ class ReaderLoader:
     def _finish(self, epoch: int, steps: int, start_step: int) -> None:
         if steps == 0:
             raise DataError(
-                f"last_batch 'drop' leaves no step: epoch {epoch} of the {self.title} is shorter than "
-                f"the global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
+                f"last_batch 'drop' leaves no step: epoch {epoch} of the {self.title} is shorter than the "
+                f"global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
             )
         if steps < start_step:
             raise DataError(
-                f"epoch {epoch} of the {self.title} ended after {steps} steps, before step "
-                f"{start_step} where the run resumes; the reader must give what it gave before"
+                f"epoch {epoch} of the {self.title} ended after {steps} steps, before step {start_step} "
+                "where the run resumes; the reader must yield the same samples as before"
             )
 
     @property
-    def _samples_a_step(self) -> int:
-        """How many samples of the generator a step takes."""
+    def _samples_per_step(self) -> int:
+        """Number of samples of the generator per step."""
         if not self.shards_itself:
             return self.global_batch
         first, stop = (self.global_batch * (self.rank + more) // self.ranks for more in (0, 1))
         return stop - first
 
     def _slots(self) -> range:
-        """Which of these samples are this rank's."""
+        """Which samples of a step this rank uses."""
         if self.shards_itself:
-            return range(self._samples_a_step)
+            return range(self._samples_per_step)
         return range(self.rank, self.global_batch, self.ranks)
 
-    def places(self, count: int) -> torch.Tensor:
-        """Return the places of this rank's first ``count`` samples in the global batch, int64."""
+    def positions(self, count: int) -> torch.Tensor:
+        """Return the positions of this rank's first ``count`` samples in the global batch, int64."""
         if self.shards_itself:
             return torch.arange(count) + self.global_batch * self.rank // self.ranks
         return torch.arange(count) * self.ranks + self.rank
@@ -222,7 +222,7 @@ class ReaderLoader:
             raise DataError(
                 f"{name}: expected an image of shape {self.image_shape}, got {tuple(image.shape)}"
             )
-        try:  # a copy: readers reuse their buffers
+        try:  # copy, because readers reuse their buffers
             return decode_image(torch.as_tensor(np.asarray(image)), self.image_shape)
         except DataError as error:
             raise error.at(name) from error
@@ -232,7 +232,7 @@ class ReaderLoader:
         if number < 0 or (self.class_num is not None and number >= self.class_num):
             upper = "" if self.class_num is None else self.class_num - 1
             raise DataError(
-                f"{name}: label {number} is outside 0..{upper}; fix it or set_class_num",
+                f"{name}: label {number} is outside 0..{upper}; fix it or call set_class_num",
                 kind="label",
             )
         return number
@@ -243,8 +243,8 @@ class ReaderLoader:
             return Batch(empty, torch.empty(0, dtype=torch.int64), [])
         if len({image.dtype for image, _, _ in samples}) > 1:
             raise DataError(
-                f"step {step} of epoch {epoch} of the {self.title} mixes uint8 and float images; "
-                "yield one of the two"
+                f"step {step} of epoch {epoch} of the {self.title} mixes uint8 and float images; yield only "
+                "one of them"
             )
         images = torch.stack([image for image, _, _ in samples])
         labels = torch.tensor([label for _, label, _ in samples], dtype=torch.int64)

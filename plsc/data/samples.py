@@ -1,4 +1,4 @@
-"""From the indices of a batch to the batch: read, decode, augment, and what to do with bad samples."""
+"""Make batches: read, decode and augment the samples, and handle bad ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plsc.data.augment import (
     augment,
     is_mirrored,
 )
-from plsc.data.batch import BadSample, Batch, BufferRing, NamesOf
+from plsc.data.batch import BadSample, Batch, BufferRing, SampleNames
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source, printable
 from plsc.data.transform import IsolatedRandom, Transform, apply_transform
@@ -28,23 +28,25 @@ from plsc.errors import DataError, add_note
 from plsc.seeds import hash_key
 
 Request = tuple[int, np.ndarray]
-"""An epoch, and the indices of the samples of one batch."""
+"""The epoch, and the sample indices of one batch."""
 
-MAX_REPLACEMENTS = 16  # with a tenth of the samples bad, all fail once in 10^16 times
+MAX_REPLACEMENTS = 16  # if a tenth of the samples is bad, all replacements fail once in 10^16 times
 LIST_NAME = "bad_samples.txt"
-MAX_LISTED = 100_000  # lines; further ones are counted only
+MAX_LISTED = 100_000  # lines; further bad samples are only counted
 
 _UNREADABLE_LIST = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a sample becomes an image of a batch.
+    """How samples become images of a batch.
 
-    bad_images: ``stop``, ``skip`` or ``replace``. class_num: labels outside 0..class_num - 1 are bad
-    samples; None: they are not looked at. first_sample: added to the index wherever randomness depends on
-    the sample. seed_reading: the source draws from global generators, which are seeded for each sample;
-    for processes only, as threads share these.
+    Attributes:
+        bad_images: ``stop``, ``skip`` or ``replace``.
+        class_num: samples with labels outside 0..class_num - 1 are bad; None disables the check.
+        first_sample: offset added to the index of a sample wherever randomness depends on it.
+        seed_reading: seed the global generators for each sample, for a source that draws from them. Not in
+            threads, which share these generators.
     """
 
     image_shape: ImageShape
@@ -58,7 +60,7 @@ class Recipe:
 
 
 class BatchReader:
-    """Makes batches. It may be called by several threads, and a copy works in another process."""
+    """Make batches. Thread-safe; a copy works in another process."""
 
     def __init__(self, source: Source, recipe: Recipe) -> None:
         self.source = source
@@ -68,8 +70,10 @@ class BatchReader:
     def read(self, request: Request, ring: BufferRing, stopped: Callable[[], bool] = lambda: False) -> Batch:
         """Return the batch of a request.
 
-        Raises DataError, which names the sample, for a bad one if the recipe says stop, and for what is
-        a fault of the code and not of a sample; Stopped once ``stopped()`` says so.
+        Raises:
+            DataError: names the sample; for a bad sample if ``bad_images`` is ``stop``, and for an error of
+                the transform or augmentation.
+            Stopped: ``stopped()`` returned True.
         """
         epoch, indices = request
         slots, images = ring.take(len(indices))
@@ -91,25 +95,28 @@ class BatchReader:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
                 mine, theirs = ("uint8", "float32") if image is None else ("float32", "uint8")
-                raise DataError(f"{self.source.name(chosen)}: is {mine}, others are {theirs}; make them one")
+                raise DataError(
+                    f"{self.source.name(chosen)}: is {mine}, but other images of the batch are {theirs}; "
+                    "convert them to one type"
+                )
             used.append(chosen)
             labels.append(label)
         batch.images = torch.stack(floats) if floats else images[: len(used)]
-        batch.mirrored = None if floats else self._still_to_mirror(used, epoch)
+        batch.mirrored = None if floats else self._pending_mirrors(used, epoch)
         batch.labels = torch.tensor(labels, dtype=torch.int64)
-        batch.names = NamesOf(used, self.source)
+        batch.names = SampleNames(used, self.source)
         return batch
 
     def _read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | None]:
-        """Yield what is read of each sample; None for one that has to be asked for by its index."""
+        """Yield each sample, or None for one that must be read individually."""
         read_many = getattr(self.source, "read_many", None)
         if read_many is None or self.recipe.seed_reading:
             return itertools.repeat(None)
         found: Iterator[tuple[Image, int] | None] = read_many(indices)
         return found
 
-    def _still_to_mirror(self, samples: list[int], epoch: int) -> torch.Tensor | None:
-        """Return which of the uint8 images are still to be mirrored, bool [b]; None if none is."""
+    def _pending_mirrors(self, samples: list[int], epoch: int) -> torch.Tensor | None:
+        """Return which uint8 images the consumer must still mirror, bool [b]; None if none."""
         recipe = self.recipe
         if recipe.transform is not None or not recipe.augmentation.flip:
             return None
@@ -125,7 +132,7 @@ class BatchReader:
         out: np.ndarray,
         batch: Batch,
     ) -> tuple[int, int, torch.Tensor | None] | None:
-        """Return (sample, label, image if it is of floats), or None if the sample is left out."""
+        """Return (sample, label, image if it is float), or None if the sample is skipped."""
         recipe, chosen = self.recipe, index
         for attempt in range(1, MAX_REPLACEMENTS + 2):
             try:
@@ -142,8 +149,8 @@ class BatchReader:
             key = recipe.first_sample + index
             chosen = replacement(recipe.seed, epoch, key, attempt, len(self.source))
         raise DataError(
-            f"{self.source.name(index)} is bad, and so are {MAX_REPLACEMENTS} samples drawn to replace "
-            f"it, the last: {batch.problems[-1].text}; look after the dataset"
+            f"{self.source.name(index)} is bad, and so are its {MAX_REPLACEMENTS} replacements, the last "
+            f"one: {batch.problems[-1].text}; check the dataset"
         )
 
     def _decoded(self, index: int, data: Image, label: int, out: np.ndarray) -> torch.Tensor | None:
@@ -161,9 +168,9 @@ class BatchReader:
     def _augmented(
         self, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Augment the pixels in ``out``, or the float image; return the image if it is of floats.
+        """Augment the pixels in ``out`` or the float image; return the image if it is float.
 
-        Pixels are not mirrored here, but floats are, and what a transform gets.
+        Float images and input of a transform are mirrored here; other pixels later.
         """
         recipe = self.recipe
         key = recipe.first_sample + index
@@ -178,7 +185,7 @@ class BatchReader:
             if recipe.transform is None:
                 return image
             result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key)
-        except DataError as error:  # a fault of the code, not of this image: never skipped
+        except DataError as error:  # an error of the code, not of this image: never skipped
             raise error.at(self.source.name(index)) from error
         if result.dtype != torch.uint8:
             return result
@@ -186,7 +193,7 @@ class BatchReader:
         return None
 
     def _read_one(self, index: int, epoch: int) -> tuple[Image, int]:
-        """Return a sample of the source; its DataErrors name it."""
+        """Return a sample of the source; a DataError names it."""
         try:
             if not self.recipe.seed_reading:
                 return self.source[index]
@@ -195,18 +202,18 @@ class BatchReader:
                 return self.source[index]
         except DataError:
             raise
-        except Exception as error:  # a mistake of the source's: it keeps its traceback
+        except Exception as error:  # a bug in the source: keep the traceback
             add_note(error, f"while reading {self.source.name(index)}")
             raise
 
 
 def replacement(seed: int, epoch: int, sample: int, attempt: int, num_samples: int) -> int:
-    """Return the index of the sample that stands in for a bad one, from 1 the attempts' number."""
+    """Return the index of the sample that replaces a bad one; attempt: counts from 1."""
     return hash_key(seed, epoch, sample, Operation.REPLACE, attempt) % num_samples
 
 
 class BadSampleList:
-    """``bad_samples.txt``: a line ``kind<tab>name: reason`` for each bad sample, each once.
+    """The file ``bad_samples.txt``: one line ``kind<tab>name: reason`` per bad sample, without duplicates.
 
     An existing file is continued, so that a resumed run does not list a sample twice.
     """
@@ -220,7 +227,7 @@ class BadSampleList:
             self.counts[printable(line.split("\t", 1)[0])[:40]] += 1
 
     def add(self, problems: list[BadSample]) -> None:
-        """Append those that are new. Raises DataError if the file cannot be written."""
+        """Append new entries. Raises DataError if the file cannot be written."""
         lines = []
         for problem in problems:
             line = f"{problem.kind}\t{problem.text}"
@@ -239,7 +246,7 @@ class BadSampleList:
             raise DataError(f"cannot write {self.path}: {error.strerror}") from error
 
     def summary(self) -> str:
-        """Return ``3 undecodable, 1 missing``; empty if there are none."""
+        """Return a summary such as ``3 undecodable, 1 missing``; empty if there are none."""
         return ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
 
     def _lines_before(self) -> list[str]:

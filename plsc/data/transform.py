@@ -1,4 +1,4 @@
-"""Code of users on training images, with its randomness seeded for each sample."""
+"""Run a user's transform on training images, with random numbers seeded per sample."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from plsc.errors import DataError
 from plsc.seeds import hash_key
 
 Transform = Callable[..., Any]
-"""``f(tensor [C, H, W]) -> tensor``, as torchvision.transforms.v2, or ``f(image=array)["image"]``, as
-albumentations, with arrays [H, W, C]."""
+"""``f(tensor [C, H, W]) -> tensor``, as in torchvision.transforms.v2, or ``f(image=array)["image"]`` with
+arrays [H, W, C], as in albumentations."""
 
 
 def apply_transform(
@@ -27,7 +27,7 @@ def apply_transform(
     """Run a user's transform with torch, ``random`` and numpy seeded for this sample.
 
     pixels: [H, W, C], uint8 or float. The result [C, H, W] must have the same size, and be uint8 or float
-    (float is taken as already normalised). Raises DataError otherwise, and for what the transform raises.
+    (taken as normalised). Raises DataError otherwise, and for exceptions of the transform.
     """
     key = hash_key(seed, epoch, sample, Operation.TRANSFORM)
     with IsolatedRandom(key).active():
@@ -45,15 +45,15 @@ def apply_transform(
 
 
 def takes_image_by_name(transform: Transform) -> bool:
-    """Whether a callable wants ``image=``: one of albumentations, or whose only parameter that fits is so.
+    """Return whether a callable expects ``image=``: it is of albumentations, or requires that argument.
 
-    A function ``f(image)`` that would take it either way gets a tensor.
+    A function ``f(image)``, which accepts both, gets a tensor.
     """
     if any(kind.__module__.split(".")[0] == "albumentations" for kind in type(transform).__mro__):
         return True
     try:
         parameters = inspect.signature(transform).parameters.values()
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # no signature: written in C
         return False
     positional = (
         inspect.Parameter.POSITIONAL_ONLY,
@@ -68,11 +68,11 @@ def takes_image_by_name(transform: Transform) -> bool:
 def _call(transform: Transform, pixels: np.ndarray, key: int) -> Any:
     if not takes_image_by_name(transform):
         return transform(torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")))
-    if hasattr(transform, "set_random_seed"):  # albumentations has generators of its own
+    if hasattr(transform, "set_random_seed"):  # albumentations has its own generators
         transform.set_random_seed(key % 2**32)
     answer = transform(image=pixels.copy())
     if not isinstance(answer, dict) or "image" not in answer:
-        raise DataError("the transform took image=, so it must return a dict that has 'image'")
+        raise DataError("the transform takes image=, so it must return a dict with 'image'")
     image = answer["image"]
     if isinstance(image, np.ndarray):
         image = image[:, :, None] if image.ndim == 2 else image
@@ -82,25 +82,25 @@ def _call(transform: Transform, pixels: np.ndarray, key: int) -> Any:
 
 def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:
     if not isinstance(result, torch.Tensor):
-        raise DataError(f"the transform must return a tensor, it gave {type(result).__name__}")
+        raise DataError(f"the transform must return a tensor, but returned {type(result).__name__}")
     if tuple(result.shape) != shape:
-        raise DataError(f"the transform must keep the shape {shape}, it gave {tuple(result.shape)}")
-    result = result.as_subclass(torch.Tensor)  # torchvision's Image is one
+        raise DataError(f"the transform must keep the shape {shape}, but returned {tuple(result.shape)}")
+    result = result.as_subclass(torch.Tensor)  # torchvision returns a subclass
     if result.dtype == torch.uint8:
         return result
     if not result.is_floating_point():
-        raise DataError(f"the transform must return uint8 or floats, it gave {result.dtype}")
+        raise DataError(f"the transform must return uint8 or floats, but returned {result.dtype}")
     if not bool(torch.isfinite(result).all()):
         raise DataError("the transform returned NaN or infinite values")
     return result.float()
 
 
 class IsolatedRandom:
-    """A private stream behind ``random``, ``numpy.random`` and torch's CPU generator.
+    """A private random state behind ``random``, ``numpy.random`` and torch's CPU generator.
 
-    Inside ``active()`` the three global generators continue this stream, seeded from ``key``; outside
-    they are as if it had never run. So user code may call ``random.shuffle`` and still be
-    repeatable, and dropout in the main process is not disturbed.
+    Inside ``active()`` the three global generators continue this state, seeded from ``key``; afterwards they
+    are restored. User code that calls ``random.shuffle`` is then reproducible, and dropout in the main
+    process is not affected.
     """
 
     def __init__(self, key: int) -> None:
@@ -110,7 +110,7 @@ class IsolatedRandom:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Swap the stream in, and back out at the end, also after an exception."""
+        """Install the private state; restore the global one at the end, also after an exception."""
         outer = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.setstate(self._python)
         np.random.set_state(self._numpy)

@@ -1,4 +1,4 @@
-"""Work done ahead, in order: by threads, or by processes (torch's DataLoader, its deaths looked after)."""
+"""Compute results ahead of time and in order, in threads or in processes (torch's DataLoader)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREAD_NAME = "plsc-data"
 
 
 class Stopped(Exception):
-    """The consumer is closed; the result is not needed."""
+    """The consumer was closed; the result is not needed."""
 
 
 def in_order(
@@ -33,12 +33,12 @@ def in_order(
     requests: Iterable[Request],
     threads: int,
 ) -> Generator[Result, None, None]:
-    """Yield ``work(request, stopped)`` of each request, in order, computed ahead by ``threads`` threads.
+    """Yield ``work(request, stopped)`` for each request, in order, computed ahead by ``threads`` threads.
 
-    Twice as many results as threads are made ahead, at most; requests are taken in the caller's thread.
-    What work raises comes out where its result would. When the iterator is closed or fails, what waits
-    is dropped, and the threads have ended before it returns: work asks ``stopped()`` now and then and
-    raises Stopped. With 0 threads the caller's does the work.
+    At most twice as many results as threads are prefetched. Requests are drawn in the caller's thread.
+    Exceptions of ``work`` are raised in place of its result. When the iterator is closed or fails, waiting
+    requests are dropped and it waits for the threads to end: ``work`` should call ``stopped()`` regularly
+    and raise Stopped. With 0 threads the caller's thread does the work.
     """
     stop = threading.Event()
     if threads == 0:
@@ -53,7 +53,7 @@ def in_order(
         for request in islice(coming, count):
             waiting.append(pool.submit(work, request, stop.is_set))
 
-    def take() -> Result:  # a function, so that no variable of the generator holds a batch
+    def take() -> Result:  # a function, so that no variable of the generator refers to a batch
         future = waiting.popleft()
         ask(1)
         return future.result()
@@ -68,10 +68,10 @@ def in_order(
 
 
 class WorkerProcesses:
-    """``num_workers`` processes that live as long as this and call ``work(request)``.
+    """Run ``work(request)`` in ``num_workers`` processes that live as long as this object.
 
-    ``work`` is copied into them. What it raises as DataError is raised here as it is. With 0 workers the
-    caller's process does the work.
+    ``work`` is copied into the processes. Its DataErrors are raised unchanged. With 0 workers the caller's
+    process does the work.
     """
 
     def __init__(self, work: Callable[[Any], Any], num_workers: int, pin_memory: bool = False) -> None:
@@ -85,12 +85,12 @@ class WorkerProcesses:
             persistent_workers=num_workers > 0,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
-            # Its own: else each epoch takes a number from the generator that dropout draws from.
+            # A separate generator: otherwise each epoch draws from the generator that dropout uses.
             generator=torch.Generator().manual_seed(0),
         )
 
     def in_order(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yield the results in the order of the requests, which are taken in this process."""
+        """Yield the results in the order of the requests, which are drawn in this process."""
         self._requests.coming = requests
         yield from _results_of(self._loader)
 
@@ -100,7 +100,7 @@ def run_in_process(
 ) -> Generator[Any, None, None]:
     """Yield what the generator ``results()`` yields in a forked process, a few items ahead.
 
-    The process is forked, so nothing of ``results`` need be picklable but what it yields.
+    Only the yielded items need to be picklable, because the process is forked.
     """
     yield from _results_of(
         DataLoader(
@@ -118,7 +118,7 @@ def run_in_process(
 
 
 class _Requests(Sampler[Any]):
-    """The requests of one epoch; it runs in the main process."""
+    """The requests of one epoch, as a sampler in the main process."""
 
     coming: Iterable[Any] = ()
 
@@ -127,9 +127,9 @@ class _Requests(Sampler[Any]):
 
 
 class _Work(Dataset[Any]):
-    """The work, as a dataset whose indices are requests.
+    """The work as a dataset whose indices are requests.
 
-    A DataError is returned and not raised: torch wraps what a worker raises into a long traceback.
+    A DataError is returned, not raised, because torch wraps exceptions of a worker in a long traceback.
     """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
@@ -174,8 +174,8 @@ def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
 def _end_workers(loader: DataLoader[Any]) -> None:
     """End persistent workers now.
 
-    An exception may keep them in a cycle. When the garbage collector ends them, it takes their queues first,
-    so that they never hear of it, and waits five seconds for each.
+    An exception may keep them in a reference cycle. The garbage collector then deletes their queues first, so
+    that they never receive the request to end, and waits five seconds for each.
     """
     iterator, loader._iterator = loader._iterator, None
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
@@ -185,7 +185,7 @@ def _end_workers(loader: DataLoader[Any]) -> None:
 def _is_death_of_worker(error: Exception, num_workers: int) -> bool:
     if isinstance(error, RuntimeError):
         return str(error).startswith("DataLoader worker")
-    # A broken connection; what the dataset itself raised in a worker begins with "Caught".
+    # A broken connection; messages of exceptions in the dataset begin with "Caught".
     is_broken = isinstance(error, (EOFError, OSError))
     return is_broken and num_workers > 0 and not str(error).startswith("Caught ")
 
@@ -195,8 +195,8 @@ def _as_it_is(result: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    # Ctrl-C and torchrun's SIGTERM reach the whole process group. The main process decides what they
-    # mean; a worker ends on its request, or by torch's watchdog when the main process is gone.
+    # Ctrl-C and torchrun's SIGTERM reach the whole process group, but only the main process handles them. A
+    # worker ends when the main process requests it, or by torch's watchdog when the main process is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -212,11 +212,11 @@ def _end_when_main_process_asks() -> None:
 
 @contextmanager
 def _starting_workers() -> Iterator[None]:
-    """Keep signals out while workers start, and torch's SIGCHLD handler out for good.
+    """Block signals while workers start, and remove torch's SIGCHLD handler.
 
-    A worker inherits the blocked signals, so that none ends it before `_start_worker` has run; the main
-    process gets them afterwards. torch's handler would raise anywhere in the program (in the middle of a
-    save, say) when a worker dies; waiting for the next batch finds that out, too, within seconds.
+    Workers inherit the blocked signals, so that none ends a worker before `_start_worker` has run; the main
+    process receives them afterwards. torch's handler would raise anywhere in the program, such as during a
+    save, when a worker dies. Waiting for the next batch detects that, too, within seconds.
     """
     before = signal.getsignal(signal.SIGCHLD)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -1,7 +1,7 @@
-"""Writers of data files, one format each: ``write(location, samples)`` returns how many it wrote.
+"""Write datasets in several formats: ``write(location, samples)`` returns the number of samples written.
 
-A sample is (encoded image, label); they are written in the order in which they come, and read back in it.
-What is written appears under its name when it is whole.
+A sample is (encoded image, label). Samples are written in the given order and read back in it. A file or
+folder appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCHEMA = pa.schema(
         pa.field("label", pa.int64(), nullable=False),
     ]
 )
-# A reader decodes a whole row group for one image; small groups make random access cheap.
+# A reader decodes a whole row group per image, so small groups make random access cheap.
 _GROUP_ROWS = 1000
 _GROUP_BYTES = 32 * 2**20
 _SUFFIXES = {
@@ -52,11 +52,11 @@ _SUFFIXES = {
 def write_recordio(location: str, samples: Samples) -> int:
     """Write samples to a ``.rec`` file and its ``.idx``, local or remote; return their number.
 
-    Keys count from 0. Raises DataError if a file exists, cannot be written, or a label is too large.
+    Keys start at 0. Raises DataError if a file exists, cannot be written, or a label is too large.
     """
     count = offset = 0
     idx = location.removesuffix(".rec") + ".idx"
-    # The .rec is published first: alone it is whole, the .idx alone is nothing.
+    # Publish the .rec first: it is complete without the .idx, but not the reverse.
     with publishing(idx) as index_file, publishing(location) as file:
         for image, label in samples:
             record = frame(pack_image(image, label, count))
@@ -70,8 +70,8 @@ def write_recordio(location: str, samples: Samples) -> int:
 def write_parquet(location: str, samples: Samples) -> int:
     """Write samples to a Parquet file, local or remote; return their number.
 
-    Row groups end at 1000 rows or 32 MiB. Images are compressed already and are kept as they are; pages
-    carry checksums. Raises DataError if the file exists or cannot be written.
+    A row group has at most 1000 rows or 32 MiB. Images are not compressed again. Pages have checksums. Raises
+    DataError if the file exists or cannot be written.
     """
     count = group_bytes = 0
     images: list[bytes] = []
@@ -102,7 +102,7 @@ def _table(images: list[bytes], labels: list[int]) -> pa.Table:
 def write_tar(location: str, samples: Samples) -> int:
     """Write samples to a tar file (POSIX ustar), local or remote; return their number.
 
-    The order is that of the file. Raises DataError if the file exists or cannot be written.
+    Raises DataError if the file exists or cannot be written.
     """
     count = 0
     with (
@@ -118,7 +118,7 @@ def write_tar(location: str, samples: Samples) -> int:
 
 
 def suffix_of(image: bytes) -> str:
-    """Return the suffix for an encoded image, by its first bytes; ``jpg`` if they say nothing."""
+    """Return the file suffix of an encoded image, from its first bytes; ``jpg`` if unknown."""
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
         return "webp"
     return next((name for magic, name in _SUFFIXES.items() if image.startswith(magic)), "jpg")
@@ -131,10 +131,10 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def write_base64(location: str, samples: Samples) -> int:
-    """Write samples to a new folder, local or remote; return their number.
+    """Write samples to a new folder of base64 lines, local or remote; return their number.
 
-    A remote folder holds a set as soon as its file_list.txt, written last, is there. Raises DataError
-    if the folder exists or cannot be written.
+    A remote folder is complete when file_list.txt, written last, exists. Raises DataError if the folder
+    exists or cannot be written.
     """
     if not is_url(location):
         with publishing_folder(location) as folder:
@@ -165,24 +165,24 @@ WRITERS: dict[str, Write] = {
     ".tar": write_tar,
     "": write_base64,
 }
-"""By suffix; a name without one is a folder of base64 lines."""
+"""Writers by suffix; a name without suffix is a folder of base64 lines."""
 
 
 def writer_of(location: str) -> Write:
-    """Return the writer for a path or URL, by its suffix; DataError if there is none."""
+    """Return the writer for a path or URL, by its suffix; DataError if the suffix is unknown."""
     name = base_name(location).lower()
     suffix = name[name.rindex(".") :] if "." in name.lstrip(".") else ""
     if suffix not in WRITERS:
         raise DataError(
-            f"{base_name(location)!r}: no format is known for {suffix!r}; name a file .rec, .parquet or "
-            ".tar, or a folder, without a suffix, for base64 lines"
+            f"{base_name(location)!r}: unknown suffix {suffix!r}; expected .rec, .parquet or .tar, or no "
+            "suffix for a folder of base64 lines"
         )
     return WRITERS[suffix]
 
 
 @dataclass
 class Conversion:
-    """What was done: samples written, samples left out, and the first faults, each with its sample's name."""
+    """The result of a conversion: samples written, samples skipped, and the first faults."""
 
     written: int = 0
     skipped: int = 0
@@ -197,14 +197,18 @@ def convert(
     progress: bool = True,
     **reading: Any,
 ) -> Conversion:
-    """Write the set at `location` (`open_source`) to `destination`, in the format of its suffix.
+    """Convert the dataset at `location` to `destination`, in the format given by its suffix.
 
-    ``.rec``, ``.parquet``, ``.tar``; a name without a suffix is a folder of base64 lines. Both may be fsspec
-    URLs. Images stay the bytes they are, and are not decoded. Nothing is to be seen under the destination's
-    name before all of it is written, and nothing is overwritten.
+    Suffixes: ``.rec``, ``.parquet``, ``.tar``; none for a folder of base64 lines. Both locations may be
+    fsspec URLs. Encoded images are copied unchanged. The destination appears when it is complete; existing
+    files are never overwritten.
 
-    reading: options of `open_source`. broken: a sample that cannot be read stops the work, or, with ``skip``,
-    is left out and counted. Raises DataError and OptionError.
+    Args:
+        reading: options of `open_source`.
+        broken: what to do with a sample that cannot be read: ``stop``, or ``skip`` to leave it out.
+
+    Raises:
+        DataError, OptionError: invalid data or arguments, or the destination cannot be written.
     """
     if broken not in BROKEN_CHOICES:
         raise OptionError(f"broken is {broken!r}; {suggest(broken, BROKEN_CHOICES)}")
@@ -217,10 +221,10 @@ def convert(
 
 
 def describe(done: Conversion, destination: str) -> str:
-    """Return what was done, for the user's eyes."""
+    """Return a summary for the user."""
     lines = [f"wrote {done.written} samples to {shown(destination)}"]
     if done.skipped:
-        lines[0] += f"; left out {done.skipped} that cannot be read:"
+        lines[0] += f"; skipped {done.skipped} that cannot be read:"
         lines += [f"  {fault}" for fault in done.faults]
         if done.skipped > len(done.faults):
             lines.append(f"  and {done.skipped - len(done.faults)} more")
@@ -234,8 +238,8 @@ def _samples(source: Source, broken: str, done: Conversion, progress: bool) -> I
             image, label = source[index]
             if not isinstance(image, bytes):
                 raise DataError(
-                    f"{source.name(index)}: is decoded ({type(image).__name__}); only encoded images "
-                    "can be converted"
+                    f"{source.name(index)}: the source returns a decoded image ({type(image).__name__}); "
+                    "only encoded images can be converted"
                 )
         except DataError as error:
             if broken == "stop":

@@ -1,1 +1,1 @@
-"""How good are the embeddings? Embed images, verify pairs, draw the result (`plots` imports matplotlib)."""
+"""Evaluate embeddings: embed images, verify pairs, plot the results (`plots` imports matplotlib)."""

@@ -1,4 +1,4 @@
-"""Embeddings of encoded images, divided over the ranks."""
+"""Compute embeddings of encoded images, distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ def embed_images(
     name: str = "the images",
     num_threads: int = 0,
 ) -> np.ndarray:
-    """Return the embedding of each image, float32 [N, D], not normalised.
+    """Return the embeddings of all images, float32 [N, D], not normalised.
 
-    With ``flip`` an embedding is the sum of the image's and of its mirror image's. The model runs
-    in evaluation mode and gets its former mode back. With several ranks each embeds a contiguous
-    part, and every rank returns all embeddings; all of them must call.
+    The model runs in evaluation mode; its previous mode is restored. With several ranks this is a collective:
+    each rank embeds a contiguous part, and every rank returns all embeddings.
 
     Args:
-        model: called as ``model(input [b, C, H, W], None, False)``, gives [b, D].
-        images: N encoded images, equal on every rank.
-        image_shape: (C, H, W) that the network takes.
-        batch_size: images that go through the network at once, on each rank.
+        model: called as ``model(input [b, C, H, W], None, False)``, returns [b, D].
+        images: N encoded images, the same on every rank.
+        image_shape: (C, H, W), the input shape of the network.
+        batch_size: batch size per rank.
         device: where the model is.
-        flip: add the embedding of the mirror image.
-        world: the ranks that share the work; None for this process alone.
-        name: what the errors call the images, ``image 17 of <name>``; they count from 0.
-        num_threads: threads that read and decode images ahead; 0 does it between the batches.
+        flip: return the sum of the embeddings of the image and of its mirror image.
+        world: the ranks that share the work; None: this process only.
+        name: what error messages call the images, as in ``image 17 of <name>``, counted from 0.
+        num_threads: threads that read and decode images in the background; 0: none.
 
     Raises:
-        DataError: an image cannot be decoded, or its embedding is not finite; on every rank.
-        DistributedError: another rank failed for a reason that is not in the data.
+        DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
+        DistributedError: another rank failed for a reason other than the data.
     """
     if not len(images):
-        raise DataError(f"{name}: there are none to embed")
+        raise DataError(f"{name}: there are no images to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
     layout = getattr(model, "input_layout", torch.contiguous_format)
@@ -70,7 +69,7 @@ def embed_images(
                 if not finite.all():
                     raise DataError(
                         f"the embedding of image {batch[int(np.argmin(finite))]} of {name} is not "
-                        "finite; the network has diverged or its weights are damaged"
+                        "finite; the training has diverged, or the weights are damaged"
                     )
         return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
 
@@ -103,7 +102,7 @@ def _decode_ahead(
             if image is not None:
                 floats.append(image)
         if floats and len(floats) < len(batch):
-            raise DataError(f"{name}: some images are of floats, others are not; make them one")
+            raise DataError(f"{name}: some images are arrays of floats, others are not; use one kind")
         return torch.stack(floats) if floats else pixels
 
     return in_order(decode, batches, num_threads)
@@ -117,22 +116,22 @@ def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
 
 
 def _share(world: World, embed_range: Callable[[], np.ndarray]) -> np.ndarray:
-    """Gather every rank's part; where a rank fails, all ranks raise."""
+    """Gather the parts of all ranks; if a rank fails, all ranks raise."""
     error: Exception | None = None
     part = None
     try:
         part = embed_range()
     except Exception as caught:
         error = caught
-    # A bad image is the same error on all ranks; any other error keeps its traceback on its rank.
-    told = None if error is None else (isinstance(error, DataError), str(error) or repr(error))
-    gathered = world.all_gather_object((part, told))
+    # A DataError is raised on all ranks; any other error is raised, with its traceback, on its own rank.
+    description = None if error is None else (isinstance(error, DataError), str(error) or repr(error))
+    gathered = world.all_gather_object((part, description))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(gathered):
         if failure is not None:
-            is_of_data, text = failure
-            if is_of_data:
+            is_data_error, text = failure
+            if is_data_error:
                 raise DataError(text)
-            raise DistributedError(f"rank {rank} failed while it embedded images: {text}")
+            raise DistributedError(f"rank {rank} failed while embedding images: {text}")
     return np.concatenate([part for part, _ in gathered if len(part)])

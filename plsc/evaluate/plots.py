@@ -1,4 +1,4 @@
-"""Pictures of verification (ROC, hardest pairs) and of training, without any global state of matplotlib."""
+"""Plots of verification (ROC, hardest pairs) and of training metrics, without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from plsc.errors import DataError
 from plsc.evaluate.verification import area_under_roc, roc_curve
 from plsc.storage.publish import replacing
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, suitable for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINE_STYLES = ("-", "--", "-.", ":")  # they change when the colours start over
+LINE_STYLES = ("-", "--", "-.", ":")  # the next one whenever the colours repeat
 INK = "#333333"
 FAINT = "#D9D9D9"
-_SIDE = 128  # pixels of an image on the sheet
-_GAP = 6  # white pixels between the two of a pair
+_SIDE = 128  # pixels per image side
+_GAP = 6  # pixels between the images of a pair
 _COLUMNS = 3
 
 
 def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os.PathLike[str]) -> None:
-    """Draw a ROC of each ``{name: (cosines [P], is_same [P])}`` over a logarithmic FAR axis.
+    """Plot the ROC curves of ``{name: (cosines [P], is_same [P])}`` with a logarithmic FAR axis.
 
-    The axis begins at one false accept among the negatives; left of it nothing is measured.
+    The axis starts at the FAR of a single false accept.
 
     Raises:
-        DataError: a curve has not both kinds of pairs, or the file cannot be written.
+        DataError: a curve does not have both same and different pairs, or the file cannot be written.
     """
     figure = new_figure(5.6, 4.2)
     axes = figure.add_subplot()
@@ -47,10 +47,10 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
         far, tar = roc_curve(cosines, is_same)
         least = 1 / int(np.sum(~np.asarray(is_same, dtype=bool)))
         lowest = min(lowest, least)
-        # the left edge is the best that one false accept buys
+        # The left edge is the best TAR with at most one false accept.
         start = np.searchsorted(far, least, side="right") - 1
         far, tar = np.maximum(far[start:], least), tar[start:]
-        # matplotlib leaves out names that begin with an underscore, hence the space
+        # The space, because matplotlib ignores labels that start with an underscore.
         label = f" {name}  (AUC {area_under_roc(cosines, is_same):.3f})"
         axes.plot(far, tar, label=label, linewidth=1.8, clip_on=False, **line_look(index))
     lowest = min(lowest, 0.1)
@@ -66,14 +66,14 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
 
 
 def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Draw loss, learning rate, and where they are there accuracy and verification, over steps.
+    """Plot loss, learning rate, and if present batch accuracy and verification accuracy, over the steps.
 
-    The file has one JSON object a line, ``{"step": .., "loss": .., "lr": .., "accuracy": ..}`` or
-    ``{"step": .., "eval": {name: {"accuracy": ..}}}``. Lines that are torn, as the last one of a
-    killed run is, are left out. When a resumed run repeats steps, the later line counts.
+    The file has one JSON object per line, ``{"step": .., "loss": .., "lr": .., "accuracy": ..}`` or
+    ``{"step": .., "eval": {name: {"accuracy": ..}}}``. Incomplete lines (of a killed run) are ignored. If a
+    resumed run repeats steps, the later line is used.
 
     Raises:
-        DataError: the file cannot be read, holds no loss yet, or the picture cannot be written.
+        DataError: the file cannot be read or has no loss yet, or the plot cannot be written.
     """
     series, evaluations = _read_metrics(Path(metrics_jsonl))
     drawn: dict[str, Any] = {**series, **({"eval": evaluations} if evaluations else {})}
@@ -122,7 +122,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, _Points], dict[str, _Points]]:
     except OSError as error:
         raise DataError(f"cannot read metrics {path}: {error.strerror or error}") from error
     if "loss" not in series:
-        raise DataError(f"{path} holds no loss to draw; expected a JSON object a line, with step and loss")
+        raise DataError(f"{path} has no loss to plot; expected one JSON object per line, with step and loss")
     return series, evaluations
 
 
@@ -145,7 +145,7 @@ def _arrays(points: _Points) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of ``window`` values around each one, of fewer near the ends."""
+    """Return the centred moving average over ``window`` values, over fewer near the ends."""
     ones = np.ones(window)
     return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
 
@@ -179,7 +179,7 @@ def _draw_evaluations(axes: Axes, evaluations: dict[str, _Points]) -> None:
     add_legend(axes, fontsize=8.5, loc="best")
 
 
-# What is drawn, from the top: label, height in inches, function.
+# The panels from top to bottom: label, height in inches, function.
 _PANELS: dict[str, tuple[str, float, Any]] = {
     "loss": ("Loss", 2.4, partial(_draw_noisy, colour=COLOURS[0])),
     "accuracy": ("Batch accuracy", 1.7, partial(_draw_noisy, colour=COLOURS[2])),
@@ -195,14 +195,14 @@ def plot_hardest_pairs(
     path: str | os.PathLike[str],
     count: int = 12,
 ) -> None:
-    """Draw the different pairs of highest and the same pairs of lowest cosine, worst first, each once.
+    """Plot the different pairs with the highest and the same pairs with the lowest cosines, worst first.
 
     Args:
         images: 2P encoded images; pair p is images 2p and 2p + 1.
         is_same: bool [P].
         scores: cosine of each pair, [P].
-        path: the PNG to write.
-        count: pairs of each kind; fewer where there are fewer.
+        path: the PNG file to write.
+        count: maximum number of pairs of each kind; duplicates are left out.
 
     Raises:
         DataError: an image cannot be decoded, or the file cannot be written.
@@ -224,7 +224,7 @@ def plot_hardest_pairs(
 
 
 def _distinct(images: Sequence[bytes], pairs: np.ndarray, count: int) -> list[int]:
-    """Return the first pairs that do not show the same two images again, in whatever order."""
+    """Return the first `count` pairs, without pairs of the same two images in any order."""
     chosen: dict[frozenset[bytes], int] = {}
     for pair in pairs:
         if len(chosen) == count:
@@ -260,7 +260,7 @@ def _draw_block(
 
 
 def _pair(images: Sequence[bytes], pair: int) -> np.ndarray:
-    """Return both images as the network takes them, squeezed to a square, with a thin frame."""
+    """Return both images side by side, resized to squares, with a thin frame, uint8 [H, W, 3]."""
     sheet = np.full((_SIDE, 2 * _SIDE + _GAP, 3), 255, np.uint8)
     for place, left in enumerate((0, _SIDE + _GAP)):
         index = 2 * int(pair) + place
@@ -275,20 +275,20 @@ def _pair(images: Sequence[bytes], pair: int) -> np.ndarray:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty white figure of ``width`` x ``height`` inches that draws through Agg."""
+    """Return an empty white figure of ``width`` x ``height`` inches with the Agg backend."""
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def line_look(index: int) -> dict[str, Any]:
-    """Return the colour and the line style of curve number ``index``."""
+    """Return the colour and the line style of the curve with this index."""
     style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": style}
 
 
 def style_axes(axes: Axes) -> None:
-    """Give axes a light grid and only the two spines that carry numbers."""
+    """Add a light grid, and hide the top and right spines."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#808080")
     axes.tick_params(which="both", color="#808080", labelcolor=INK, labelsize=9)
@@ -299,14 +299,14 @@ def style_axes(axes: Axes) -> None:
 
 
 def add_legend(axes: Axes, **placement: Any) -> None:
-    """Add a frameless legend whose names are taken as they are, never as TeX."""
+    """Add a frameless legend without TeX parsing of the labels."""
     legend = axes.legend(frameon=False, labelcolor=INK, **placement)
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str], dpi: int = 160) -> None:
-    """Write ``figure`` as PNG, whole or not at all.
+    """Write ``figure`` as PNG, atomically.
 
     Raises:
         DataError: the file cannot be written.

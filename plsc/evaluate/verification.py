@@ -1,9 +1,9 @@
-"""Verification: are two images of the same class? Ten-fold accuracy, TAR at FAR, ROC and AUC.
+"""Verification of pairs of images: ten-fold accuracy, TAR at FAR, ROC and AUC.
 
-The accuracy follows the protocol of LFW (Huang et al., 2007, "Labeled Faces in the Wild") in the
-steps that insightface takes, so that figures compare with published ones: unit embeddings, squared
-L2 distances, thresholds 0, 0.01, ..., 3.99, ten contiguous folds that are not shuffled; the best
-threshold on nine folds, the first one where several are best, judges the tenth.
+The accuracy follows the LFW protocol (Huang et al., 2007, "Labeled Faces in the Wild") as implemented by
+insightface, so it is comparable with published results: normalised embeddings, squared L2 distances,
+thresholds 0, 0.01, ..., 3.99, ten contiguous folds without shuffling. Each fold is evaluated with the best
+threshold of the other nine; the lowest one wins a tie.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from plsc.errors import DataError
 
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
 FARS = (1e-1, 1e-2, 1e-3)  # false accept rates at which the true accept rate is reported
-_CHUNK = 8192  # pairs that are in memory in double precision at once
+_CHUNK = 8192  # pairs per chunk in double precision
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What `verify` measured; rates and accuracies are fractions, 0..1."""
+    """The result of `verify`; rates and accuracies are fractions, 0..1."""
 
     accuracy: float  # mean over the folds
     accuracy_std: float  # population standard deviation over the folds
-    threshold: float  # mean over the folds of the squared L2 distance below which a pair is same
+    threshold: float  # mean over the folds: pairs with a smaller squared L2 distance count as same
     threshold_cosine: float  # the same threshold as a cosine: 1 - threshold / 2
     tar_at_far: dict[float, float]
-    unresolved_fars: tuple[float, ...]  # below 1 / negatives: their TAR is that of no false accept
+    unresolved_fars: tuple[float, ...]  # FARs below 1 / negatives: their TAR is that of zero false accepts
     auc: float
     pairs: int
     positives: int
     negatives: int
-    mean_norm: float  # mean L2 norm of the embeddings before they are normalised
+    mean_norm: float  # mean L2 norm of the embeddings before normalisation
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; a FAR becomes a key like ``"0.001"``."""
+        """Return plain values for JSON; the keys of FARs are strings such as ``"0.001"``."""
         return {
             **asdict(self),
             "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
@@ -46,22 +46,22 @@ class VerificationResult:
 
 
 def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> VerificationResult:
-    """Judge pairs by their embeddings.
+    """Compute the verification metrics of pairs of embeddings.
 
     Args:
-        embeddings: [2P, D], of any length; pair p is rows 2p and 2p + 1.
+        embeddings: [2P, D], not necessarily normalised; pair p is rows 2p and 2p + 1.
         is_same: bool [P].
-        folds: parts of the cross-validation, at least 2.
+        folds: number of folds of the cross-validation, at least 2.
 
     Raises:
-        DataError: an embedding is not finite, there are fewer pairs than folds, or the pairs are
-            all same or all different.
+        DataError: an embedding is not finite, there are fewer pairs than folds, or the pairs are all same or
+            all different.
     """
     is_same = np.asarray(is_same, dtype=bool)
     distances, cosines, norms = _compare(embeddings)
     _check_labels(cosines, is_same)
     if len(is_same) < folds:
-        raise DataError(f"{len(is_same)} pairs cannot fill {folds} folds; give more, or fewer folds")
+        raise DataError(f"there are {len(is_same)} pairs for {folds} folds; use more pairs or fewer folds")
     accuracies, thresholds = _cross_validate(distances, is_same, folds)
     positives = int(is_same.sum())
     negatives = len(is_same) - positives
@@ -84,7 +84,7 @@ def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> Veri
 def scores(embeddings: np.ndarray) -> np.ndarray:
     """Return the cosine of each pair, float64 [P]; pair p is rows 2p and 2p + 1 of [2P, D].
 
-    An embedding of length zero has cosine 0 with every other.
+    A zero embedding has cosine 0 with every other.
 
     Raises:
         DataError: an embedding is not finite, or their number is odd.
@@ -93,10 +93,9 @@ def scores(embeddings: np.ndarray) -> np.ndarray:
 
 
 def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
-    """Return the highest true accept rate whose false accept rate is at most ``far``.
+    """Return the highest true accept rate with a false accept rate of at most ``far``.
 
-    It is exact, over all thresholds and not a grid of them. Pairs of equal score are accepted
-    together or not at all.
+    Exact, over all possible thresholds. Pairs with equal scores are accepted together.
 
     Raises:
         DataError: the pairs are all same or all different, or a score is not finite.
@@ -106,7 +105,7 @@ def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
 
 
 def area_under_roc(cosines: np.ndarray, is_same: np.ndarray) -> float:
-    """Return the chance that a same pair scores above a different pair; a tie counts one half.
+    """Return the AUC: the probability that a same pair scores above a different pair; ties count 1/2.
 
     Raises:
         DataError: the pairs are all same or all different, or a score is not finite.
@@ -134,11 +133,11 @@ def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _compare(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return squared distance [P], cosine [P] and the embeddings' norms [2P], in float64."""
+    """Return squared distances [P], cosines [P] and the norms of the embeddings [2P], in float64."""
     embeddings = np.asarray(embeddings)
     if embeddings.ndim != 2 or len(embeddings) % 2:
         raise DataError(
-            f"embeddings have shape {list(embeddings.shape)}; expected [2 x pairs, embedding size]"
+            f"the embeddings have shape {list(embeddings.shape)}; expected [2 x pairs, embedding size]"
         )
     pairs = embeddings.reshape(len(embeddings) // 2, 2, embeddings.shape[1])
     distances, cosines = np.empty(len(pairs)), np.empty(len(pairs))
@@ -150,8 +149,8 @@ def _compare(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
         if not finite.all():
             pair = start + int(np.argmin(finite))
             raise DataError(
-                f"an embedding of pair {pair} is not finite; the network has diverged or "
-                "its weights are damaged"
+                f"an embedding of pair {pair} is not finite; the training has diverged, or the weights are "
+                "damaged"
             )
         norms[part] = np.linalg.norm(chunk, axis=2)
         chunk /= np.where(norms[part] == 0, 1, norms[part])[:, :, None]
@@ -163,22 +162,22 @@ def _compare(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 def _check_labels(cosines: np.ndarray, is_same: np.ndarray) -> None:
     if cosines.shape != is_same.shape or is_same.ndim != 1:
         raise DataError(
-            f"there are scores of shape {list(cosines.shape)} for flags of shape "
-            f"{list(is_same.shape)}; expected one of each for a pair"
+            f"the scores have shape {list(cosines.shape)} and is_same has shape {list(is_same.shape)}; "
+            "expected one value of each per pair"
         )
     if not np.isfinite(cosines).all():
         raise DataError(f"the score of pair {int(np.argmin(np.isfinite(cosines)))} is not finite")
     if is_same.all() or not is_same.any():
         kind = "no" if not len(is_same) else "only same" if is_same.all() else "only different"
-        raise DataError(f"verification needs same and different pairs, but there are {kind} pairs")
+        raise DataError(f"verification needs same and different pairs; there are {kind} pairs")
 
 
 def _cross_validate(distances: np.ndarray, is_same: np.ndarray, folds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each fold's accuracy and the threshold that the other folds chose for it."""
+    """Return the accuracy of each fold, and the threshold chosen on the other folds."""
     sizes = np.full(folds, len(is_same) // folds)
     sizes[: len(is_same) % folds] += 1  # the first folds take the remainder
     fold = np.repeat(np.arange(folds), sizes)
-    # A pair is accepted where distance < threshold: from this index of THRESHOLDS on.
+    # A pair is accepted if distance < threshold, so from this index of THRESHOLDS on.
     first_accept = np.searchsorted(THRESHOLDS, distances, side="right")
     bins = len(THRESHOLDS) + 1
 
@@ -189,5 +188,5 @@ def _cross_validate(distances: np.ndarray, is_same: np.ndarray, folds: int) -> t
     true_accepts, false_accepts = accepted(is_same), accepted(~is_same)
     negatives = np.bincount(fold[~is_same], minlength=folds)
     correct = true_accepts + negatives[:, None] - false_accepts
-    best = (correct.sum(axis=0) - correct).argmax(axis=1)  # argmax takes the first maximum
+    best = (correct.sum(axis=0) - correct).argmax(axis=1)  # argmax returns the first maximum
     return correct[np.arange(folds), best] / sizes, THRESHOLDS[best]

@@ -1,6 +1,6 @@
-"""Classification heads: embeddings and labels in, the loss of the global batch out.
+"""Classification heads: map embeddings and labels to the loss of the global batch.
 
-Usable alone, without the rest of plsc: docs/head.md.
+Usable without the rest of plsc: docs/head.md.
 """
 
 from __future__ import annotations
@@ -56,21 +56,27 @@ def build_head(
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Head:
-    """Return the head of a loss type: ``dist_<margin>`` is sharded over the ranks of `group`.
+    """Return the head for a loss type: ``dist_<margin>`` (sharded) or ``<margin>`` (replicated).
 
-    class_num: number of all classes; emb_size: D; margin: with settings of its own, of the kind that the
-    loss type names; the rest: see `ShardedHead`. ``<margin>`` alone has all rows on every rank and, of the
-    rest, initial_norm alone.
+    Args:
+        loss_type: one of LOSS_TYPES.
+        class_num: total number of classes C.
+        emb_size: embedding size D.
+        margin: the margin with its settings; its name must match the loss type. None: default settings.
 
-    Raises OptionError for an unknown loss type, and for options that it does not have.
+    The other arguments are those of `ShardedHead`. A replicated head supports only centers, row_dtype
+    (float32 or float64), initial_norm, seed and group.
+
+    Raises:
+        OptionError: unknown loss type, or an option that this head does not support.
     """
     if loss_type not in LOSS_TYPES:
-        raise OptionError(f"loss type {loss_type!r} is not known; {suggest(loss_type, LOSS_TYPES)}")
+        raise OptionError(f"unknown loss type {loss_type!r}; {suggest(loss_type, LOSS_TYPES)}")
     row_dtype = read_dtype("row_dtype", row_dtype, ROW_DTYPES)
     name = loss_type.removeprefix("dist_")
     margin = build_margin(name) if margin is None else margin
     if margin.name != name:
-        raise OptionError(f"loss type {loss_type} was given the margin {margin.name}; expected {name}")
+        raise OptionError(f"loss type {loss_type} got the margin {margin.name}; expected {name}")
     if loss_type.startswith("dist_"):
         return ShardedHead(
             class_num,
@@ -88,8 +94,8 @@ def build_head(
         )
     if (sampling is not None and sampling.ratio < 1) or offload or row_dtype is torch.bfloat16:
         raise OptionError(
-            f"{loss_type} has all rows on every rank and neither samples nor offloads nor rounds them; use "
-            f"dist_{loss_type}"
+            f"{loss_type} is a replicated head, which does not support sampling, offload or bfloat16 class "
+            f"weights; use dist_{loss_type}"
         )
     return DenseHead(
         class_num,

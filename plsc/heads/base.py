@@ -1,4 +1,4 @@
-"""What every head is and returns, and the replicated head, which is that and autograd."""
+"""The interface of all heads, and the replicated (dense) head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plsc.heads.margins import Margin
 from plsc.heads.weights import ROW_DTYPES, initial_rows, read_dtype
 from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, sum_over_ranks
 
-_EQUAL = 1e-6  # variance of unit vectors below which they count as equal
+_EQUAL = 1e-6  # unit vectors with less variance count as equal
 
 
 @dataclass
@@ -25,17 +25,16 @@ class HeadOutput:
     """The result of a head's forward pass.
 
     Attributes:
-        loss: scalar to call backward() on. Its gradient for this rank's embeddings is that of the mean
-            loss of the global batch; gradients of a replicated backbone are therefore SUMMED over ranks.
-        mean_loss: scalar, detached: the mean loss of the global batch, the same on all ranks.
+        loss: scalar to call backward() on. It gives this rank's embeddings the gradient of the mean loss of
+            the global batch, so SUM (do not average) the gradients of a replicated backbone over the ranks.
+        mean_loss: mean loss of the global batch, a detached scalar, identical on all ranks.
         batch: number of samples in the global batch.
-        accuracy: share of the global batch whose label has the highest logit without margin; None if it
-            was not asked for.
-        effective_rank: number of directions that the embeddings of the global batch spread over; near 1
-            when the network collapses, 0 where all are equal, see `effective_rank`; None if it was not
-            asked for.
-        finite: bool scalar: whether all embeddings of the global batch are.
-        parts: of several heads (plsc.heads.joint), what each says of its own samples, by name.
+        accuracy: fraction of the global batch whose label has the highest logit without margin; None if
+            not requested.
+        effective_rank: see `effective_rank`, for the embeddings of the global batch: near 1 when the network
+            collapses, 0 if all embeddings are equal; None if not requested.
+        finite: bool scalar, whether all embeddings of the global batch are finite.
+        parts: output of each head by name, when several heads are trained (plsc.heads.joint).
     """
 
     loss: Tensor
@@ -48,15 +47,20 @@ class HeadOutput:
 
 
 class Head(nn.Module):
-    """Base of the classification heads: parameters `weight` [C_local, D] and maybe `bias` [C_local].
+    """Base class of the heads: parameters `weight` [C_local, D] and, without normalisation, `bias` [C_local].
 
-    class_num: number of all classes C; emb_size: D; margin: how logits are made (plsc.heads.margins);
-    centers: rows per class, K: with more than one `weight` is [C_local, K, D]; row_dtype: of `weight`;
-    initial_norm: expected norm of a class's initial weights, None: 0.01 sqrt(D); seed: of the initial rows,
-    which do not depend on the number of ranks; group: the ranks that share the batch, None for one process.
+    Args:
+        class_num: total number of classes C.
+        emb_size: embedding size D.
+        margin: how the logit of the label is computed (plsc.heads.margins).
+        centers: sub-centres per class, K. With K > 1 `weight` is [C_local, K, D].
+        row_dtype: dtype of `weight`.
+        initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
+        seed: of the initial weights, which do not depend on the number of ranks.
+        group: the ranks that share the global batch; None: one process.
 
     Attributes:
-        class_range: ``(start, stop)``, the classes of this rank's rows.
+        class_range: ``(start, stop)``, the classes whose weights this rank holds.
     """
 
     is_sharded: bool
@@ -80,14 +84,14 @@ class Head(nn.Module):
         row_dtype = read_dtype("row_dtype", row_dtype, ROW_DTYPES)
         if centers > 1 and not margin.is_cosine:
             raise OptionError(
-                f"{margin.name} has no sub-centres; use a margin of cosines, such as arcface, or centers=1"
+                f"{margin.name} does not support sub-centres (centers is {centers}); use a cosine margin, "
+                "such as arcface, or centers=1"
             )
         self.class_num = class_num
         self.emb_size = emb_size
         self.class_range = (0, class_num)
         if self.is_sharded and group is not None:
             self.class_range = class_range(class_num, group.rank(), group.size())
-        # Its running statistics are as exact as the rows.
         margin.set_class_num(class_num)
         self.margin = margin.double() if row_dtype is torch.float64 else margin
         self.seed = seed
@@ -110,11 +114,18 @@ class Head(nn.Module):
         with_gauge: bool = False,
         sizes: list[int] | None = None,
     ) -> HeadOutput:
-        """Return the loss of the global batch; a collective: every rank calls it.
+        """Return the loss of the global batch; a collective, so every rank must call it.
 
-        embeddings [b, D], floating; labels [b], int64, in 0..C-1. b may differ between ranks. sizes: b of
-        every rank, from a caller who knows it, and has looked at the labels: then no GPU is waited for
-        because of these. Raises DataError, on every rank alike, for a label out of range.
+        Args:
+            embeddings: [b, D], floating point; b may differ between ranks.
+            labels: int64 [b], in 0..C-1.
+            with_accuracy: compute `HeadOutput.accuracy`.
+            with_gauge: compute `HeadOutput.effective_rank`.
+            sizes: b of every rank, if the caller knows it and has checked the labels; this avoids a
+                synchronisation with the GPU.
+
+        Raises:
+            DataError: a label is out of range; raised on every rank.
         """
         check_batch(embeddings, labels, self.emb_size)
         batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
@@ -127,26 +138,26 @@ class Head(nn.Module):
     def _loss_of(
         self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
-        """Return the output for the global batch that `forward` gathered; embeddings, labels: this rank's."""
+        """Return the output for the gathered global batch; embeddings and labels are this rank's."""
         raise NotImplementedError
 
     def sync_gradients(self) -> None:
-        """Make the gradients of the parameters whole after backward(); a collective."""
+        """Complete the gradients of the parameters after backward(); a collective."""
 
 
 def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
-    """Return what the micro-batches of one batch say together; its loss is detached."""
+    """Combine the outputs of the micro-batches of one step; the resulting loss is detached."""
     names = {name: None for part in parts for name in part.parts}
-    whole = mean_output(
+    combined = mean_output(
         parts,
         {name: join_outputs([part.parts[name] for part in parts if name in part.parts]) for name in names},
     )
-    whole.loss, whole.effective_rank = whole.mean_loss, parts[-1].effective_rank
-    return whole
+    combined.loss, combined.effective_rank = combined.mean_loss, parts[-1].effective_rank
+    return combined
 
 
 def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> HeadOutput:
-    """Return the mean of several outputs, by their numbers of samples, with these `parts`."""
+    """Return the mean of several outputs, weighted by their number of samples."""
     sizes = [output.batch for output in outputs]
     return HeadOutput(
         loss=weighted_mean([output.loss for output in outputs], sizes),
@@ -160,22 +171,22 @@ def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> Head
 
 
 def weighted_mean(values: list[Tensor], weights: Sequence[int]) -> Tensor:
-    """Return the mean of scalars, each counted as often as its weight says; 0 if none counts."""
+    """Return the weighted mean of scalars; 0 if all weights are 0."""
     total = max(1, sum(weights))
     return torch.stack([v * (w / total) for v, w in zip(values, weights, strict=True)]).sum()
 
 
 def mean_of_known(values: list[Tensor | None], weights: Sequence[int]) -> Tensor | None:
-    """Return `weighted_mean`; None unless all values are known."""
+    """Return `weighted_mean`, or None if a value is None."""
     known = [value for value in values if value is not None]
     return weighted_mean(known, weights) if len(known) == len(values) else None
 
 
 @dataclass
 class GlobalBatch:
-    """What all ranks brought: embeddings [B, D], labels [B], and the rows each rank brought.
+    """The batches of all ranks in rank order: embeddings [B, D] and labels [B].
 
-    mine: where this rank's rows are among them.
+    sizes: batch size of each rank. mine: the samples of this rank.
     """
 
     embeddings: Tensor
@@ -185,16 +196,16 @@ class GlobalBatch:
 
 
 def check_batch(embeddings: Tensor, labels: Tensor, emb_size: int) -> None:
-    """Raise DataError unless these are embeddings [b, D], floating, and labels [b], int64."""
+    """Raise DataError unless embeddings are floating point [b, D] and labels int64 [b]."""
     if embeddings.ndim != 2 or embeddings.shape[1] != emb_size or not embeddings.is_floating_point():
         raise DataError(
-            f"the embeddings are {embeddings.dtype} {list(embeddings.shape)}; expected floating numbers "
+            f"the embeddings are {embeddings.dtype} {list(embeddings.shape)}; expected floating point "
             f"[b, {emb_size}]"
         )
     if labels.dtype is not torch.int64 or labels.shape != embeddings.shape[:1]:
         raise DataError(
-            f"the labels are {labels.dtype} {list(labels.shape)}; expected int64 [{len(embeddings)}], the "
-            "number of each sample's class"
+            f"the labels are {labels.dtype} {list(labels.shape)}; expected int64 [{len(embeddings)}], one "
+            "class index per sample"
         )
 
 
@@ -205,16 +216,16 @@ def gather_batch(
     group: dist.ProcessGroup | None,
     sizes: list[int] | None = None,
 ) -> GlobalBatch:
-    """Bring the batches of all ranks together and check the labels, alike on every rank.
+    """Gather the batches of all ranks and check the labels; every rank raises the same error.
 
-    sizes: of every rank's batch, if they are known, and the labels checked.
+    sizes: batch size of every rank, if known and the labels are already checked.
     """
     is_checked = sizes is not None
     if sizes is None:
         sizes = gather_sizes(len(embeddings), embeddings.device, group)
     if sum(sizes) == 0:
         raise DataError(
-            "the global batch is empty: no rank has a sample (were all its images bad? look above)"
+            "the global batch is empty: no rank has a sample; see the warnings above if its images were bad"
         )
     all_labels = gather_rows(labels, sizes, group)
     outside = (all_labels < 0) | (all_labels >= class_num)
@@ -222,7 +233,7 @@ def gather_batch(
         position = int(outside.nonzero()[0])
         raise DataError(
             f"label {int(all_labels[position])} at position {position} of the global batch is outside "
-            f"0..{class_num - 1}; fix the label, or have more classes (set_class_num)"
+            f"0..{class_num - 1}; fix the label or increase the number of classes (set_class_num)"
         )
     rank = 0 if group is None else group.rank()
     first = sum(sizes[:rank])
@@ -231,10 +242,10 @@ def gather_batch(
 
 
 def effective_rank(embeddings: Tensor) -> Tensor:
-    """Return how many directions the unit vectors of embeddings [B, D] spread over around their mean.
+    """Return the participation ratio of the normalised embeddings [B, D]: how many dimensions they use.
 
-    (sum of l)^2 / (sum of l^2) over the eigenvalues l of their covariance (the participation ratio): 1 to
-    min(B - 1, D), and 0 where all vectors are equal to about three digits.
+    (sum of l)^2 / (sum of l^2) over the eigenvalues l of their covariance. The range is 1 to min(B - 1, D);
+    0 means that all vectors are equal to about three digits.
     """
     unit, _ = normalised(embeddings.detach().float())
     centred = unit - unit.mean(dim=0)
@@ -244,9 +255,10 @@ def effective_rank(embeddings: Tensor) -> Tensor:
 
 
 class DenseHead(Head):
-    """Softmax over C classes with all rows on every rank; parameters as in `Head`.
+    """Replicated head: every rank holds the weights of all C classes; arguments as in `Head`.
 
-    The whole matrix [b, C], by autograd: what most code does, and what the sharded head is measured against.
+    It computes the full logit matrix [b, C] with autograd, as plain PyTorch code does. Tests and benchmarks
+    compare the sharded head with it.
     """
 
     is_sharded = False
@@ -254,17 +266,20 @@ class DenseHead(Head):
     def _loss_of(
         self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
-        """Return the sum of the local losses over the GLOBAL batch size: what it lacks is on other ranks."""
+        """Return the output; its `loss` is the sum of the local losses over the GLOBAL batch size."""
         total = len(batch.labels)
         norm = norms(embeddings)
         plain = self._plain_logits(embeddings).to(norm)  # of lower precision under autocast
-        c = plain.gather(1, labels[:, None])[:, 0] / self.margin.scale
+        scale = self.margin.scale
+        c = plain.gather(1, labels[:, None])[:, 0] / scale
         cosines = None
         if self.margin.needs_all_cosines:
             cosines = gather_rows(c.detach(), batch.sizes, self.group)
         lengths = norms(batch.embeddings)
         if self.training:
             self.margin.observe(cosines, lengths)
+            if self.margin.scale != scale:
+                plain = plain * (self.margin.scale / scale)
         logits = plain
         if cosines is not None:
             hard = self.margin.hard(c.detach())
@@ -290,13 +305,13 @@ class DenseHead(Head):
         )
 
     def sync_gradients(self) -> None:
-        """Sum the gradients of the rows over the ranks: each has those of its own samples."""
+        """Sum the gradients of the class weights over the ranks."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 sum_over_ranks(parameter.grad, self.group)
 
     def _plain_logits(self, embeddings: Tensor) -> Tensor:
-        """Return the logits without margin [b, C], of the nearest sub-centre."""
+        """Return the logits without margin [b, C], each of the nearest sub-centre."""
         if not self.margin.is_cosine:
             return F.linear(embeddings, self.weight, self.bias)
         rows = self.weight.flatten(0, -2)

@@ -1,4 +1,4 @@
-"""Sub-centres after training: which one of each class its samples chose, and the head with those alone."""
+"""Reduce a head with sub-centres to one centre per class after training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from plsc.heads.update import RowOptimizer
 
 
 def new_counts(head: ShardedHead) -> Tensor:
-    """Return zeros, int64 [C_local, K], for `count_choices`."""
+    """Return zero counts, int64 [C_local, K], for `count_choices`."""
     classes = head.weight.shape[0]
     return torch.zeros(classes, head.centers, dtype=torch.int64, device=head.weight.device)
 
 
 @torch.no_grad()
 def count_choices(head: ShardedHead, embeddings: Tensor, labels: Tensor, counts: Tensor) -> None:
-    """Add one to `counts` where each sample of the global batch is nearest; a collective.
+    """Count, for each sample of the global batch, the nearest sub-centre of its class; a collective.
 
-    embeddings [b, D]; labels [b]; counts: of `new_counts`, the classes of this rank.
+    embeddings: [b, D]. labels: [b]. counts: from `new_counts`, updated in place.
     """
     batch = gather_batch(embeddings, labels, head.class_num, head.group)
     start, stop = head.class_range
@@ -42,11 +42,12 @@ def copy_dominant(
     new_head: ShardedHead,
     new_rows: RowOptimizer | None,
 ) -> None:
-    """Give `new_head`, which has one row a class, each class's most chosen row of `head`, states and all.
+    """Copy each class's dominant sub-centre, with its optimizer state, from `head` to `new_head`.
 
-    Of sub-centres that tie (or that nobody chose) the first is taken (Deng et al. 2020, "Sub-center
-    ArcFace", sec. 3). counts: of `count_choices` over the training set; rows, new_rows: the row
-    optimizers, of the same kind.
+    The dominant sub-centre is the nearest one for most samples (Deng et al. 2020, "Sub-center ArcFace",
+    sec. 3); the first one wins a tie. `new_head` has one centre per class.
+
+    counts: from `count_choices` over the training set. rows, new_rows: row optimizers of the same kind.
     """
     classes = torch.arange(len(counts), device=counts.device)
     best = counts.argmax(dim=1)

@@ -1,4 +1,4 @@
-"""Several heads over one backbone: each has classes of its own, and sees the samples of these alone."""
+"""Several heads on one backbone, each with its own classes and the samples of those classes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from plsc.parallel.collectives import sum_over_ranks
 
 
 class JointHead(nn.Module):
-    """Heads by name, whose classes are numbered one head after the other; in use as a `Head`.
+    """Heads by name, with consecutive class indices; has the interface of a `Head`.
 
-    The loss is the mean over the images of the step, whichever head they belong to: the sum over the heads of
-    (images of the head / images) times the head's mean loss.
+    The loss is the mean over all images of the step: the sum over the heads of the head's mean loss times the
+    head's fraction of the images.
     """
 
     def __init__(self, heads: Mapping[str, Head], group: dist.ProcessGroup | None) -> None:
@@ -40,13 +40,14 @@ class JointHead(nn.Module):
         with_gauge: bool = False,
         sizes: list[int] | None = None,
     ) -> HeadOutput:
-        """Return the mean loss of the global batch, and what each head says in `parts`; a collective.
+        """Return the mean loss of the global batch, and each head's output in `parts`; a collective.
 
-        embeddings [b, D]; labels [b], int64, in the joint numbering of the classes. A head of which no rank
-        has an image is left out. The accuracy and the effective rank are means of the heads' own, by
-        images. sizes: as a `Head` takes it; the heads' own are counted all the same.
+        embeddings: [b, D]. labels: int64 [b], in the joint class numbering. A head without images in the
+        global batch is skipped. Accuracy and effective rank are means over the heads, weighted by images.
+        sizes: unused; each head gathers its own sizes.
 
-        Raises DataError, on every rank alike, for a label out of range and where no rank has an image.
+        Raises:
+            DataError: a label is out of range, or no rank has an image; raised on every rank.
         """
         check_batch(embeddings, labels, next(iter(self.heads.values())).emb_size)
         ends = torch.tensor(self._first_classes[1:-1], device=labels.device)
@@ -61,49 +62,52 @@ class JointHead(nn.Module):
         return mean_output(list(parts.values()), parts)
 
     def sync_gradients(self) -> None:
-        """Make the gradients of the parameters whole after backward(); a collective."""
+        """Complete the gradients of the parameters after backward(); a collective."""
         for head in self.heads.values():
             head.sync_gradients()
 
     def _count(self, rows: list[Tensor], wrong: Tensor) -> list[int]:
-        """Return how many images of the global batch each head has; one collective.
+        """Return the number of images of each head in the global batch; one collective.
 
-        rows: of each head; wrong: bool [b], which labels are out of range.
+        rows: positions of each head's samples in the local batch. wrong: bool [b], labels out of range.
         """
         mine = torch.tensor([len(part) for part in rows] + [int(wrong.sum())], device=wrong.device)
         *counts, outside = sum_over_ranks(mine, self.group).tolist()
         if outside:
-            raise DataError(f"{outside} labels of the global batch are outside 0..{self.class_num - 1}")
+            raise DataError(
+                f"{outside} labels of the global batch are outside 0..{self.class_num - 1}; fix the labels"
+            )
         if not any(counts):
             raise DataError(
-                "the global batch is empty: no rank has a sample (were all its images bad? look above)"
+                "the global batch is empty: no rank has a sample; see the warnings above if its images were "
+                "bad"
             )
         return counts
 
 
 class JointRows:
-    """The row optimizers of the sharded heads among several, by name; in use as a `RowOptimizer`."""
+    """The row optimizers of several sharded heads, by name; has the interface of a `RowOptimizer`."""
 
     def __init__(self, optimizers: Mapping[str, RowOptimizer]) -> None:
         self.optimizers = dict(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all of them."""
+        """The parameter groups of all optimizers."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
     def step(self, *, clip: float | Tensor = 1.0) -> None:
-        """Update all rows; see `RowOptimizer.step`."""
+        """Update the class weights of all heads; see `RowOptimizer.step`."""
         for each in self.optimizers.values():
             each.step(clip=clip)
 
     def skip(self) -> None:
-        """Leave all rows as they are; see `RowOptimizer.skip`."""
+        """Skip the update of all heads; see `RowOptimizer.skip`."""
         for each in self.optimizers.values():
             each.skip()
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradient of all rows of all heads; a collective."""
+        """Return the 2-norm of the gradient of all class weights of all heads; a collective."""
         norms = [each.gradient_norm() for each in self.optimizers.values()]
         return torch.stack(norms).norm()
 
@@ -111,7 +115,7 @@ class JointRows:
 def each_head(
     head: Head | JointHead, rows: RowOptimizer | JointRows | None
 ) -> Iterator[tuple[str, Head, RowOptimizer | None]]:
-    """Yield every head with its name, empty for a single head, and its row optimizer if it has one."""
+    """Yield (name, head, row optimizer or None) for every head; the name of a single head is empty."""
     if isinstance(head, JointHead):
         optimizers = rows.optimizers if isinstance(rows, JointRows) else {}
         for name, one in head.heads.items():

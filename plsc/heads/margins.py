@@ -1,9 +1,9 @@
-"""The margins: what each loss does to the logit of a sample's own class.
+"""The margins: how each loss changes the logit of a sample's label.
 
-A margin turns the cosine c between an embedding and the row of its class into psi(c); that logit is
-scale * psi(c), those of the other classes are scale * c (CurricularFace changes some of them:
-`Margin.hard`). All here are vectors over samples, so autograd finds the slopes. The same formulas as
-in the papers, with acos and on the full matrix: tests/reference.py. Adding one: docs/extending.md.
+A margin maps the cosine c between an embedding and the weights of its class to psi(c). The logit of the label
+is scale * psi(c), the other logits are scale * c (CurricularFace changes some of them: `Margin.hard`). All
+functions work on one value per sample, and autograd computes their slopes. tests/reference.py has the papers'
+formulas with acos on the full logit matrix. How to add a margin: docs/extending.md.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, suggest
-from plsc.heads.geometry import add_angle, angle_of, falling_cosine, held, sine_of
+from plsc.heads.geometry import add_angle, angle_of, clamp_cosine, monotonic_cosine, sine_of
 
 _RIGHT_ANGLE = math.pi / 2
 
 MANY_CLASSES = 10_000
-"""From here on the automatic scale is the papers'."""
+"""From this number of classes on, the automatic scale is 64."""
 
 
 class Margin(nn.Module):
-    """Base of the margins. A running state, where there is one, is kept in buffers.
+    """Base class of the margins. Keep running statistics in buffers.
 
     The first line of a margin's docstring, up to its reference, is its formula in docs/options.md.
 
     Attributes:
-        name: of the loss type, without ``dist_``; on a line of its own: plsc/config/head.py reads it.
-        is_cosine: embeddings and rows are normalised; False: plain softmax, raw ones, a bias, scale 1.
-        needs_all_cosines: every rank needs the target cosine of every sample before the class rows
-            are visited, for `observe` and `hard`.
+        name: the loss type without ``dist_``. Assign it on a separate line: plsc/config/head.py parses it.
+        is_cosine: embeddings and class weights are normalised. False: plain softmax with a bias, scale 1.
+        needs_all_cosines: `observe` and `hard` need the target cosines of the global batch on every rank.
         uses_norm: `target` or `regulariser` has a gradient with respect to the embedding's norm.
-        scale: s, the logit of a cosine of 1. "auto" becomes sqrt(2) ln(C - 1) of the head's C classes, at
-            least 1 (Zhang et al. 2019, "AdaCos", eq. 12), or 64 from 10,000 classes on, as in the papers on
-            faces; NaN before the margin has a head.
-        share: of the margin, in [0, 1], set before a step (margin warm-up): the label's logit is
-            scale * (c + share * (psi - c)). Other logits and the regulariser do not depend on it.
+        scale: s, the logit of a cosine of 1. "auto" becomes sqrt(2) ln(C - 1) for C classes, at least 1
+            (Zhang et al. 2019, "AdaCos", eq. 12), and 64 from 10,000 classes on, as in face recognition
+            papers; NaN until a head uses the margin. `observe` may change it: all logits use the new value.
+        share: fraction of the margin that applies, in [0, 1]; set it before a step (margin warm-up). The
+            logit of the label is scale * (c + share * (psi - c)); nothing else depends on it.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Margin(nn.Module):
         self.scale = math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
 
     def set_class_num(self, class_num: int) -> None:
-        """Take the number of classes, before anything is computed; the head's constructor calls it."""
+        """Set the automatic scale for this number of classes; called by the head's constructor."""
         if self.is_auto_scale:
             few = max(1.0, math.sqrt(2) * math.log(max(1, class_num - 1)))
             self.scale = few if class_num < MANY_CLASSES else 64.0
@@ -63,48 +62,49 @@ class Margin(nn.Module):
     def _number(
         self, option: str, value: Any, low: float, high: float = math.inf, above: bool = False
     ) -> float:
-        """Return an option of this margin: finite, in [low, high], and not `low` itself if `above`."""
+        """Return an option as float; OptionError unless it is in [low, high], or (low, high] if `above`."""
         if math.isfinite(value) and low <= value <= high and not (above and value == low):
             return float(value)
         least = f"more than {low:g}" if above else f"at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"
-        raise OptionError(f"{option} of {self.name} is {value:g}; expected a number of {least}{most}")
+        raise OptionError(f"{option} of {self.name} is {value:g}; expected a number, {least}{most}")
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return psi [T], differentiable; the logit is scale * psi.
+        """Return psi [T], differentiable; the logit of the label is scale * psi.
 
-        cosine [T]: of any T samples with the row of their class; norm [T]: of their embeddings.
+        cosine: [T], between the embeddings of any T samples and the weights of their class. norm: [T], of
+        these embeddings.
         """
         raise NotImplementedError
 
     def shared_target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return c + share * (psi - c) [T]; exactly psi at a share of 1."""
+        """Return c + share * (psi - c) [T]; exactly psi if share is 1."""
         return torch.lerp(cosine, self.target(cosine, norm), self.share)
 
     @torch.no_grad()
     def observe(self, cosine: Tensor | None, norm: Tensor) -> None:
-        """Update the running state from the global batch; in training, before `target` and `hard`.
+        """Update running statistics from the global batch; called in training before `target` and `hard`.
 
-        norm [B]; cosine [B], the target cosines, given if `needs_all_cosines`.
+        cosine: the target cosines [B] if `needs_all_cosines`, else None. norm: [B], of the embeddings.
         """
 
     def hard(self, cosine: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (threshold [T], t, 0-dim) for target cosines [T], detached; None: no hard classes.
+        """Return (threshold [T], scalar tensor t) for detached target cosines [T]; None: no hard classes.
 
-        Another class whose cosine c is above the threshold gets the logit scale * c (t + c).
+        A class other than the label whose cosine c exceeds the threshold gets the logit scale * c (t + c).
         """
         return None
 
     def regulariser(self, norm: Tensor) -> Tensor | None:
-        """Return what is added to the loss of each sample, [T] for norms [T], differentiable; or None."""
+        """Return a term to add to each sample's loss, [T] for norms [T], differentiable; or None."""
         return None
 
     def highest(self) -> float | None:
-        """Return a bound that no logit exceeds, scale included; None: raw logits have none."""
+        """Return an upper bound of all logits, scale included; None: unbounded."""
         return self.scale if self.is_cosine else None
 
     def lowest_other(self) -> float | None:
-        """Return what no logit of a class other than the label's falls below; None: as above."""
+        """Return a lower bound of the logits other than the label's; None: unbounded."""
         return -self.scale if self.is_cosine else None
 
 
@@ -118,7 +118,7 @@ class Softmax(Margin):
         super().__init__(scale=1.0)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return the logit as it is; `cosine` is x . W_y + b_y here."""
+        """Return the logit unchanged; `cosine` is x . W_y + b_y here."""
         return cosine
 
 
@@ -138,9 +138,9 @@ class NormFace(Margin):
 class ArcFace(Margin):
     """psi = cos(acos(c) + m) (Deng et al. 2019, "ArcFace", eq. 3).
 
-    Where acos(c) + m passes pi, psi = c - m sin m, as in the authors' code. margin: m, radians in
-    [0, pi/2]. easy_margin: psi = c wherever c <= 0. straight_through: the slope of psi is taken as 1, as
-    some published implementations have it; the loss is the same.
+    Where acos(c) + m exceeds pi, psi = c - m sin m, as in the authors' code. margin: m, radians in
+    [0, pi/2]. easy_margin: psi = c wherever c <= 0. straight_through: use slope 1 for psi in backward(), as
+    some published implementations do; the loss is the same.
     """
 
     name = "arcface"
@@ -157,7 +157,7 @@ class ArcFace(Margin):
         self.easy_margin, self.straight_through = easy_margin, straight_through
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return cos(acos(c) + m) or what stands in for it."""
+        """Return psi."""
         psi = add_angle(cosine, cosine.new_full((), self.margin), self.easy_margin)
         return cosine + (psi - cosine).detach() if self.straight_through else psi
 
@@ -179,9 +179,9 @@ class CosFace(Margin):
 class SphereFace(Margin):
     """psi = (-1)^k cos(m theta) - 2 k, k = floor(m theta / pi) (Liu et al. 2017, "SphereFace", eq. 7).
 
-    margin: m >= 1, a whole number or not. The paper scales by the embedding's norm, with m = 4. Here the
-    scale is a constant, as in the authors' later OpenSphere code, whose settings are s = 32, m = 1.7 (MS1MV2)
-    and s = 30, m = 1.5 (VGGFace2); that code takes the slope of psi as 1, here it is differentiated.
+    margin: m >= 1, not necessarily an integer. The paper scales by the embedding's norm, with m = 4. Here the
+    scale is constant, as in the authors' later OpenSphere code, which uses s = 32, m = 1.7 (MS1MV2) and
+    s = 30, m = 1.5 (VGGFace2). That code uses slope 1 for psi; here psi is differentiated.
     """
 
     name = "sphereface"
@@ -191,17 +191,17 @@ class SphereFace(Margin):
         self.margin = self._number("margin", margin, 1)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return psi, which falls all the way from 1 at theta = 0 to below -1 at theta = pi."""
-        return falling_cosine(self.margin * angle_of(cosine))
+        """Return psi, which decreases from 1 at theta = 0 to -1 or less at theta = pi."""
+        return monotonic_cosine(self.margin * angle_of(cosine))
 
 
 class CombinedMargin(Margin):
     """psi = cos(m1 theta + m2) - m3 (Deng et al. 2019, "ArcFace", eq. 4).
 
     margins: (m1, m2, m3), m1 > 0, m2 in [0, pi/2], m3 in [0, 2]; the default and (0.9, 0.4, 0.15) are the
-    paper's. Where the angle phi = m1 theta + m2 passes pi, psi goes on falling without a jump, as
-    SphereFace does: (-1)^k cos(phi) - 2 k - m3. So (1, 0, m) is CosFace, (m, 0, 0) SphereFace, and
-    (1, m, 0) ArcFace up to pi; past it ArcFace jumps down to c - m sin m, a line of slope 1 in c.
+    paper's. Where the angle phi = m1 theta + m2 exceeds pi, psi continues to decrease as SphereFace does:
+    (-1)^k cos(phi) - 2 k - m3. So (1, 0, m) is CosFace and (m, 0, 0) is SphereFace. (1, m, 0) is ArcFace up
+    to pi; beyond pi ArcFace uses c - m sin m instead.
     """
 
     name = "combined"
@@ -218,18 +218,17 @@ class CombinedMargin(Margin):
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi."""
         m1, m2, m3 = self.margins
-        return falling_cosine(m1 * angle_of(cosine) + m2) - m3
+        return monotonic_cosine(m1 * angle_of(cosine) + m2) - m3
 
 
 class AdaFace(Margin):
     """psi = cos(theta - m q) - (m + m q), q from the embedding's norm (Kim et al. 2022, "AdaFace", sec. 3.3).
 
-    q = clip(h (norm - mean) / (std + 1e-3), -1, 1), norms clipped to [1e-3, 100], without a gradient;
-    mean and std (unbiased, over the global batch) are running averages that begin at 20 and 100. margin:
-    m in [0, pi/2]; h >= 0; momentum: the share that the old average keeps, 0.99 in the authors' code. A batch
-    of one sample has no deviation: std stays. As in that code theta - m q is clipped to
-    [1e-3, pi - 1e-3], where the slope is 0: psi must not fall again as a good sample passes theta = m q.
-    Unlike it, cosines are not first clipped to +-0.999.
+    q = clip(h (norm - mean) / (std + 1e-3), -1, 1), with norms clipped to [1e-3, 100]; q has no gradient.
+    mean and std (unbiased, over the global batch) are running averages that start at 20 and 100. A batch of
+    one sample does not change std. margin: m in [0, pi/2]. h: >= 0. momentum: weight of the old average, 0.99
+    in the authors' code. As in that code, theta - m q is clipped to [1e-3, pi - 1e-3], because psi must not
+    decrease again for a good sample with theta < m q. Unlike that code, cosines are not clipped to +-0.999.
     """
 
     name = "adaface"
@@ -260,7 +259,7 @@ class AdaFace(Margin):
             self.std.mul_(self.momentum).add_((1 - self.momentum) * norm.std())
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return psi, without a gradient to the norm."""
+        """Return psi, which has no gradient with respect to the norm."""
         norm = norm.detach().clamp(1e-3, 100)
         quality = (self.h * (norm - self.mean) / (self.std + 1e-3)).clamp(-1, 1)
         angle = angle_of(cosine) - self.margin * quality
@@ -270,12 +269,11 @@ class AdaFace(Margin):
 class MagFace(Margin):
     """psi as ArcFace, with a margin m(a) that grows with the norm a (Meng et al. 2021, "MagFace", sec. 3.2).
 
-    m(a) is linear from margin_range[0] at a = norm_range[0] to margin_range[1] at norm_range[1]; a is
-    clipped to norm_range, so outside of it nothing pulls at the norm, as in the authors' code: give
-    the network a last layer whose norms begin inside. regularisation: lambda_g of
-    lambda_g (a / u_a^2 + 1 / a), u_a = norm_range[1]; 35 in the authors' scripts (20 in their parser, below
-    the 22.6 that their own check asks for). easy_margin: as in `ArcFace`, but set, as in
-    the authors' code.
+    m(a) is linear from margin_range[0] at a = norm_range[0] to margin_range[1] at norm_range[1]. a is clipped
+    to norm_range, as in the authors' code, so the norm has no gradient outside that range: the network's
+    initial norms must be inside. regularisation: lambda_g of the added loss lambda_g (a / u_a^2 + 1 / a) with
+    u_a = norm_range[1]; 35 in the authors' scripts. easy_margin: as in `ArcFace`, on by default, as in the
+    authors' code.
     """
 
     name = "magface"
@@ -310,7 +308,7 @@ class MagFace(Margin):
         return add_angle(cosine, margin, self.easy_margin)
 
     def regulariser(self, norm: Tensor) -> Tensor:
-        """Return lambda_g (a / u_a^2 + 1 / a), [T], which is least at a = u_a."""
+        """Return lambda_g (a / u_a^2 + 1 / a) [T], which has its minimum at a = u_a."""
         a = norm.clamp(*self.norm_range)
         return self.regularisation * (a / self.norm_range[1] ** 2 + 1 / a)
 
@@ -318,10 +316,10 @@ class MagFace(Margin):
 class CurricularFace(Margin):
     """psi as ArcFace; other classes that are hard get c (t + c) for c (Huang et al. 2020, sec. 3.2).
 
-    A class is hard for a sample if its cosine is above cos(theta_y + m), whatever stands in for that past
-    pi. t, which begins at 0, is the running mean of the target cosines of the global batch, brought up
-    to date before it is used. margin: m, radians in [0, pi/2]; momentum: the share that the old
-    mean keeps, 0.99 in the authors' code (the paper writes it the other way round).
+    A class is hard for a sample if its cosine exceeds cos(theta_y + m), also where the angle exceeds pi. t is
+    the running mean of the target cosines of the global batch, starts at 0 and is updated before it is used.
+    margin: m, radians in [0, pi/2]. momentum: weight of the old mean, 0.99 in the authors' code (in the paper
+    it is the weight of the new value).
     """
 
     name = "curricularface"
@@ -338,19 +336,19 @@ class CurricularFace(Margin):
     def observe(self, cosine: Tensor | None, norm: Tensor) -> None:
         """Update t from the target cosines [B] of the global batch."""
         if cosine is None:
-            raise ValueError("curricularface needs the target cosines of the global batch")
+            raise ValueError("cosine is None; curricularface needs the target cosines of the global batch")
         if len(cosine) > 0:
             mean = cosine.clamp(-1, 1).mean()
             self.t.mul_(self.momentum).add_((1 - self.momentum) * mean)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return cos(acos(c) + m), or c - m sin m past pi."""
+        """Return cos(acos(c) + m), or c - m sin m where the angle exceeds pi."""
         return add_angle(cosine, cosine.new_full((), self.margin))
 
     @torch.no_grad()
     def hard(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos(theta_y + m) [T], t)."""
-        c = held(cosine)
+        c = clamp_cosine(cosine)
         return c * math.cos(self.margin) - sine_of(c) * math.sin(self.margin), self.t.clone()
 
     def highest(self) -> float:
@@ -363,19 +361,19 @@ MARGINS: dict[str, type[Margin]] = {
     for margin in list(vars().values())
     if isinstance(margin, type) and issubclass(margin, Margin) and "name" in vars(margin)
 }
-"""The margins of this file by name: the loss types, their checks, help and tables derive from it."""
+"""All margins of this file by name; loss types, their checks, help and tables derive from it."""
 
 
 def build_margin(name: str, **options: Any) -> Margin:
-    """Return the margin of this name; `options` are the arguments of its class.
+    """Return the margin with this name; `options` are the arguments of its class.
 
-    Raises OptionError for an unknown name, an option that this margin does not have, or a bad value.
+    Raises OptionError for an unknown name, an unknown option, or an invalid value.
     """
     if name not in MARGINS:
-        raise OptionError(f"margin {name!r} is not known; {suggest(name, MARGINS)}")
+        raise OptionError(f"unknown margin {name!r}; {suggest(name, MARGINS)}")
     known = list(inspect.signature(MARGINS[name]).parameters)
     for option in options:
         if option not in known:
-            has = f"it has {', '.join(known)}" if known else "it has no options"
-            raise OptionError(f"{name} has no {option}; {has}{did_you_mean(option, known)}")
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise OptionError(f"{name} has no option {option}; {has}{did_you_mean(option, known)}")
     return MARGINS[name](**options)

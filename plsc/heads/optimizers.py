@@ -1,6 +1,6 @@
-"""The optimizers of class weights: their settings, and the states that they keep of a row.
+"""The optimizers of class weights: settings and states.
 
-What is common to them is `RowOptimizer` (update.py); how a tile of rows changes is in rules.py.
+`RowOptimizer` (update.py) is their base class; rules.py has the update formulas.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from plsc.heads.weights import States
 
 
 class RowSGD(RowOptimizer):
-    """SGD with momentum and L2 decay: torch.optim.SGD. Bytes of state per row: D times 4, 2 or 1.
+    """SGD with momentum and L2 decay, as torch.optim.SGD. State per class: D values of 4, 2 or 1 bytes.
 
-    state_dtype: of the momentum: 'float32', 'bfloat16' (rounded at random) or 'int8' (blocks of 256
-    share a scale; rounded at random; 8-bit states: Dettmers et al. 2022).
+    state_dtype: of the momentum: 'float32', 'bfloat16' (stochastic rounding) or 'int8' (stochastic rounding,
+    one scale per block of 256 values; 8-bit states: Dettmers et al. 2022).
     """
 
     kind = "sgd"
@@ -53,9 +53,9 @@ class RowSGD(RowOptimizer):
 
 
 class RowAdamW(RowOptimizer):
-    """AdamW (Loshchilov and Hutter 2019); the bias correction counts the steps that a row itself made.
+    """AdamW (Loshchilov and Hutter 2019); the bias correction counts the updates of each class separately.
 
-    Bytes of state per row: 2 D times 4 or 2, and 4. state_dtype: 'float32' or 'bfloat16'.
+    State per class: 2 D values of 4 or 2 bytes, and a 4-byte count. state_dtype: 'float32' or 'bfloat16'.
     """
 
     kind = "adamw"
@@ -80,9 +80,9 @@ class RowAdamW(RowOptimizer):
 
 
 class RowAdagrad(RowOptimizer):
-    """Adagrad with one number per row, the sum of the mean squares of its gradients (Duchi et al. 2011).
+    """Row-wise Adagrad: one state per class, the sum of its mean squared gradients (Duchi et al. 2011).
 
-    Bytes of state per row: 4 or 2. state_dtype: 'float32' or 'bfloat16'.
+    State per class: one value of 4 or 2 bytes. state_dtype: 'float32' or 'bfloat16'.
     """
 
     kind = "adagrad"

@@ -1,11 +1,13 @@
-"""The distributed head: every rank holds the weights of its own classes, and no others.
+"""The sharded head: each rank holds the weights of its own classes only.
 
-Embeddings and labels are gathered (B x D numbers); each rank computes the logits of its own classes for the
-whole global batch, tile by tile (softmax.py); a few numbers per sample make the softmax of all shards
-whole. Nothing that travels grows with the number of classes, and no matrix [B, classes] exists.
+1. The ranks gather embeddings and labels (B x D values).
+2. Each rank computes the logits of its own classes for the global batch, tile by tile (softmax.py).
+3. The ranks reduce two or three values per sample to get the softmax over all classes.
 
-The gradient of the embeddings exists before any of the class weights. The weights are read a second time
-when their optimizer steps, and changed tile by tile (optimizers.py): a gradient of all of them never exists.
+Communication does not grow with the number of classes, and no matrix [B, classes] is allocated.
+
+The forward pass already computes the gradient of the embeddings. The optimizer's step reads the class weights
+a second time and updates them tile by tile (update.py), so it never allocates the gradient of all of them.
 """
 
 from __future__ import annotations
@@ -33,25 +35,32 @@ from plsc.heads.softmax import (
     choose_backend,
 )
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
-from plsc.heads.weights import Rows, fetch, hash_key
+from plsc.heads.weights import Rows, copy_to_device
 from plsc.parallel.collectives import (
     ScatteredSum,
     gather_rows,
     max_over_ranks,
     sum_over_ranks,
 )
+from plsc.seeds import hash_key
 from plsc.spans import span
 
-_HIGHEST_EXPONENT = 85.0  # e^85 is near the end of what float32 and bfloat16 hold
+_HIGHEST_EXPONENT = 85.0  # e^85 is near the largest float32 and bfloat16
 
 
 @dataclass
 class _Target:
-    """What this rank knows of the labels' logits; zero, or -1, for samples whose class is elsewhere.
+    """This rank's part of the labels' logits.
 
-    queries: with the places of the labels. samples: int64 [T], of `_look_up`; w: [T, D], the (winning) row of
-    each, of length 1 if rows are normalised. For all B samples: row, its position among the rows in play;
-    logit, with margin and scale; slope = dpsi / dc; radial = d logit / d|x| or None.
+    Attributes:
+        queries: the global batch, with the positions of the labels.
+        samples: int64 [T], from `_local_samples`.
+        w: [T, D], class weights of each of these samples' label (of its nearest sub-centre), normalised if
+            the margin is a cosine margin.
+        row: int64 [B], index of these class weights among the selected rows, -1 if on another rank.
+        logit: [B], with margin and scale. Like slope and radial, 0 if the class is on another rank.
+        slope: [B], dpsi / dc.
+        radial: [B], d logit / d|x|, or None.
     """
 
     queries: Queries
@@ -63,27 +72,36 @@ class _Target:
     radial: Tensor | None
 
 
-def _look_up(is_here: Tensor) -> Tensor:
-    """Return the samples whose class is here, int64 [T]; on a GPU all, as to choose would wait for it."""
-    if is_here.is_cuda:
-        return torch.arange(len(is_here), device=is_here.device)
-    return is_here.nonzero()[:, 0]
+def _local_samples(is_local: Tensor) -> Tensor:
+    """Return the samples whose class is on this rank, int64 [T]; on a GPU all samples, without a sync."""
+    if is_local.is_cuda:
+        return torch.arange(len(is_local), device=is_local.device)
+    return is_local.nonzero()[:, 0]
 
 
 class ShardedHead(Head):
-    """Softmax over C classes whose rows are split over the ranks of `group` (None: one process).
+    """Softmax over C classes whose weights are sharded over the ranks of `group` (None: one process).
 
-    class_num: C; emb_size: D; margin: from plsc.heads.margins; centers: rows per class (sub-centres, Deng
-    et al. 2020), the nearest counts. `weight` is [C_local, D], or [C_local, K, D] with sub-centres.
-    row_dtype: float32, bfloat16 (updated with stochastic rounding) or float64. initial_norm: expected norm of
-    a class's initial weights, None: 0.01 sqrt(D). offload: the rows stay in CPU memory and those of a
-    step are copied to the device. on_nonfinite: "raise", or "pass" for a loop that looks at the loss.
+    Args:
+        class_num: total number of classes C.
+        emb_size: embedding size D.
+        margin: from plsc.heads.margins.
+        centers: sub-centres per class, K (Deng et al. 2020); the nearest one counts. `weight` is
+            [C_local, D], or [C_local, K, D] if K > 1.
+        sampling: class sampling (PartialFC); None: all classes.
+        execution: how to compute; None: `Execution()`.
+        row_dtype: dtype of the class weights: float32, bfloat16 (stochastic rounding) or float64.
+        initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
+        offload: keep the class weights in CPU memory and copy those of a step to the device.
+        on_nonfinite: "raise", or "pass" if the training loop checks the loss itself.
+        seed: of initial weights, sampling and stochastic rounding.
+        group: the ranks that share classes and global batch.
 
-    Margin warm-up: set `head.margin.share` before each step, from 0 (no margin) to 1 (the full margin).
+    Margin warm-up: set `head.margin.share` before each step, from 0 (no margin) to 1 (full margin).
 
-    Without a row optimizer (plsc.heads.RowSGD and others) backward() leaves whole gradients in
-    `weight.grad` for any torch optimizer; with one, it leaves none, and `optimizer.step()` updates the
-    rows. Keep the head outside DDP, FSDP, torch.compile and activation checkpointing.
+    Without a row optimizer (such as plsc.heads.RowSGD) backward() stores the gradient of all class weights in
+    `weight.grad`, for any torch optimizer. With one, `weight.grad` stays None and `optimizer.step()` updates
+    the class weights. Do not wrap the head in DDP, FSDP, torch.compile or activation checkpointing.
     """
 
     is_sharded = True
@@ -109,7 +127,7 @@ class ShardedHead(Head):
         if group is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"this head has no process group, so each of the {dist.get_world_size()} ranks trains all "
-                "classes by itself, on its own batches; pass group=dist.new_group() to share them out",
+                "classes on its own batches; pass group=dist.new_group() to shard the classes",
                 stacklevel=2,
             )
         super().__init__(
@@ -127,13 +145,13 @@ class ShardedHead(Head):
         self.offload = offload
         self.on_nonfinite = on_nonfinite
         self.contexts = SavedContexts(margin)
-        self.computed_by: str | None = None  # kernels, products, tile: they decide the last bits
-        self.resumed_from: str | None = None  # the same, of a checkpoint
+        self.computed_by: str | None = None  # the backend with its settings, which determine the last bits
+        self.resumed_from: str | None = None  # the same, from the checkpoint
         self._warned_of_positives = False
 
     @property
     def step(self) -> int:
-        """The steps so far, which key sampling and rounding."""
+        """The number of steps so far; seeds sampling and stochastic rounding."""
         return self.contexts.step
 
     @step.setter
@@ -143,10 +161,9 @@ class ShardedHead(Head):
     def _loss_of(
         self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
-        """Return the mean loss of the global batch; the accuracy is over the classes that take part.
+        """Return the output for the global batch; the accuracy is over the sampled classes.
 
-        Raises DataError, on every rank alike, for embeddings that are not finite, unless `on_nonfinite` is
-        'pass'.
+        Raises DataError on every rank for non-finite embeddings, unless `on_nonfinite` is 'pass'.
         """
         has_gradient = torch.is_grad_enabled()
         wants_gradient = has_gradient and embeddings.requires_grad
@@ -156,31 +173,31 @@ class ShardedHead(Head):
             accuracy = self._accuracy(context, batch, products) if with_accuracy else None
         loss = mean_loss
         if has_gradient:
-            # The parameters are inputs so that backward() reaches them too, when they want gradients.
+            # The parameters are inputs so that backward() can return their gradients.
             loss = HeadLoss.apply(embeddings, self.weight, self.bias, self, mean_loss, context, gradient)
         return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite)
 
     def extra_repr(self) -> str:
-        """Say which classes are here."""
+        """Return the class range, dtype and sampling for repr()."""
         start, stop = self.class_range
         return f"classes {start}..{stop} of {self.class_num}, {self.weight.dtype}, {self.sampling}"
 
     def get_extra_state(self) -> Tensor:
-        """Return the count of steps, which keys sampling and rounding, and which classes these are."""
+        """Return the number of steps and the class range, for the state dict."""
         return torch.tensor([self.step, self.class_num, *self.class_range])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the count of steps of a saved head. Raises CheckpointError if it had other classes."""
-        theirs, mine = state.tolist()[1:], [self.class_num, *self.class_range]
-        if theirs != mine:
+        """Restore the number of steps. Raises CheckpointError if the saved head had other classes."""
+        saved, expected = state.tolist()[1:], [self.class_num, *self.class_range]
+        if saved != expected:
             raise CheckpointError(
-                f"the state is of classes {theirs[1]}..{theirs[2]} of {theirs[0]}, this head has "
-                f"{mine[1]}..{mine[2]} of {mine[0]}; each rank loads the file that it saved"
+                f"the state is of classes {saved[1]}..{saved[2]} of {saved[0]}; this head has classes "
+                f"{expected[1]}..{expected[2]} of {expected[0]}: each rank must load the file that it saved"
             )
         self.step = int(state[0])
 
     def all_rows(self) -> Rows:
-        """Return all rows of this rank, as a backend sees them."""
+        """Return all class weights of this rank as `Rows`, without a copy."""
         return Rows(
             weight=self.weight.detach().view(-1, self.weight.shape[-1]),
             bias=None if self.bias is None else self.bias.detach(),
@@ -190,7 +207,7 @@ class ShardedHead(Head):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Move to a device or type, but for rows that are to stay in CPU memory."""
+        """Move to a device or dtype, except offloaded class weights."""
         if not self.offload:
             return super()._apply(fn, recurse)
         self.margin._apply(fn, recurse)
@@ -198,7 +215,7 @@ class ShardedHead(Head):
 
     def _products(self, device: str) -> torch.dtype:
         if torch.is_autocast_enabled(device):
-            return torch.bfloat16  # also for float16: shifted exponentials need its range
+            return torch.bfloat16  # also under float16 autocast: the shifted exponentials need its range
         assert isinstance(self.execution.products, torch.dtype)  # see its __post_init__
         return self.execution.products
 
@@ -211,13 +228,13 @@ class ShardedHead(Head):
         unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
         self._check_finite(length, batch)
         backend = self._backend(x, products)
-        every = self.all_rows()
-        classes = self._classes_in_play(every, unit, batch.labels, backend.tile)
+        all_rows = self.all_rows()
+        classes = self._select_classes(all_rows, unit, batch.labels, backend.tile)
         if self.training:
             self.contexts.begin()
-        target = self._find_target(unit, length, batch.labels, every, classes)
-        home = every if classes is None else every.of_classes(classes)
-        rows = fetch(home, x.device) if self.offload else home
+        target = self._find_target(unit, length, batch.labels, all_rows, classes)
+        stored = all_rows if classes is None else all_rows.of_classes(classes)
+        rows = copy_to_device(stored, x.device) if self.offload else stored
         with span("logits"):
             sums = backend.forward(
                 rows,
@@ -226,15 +243,15 @@ class ShardedHead(Head):
                 want_weighted=wants_gradient,
                 keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
             )
-        # [B] each: log of the sum over the other classes of all ranks; the label's logit; its slope in |x|.
+        # [B] each: log of the sum over all other classes; the label's logit; its derivative w.r.t. |x|.
         log_others, logit, radial = self._reduce(sums, target)
         log_total = torch.logaddexp(log_others, logit)
-        others = (log_others - log_total).exp()  # 1 - P of the label, without cancelling
+        others = (log_others - log_total).exp()  # 1 - P(label), without cancellation
         losses, radial = self._losses(log_others - logit, others, radial, length)
         context = ForwardContext(
             backend=backend,
             rows=rows,
-            home=home,
+            stored=stored,
             queries=target.queries,
             log_total=log_total,
             target_row=target.row,
@@ -245,32 +262,34 @@ class ShardedHead(Head):
         )
         gradient = None
         if wants_gradient:
-            gradient = self._send_gradient(batch, context, sums, target, length, radial)
+            gradient = self._scatter_gradient(batch, context, sums, target, length, radial)
         return losses.mean(), length.isfinite().all(), context, gradient
 
     def _find_target(
-        self, unit: Tensor, length: Tensor, labels: Tensor, every: Rows, classes: Tensor | None
+        self, unit: Tensor, length: Tensor, labels: Tensor, all_rows: Rows, classes: Tensor | None
     ) -> _Target:
-        """Return the logits of the labels, from their rows alone; a collective for `needs_all_cosines`.
+        """Compute the logits of the labels from their class weights; a collective if `needs_all_cosines`.
 
-        unit [B, D], length [B]: of the embeddings; labels [B]; every: all rows of this rank; classes:
-        ascending, those in play (None: all). In training the margin observes the batch.
+        In training, the margin also updates its statistics.
+
+        unit [B, D], length [B]: of the embeddings. labels: [B]. all_rows: class weights of this rank.
+        classes: the selected local classes, sorted; None: all.
         """
         start, stop = self.class_range
-        k, margin, weight = every.centers, self.margin, every.weight
-        is_here = (labels >= start) & (labels < stop)
-        samples = _look_up(is_here) if start < stop else labels.new_empty(0)
-        is_mine = is_here[samples]
+        k, margin, weight = all_rows.centers, self.margin, all_rows.weight
+        is_local = (labels >= start) & (labels < stop)
+        samples = _local_samples(is_local) if start < stop else labels.new_empty(0)
+        is_mine = is_local[samples]
         local = (labels[samples] - start).where(is_mine, 0).to(weight.device)
-        place = local if classes is None else torch.searchsorted(classes, local)
+        position = local if classes is None else torch.searchsorted(classes, local)
         w = weight.view(-1, k, weight.shape[1])[local].to(unit)
-        if every.cosine:
+        if all_rows.cosine:
             w, _ = normalised(w)
         c, winner = (w * unit[samples, None, :]).sum(dim=2).max(dim=1)
         w = w[torch.arange(len(w), device=w.device), winner]
-        if every.bias is not None:
-            c = c + every.bias[local].to(c)
-        place = place.to(labels.device)
+        if all_rows.bias is not None:
+            c = c + all_rows.bias[local].to(c)
+        position = position.to(labels.device)
 
         def spread(values: Tensor, elsewhere: int = 0) -> Tensor:
             values = values.where(is_mine, elsewhere)
@@ -287,10 +306,10 @@ class ShardedHead(Head):
             psi = margin.shared_target(*inputs)
             slopes = torch.autograd.grad(psi.sum(), inputs[: 1 + margin.uses_norm])
         return _Target(
-            Queries(unit, spread(place, -1), margin.scale, *(hard or (None, None))),
+            Queries(unit, spread(position, -1), margin.scale, *(hard or (None, None))),
             samples=samples,
             w=w,
-            row=spread(place * k + winner, -1),
+            row=spread(position * k + winner, -1),
             logit=spread(psi.detach() * margin.scale),
             slope=spread(slopes[0]),
             radial=spread(slopes[1] * margin.scale) if margin.uses_norm else None,
@@ -299,10 +318,10 @@ class ShardedHead(Head):
     def _losses(
         self, excess: Tensor, others: Tensor, radial: Tensor | None, length: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of each sample and its slope in |x|, both [B], the margin's addition included.
+        """Return each sample's loss and its derivative w.r.t. |x| (or None), both [B], with the regulariser.
 
-        excess: log of the sum over the other classes, less the label's logit; others: 1 - P of the label;
-        radial: the slope of the label's logit in |x|, or None.
+        excess: log of the sum over the other classes, minus the label's logit. others: 1 - P(label).
+        radial: derivative of the label's logit w.r.t. |x|, or None.
         """
         losses = nn.functional.softplus(excess)
         slope = None if radial is None else -others * radial
@@ -315,7 +334,7 @@ class ShardedHead(Head):
                 slope = more if slope is None else slope + more
         return losses, slope
 
-    def _send_gradient(
+    def _scatter_gradient(
         self,
         batch: GlobalBatch,
         context: ForwardContext,
@@ -324,7 +343,7 @@ class ShardedHead(Head):
         length: Tensor,
         radial: Tensor | None,
     ) -> EmbeddingGradient:
-        """Send this rank's part of dL / de [B, D] to the ranks that own the embeddings."""
+        """Start the reduce-scatter of this rank's part of dL / de [B, D] to the ranks of the embeddings."""
         assert sums.weighted is not None
         partial = sums.weighted * (sums.shift - context.log_total).exp()[:, None]
         coefficients = context.target_coefficient[target.samples, None]
@@ -339,24 +358,24 @@ class ShardedHead(Head):
         )
 
     def _backend(self, x: Tensor, products: torch.dtype) -> TorchBackend:
-        """Return what computes on this device; warn if a checkpoint was computed by something else."""
+        """Return the backend for this device; warn if the checkpoint was computed by another one."""
         how = self.execution
         backend = choose_backend(how.kernels, x.device, self.weight.dtype, products, how.tile, len(x))
         before, self.computed_by = self.computed_by, str(backend)
         if before not in (None, self.computed_by) and before == self.resumed_from:
             warnings.warn(
-                f"the checkpoint was computed by {before}, this run by {self.computed_by}: its results will "
-                "differ in the last bits from an uninterrupted run's",
-                stacklevel=7,  # who called the head
+                f"the checkpoint was computed by {before}, this run uses {self.computed_by}: the results "
+                "will differ from those of an uninterrupted run in the last bits",
+                stacklevel=7,  # the caller of the head
             )
         return backend
 
-    def _classes_in_play(self, every: Rows, unit: Tensor, labels: Tensor, tile: int) -> Tensor | None:
-        """Return the local classes that take part, ascending; None: all."""
+    def _select_classes(self, all_rows: Rows, unit: Tensor, labels: Tensor, tile: int) -> Tensor | None:
+        """Return the local classes of this step, sorted; None: all."""
         start, stop = self.class_range
         if self.sampling.ratio == 1 or not self.training or start == stop:
             return None
-        device = every.weight.device
+        device = all_rows.weight.device
         positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
         count = math.ceil((stop - start) * self.sampling.ratio)
         rank = 0 if self.group is None else self.group.rank()
@@ -364,35 +383,35 @@ class ShardedHead(Head):
         near = None
         if self.sampling.hard:
             wanted = min(int(count * self.sampling.hard), max(0, count - len(positives.unique())))
-            near = nearest_classes(every, Queries(unit.to(device), positives), wanted, tile, key)
+            near = nearest_classes(all_rows, Queries(unit.to(device), positives), wanted, tile, key)
         classes = draw_classes(positives, stop - start, count, key, near)
         if len(classes) > count and not self._warned_of_positives:
             self._warned_of_positives = True
             warnings.warn(
-                f"the batch has {len(classes)} classes of this rank, more than the {count} that the "
-                f"sample ratio {self.sampling.ratio:g} asks for; all of them take part",
-                stacklevel=7,  # who called the head
+                f"the batch has {len(classes)} classes of this rank, more than the {count} of the sample "
+                f"ratio {self.sampling.ratio:g}; all of them are used",
+                stacklevel=7,  # the caller of the head
             )
         return classes
 
     def _reduce(self, sums: Sums, target: _Target) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Make the sums of all ranks whole: one collective of two or three numbers per sample."""
+        """Reduce the sums over the ranks: one collective of two or three values per sample."""
         parts = [target.logit] + ([] if target.radial is None else [target.radial])
         shift = self._fixed_shift()
         if shift is not None:
-            whole = sum_over_ranks(torch.stack([sums.total, *parts]), self.group)
-            log_others, parts = shift + whole[0].log(), list(whole[1:])
+            reduced = sum_over_ranks(torch.stack([sums.total, *parts]), self.group)
+            log_others, parts = shift + reduced[0].log(), list(reduced[1:])
         else:
             mine = torch.stack([sums.shift + sums.total.log(), *parts])
             ranks = 1 if self.group is None else self.group.size()
-            every = gather_rows(mine[None], [1] * ranks, self.group)
-            log_others, parts = every[:, 0].logsumexp(dim=0), list(every[:, 1:].sum(dim=0))
+            gathered = gather_rows(mine[None], [1] * ranks, self.group)
+            log_others, parts = gathered[:, 0].logsumexp(dim=0), list(gathered[:, 1:].sum(dim=0))
         return log_others, parts[0], None if target.radial is None else parts[1]
 
     def _fixed_shift(self) -> float | None:
-        """Return K = z_max + ln C - 85 if exp(z - K) then neither over- nor underflows in float32.
+        """Return K = z_max + ln C - 85 if exp(z - K) neither overflows nor underflows in float32.
 
-        That holds as long as z_max - z_min + ln C <= 170. None: there is no bound, or it is too far.
+        That holds if z_max - z_min + ln C <= 170. None: the logits are unbounded, or the range is too large.
         """
         highest, lowest = self.margin.highest(), self.margin.lowest_other()
         classes = math.log(self.class_num)
@@ -411,19 +430,20 @@ class ShardedHead(Head):
             raise DataError(
                 f"{int(wrong.sum())} embeddings of the global batch of {len(length)} are not finite, the "
                 f"first at position {position} (label {int(batch.labels[position])}); lower the learning "
-                "rate, or look at that image"
+                "rate or check that image"
             )
 
     def _accuracy(self, context: ForwardContext, batch: GlobalBatch, products: torch.dtype) -> Tensor:
-        """Return the share of samples whose best class over all shards is the label's."""
-        value, place = TorchBackend(products, context.backend.tile).best(context.rows, context.queries)
+        """Return the fraction of samples whose label has the highest logit over all ranks."""
+        backend = TorchBackend(products, context.backend.tile)
+        value, position = backend.best_class(context.rows, context.queries)
         index = torch.full_like(batch.labels, self.class_num)
         if len(context.rows):
             selected = context.rows.selected
-            local = place if selected is None else selected[place * self.centers] // self.centers
+            local = position if selected is None else selected[position * self.centers] // self.centers
             index = local + self.class_range[0]
         best = max_over_ranks(value.clone(), self.group)
-        # Of classes that tie, the lowest wins: a collapsed network must not count as right everywhere.
+        # The lowest class wins a tie; otherwise a collapsed network would have an accuracy of 1.
         candidate = torch.where(value == best, index, self.class_num)
         winner = -max_over_ranks(-candidate, self.group)
         return (winner == batch.labels).float().mean()

@@ -1,13 +1,11 @@
-"""The softmax over the class weights, tile by tile: the matrix [B, classes] never exists.
+"""The softmax over the class weights, tile by tile, without allocating the matrix [B, classes].
 
 Notation of docs/life_of_a_step.md: unit embeddings e [B, D], unit class weights w [n, D], cosines c_ij,
-logits z_ij.
-The class of a sample's label never goes through a tile: its logit is computed beforehand from B rows
-(sharded.py). A backend masks it, so the sums here are those over the OTHER classes, and nothing has to be
-taken off again.
+logits z_ij. sharded.py computes the logits of the labels. A backend masks them: all sums here are over the
+OTHER classes.
 
-`TorchBackend` works on every device. The backends with kernels in C and Triton (plsc/heads/kernels) derive
-from it, leave to it what they have no kernel for, and are tested against it.
+`TorchBackend` works on every device. The C and Triton backends (plsc/heads/kernels) derive from it, use it
+where they have no kernel, and are tested against it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.geometry import normalised, through_normalisation
+from plsc.heads.geometry import normalisation_backward, normalised
 from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.weights import Rows, States, read_dtype
 
@@ -31,12 +29,15 @@ _TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # of a [B, tile] matrix: 4 and 6
 
 @dataclass(frozen=True)
 class Execution:
-    """How the head computes; none of it changes what is computed, but for rounding.
+    """How the head computes. These settings change the results only by rounding.
 
-    products: 'float32' or 'bfloat16', by name or as torch's, the type of the factors of matrix products
-    (sums are float32); under autocast always bfloat16. keep_bytes: memory in which the forward pass may
-    keep its terms for the update, in 16 bits; where they do not fit they are computed again. tile: rows at
-    a time, None: by the batch size. kernels: 'auto', 'torch', 'native' (CPU) or 'triton' (CUDA).
+    Args:
+        products: dtype of the inputs of matrix products, float32 or bfloat16, as a string or torch.dtype;
+            sums are float32. Always bfloat16 under autocast.
+        keep_bytes: memory for exponentials that the forward pass may keep for the update, in bfloat16. If
+            they do not fit, the update computes them again.
+        tile: class weights per tile; None: chosen by the batch size.
+        kernels: 'auto', 'torch', 'native' (C, CPU) or 'triton' (CUDA).
     """
 
     products: str | torch.dtype = "float32"
@@ -48,21 +49,23 @@ class Execution:
         object.__setattr__(self, "products", read_dtype("products", self.products, _PRODUCTS))
         if self.keep_bytes < 0 or (self.tile is not None and self.tile < 1):
             raise OptionError(
-                f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected 0 or more bytes, and 1 or "
-                "more rows or None"
+                f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected keep_bytes of 0 or more, "
+                "and a tile of 1 or more, or None"
             )
         if self.kernels not in BACKENDS:
-            raise OptionError(f"kernels are {self.kernels!r}; expected one of {', '.join(BACKENDS)}")
+            raise OptionError(f"kernels is {self.kernels!r}; expected one of {', '.join(BACKENDS)}")
 
 
 @dataclass
 class Queries:
-    """The global batch, as a backend sees it.
+    """The global batch, as input of a backend.
 
-    unit: [B, D], e (the embeddings as they are when the rows are not normalised). target: int64 [B], the
-    position of the label's class among the n / K classes that take part, -1 if it is not here. scale: s.
-    threshold [B], hard_factor 0-dim: above the threshold a class is hard, and its logit is s c (t + c)
-    (CurricularFace); None: there are no hard ones.
+    Attributes:
+        unit: [B, D], normalised embeddings (unnormalised for plain softmax).
+        target: int64 [B], index of the label's class among the n / K selected classes, -1 if not local.
+        scale: s.
+        threshold: [B]; a class whose cosine exceeds it is hard (CurricularFace). None: no hard classes.
+        hard_factor: scalar tensor t; the logit of a hard class is s c (t + c).
     """
 
     unit: Tensor
@@ -74,11 +77,14 @@ class Queries:
 
 @dataclass
 class Sums:
-    """What the forward pass finds, over the classes other than the label's.
+    """The sums of a forward pass over the classes j other than the label.
 
-    shift [B]; total [B] = sum_j exp(z_ij - shift_i); weighted [B, D] = sum_j exp(z_ij - shift_i) slope_ij
-    w_j, the weighted sum of class weights, or None, slope = dz / dc / s; kept: the terms of `weighted` for
-    the update, in the form of the backend that made it.
+    Attributes:
+        shift: [B].
+        total: [B], sum_j exp(z_ij - shift_i).
+        weighted: [B, D], the weighted sum of class weights sum_j exp(z_ij - shift_i) slope_ij w_j with
+            slope = dz / dc / s, or None.
+        kept: the factors of w_j in `weighted`, for the update; the layout depends on the backend.
     """
 
     shift: Tensor
@@ -89,17 +95,22 @@ class Sums:
 
 @dataclass
 class ForwardContext:
-    """What a forward pass saves for the update: the gradient of row j is factor sum_i weight_i G_ij e_i.
+    """What a forward pass saves for the update: the gradient of w_j is factor * sum_i weight_i G_ij e_i.
 
-    rows: those in play; home: `rows`, or the offloaded rows that they are copies of. log_total [B]: log of
-    the sum of exp(z_ij) over all classes of all ranks. target_row: int64 [B], the position among the n rows
-    of the label's (winning) row, -1 if it is not here; target_coefficient [B]: G there. weight [B]: s / B,
-    from backward() on times what it was given. shift [B], kept: from `Sums`.
+    Attributes:
+        rows: the selected class weights.
+        stored: `rows`, or with offload the class weights in CPU memory that `rows` is a copy of.
+        log_total: [B], log of the sum of exp(z_ij) over all classes of all ranks.
+        target_row: int64 [B], index among the n rows of the label's (nearest sub-centre's) weights, -1 if not
+            local.
+        target_coefficient: [B], G_ij for that row.
+        weight: [B], s / B; backward() multiplies it by the gradient of the loss.
+        shift, kept: from `Sums`.
     """
 
     backend: TorchBackend
     rows: Rows
-    home: Rows
+    stored: Rows
     queries: Queries
     log_total: Tensor
     target_row: Tensor
@@ -114,8 +125,8 @@ class ForwardContext:
 class TorchBackend:
     """The softmax in plain PyTorch, on any device.
 
-    products: the type in which the matrix products take their factors, float32 or bfloat16 (sums stay in
-    float32); float64 rows compute in float64. tile: rows in a tile.
+    products: dtype of the inputs of matrix products, float32 or bfloat16; sums are float32. float64 class
+    weights are computed in float64. tile: class weights per tile.
     """
 
     name = "torch"
@@ -123,7 +134,7 @@ class TorchBackend:
     tile: int = 4096
 
     def __str__(self) -> str:
-        """Return what decides the last bits, as checkpoints have it."""
+        """Return the settings that determine the last bits, in the format of checkpoints."""
         settings = "".join(f"{f.name}={getattr(self, f.name)}, " for f in fields(self))
         return f"{self.name.capitalize()}Passes({settings}name={self.name!r})"
 
@@ -136,11 +147,11 @@ class TorchBackend:
         want_weighted: bool = True,
         keep: bool = False,
     ) -> Sums:
-        """Return the sums over all other classes.
+        """Return the sums over all classes other than the label.
 
-        fixed_shift: where logits are bounded, a number that keeps exp(z - shift) in range; None: the
-        running maximum of each sample. keep: keep the terms for the update in 16 bits (64 for float64
-        rows), B x n numbers; only done with a fixed shift.
+        fixed_shift: for bounded logits, a shift that keeps exp(z - shift) in range; None: use each sample's
+        running maximum. want_weighted: compute `Sums.weighted`. keep: with a fixed shift, keep B x n
+        exponentials in bfloat16 (float64 for float64 class weights) for the update.
         """
         unit = queries.unit
         batch, dimension = unit.shape
@@ -151,7 +162,7 @@ class TorchBackend:
         if keep and fixed_shift is not None:
             kept = unit.new_empty(batch, len(rows), dtype=_kept_type(unit.dtype))
         for tile in rows.tiles(self.tile):
-            w, _ = directions(rows, tile, unit)
+            w, _ = tile_weights(rows, tile, unit)
             z, slope = self._logits(rows, queries, w, tile)
             if fixed_shift is None:
                 raised = torch.maximum(shift, z.amax(dim=1))
@@ -174,11 +185,11 @@ class TorchBackend:
         return Sums(shift, total, weighted, kept)
 
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the rows of a tile [t, D], and of their biases [t] if there are any."""
+        """Return the gradients of the class weights of a tile [t, D], and of their biases [t] or None."""
         rows, queries = context.rows, context.queries
-        w, length = directions(rows, tile, queries.unit)
+        w, length = tile_weights(rows, tile, queries.unit)
         if context.kept is not None:
-            # A new tensor: what is kept serves a gradient norm and the update alike.
+            # Not in place: both the gradient norm and the update use the kept values.
             correction = (context.shift - context.log_total).exp()
             g = context.kept[:, tile].to(w.dtype) * correction[:, None]
         else:
@@ -192,11 +203,11 @@ class TorchBackend:
         g *= (context.weight * context.factor)[:, None]
         dw = self._product(g.T, queries.unit)
         if length is not None:
-            dw = through_normalisation(dw, w, length)
+            dw = normalisation_backward(dw, w, length)
         return dw, None if rows.bias is None else g.sum(dim=0)
 
     def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-        """Change the rows in play and their states, and return the gradients of the biases [n] or None."""
+        """Update the selected class weights and their states; return the biases' gradients [n] or None."""
         biases = []
         for tile in context.rows.tiles(self.tile):
             dw, db = self.gradients(context, tile)
@@ -205,15 +216,15 @@ class TorchBackend:
                 biases.append(db)
         return torch.cat(biases) if biases else None
 
-    def best(self, rows: Rows, queries: Queries) -> tuple[Tensor, Tensor]:
-        """Return the highest logit without margin [B] and its class's position, over the rows in play.
+    def best_class(self, rows: Rows, queries: Queries) -> tuple[Tensor, Tensor]:
+        """Return the highest logit without margin [B], and the index of its class among the selected ones.
 
-        Of equal ones the first counts. Without any row: -inf and 0.
+        The first class wins a tie. Without any class: -inf and 0.
         """
         value = queries.unit.new_full((len(queries.unit),), -torch.inf)
         position = torch.zeros_like(queries.target)
         for tile in rows.tiles(self.tile):
-            w, _ = directions(rows, tile, queries.unit)
+            w, _ = tile_weights(rows, tile, queries.unit)
             z = self._products_and_bias(rows, queries, w, tile) * queries.scale
             highest, index = z.max(dim=1)
             better = highest > value
@@ -221,11 +232,11 @@ class TorchBackend:
             position = torch.where(better, (index + tile.start) // rows.centers, position)
         return value, position
 
-    def closeness(self, rows: Rows, queries: Queries) -> Tensor:
-        """Return the highest product of each class with any sample of the batch, [n / K]."""
+    def max_similarity(self, rows: Rows, queries: Queries) -> Tensor:
+        """Return the highest similarity of each class to any sample of the batch, [n / K]."""
         scores = queries.unit.new_empty(len(rows) // rows.centers)
         for tile in rows.tiles(self.tile):
-            w, _ = directions(rows, tile, queries.unit)
+            w, _ = tile_weights(rows, tile, queries.unit)
             c = self._products_and_bias(rows, queries, w, tile)
             by_class = c.amax(dim=0).view(-1, rows.centers).amax(dim=1)
             scores[tile.start // rows.centers : tile.stop // rows.centers] = by_class
@@ -238,7 +249,7 @@ class TorchBackend:
         return c
 
     def _logits(self, rows: Rows, queries: Queries, w: Tensor, tile: slice) -> tuple[Tensor, Tensor | None]:
-        """Return z [B, t], -inf where nothing counts, and dz / dc / s where it is not 1."""
+        """Return z [B, t], -inf for labels and losing sub-centres, and dz / dc / s (None: all 1)."""
         c = self._products_and_bias(rows, queries, w, tile)
         z = c * queries.scale
         slope = None
@@ -264,14 +275,14 @@ class TorchBackend:
         a, b = a.to(self.products), b.to(self.products)
         if a.is_cuda:
             return torch.mm(a, b, out_dtype=torch.float32)
-        # torch's CPU products return the type of their factors; logits need the digits of the sums.
+        # On the CPU, a bfloat16 product returns bfloat16; logits need the precision of float32 sums.
         return a.float() @ b.float()
 
 
-def directions(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of a tile [t, D]; if they are to be of length 1, also their lengths before [t].
+def tile_weights(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the class weights of a tile [t, D], normalised if `rows.cosine`, and their norms [t] or None.
 
-    They come in the type and on the device of `like`. A row of zeros stays one.
+    dtype and device are those of `like`. Zero weights stay zero.
     """
     w = rows.weight[rows.positions(tile)].to(like.device, like.dtype)
     return normalised(w) if rows.cosine else (w, None)
@@ -289,10 +300,12 @@ def choose_backend(
     tile: int | None,
     batch: int,
 ) -> TorchBackend:
-    """Return the backend for a device; `kernels` is one of BACKENDS: 'auto', or one that must be used.
+    """Return the backend for a device.
 
-    products: float32 or bfloat16. tile: rows in a tile, None for a choice by the batch size alone, so
-    that it is the same in every run. Raises OptionError, with the reason, for kernels that cannot be used.
+    kernels: one of BACKENDS; 'auto' falls back to PyTorch with a warning. products: float32 or bfloat16.
+    tile: class weights per tile; None: chosen by the batch size only, so it is equal in every run.
+
+    Raises OptionError, with the reason, if the requested kernels cannot be used.
     """
     elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
     rows = tile or max(256, min(elements // 64, elements // max(1, batch)))
@@ -304,7 +317,8 @@ def choose_backend(
     if wanted == "native":
         from plsc.heads.kernels import native
 
-        reason = native.unavailable(products) if device.type == "cpu" else f"rows are on {device.type}"
+        is_on_cpu = device.type == "cpu"
+        reason = native.unavailable(products) if is_on_cpu else f"the head computes on {device.type}"
         if reason is None:
             return native.NativeBackend(products, rows, threads=torch.get_num_threads())
     else:
@@ -315,11 +329,11 @@ def choose_backend(
             return triton_backend.TritonBackend(products, rows)
     if kernels != "auto":
         raise OptionError(f"the {kernels} kernels of the head cannot be used: {reason}")
-    _announce(wanted, reason)
+    _warn_fallback(wanted, reason)
     return TorchBackend(products, rows)
 
 
 @functools.cache
-def _announce(kernels: str, reason: str) -> None:
-    """Say once why the head runs slower than it could."""
+def _warn_fallback(kernels: str, reason: str) -> None:
+    """Warn once that the head falls back to PyTorch."""
     warnings.warn(f"the head runs in plain PyTorch, without its {kernels} kernels: {reason}", stacklevel=4)

@@ -1,12 +1,12 @@
-"""From backward() of the head to the step of the optimizer of the class weights.
+"""How class weights are updated, from backward() of the head to the optimizer step.
 
-1. The forward pass makes a `ForwardContext` (softmax.py) and puts it into `HeadLoss`.
-2. backward() through that loss returns the gradient of the embeddings and saves the context, once
-   (`SavedContexts.save`). A head without such an optimizer gets whole gradients instead.
-3. `RowOptimizer.step` consumes the saved contexts (`SavedContexts.consume`), one for each micro-batch, and
-   computes from them the gradients of a tile of rows at a time. A skipped step discards them.
+1. The forward pass creates a `ForwardContext` (softmax.py) and passes it to `HeadLoss`.
+2. backward() through that loss returns the gradient of the embeddings and saves the context
+   (`SavedContexts.save`). Without a row optimizer, it computes the gradients of all class weights instead.
+3. `RowOptimizer.step` consumes the saved contexts (`SavedContexts.consume`), one per micro-batch. It computes
+   gradients and updates one tile of class weights at a time. A skipped step discards the contexts.
 
-optimizers.py has the optimizers to choose from; how a tile of rows changes is in rules.py.
+optimizers.py has the optimizers, rules.py the update formulas.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ import torch
 from torch import Tensor
 
 from plsc.errors import CheckpointError, OptionError
-from plsc.heads.geometry import through_normalisation
+from plsc.heads.geometry import normalisation_backward
 from plsc.heads.margins import Margin
 from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.softmax import ForwardContext
-from plsc.heads.weights import Rows, States, bring_back, fetch_states, hash_key, read_dtype
+from plsc.heads.weights import Rows, States, copy_states_to_device, read_dtype, write_back
 from plsc.parallel.collectives import ScatteredSum, sum_over_ranks
+from plsc.seeds import hash_key
 
 if TYPE_CHECKING:
     from plsc.heads.sharded import ShardedHead
 
-_MANY_CONTEXTS = 256  # more micro-batches than anyone accumulates
+_MANY_CONTEXTS = 256  # more than any reasonable number of micro-batches
 
 
 class SavedContexts(list[ForwardContext]):
-    """The contexts that backward() saved since the last step of the optimizer of the class weights.
+    """The forward contexts that backward() saved since the last step of the row optimizer.
 
-    The protocol between a head and that optimizer: the head calls `begin` in each forward pass in training
-    and `save` in each backward pass; the optimizer calls `consume` when it steps, or `discard`.
+    The protocol between a head and its row optimizer: the head calls `begin` in each training forward pass
+    and `save` in each backward pass; the optimizer calls `consume` in step(), or `discard` in skip().
 
     Attributes:
-        has_consumer: an optimizer has been made for the head: backward() saves contexts for it.
-        step: steps so far; keys sampling and rounding.
+        has_consumer: the head has a row optimizer, so backward() saves contexts.
+        step: number of steps so far; seeds sampling and stochastic rounding.
     """
 
     def __init__(self, margin: Margin) -> None:
@@ -50,27 +51,27 @@ class SavedContexts(list[ForwardContext]):
         self.has_consumer = False
         self.step = 0
         self._margin = margin
-        self._statistics: dict[str, Tensor] | None = None  # the margin's, before this step
+        self._statistics: dict[str, Tensor] | None = None  # the margin's buffers before this step
 
     def begin(self) -> None:
-        """Keep the margin's running statistics of before the step, for `discard`."""
+        """Save the margin's running statistics before the step, for `discard`."""
         if self._statistics is None:
             state = self._margin.state_dict()
             self._statistics = {name: value.clone() for name, value in state.items()}
 
     def save(self, context: ForwardContext) -> None:
-        """Keep a context until the step; warn where the steps seem to be forgotten."""
+        """Keep a context until the next step; warn if step() is apparently never called."""
         self.append(context)
         if len(self) == _MANY_CONTEXTS:
             warnings.warn(
-                f"{len(self)} backward passes went through the head since its row optimizer last stepped, so "
-                "the class weights do not learn and memory grows; call step() (or skip()) of the row "
-                "optimizer after each step of the backbone's optimizer",
+                f"{len(self)} backward passes since the last step of the row optimizer: the class weights "
+                "are not trained and memory grows; call step() or skip() of the row optimizer after each "
+                "step of the backbone's optimizer",
                 stacklevel=2,
             )
 
     def consume(self) -> list[ForwardContext]:
-        """Return all contexts, for one update; the next step begins."""
+        """Return and remove all contexts, and start the next step."""
         contexts = list(self)
         self.clear()
         self._statistics = None
@@ -78,41 +79,44 @@ class SavedContexts(list[ForwardContext]):
         return contexts
 
     def discard(self) -> None:
-        """Drop all contexts and restore the margin's running statistics; the next step begins."""
+        """Drop all contexts, restore the margin's running statistics, and start the next step."""
         if self._statistics is not None:
             self._margin.load_state_dict(self._statistics)
         self.consume()
 
 
 def rows_of(contexts: list[ForwardContext]) -> Rows:
-    """Return the rows that took part in any of the forward passes, at home."""
-    homes = [context.home for context in contexts]
-    if homes[0].selected is None:
-        return homes[0]
-    selected = torch.cat([home.selected for home in homes if home.selected is not None])
-    return dataclasses.replace(homes[0], selected=torch.unique(selected))
+    """Return the stored rows that any of the forward passes selected."""
+    every = [context.stored for context in contexts]
+    if every[0].selected is None:
+        return every[0]
+    selected = torch.cat([stored.selected for stored in every if stored.selected is not None])
+    return dataclasses.replace(every[0], selected=torch.unique(selected))
 
 
 def summed_gradients(
     contexts: list[ForwardContext], rows: Rows
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield each tile of `rows_of` with the gradients of its rows [t, D] and biases [t], summed."""
+    """Yield (tile, gradient [t, D], gradient of the biases [t] or None), summed over the contexts.
+
+    rows: from `rows_of`.
+    """
     for tile in rows.tiles(contexts[0].backend.tile):
         count, unit = tile.stop - tile.start, contexts[0].queries.unit
         dw = unit.new_zeros(count, unit.shape[1])
         db = None if rows.bias is None else unit.new_zeros(count)
         for context in contexts:
-            part, places = _part_of(context, rows, tile)
+            part, index = _overlap(context, rows, tile)
             more, more_biases = context.backend.gradients(context, part)
-            dw[places] += more
+            dw[index] += more
             if db is not None and more_biases is not None:
-                db[places] += more_biases
+                db[index] += more_biases
         yield tile, dw, db
 
 
-def _part_of(context: ForwardContext, rows: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
-    """Return which rows of a context are in a tile of all rows, and where in the tile."""
-    mine = context.home.selected
+def _overlap(context: ForwardContext, rows: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
+    """Return which selected rows of a context are in a tile of `rows`, and their indices in the tile."""
+    mine = context.stored.selected
     if rows.selected is None or mine is None:
         return tile, slice(None)
     wanted = rows.selected[tile]
@@ -124,9 +128,9 @@ def _part_of(context: ForwardContext, rows: Rows, tile: slice) -> tuple[slice, T
 
 @dataclass
 class EmbeddingGradient:
-    """The gradient of this rank's embeddings while it is communicated.
+    """The gradient of this rank's embeddings, while its reduce-scatter runs.
 
-    unit [b, D], length [b]: of the local embeddings; radial [b]: the slope of the loss in |x|, or None.
+    unit [b, D], length [b]: of the local embeddings. radial [b]: dL / d|x|, or None.
     """
 
     scattered: ScatteredSum
@@ -135,17 +139,17 @@ class EmbeddingGradient:
     radial: Tensor | None
 
     def wait(self) -> Tensor:
-        """Return dL / dx [b, D]: tangential, as the norm does not count, but for `radial`."""
+        """Wait for the reduce-scatter and return dL / dx [b, D]."""
         de = self.scattered.wait()
         if self.length is not None:
-            de = through_normalisation(de, self.unit, self.length)
+            de = normalisation_backward(de, self.unit, self.length)
         if self.radial is not None:
             de = de + self.radial[:, None] * self.unit
         return de
 
 
 class HeadLoss(torch.autograd.Function):
-    """Hands the loss of a forward pass to autograd; once, as the rows may have changed afterwards."""
+    """Connects the loss of a forward pass to autograd; backward() works once per forward pass."""
 
     @staticmethod
     def forward(
@@ -158,18 +162,18 @@ class HeadLoss(torch.autograd.Function):
         context: ForwardContext,
         gradient: EmbeddingGradient | None,
     ) -> Tensor:
-        """Return the loss as it is."""
+        """Return the loss."""
         ctx.parts = (head, context, gradient)
         ctx.like = embeddings.dtype
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that exist, and save the context for the optimizer of the class weights."""
+        """Return the gradients, and save the context for the row optimizer if there is one."""
         if ctx.parts is None:
             raise RuntimeError(
-                "backward() a second time through the same forward pass of the head; call the head again "
-                "(the first backward() has handed its parts to the update of the rows)"
+                "backward() was called twice for the same forward pass of the head; call the head again "
+                "before the second backward()"
             )
         head, context, gradient = ctx.parts
         ctx.parts = None
@@ -183,33 +187,32 @@ class HeadLoss(torch.autograd.Function):
             if head.contexts.has_consumer:
                 head.contexts.save(context)
             else:
-                to_weight, to_bias = _whole_gradients(head, context)
+                to_weight, to_bias = _full_gradients(head, context)
                 head.contexts.step += 1
         return to_embeddings, to_weight, to_bias, None, None, None, None
 
 
-def _whole_gradients(head: ShardedHead, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of all rows and biases of this rank, zero for those that took no part."""
+def _full_gradients(head: ShardedHead, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of all class weights and biases of this rank; zero for classes not sampled."""
     weight = torch.zeros_like(head.weight)
     bias = None if head.bias is None else torch.zeros_like(head.bias)
     flat = weight.view(-1, weight.shape[-1])
-    for tile, dw, db in summed_gradients([context], context.home):
-        places = context.home.positions(tile)
-        flat[places] = dw.to(flat)
+    for tile, dw, db in summed_gradients([context], context.stored):
+        index = context.stored.positions(tile)
+        flat[index] = dw.to(flat)
         if bias is not None and db is not None:
-            bias[places] = db.to(bias)
+            bias[index] = db.to(bias)
     return weight, bias
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Base: updates the rows of a head from the forward passes that were backpropagated since the last step.
+    """Base class of the optimizers of class weights.
 
-    A torch optimizer over the head's parameters, so learning-rate schedules and state dicts work, but
-    `step()` consumes saved contexts instead of `.grad`: each row is read, changed and written once, and no
-    gradient of all rows exists.
+    A torch optimizer over the head's parameters, so learning-rate schedules and state dicts work. But
+    `step()` consumes saved contexts instead of `.grad`: it reads and writes each class weight once, and never
+    allocates the gradient of all class weights. Several backward passes before a step accumulate.
 
-    head: from now on its backward() leaves no `weight.grad`. Several passes before a step accumulate.
-    Raises OptionError for settings out of range.
+    head: its backward() no longer sets `weight.grad`. Raises OptionError for settings out of range.
     """
 
     kind: str
@@ -240,11 +243,11 @@ class RowOptimizer(torch.optim.Optimizer):
         grad_scale: float = 1.0,
         clip: float | Tensor = 1.0,
     ) -> Any:
-        """Update the rows, and begin the next step. Not a collective.
+        """Update the class weights and start the next step. Not a collective.
 
-        grad_scale: what the loss was multiplied with before backward() (GradScaler.get_scale()); the rows
-        are updated as if it had been 1. clip: multiplies the gradients, see `gradient_norm`; a scalar
-        tensor on a GPU is not waited for.
+        grad_scale: factor by which the loss was multiplied before backward() (GradScaler.get_scale()); the
+        gradients are divided by it. clip: factor for the gradients, see `gradient_norm`; a scalar tensor
+        avoids a synchronisation with the GPU.
         """
         outcome = None
         if closure is not None:
@@ -268,15 +271,15 @@ class RowOptimizer(torch.optim.Optimizer):
         return outcome
 
     def skip(self) -> None:
-        """Leave the rows as they are (an overflow): forget the gradients, restore running statistics."""
+        """Skip this update, for example after an overflow: drop gradients, restore running statistics."""
         self.head.contexts.discard()
 
     @torch.no_grad()
     def gradient_norm(self, grad_scale: float = 1.0) -> Tensor:
-        """Return the 2-norm of the gradient of all rows of all ranks, a scalar; a collective.
+        """Return the 2-norm of the gradient of the class weights of all ranks, a scalar; a collective.
 
-        It costs one more pass over the rows. Nothing is changed. For clipping over all parameters, add
-        its square to that of the backbone's.
+        Costs one more pass over the class weights. To clip the norm over all parameters, add its square to
+        that of the backbone's norm.
         """
         contexts = list(self.head.contexts)
         device = contexts[0].log_total.device if contexts else self.head.weight.device
@@ -289,20 +292,20 @@ class RowOptimizer(torch.optim.Optimizer):
         return sum_over_ranks(total, self.head.group).sqrt() / grad_scale
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the settings and states of `state_dict()`, in place and in the types they have here.
+        """Restore settings and states from `state_dict()`, in place.
 
-        Raises CheckpointError for states of another optimizer, head or rank count.
+        Raises CheckpointError for states of another optimizer, head or number of ranks.
         """
         (group, *others), saved = state_dict["param_groups"], state_dict["state"]
         states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
-        theirs, mine = (
+        found, expected = (
             [{name: f"{t.dtype} {list(t.shape)}" for name, t in one.items()} for one in every]
             for every in (saved.values(), states)
         )
-        if others or theirs != mine:
+        if others or found != expected:
             raise CheckpointError(
-                f"the states of the row optimizer are {theirs}; expected {mine} on this rank: make it with "
-                "the settings, and on the ranks, that it was saved with"
+                f"the states of the row optimizer are {found}; expected {expected} on this rank: use the "
+                "optimizer settings and the number of ranks that it was saved with"
             )
         for state, values in zip(states, saved.values(), strict=True):
             for name, tensor in state.items():
@@ -310,19 +313,19 @@ class RowOptimizer(torch.optim.Optimizer):
         self.param_groups[0].update((n, value) for n, value in group.items() if n != "params")
 
     def _update(self, context: ForwardContext, rule: Rule) -> None:
-        """Update from one forward pass."""
-        rows, home = context.rows, context.home
-        is_away = rows is not home
+        """Update from one forward context."""
+        rows, stored = context.rows, context.stored
+        is_offloaded = rows is not stored
         states = self._states(self.head.weight)
-        here = fetch_states(states, home, rows.weight.device) if is_away else states
-        biases = context.backend.update(context, rule, here)
-        if is_away:
-            bring_back(rows, home, here, states)
+        copies = copy_states_to_device(states, stored, rows.weight.device) if is_offloaded else states
+        biases = context.backend.update(context, rule, copies)
+        if is_offloaded:
+            write_back(rows, stored, copies, states)
         if biases is not None:
-            self._update_biases(home, biases, rule)
+            self._update_biases(stored, biases, rule)
 
     def _accumulate(self, contexts: list[ForwardContext], rule: Rule) -> None:
-        """Update from several passes: each row of any of them once, by the sum of its gradients."""
+        """Update from several forward contexts with the sum of their gradients."""
         rows, states, biases = rows_of(contexts), self._states(self.head.weight), []
         for tile, dw, db in summed_gradients(contexts, rows):
             apply_rule(rule, rows, tile, dw, states)
@@ -332,7 +335,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._update_biases(rows, torch.cat(biases), rule)
 
     def _update_biases(self, rows: Rows, gradients: Tensor, rule: Rule) -> None:
-        """Update the biases of the rows in play: rows of one number, in full precision."""
+        """Update the biases of the selected rows, as rows with one column in full precision."""
         bias = self.head.bias
         assert bias is not None
         as_rows = Rows(bias.detach()[:, None], selected=rows.selected, first_row=rows.first_row)
@@ -344,7 +347,7 @@ class RowOptimizer(torch.optim.Optimizer):
         apply_rule(rule, as_rows, every, gradients.to(bias.device)[:, None], states)
 
     def _states(self, parameter: Tensor) -> States:
-        """Return the states of a parameter with the rows in the first dimension, sub-centres among them."""
+        """Return the states of a parameter, with classes and sub-centres flattened into one dimension."""
         states = self.state[parameter]
         if parameter.ndim < 3:
             return dict(states)
@@ -352,7 +355,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return {name: state.view(rows, *state.shape[2:]) for name, state in states.items()}
 
     def _zeros(self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False) -> Tensor:
-        """Return zeros of the parameter's shape, or one per row; biases have theirs in full precision."""
+        """Return zeros of the parameter's shape, or [rows] if `per_row`; for biases in full precision."""
         shape = parameter.shape[:-1] if per_row and parameter.ndim > 1 else parameter.shape
         kept = parameter.dtype if parameter is self.head.bias else self._dtype
         return parameter.new_zeros(shape, dtype=dtype or kept)

@@ -1,4 +1,4 @@
-"""The class weights of a rank: their first values, the rows of a step, and rows kept in CPU memory."""
+"""The class weights of a rank: initial values, the selection used in a step, and offload to CPU memory."""
 
 from __future__ import annotations
 
@@ -12,34 +12,24 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
+from plsc.seeds import hash_key
 from plsc.spans import span
 
 States = dict[str, Tensor]
-"""The optimizer's state of all rows by name, first dimension the rows."""
+"""Optimizer states by name; the first dimension of each is that of the class weights."""
 
 ROW_DTYPES = ("float32", "bfloat16", "float64")
 
 _BLOCK = 4096
-_STANDARD_DEVIATION = 0.01  # of every element, as in the margin-softmax code bases
+_STANDARD_DEVIATION = 0.01  # as in other implementations of margin softmax
 
 
 def read_dtype(name: str, value: str | torch.dtype, known: tuple[str, ...]) -> torch.dtype:
-    """Return one of the `known` types, given as torch's or by its name."""
+    """Return the torch.dtype for a name or dtype; OptionError unless it is one of `known`."""
     text = str(value).removeprefix("torch.")
     if text not in known:
         raise OptionError(f"{name} is {value!r}; expected one of {', '.join(known)}")
     return getattr(torch, text)
-
-
-def hash_key(*parts: int) -> int:
-    """Return a 64-bit seed for these integers, in this order: SplitMix64, as everywhere in plsc."""
-    key, mask = 0, 2**64 - 1
-    for part in parts:
-        z = ((key ^ (part & mask)) + 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        key = z ^ (z >> 31)
-    return key
 
 
 def initial_rows(
@@ -50,12 +40,12 @@ def initial_rows(
     dtype: torch.dtype = torch.float32,
     norm: float | None = None,
 ) -> Tensor:
-    """Return normal rows [stop - start, emb_size] on the CPU, drawn in float32.
+    """Return normally distributed class weights [stop - start, emb_size] on the CPU, drawn in float32.
 
-    norm: expected norm of a row; None: each element has the standard deviation 0.01.
+    norm: expected norm of the weights of a class; None: a standard deviation of 0.01.
 
-    Each block of 4096 classes has its own generator, so that a class gets the same row on any number of
-    ranks. Threads draw a block each: 6e7 rows of 512 numbers take one core five minutes.
+    Each block of 4096 classes has its own generator, so a class gets the same weights on any number of ranks.
+    Threads draw the blocks in parallel: 6e7 x 512 values take five minutes on one core.
     """
     rows = torch.empty(stop - start, emb_size, dtype=dtype)
     deviation = _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
@@ -75,12 +65,16 @@ def initial_rows(
 
 @dataclass
 class Rows:
-    """The rows of this rank that take part in a step.
+    """The class weights of this rank, one row per class (or sub-centre), and which of them a step uses.
 
-    weight: [rows, D], float64, float32 or bfloat16. bias: [rows] or None. selected: int64 [n], ascending,
-    the positions of the n rows that take part; None: all. centers: K rows in sequence make one class.
-    cosine: whether rows and embeddings are normalised. first_row: the global number of ``weight[0]``.
-    is_compact: `weight` and `bias` hold the selected rows only, in their order: copies on another device.
+    Attributes:
+        weight: [rows, D], float64, float32 or bfloat16.
+        bias: [rows] or None.
+        selected: indices of the n selected rows, int64 [n], sorted; None: all rows.
+        centers: number of consecutive rows that form one class, K.
+        cosine: whether class weights and embeddings are normalised.
+        first_row: global index of ``weight[0]``.
+        is_compact: `weight` and `bias` contain only the selected rows (copies on another device).
     """
 
     weight: Tensor
@@ -95,66 +89,66 @@ class Rows:
         return len(self.weight) if self.selected is None else len(self.selected)
 
     def of_classes(self, classes: Tensor) -> Rows:
-        """Return the same rows with those of some classes in play; int64, ascending."""
+        """Return a copy that selects the rows of these classes, sorted int64; `weight` is shared."""
         offsets = torch.arange(self.centers, device=classes.device)
         selected = (classes[:, None] * self.centers + offsets).flatten()
         return dataclasses.replace(self, selected=selected)
 
     def tiles(self, rows: int) -> Iterator[slice]:
-        """Yield slices of about `rows` of the n rows; none cuts through a class."""
+        """Yield slices of about `rows` selected rows; a class is never split."""
         step = max(1, rows // self.centers) * self.centers
         for start in range(0, len(self), step):
             yield slice(start, min(start + step, len(self)))
 
     def positions(self, tile: slice) -> Tensor | slice:
-        """Return where the rows of a tile lie in `weight`."""
+        """Return the indices in `weight` of the rows of a tile."""
         if self.selected is None or self.is_compact:
             return tile
         return self.selected[tile]
 
-    def numbers(self, tile: slice) -> Tensor:
-        """Return the global numbers of the rows of a tile, int64."""
+    def global_indices(self, tile: slice) -> Tensor:
+        """Return the global indices of the rows of a tile, int64."""
         if self.selected is not None:
             return self.selected[tile] + self.first_row
         start, stop = tile.start + self.first_row, tile.stop + self.first_row
         return torch.arange(start, stop, device=self.weight.device)
 
 
-# Offload: the rows of a step are copied from CPU memory (their home) to the device, and back when changed.
+# Offload: the selected class weights are copied from CPU memory to the device, and back after the update.
 
 
 @span("copy to device")
-def fetch(home: Rows, device: torch.device) -> Rows:
-    """Return a copy on the device of the rows in play; `selected` still names their places at home."""
-    selected = _places(home)
+def copy_to_device(stored: Rows, device: torch.device) -> Rows:
+    """Return a copy of the selected rows on the device; `selected` still indexes the stored weights."""
+    selected = _selected_indices(stored)
     return dataclasses.replace(
-        home,
-        weight=_copy_of(home.weight, selected, device),
-        bias=None if home.bias is None else _copy_of(home.bias, selected, device),
+        stored,
+        weight=_copy_of(stored.weight, selected, device),
+        bias=None if stored.bias is None else _copy_of(stored.bias, selected, device),
         selected=selected.to(device),
         is_compact=True,
     )
 
 
 @span("copy to device")
-def fetch_states(states: States, home: Rows, device: torch.device) -> States:
-    """Return copies on the device of the states of the rows in play."""
-    return {name: _copy_of(state, _places(home), device) for name, state in states.items()}
+def copy_states_to_device(states: States, stored: Rows, device: torch.device) -> States:
+    """Return copies of the states of the selected rows on the device."""
+    return {name: _copy_of(state, _selected_indices(stored), device) for name, state in states.items()}
 
 
 @span("copy to device")
-def bring_back(rows: Rows, home: Rows, copies: States, states: States) -> None:
-    """Write the rows in play and their states back to where `fetch` found them."""
-    selected = _places(home)
-    home.weight.index_copy_(0, selected, rows.weight.to(home.weight.device))
+def write_back(rows: Rows, stored: Rows, copies: States, states: States) -> None:
+    """Write the updated copies of class weights and states back to the stored ones."""
+    selected = _selected_indices(stored)
+    stored.weight.index_copy_(0, selected, rows.weight.to(stored.weight.device))
     for name, copy in copies.items():
         states[name].index_copy_(0, selected, copy.to(states[name].device))
 
 
-def _places(home: Rows) -> Tensor:
-    if home.selected is not None:
-        return home.selected
-    return torch.arange(len(home.weight), device=home.weight.device)
+def _selected_indices(stored: Rows) -> Tensor:
+    if stored.selected is not None:
+        return stored.selected
+    return torch.arange(len(stored.weight), device=stored.weight.device)
 
 
 def _copy_of(tensor: Tensor, selected: Tensor, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
-"""Networks that turn images into embeddings."""
+"""Networks (backbones) that map images to embeddings."""
 
 from plsc.models.base_model import BaseModel
+from plsc.models.checkpointing import find_blocks
 from plsc.models.dry_run import check_model, describe
 from plsc.models.registry import build_model, load_custom
 
@@ -9,5 +10,6 @@ __all__ = [
     "build_model",
     "check_model",
     "describe",
+    "find_blocks",
     "load_custom",
 ]

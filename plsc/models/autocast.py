@@ -1,4 +1,4 @@
-"""What of a network runs in 16 bits: autocast, and lists of modules and operators in types of their own."""
+"""Mixed precision: autocast, and lists of modules and operators with a fixed dtype."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from plsc.config.runtime import check_apart
 from plsc.errors import OptionError, did_you_mean
 from plsc.models.base_model import ForwardWrapper
 
-# Layers in which operators are not seen: those of plsc that compute them without calling torch's, and torch's
-# attention, which is one function of torch's with the others inside.
+# Layers whose operators a TorchFunctionMode does not see: layers of plsc with their own implementation, and
+# torch's attention, which is a single function.
 _LAYERS: dict[str, type[nn.Module]] = {
     "batch_norm": _BatchNorm,
     "conv2d": nn.Conv2d,
@@ -31,10 +31,7 @@ _LAYERS: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class PrecisionLists:
-    """Two lists of `AutoMixedPrecisionLists`, looked up in a network.
-
-    Modules are named as in `named_modules`.
-    """
+    """The lists of `AutoMixedPrecisionLists`, resolved to the modules (by qualified name) and operators."""
 
     white_modules: list[str] = field(default_factory=list)
     black_modules: list[str] = field(default_factory=list)
@@ -42,64 +39,64 @@ class PrecisionLists:
     black_operators: list[str] = field(default_factory=list)
 
     @staticmethod
-    def look_up(network: nn.Module, white: Sequence[str], black: Sequence[str]) -> PrecisionLists:
-        """Return what the names mean in a network.
+    def resolve(network: nn.Module, white: Sequence[str], black: Sequence[str]) -> PrecisionLists:
+        """Resolve the names of both lists in a network.
 
-        Raises OptionError for a name that means nothing, with near ones, and for modules that both lists
-        name.
+        Raises OptionError for a name that matches nothing, and for modules that are in both lists.
         """
         check_apart(white, black)
-        white_modules, white_operators = _look_up(network, "white_list", white)
-        black_modules, black_operators = _look_up(network, "black_list", black)
+        white_modules, white_operators = _resolve(network, "white_list", white)
+        black_modules, black_operators = _resolve(network, "black_list", black)
         both = [name for name in white_modules if name in black_modules]
         if both:
             raise OptionError(
-                f"both precision.white_list and precision.black_list name {both[0] or 'the whole network'}"
-                f"{f' and {len(both) - 1} more modules' if len(both) > 1 else ''}; leave each in one of them"
+                f"precision.white_list and precision.black_list both match {both[0] or 'the whole network'}"
+                f"{f' and {len(both) - 1} more modules' if len(both) > 1 else ''}; remove them from one list"
             )
         return PrecisionLists(white_modules, black_modules, white_operators, black_operators)
 
 
 def apply_lists(network: nn.Module, lists: PrecisionLists, dtype: torch.dtype, device: torch.device) -> None:
-    """Let a network's modules follow the lists whenever it is called with autocast on, in place.
+    """Apply the lists to a network in place; they take effect when it is called under autocast.
 
-    A module of the black list, and all within it, computes in float32, one of the white list in `dtype`; of
-    modules within each other the innermost decides (within one in float32 its result is float32 again), and
-    for an operator that is named itself its name does. Parameters and state dicts stay what they are. It is
-    the ``forward`` of single modules that is wrapped, so that what activation checkpointing computes again
-    goes the same way; `plsc.models.base_model.unwrap` takes it back.
+    A module of the black list, with its submodules, computes in float32, a module of the white list in
+    `dtype`. For nested modules, the innermost entry applies; inside a float32 module its output is cast back
+    to float32. An operator's own entry has precedence. Parameters and state dicts do not change.
+
+    Wraps the ``forward`` of single modules, so that activation checkpointing repeats the same casts.
+    `plsc.models.base_model.unwrap` reverts it.
     """
     white, black = (
         tuple(_LAYERS[name] for name in names if name in _LAYERS)
         for names in (lists.white_operators, lists.black_operators)
     )
     operators = (lists.white_operators, lists.black_operators)
-    watch = OperatorPrecision(*operators, dtype, device.type) if any(operators) else None
-    scope = _Scope(device.type, watch)
+    mode = OperatorPrecision(*operators, dtype, device.type) if any(operators) else None
+    call = _NetworkCall(device.type, mode)
     for name, module in network.named_modules():
-        kinds: list[torch.dtype | None] = []
+        dtypes: list[torch.dtype | None] = []
         if isinstance(module, white + black):
-            kinds.append(torch.float32 if isinstance(module, black) else dtype)
+            dtypes.append(torch.float32 if isinstance(module, black) else dtype)
         if name in lists.white_modules:
-            kinds.append(dtype)
+            dtypes.append(dtype)
         if name in lists.black_modules:
-            kinds.append(torch.float32)
-        if watch is not None and not kinds:
-            kinds.append(None)
-        for kind in kinds:
-            module.forward = _Listed(module.forward, scope, kind)
-    network.forward = _Entered(network.forward, scope)
+            dtypes.append(torch.float32)
+        if mode is not None and not dtypes:
+            dtypes.append(None)
+        for one in dtypes:
+            module.forward = _ModuleForward(module.forward, call, one)
+    network.forward = _NetworkForward(network.forward, call)
 
 
 def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a network runs in a mode: 'float32', 'float16' or 'bfloat16'."""
+    """Return the autocast context of a precision mode: 'float32' (no autocast), 'float16' or 'bfloat16'."""
     if mode == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, mode))
 
 
-def _look_up(network: nn.Module, option: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the modules and the operators that names mean."""
+def _resolve(network: nn.Module, option: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the modules and the operators that match the names."""
     modules = {name: type(module).__name__ for name, module in network.named_modules()}
     found: dict[str, None] = {}
     operators = [name for name in names if name in OPERATORS]
@@ -112,83 +109,83 @@ def _look_up(network: nn.Module, option: str, names: Sequence[str]) -> tuple[lis
         if not mine and pattern not in OPERATORS:
             near = did_you_mean(pattern, [*OPERATORS, *modules.values(), *filter(None, modules)])
             raise OptionError(
-                f"precision.{option} has {pattern!r}, which is no name or class of a module of "
-                f"{type(network).__name__}{near}; nor is it an operator: {', '.join(OPERATORS)}"
+                f"precision.{option} has {pattern!r}, which matches no module name or class of "
+                f"{type(network).__name__}{near}; operators: {', '.join(OPERATORS)}"
             )
         found.update(dict.fromkeys(mine))
     return list(found), operators
 
 
-class _Scope:
-    """Whether the network was last called with autocast on, and the watch over the operators, if any.
+class _NetworkCall:
+    """Whether autocast was on in the last call of the network, and the operator mode if there is one.
 
-    A backward pass that computes a part of the network again belongs to that call, perhaps in another thread.
+    Recomputation in the backward pass belongs to that call, and may run in another thread.
     """
 
-    def __init__(self, device: str, watch: OperatorPrecision | None) -> None:
+    def __init__(self, device: str, mode: OperatorPrecision | None) -> None:
         self.device = device
-        self.is_on = False
-        self._watch = watch
+        self.is_autocast = False
+        self._mode = mode
         self._threads: set[int] = set()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Have the operators watched, once in a thread."""
+    def operator_mode(self) -> Iterator[None]:
+        """Enter the operator mode unless this thread already has."""
         thread = threading.get_ident()
-        if self._watch is None or thread in self._threads:
+        if self._mode is None or thread in self._threads:
             yield
             return
         self._threads.add(thread)
         try:
-            with self._watch:
+            with self._mode:
                 yield
         finally:
             self._threads.discard(thread)
 
 
-class _Entered(ForwardWrapper):
-    """The forward of the whole network: sees whether autocast is on."""
+class _NetworkForward(ForwardWrapper):
+    """The forward of the whole network: records whether autocast is on."""
 
-    def __init__(self, inner: Callable[..., Any], scope: _Scope) -> None:
+    def __init__(self, inner: Callable[..., Any], call: _NetworkCall) -> None:
         super().__init__(inner)
-        self._scope = scope
+        self._call = call
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        self._scope.is_on = torch.is_autocast_enabled(self._scope.device)
+        self._call.is_autocast = torch.is_autocast_enabled(self._call.device)
         return self.inner(*inputs, **named)
 
 
-class _Listed(ForwardWrapper):
-    """A module's forward with the operators in it watched, and in a type of its own if it has one."""
+class _ModuleForward(ForwardWrapper):
+    """The forward of a module: enters the operator mode, and applies the dtype of its list if it has one."""
 
-    def __init__(self, inner: Callable[..., Any], scope: _Scope, dtype: torch.dtype | None) -> None:
+    def __init__(self, inner: Callable[..., Any], call: _NetworkCall, dtype: torch.dtype | None) -> None:
         super().__init__(inner)
-        self._scope = scope
+        self._call = call
         self._dtype = dtype
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        scope, dtype = self._scope, self._dtype
-        if not scope.is_on:
+        call, dtype = self._call, self._dtype
+        if not call.is_autocast:
             return self.inner(*inputs, **named)
-        with scope.watching():
+        with call.operator_mode():
             if dtype is None:
                 return self.inner(*inputs, **named)
             is_16_bits = dtype is not torch.float32
-            is_within_float32 = not torch.is_autocast_enabled(scope.device)
+            is_within_float32 = not torch.is_autocast_enabled(call.device)
             autocast_type = dtype if is_16_bits else None
-            with torch.autocast(scope.device, dtype=autocast_type, enabled=is_16_bits):
+            with torch.autocast(call.device, dtype=autocast_type, enabled=is_16_bits):
                 result = self.inner(*cast(inputs, dtype), **cast(named, dtype))
             return cast(result, torch.float32) if is_within_float32 else result
 
 
-_NAMED_ALIKE = (
+_SAME_NAME = (
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
     "batch_norm", "layer_norm", "group_norm", "instance_norm", "normalize", "softmax", "log_softmax", "prelu",
     "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sum", "mean", "avg_pool2d", "adaptive_avg_pool2d",
     "max_pool2d", "interpolate",
 )  # fmt: skip
 OPERATORS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in _NAMED_ALIKE},
+    **{name: (name,) for name in _SAME_NAME},
     "matmul": ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"),
     "attention": ("scaled_dot_product_attention",),
     "relu": ("relu", "relu_"),
@@ -196,16 +193,16 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "add": ("add", "__add__", "__radd__"),
     "mul": ("mul", "__mul__", "__rmul__"),
 }
-"""Names of operators, and of the functions of torch and methods of tensors that they stand for."""
+"""Operator names of the lists, and the torch functions and tensor methods they stand for."""
 
 INPUT_ONLY = ("batch_norm", "instance_norm")
-"""Operators of which the input alone changes its type: their statistics are float32 whatever comes in."""
+"""Operators for which only the input is cast: their statistics must be float32."""
 
 
 class OperatorPrecision(TorchFunctionMode):
-    """While it is entered, the named operators compute in the type that is theirs, whatever autocast says.
+    """A mode in which the named operators compute in a fixed dtype, independent of autocast.
 
-    white: in `dtype`, 16 bits; black: in float32. It costs some microseconds for each call of torch.
+    white: operators in `dtype` (16 bits). black: operators in float32. Costs microseconds per torch call.
     """
 
     def __init__(
@@ -227,17 +224,17 @@ class OperatorPrecision(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the function; torch calls this for each of its own."""
+        """Call a torch function with cast arguments."""
         kwargs = kwargs or {}
         wanted = self._types.get(getattr(func, "__name__", ""))
         if wanted is None:
             return func(*args, **kwargs)
-        kind, input_only = wanted
+        dtype, input_only = wanted
         if input_only:
-            args = (*cast(args[:1], kind), *args[1:])
-            kwargs = {k: cast(v, kind) if k == "input" else v for k, v in kwargs.items()}
+            args = (*cast(args[:1], dtype), *args[1:])
+            kwargs = {k: cast(v, dtype) if k == "input" else v for k, v in kwargs.items()}
         else:
-            args, kwargs = cast(args, kind), cast(kwargs, kind)
+            args, kwargs = cast(args, dtype), cast(kwargs, dtype)
         is_within_float32 = not torch.is_autocast_enabled(self._device)
         with torch.autocast(self._device, enabled=False):
             result = func(*args, **kwargs)
@@ -245,7 +242,7 @@ class OperatorPrecision(TorchFunctionMode):
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Return values, however nested, with their tensors of 16 or 32 floating bits in `dtype`."""
+    """Cast the float16, bfloat16 and float32 tensors in a nested structure to `dtype`."""
 
     def convert(value: Any) -> Any:
         is_cast = isinstance(value, Tensor) and value.dtype in _FLOATS

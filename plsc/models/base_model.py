@@ -1,4 +1,4 @@
-"""What every backbone is: an `nn.Module` that turns images into embeddings."""
+"""The base class of backbones, and functions that work on any backbone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 
 
 class BaseModel(nn.Module):
-    """Base class of the networks of plsc and of users.
+    """Base class of all backbones, built-in and custom.
 
-    Make the layers in ``__init__`` and use them in `build_network`, which runs on every forward pass::
+    Create the layers in ``__init__`` and call them in `build_network`, which runs in every forward pass::
 
         class MyModel(BaseModel):
             def __init__(self, emb_size=512):
@@ -31,19 +31,21 @@ class BaseModel(nn.Module):
             def build_network(self, input, label, is_train=True):
                 return self.fc(self.conv(input).mean((2, 3)))
 
-    input_layout: the memory format in which the images reach `build_network`; see `use_channels_last`.
-    frozen_by_run: the parameters that a run does not train; see `plsc.models.parameters`. unfolded_because:
-    why its batch norms could not be folded, once that was said.
+    Attributes:
+        input_layout: memory format of the images passed to `build_network`; see `use_channels_last`.
+        kept_in_evaluation: modules that stay in evaluation mode, such as frozen batch norms.
+        frozen_by_run: parameters that the run does not train; see `plsc.models.parameters`.
+        folding_failure: why batch norm folding failed, as last logged.
     """
 
     input_layout = torch.preserve_format
     kept_in_evaluation: tuple[nn.Module, ...] = ()
     frozen_by_run: tuple[nn.Parameter, ...] = ()
-    unfolded_because: str = ""
+    folding_failure: str = ""
     _given: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> BaseModel:
-        """Make an instance that has what its constructor is given, for `constructor_arguments`."""
+        """Record the constructor's arguments for `constructor_arguments`."""
         self = super().__new__(cls)
         object.__setattr__(self, "_given", (args, kwargs))
         return self
@@ -51,18 +53,18 @@ class BaseModel(nn.Module):
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, D] of the images ``input`` [b, C, H, W].
 
-        label: int64 [b], or None when the network predicts. is_train: whether this is a training step;
-        ``self.training`` says the same unless the caller asks otherwise.
+        label: int64 [b], or None in prediction. is_train: whether this is a training step, by default
+        ``self.training``.
         """
         raise OptionError(
-            f"{type(self).__name__} has no build_network; implement build_network(self, input, label, "
-            "is_train=True), which returns the embeddings [batch, emb_size]"
+            f"{type(self).__name__} has no method build_network; implement build_network(self, input, label, "
+            "is_train=True), which returns embeddings [batch, emb_size]"
         )
 
     def forward(self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None) -> Tensor:
-        """Call `build_network` on the images in the network's own floating-point type and layout.
+        """Cast the images to the network's dtype and layout, and call `build_network`.
 
-        ``is_train`` is ``self.training`` if not given.
+        is_train: None means ``self.training``.
         """
         first = next((p for p in self.parameters() if p.is_floating_point()), None)
         if first is not None:
@@ -70,21 +72,21 @@ class BaseModel(nn.Module):
         return self.build_network(input, label, self.training if is_train is None else is_train)
 
     def train(self, mode: bool = True) -> BaseModel:
-        """Switch to training or evaluation, but for what `keep_in_evaluation` named."""
+        """Set training or evaluation mode, except for the modules of `keep_in_evaluation`."""
         super().train(mode)
         for module in self.kept_in_evaluation:
             module.train(False)
         return self
 
     def keep_in_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Leave these modules of the network in evaluation mode from now on: frozen batch norms."""
+        """Keep these modules in evaluation mode from now on, also after train()."""
         self.kept_in_evaluation = tuple(modules)
         self.train(self.training)
 
 
 @contextlib.contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every module goes back to its own mode, frozen ones included."""
+    """Context manager: evaluation mode inside, and afterwards each module's previous mode."""
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     try:
@@ -95,22 +97,23 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 
 class ForwardWrapper:
-    """Takes the place of a module's `forward` on the object: hooks, type and names in state dicts stay.
+    """Replaces the `forward` attribute of a module instance; hooks, type and state-dict keys do not change.
 
-    inner: the forward that was there before. Derived classes say what is done around it. An object, which a
-    deep copy of the network follows, unlike a closure.
+    An object instead of a closure, so that deep copies of the network work. Subclasses override `__call__`.
+
+    inner: the previous forward.
     """
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Call the module."""
+        """Call the previous forward."""
         return self.inner(*inputs, **named)
 
 
 def unwrap(network: nn.Module) -> None:
-    """Take back all that wrappers of `forward` do in a network, in place."""
+    """Remove all `ForwardWrapper`s from a network, in place."""
     for module in network.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, ForwardWrapper):
@@ -122,9 +125,9 @@ def unwrap(network: nn.Module) -> None:
 
 
 def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:
-    """Return the arguments that a network was made with, by name.
+    """Return the arguments of the network's constructor by name.
 
-    None where one of them is more than numbers, switches, short strings, and lists and mappings of these.
+    None if an argument is not a number, bool, short string or None, or a list or dict of these.
     """
     args, kwargs = model._given
     signature = inspect.signature(type(model).__init__)
@@ -135,32 +138,30 @@ def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:
             given |= given.pop(name, {})
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and name in given:
             return None
-    return given if _holds(given, _SHORT) else None
+    return given if _is_plain(given, _SHORT) else None
 
 
-def harmless_arguments(saved: Any) -> dict[str, Any]:
-    """Return those arguments in a checkpoint that may be passed: without strings like a path or URL."""
+def safe_arguments(saved: Any) -> dict[str, Any]:
+    """Filter constructor arguments of a checkpoint: drop strings that could be a path or URL."""
     given = saved if isinstance(saved, dict) else {}
-    return {name: value for name, value in given.items() if _holds(value, _WORD)}
+    return {name: value for name, value in given.items() if _is_plain(value, _WORD)}
 
 
-def _holds(value: Any, strings: re.Pattern[str]) -> bool:
-    """Whether a value is plain, and all strings in it match."""
+def _is_plain(value: Any, strings: re.Pattern[str]) -> bool:
+    """Return whether a value consists of plain types, and all its strings match the pattern."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _holds([key, one], strings) for key, one in value.items())
+        return all(isinstance(key, str) and _is_plain([key, one], strings) for key, one in value.items())
     if isinstance(value, (list, tuple)):
-        return all(_holds(one, strings) for one in value)
+        return all(_is_plain(one, strings) for one in value)
     if isinstance(value, str):
         return strings.fullmatch(value) is not None
     return value is None or isinstance(value, bool) or is_finite_number(value)
 
 
 def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:
-    """Have a network keep its images channels last in memory, [b, H, W, C], from its input on; in place.
+    """Make a network compute in channels-last memory format, in place; shapes and names do not change.
 
-    torch's convolutions, batch norms and element-wise operations hand the layout on. Shapes, names and
-    numbers stay what they are. weights: lay out those of convolutions in the same way, so that none is
-    re-ordered at each step.
+    weights: convert convolution weights, too; otherwise they are converted in each step.
     """
     network.input_layout = torch.channels_last
     if weights:

@@ -1,7 +1,7 @@
-"""Activation checkpointing: parts of a network are computed again in the backward pass, instead of kept.
+"""Activation checkpointing: recompute activations in the backward pass instead of keeping them.
 
-Chen et al. 2016, "Training deep nets with sublinear memory cost". What is computed again has the same bits:
-random draws, the samples' numbers, buffers and autocast are as they were, and running statistics move once.
+Chen et al. 2016, "Training deep nets with sublinear memory cost". Recomputation gives the same bits: it uses
+the same random state, sample numbers, buffers and autocast state, and updates running statistics only once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def checkpoint_activations(network: nn.Module, names: str, every: int = 1) -> list[str]:
-    """Let parts of a network keep their inputs alone, and compute the rest again in the backward pass.
+    """Checkpoint modules of a network in place; return their names.
 
-    In place; parameters, buffers and their names stay as they are. Call it when the network's layers are
-    final, and once: `plsc.models.base_model.unwrap` takes it back.
+    Parameters, buffers and their names do not change. Call it once, after all changes of layers;
+    `plsc.models.base_model.unwrap` reverts it.
 
-    names: ``none``; ``all``, the network's blocks (see `find_blocks`); or patterns of module names
-    (``*`` stands for anything), divided by commas. A module inside one that is chosen is not chosen again.
-    every: of the modules in the network's order, each nth. Returns the names of those chosen.
+    Args:
+        network: the network.
+        names: ``none``, ``all`` (all blocks, see `find_blocks`), or comma-separated patterns of module names,
+            in which ``*`` matches anything. Modules inside a matched module are skipped.
+        every: checkpoint only every nth of these modules, in network order.
 
     Raises:
-        OptionError: a pattern that fits no module, a module that cannot be called, no blocks.
+        OptionError: a pattern matches no module or a module without forward, or there are no blocks.
     """
     chosen = select_modules(network, names)[:: max(1, every)]
     for name in chosen:
@@ -44,7 +46,7 @@ def checkpoint_activations(network: nn.Module, names: str, every: int = 1) -> li
 
 
 def select_modules(network: nn.Module, names: str) -> list[str]:
-    """Return the names of the modules that `checkpoint_activations` chooses among, in the network's order."""
+    """Return the names of the modules that match, in network order; see `checkpoint_activations`."""
     if names.strip() == NONE:
         return []
     parts = ", ".join(name for name, _ in network.named_children())
@@ -52,18 +54,18 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
         blocks = find_blocks(network)
         if not blocks:
             raise OptionError(
-                f"memory.checkpoint_stages is 'all', but {type(network).__name__} has no lists of blocks; "
-                f"name modules instead, among: {parts}"
+                f"memory.checkpoint_stages is 'all', but {type(network).__name__} has no list of blocks; "
+                f"give module names instead, such as {parts}"
             )
         return blocks
     known = [name for name, _ in network.named_modules() if name]
     patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
-            alone = f", and {pattern!r} stands alone" if pattern in (NONE, ALL) else ""
+            alone = f" ({pattern!r} cannot be combined with names)" if pattern in (NONE, ALL) else ""
             raise OptionError(
-                f"memory.checkpoint_stages has {pattern!r}, which fits no module of "
-                f"{type(network).__name__}{alone}{did_you_mean(pattern, known)}; its parts are {parts}"
+                f"memory.checkpoint_stages has {pattern!r}, which matches no module of "
+                f"{type(network).__name__}{alone}{did_you_mean(pattern, known)}; its modules are {parts}"
             )
     chosen: list[str] = []
     for name in known:
@@ -73,17 +75,17 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
     for name in chosen:
         if isinstance(network.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
             raise OptionError(
-                f"memory.checkpoint_stages names {name!r}, a list that is not called itself; name its parts "
+                f"memory.checkpoint_stages matches {name!r}, a list that has no forward; give its items "
                 f"instead: '{name}.*'"
             )
     return chosen
 
 
 def find_blocks(network: nn.Module) -> list[str]:
-    """Return the names of a network's blocks: what its lists hold, residual blocks for example.
+    """Return the names of a network's blocks, such as residual blocks or transformer layers.
 
-    A block is a module of several layers, itself no list, that stands in a list (`nn.Sequential`,
-    `nn.ModuleList`, `nn.ModuleDict`), unless it has a list of blocks of one type within: then those count.
+    A block is an item with child modules of an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, and not
+    such a container itself. If it contains a list with blocks of the same type, those are the blocks instead.
     """
     found: list[str] = []
 
@@ -113,7 +115,7 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 class _Recomputed(ForwardWrapper):
-    """The forward of a module that keeps its inputs alone where gradients are wanted."""
+    """The forward of a checkpointed module; without gradients it calls the module normally."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module.forward)
@@ -125,7 +127,7 @@ class _Recomputed(ForwardWrapper):
         return checkpoint(self.inner, *inputs, use_reentrant=False, context_fn=self._contexts, **named)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of the forward pass, before which this is called, and of its repetition."""
+        """Return the contexts of the forward pass, which follows this call, and of its recomputation."""
         modules = list(self._module.modules())
         buffers = [
             (one._buffers, {name: _copy(value) for name, value in one._buffers.items()})
@@ -133,30 +135,30 @@ class _Recomputed(ForwardWrapper):
             if one._buffers
         ]
         dropouts = [one for one in modules if isinstance(one, SampleDropout)]
-        return nullcontext(), _repeating(buffers, [(one.samples, one.samples.numbers) for one in dropouts])
+        return nullcontext(), _restored(buffers, [(one.samples, one.samples.numbers) for one in dropouts])
 
 
 Buffers = dict[str, Tensor | None]
 
 
 @contextmanager
-def _repeating(
+def _restored(
     buffers: list[tuple[Buffers, Buffers]],
     numbers: list[tuple[SampleNumbers, Tensor | None]],
 ) -> Iterator[None]:
-    """Have the buffers and the samples' numbers of the forward pass; afterwards those of now again."""
-    own = [(mine, dict(mine)) for mine, _ in buffers]
-    seen = [(samples, samples.numbers) for samples, _ in numbers]
+    """Restore the forward pass's buffers and sample numbers inside, and the current ones afterwards."""
+    current_buffers = [(mine, dict(mine)) for mine, _ in buffers]
+    current_numbers = [(samples, samples.numbers) for samples, _ in numbers]
     try:
-        for mine, then in buffers:
-            mine.update(then)
+        for mine, saved in buffers:
+            mine.update(saved)
         for samples, given in numbers:
             samples.numbers = given
         yield
     finally:
-        for mine, now in own:
-            mine.update(now)
-        for samples, given in seen:
+        for mine, current in current_buffers:
+            mine.update(current)
+        for samples, given in current_numbers:
             samples.numbers = given
 
 

@@ -1,4 +1,4 @@
-"""Dropout whose draws belong to the samples, so that they do not depend on which rank has a sample."""
+"""Dropout with one random stream per sample, so that results do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DROPOUTS: dict[type[nn.Module], bool] = {
 
 
 class SampleNumbers:
-    """The numbers of the samples that the network is being given; `layers` of it ask for them.
+    """The sample numbers of the current batch, shared by all `SampleDropout` layers of a network.
 
-    numbers: int64 [b], on the inputs' device, or None where they are unknown.
+    layers: number of these layers. numbers: int64 [b], on the inputs' device; None: unknown.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class SampleNumbers:
         self.numbers: Tensor | None = None
 
 
-def draw_by_sample(network: nn.Module) -> SampleNumbers:
-    """Make a network's dropout layers `SampleDropout`, in place; return what gives them the samples' numbers.
+def use_sample_dropout(network: nn.Module) -> SampleNumbers:
+    """Replace a network's dropout layers by `SampleDropout`, in place; return their `SampleNumbers`.
 
-    Layers of exactly the types nn.Dropout, Dropout1d, Dropout2d and Dropout3d; calls of F.dropout in a
-    network's code stay what they are.
+    Replaces layers of exactly the types nn.Dropout, Dropout1d, Dropout2d and Dropout3d, but no calls of
+    F.dropout.
     """
     samples = SampleNumbers()
     for module in list(network.modules()):
@@ -48,11 +48,13 @@ def draw_by_sample(network: nn.Module) -> SampleNumbers:
 
 
 class SampleDropout(nn.Module):
-    """Dropout [b, ...] of single numbers, or of whole channels [b, C, ...].
+    """Dropout of elements [b, ...], or of channels [b, C, ...], that is reproducible per sample.
 
-    What is dropped is a function of the sample's number and of one draw from torch's CPU generator, which
-    is identical on all ranks; activation checkpointing, which puts that generator back, sees the same again.
-    Where the input's first dimension is not that of the samples, it is ordinary dropout.
+    The mask depends on the sample number and one draw from torch's CPU generator, which is identical on all
+    ranks; activation checkpointing restores that generator. If the first dimension of the input is not the
+    number of samples, this is ordinary dropout.
+
+    p: probability of an element to be zeroed. whole_channels: drop channels, as nn.Dropout2d.
     """
 
     def __init__(self, p: float, whole_channels: bool, samples: SampleNumbers) -> None:
@@ -62,7 +64,7 @@ class SampleDropout(nn.Module):
         self.samples = samples
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with a share p of it zero, and the rest scaled by 1 / (1 - p)."""
+        """Zero elements with probability p and scale the others by 1 / (1 - p)."""
         if not self.training or self.p == 0:
             return input
         numbers = self.samples.numbers
@@ -71,7 +73,7 @@ class SampleDropout(nn.Module):
             drop = torch.feature_dropout if self.whole_channels else F.dropout
             return drop(input, self.p, True)
         drawn = torch.randint(2**31 - 1, ())
-        # A number would be a constant of the compiled code, which would be compiled anew at each step.
+        # An int would be a constant of the compiled code and trigger a recompilation in each step.
         is_compiling = torch.compiler.is_compiling()
         key = drawn.to(numbers.device) if is_compiling else int(drawn)
         shape = input.shape[:2] if self.whole_channels else input.shape
@@ -80,14 +82,14 @@ class SampleDropout(nn.Module):
         return input * scaled.view(*shape, *[1] * (input.ndim - len(shape)))
 
     def extra_repr(self) -> str:
-        """Say the ratio, as torch's does."""
+        """Return the probability for repr()."""
         return f"p={self.p}"
 
 
 def keep_mask(numbers: Tensor, count: int, p: float, key: int | Tensor) -> Tensor:
-    """Return which of ``count`` values of each sample stay, bool [b, count]; each with probability 1 - p.
+    """Return a bool mask [b, count] that is True with probability 1 - p, from (key, number, position) only.
 
-    A function of (key, number, position) alone. numbers: int64 [b]; key: below 2^31.
+    numbers: sample numbers, int64 [b]. key: below 2^31.
     """
     low, high = numbers.to(torch.int32), (numbers >> 32).to(torch.int32)
     rows = _mix(low ^ _mix(high ^ key))
@@ -97,7 +99,7 @@ def keep_mask(numbers: Tensor, count: int, p: float, key: int | Tensor) -> Tenso
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return a hash of 32-bit numbers (Wellons' lowbias32), in a tensor of its own; products wrap."""
+    """Hash 32-bit integers (Wellons' lowbias32) into a new tensor; products wrap."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF

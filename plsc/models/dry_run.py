@@ -1,4 +1,4 @@
-"""Try a network on blank images: does it fit the options, and what are its layers?"""
+"""Run a network on blank images to check its output and describe its layers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from plsc.models.base_model import evaluating
 
 
 def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
-    """Return what a network gives for two blank images, in evaluation mode; nothing of it changes.
+    """Return a network's output for two blank images in evaluation mode, without side effects.
 
     Raises:
-        OptionError: the network cannot take ``image_shape`` (C, H, W).
+        OptionError: the network fails for images of ``image_shape`` (C, H, W).
     """
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     dtype = first.dtype if first is not None and first.is_floating_point() else torch.float32
     images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
-    # Without a graph first, and not in inference_mode: a network that keeps a tensor from its first call (a
-    # position grid, a lazy parameter) could not train with it later.
+    # Not in inference_mode: a network that caches a tensor in its first call (a position grid, a lazy
+    # parameter) could not train with it later.
     graph = torch.enable_grad() if with_graph else torch.no_grad()
     refused = refusing(
-        f"{type(model).__name__} cannot take images of shape {tuple(image_shape)}",
+        f"{type(model).__name__} fails for images of shape {tuple(image_shape)}",
         "change the network or set_image_shape",
     )
     with evaluating(model), torch.random.fork_rng(devices=[]), graph, refused:
@@ -34,13 +34,11 @@ def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool 
 
 
 def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -> None:
-    """Run ``model`` on two blank images and see that embeddings [2, emb_size] come out.
-
-    Parameters, buffers, training mode and the random generator are left as they were.
+    """Check that ``model`` maps two blank images to embeddings [2, emb_size], without side effects.
 
     Raises:
-        OptionError: the network cannot take ``image_shape`` (C, H, W), returns anything but floating
-            point embeddings of that size, or makes parameters at each call.
+        OptionError: the network fails for images of ``image_shape`` (C, H, W), does not return floating
+            point embeddings of that size, or creates parameters in each call.
     """
     name = type(model).__name__
     output = dry_run(model, image_shape)
@@ -53,17 +51,17 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     if output.shape != (2, emb_size):
         raise OptionError(
             f"{name} returns embeddings of shape {list(output.shape)} for 2 images; expected "
-            f"[2, {emb_size}]; make its last layer {emb_size} wide, or set_emb_size to what it gives"
+            f"[2, {emb_size}]; change its last layer or set_emb_size"
         )
-    _refuse_fresh_parameters(model, image_shape)
+    _check_no_new_parameters(model, image_shape)
 
 
-def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> None:
-    """Raise OptionError for a parameter that a second call registers or uses, and that was not there before.
+def _check_no_new_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> None:
+    """Raise OptionError if a second call registers or uses a parameter that did not exist before it.
 
-    Layers that the first call made for all later ones (nn.LazyLinear) are there before.
+    Parameters that the first call created once (nn.LazyLinear) are allowed.
     """
-    before = {id(p): p for p in model.parameters()}  # alive: ids stay theirs
+    before = {id(p): p for p in model.parameters()}  # references keep the ids unique
     output = dry_run(model, image_shape, with_graph=True)
     after = {id(p): (name, p) for name, p in model.named_parameters()}
     used = {id(leaf): ("", leaf) for leaf in _leaves(output)}
@@ -71,11 +69,10 @@ def _refuse_fresh_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> 
     if fresh is None:
         return
     name, parameter = fresh
-    what = f"makes the parameter {name} anew" if name else "uses a parameter that is not registered"
+    what = f"creates the parameter {name} in each call" if name else "uses a parameter that is not registered"
     raise OptionError(
-        f"{type(model).__name__} {what} (shape {list(parameter.shape)}), so it is never trained: "
-        "build_network runs on every forward pass; make the layer in __init__, as an attribute or in an "
-        "nn.ModuleList"
+        f"{type(model).__name__} {what} (shape {list(parameter.shape)}), so it is never trained; create the "
+        "layer in __init__, as an attribute or in an nn.ModuleList"
     )
 
 
@@ -94,12 +91,12 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
 
 
 def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
-    """Return a table of the layers in the order of their calls: name, kind, output shape, parameters.
+    """Return a table of the layers in call order: name, type, output shape, parameters.
 
-    A layer that is called twice has two rows and is counted once.
+    A layer that is called twice has two rows; its parameters are counted once.
 
     Raises:
-        OptionError: the network cannot take ``image_shape`` (C, H, W).
+        OptionError: the network fails for images of ``image_shape`` (C, H, W).
     """
     rows: list[tuple[str, str, str, str]] = []
     counted: set[int] = set()
@@ -131,12 +128,12 @@ def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
 
 
 def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int]:
-    """Return how often a run on blank images calls each module, by name; those that it does not are absent.
+    """Return how often a forward pass calls each module, by name; modules that it never calls are missing.
 
-    A module that has several names is counted under its first one.
+    A module with several names is counted under its first one.
 
     Raises:
-        OptionError: the network cannot take ``image_shape`` (C, H, W).
+        OptionError: the network fails for images of ``image_shape`` (C, H, W).
     """
     calls: dict[str, int] = {}
 
@@ -152,7 +149,7 @@ def _note_calls(
     image_shape: tuple[int, ...],
     note: Callable[[str, nn.Module, Any], None],
 ) -> None:
-    """Call ``note(name, module, output)`` after each call of a module in a run on blank images."""
+    """Call ``note(name, module, output)`` after each call of a module in a dry run."""
     handles = [
         module.register_forward_hook(lambda module, _input, output, name=name: note(name, module, output))
         for name, module in model.named_modules()

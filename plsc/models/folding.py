@@ -1,4 +1,4 @@
-"""Batch norms folded into the layers before them: fewer passes over the images in evaluation."""
+"""Batch norm folding for evaluation: merge each batch norm into the layer before it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from plsc.models.base_model import BaseModel, evaluating
 from plsc.models.dropout import SampleDropout
 from plsc.models.layers import Conv2d, PReLU
 
-TOLERANCE = 1e-3  # of the embeddings of noise, as a part of the largest; folding itself changes 1e-6 in fp32
-_FOLDABLE = (nn.Conv2d, Conv2d, nn.Linear)  # these alone: another subclass may do something else
+TOLERANCE = 1e-3  # relative to the largest embedding value for noise images; folding changes 1e-6 in fp32
+_FOLDABLE = (nn.Conv2d, Conv2d, nn.Linear)  # exact types: a subclass may behave differently
 
 
 def fold_batch_norm(network: BaseModel, image_shape: Sequence[int]) -> BaseModel | str:
-    """Return a network for evaluation that computes the same in fewer passes, or why there is none.
+    """Return a copy of the network for evaluation with folded batch norms, or the reason why not.
 
-    A batch norm in evaluation multiplies each channel and adds to it. Where it alone reads what a
-    convolution or a linear layer gives, its numbers go into that layer's weights, and it is left out. Weights
-    that change are copies; all others are shared; `network` stays as it was, and later changes of it
-    are not followed.
+    A batch norm is folded into a convolution or linear layer if it is the only user of that layer's output.
+    Changed weights are copies, all others are shared. `network` does not change, and later changes of it do
+    not affect the folded weights.
 
-    image_shape: (C, H, W), to try both on noise: what they give must be equal to `TOLERANCE`.
+    image_shape: (C, H, W) of noise images, for which both networks must agree to `TOLERANCE`.
     """
     with evaluating(network):
         try:
             graph = _Tracer().trace(network, concrete_args={"label": None, "is_train": False})
-        except Exception as error:  # code of the user's that does not stand tracing
-            return f"its code cannot be followed: {kind_and_line(error)[:200]}"
+        except Exception as error:  # user code that cannot be traced
+            return f"torch.fx cannot trace it: {kind_and_line(error)[:200]}"
         modules = dict(network.named_modules())
         traced = fx.GraphModule(network, graph)
         pairs = list(_pairs(graph, modules))
         if not pairs:
-            return "no batch norm in it follows a layer of its own"
+            return "it has no batch norm that directly follows a convolution or linear layer"
         for layer_node, norm_node in pairs:
             layer, norm = modules[str(layer_node.target)], modules[str(norm_node.target)]
             fuse: Any = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
-            # fx makes the modules on the way to it anew for the traced network.
+            # The traced network has its own copies of the parent modules.
             traced.set_submodule(str(layer_node.target), fuse(layer, norm).requires_grad_(False))
             norm_node.replace_all_uses_with(layer_node)
             graph.erase_node(norm_node)
@@ -51,12 +50,12 @@ def fold_batch_norm(network: BaseModel, image_shape: Sequence[int]) -> BaseModel
         folded = FoldedNetwork(traced, network.input_layout)
         apart = _difference(network, folded, image_shape)
     if not apart <= TOLERANCE:
-        return f"the embeddings of noise differ by {apart:.1e} of the largest"
+        return f"the embeddings of noise images differ by {apart:.1e} relative to the largest value"
     return folded
 
 
 class FoldedNetwork(BaseModel):
-    """What `fold_batch_norm` returns; for evaluation alone."""
+    """The result of `fold_batch_norm`; for evaluation only."""
 
     def __init__(self, traced: fx.GraphModule, layout: torch.memory_format) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class FoldedNetwork(BaseModel):
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, D] of the images [b, C, H, W]."""
-        with evaluating(self.traced):  # it shares layers with a network that may be training
+        with evaluating(self.traced):  # it shares layers with a network that may be in training mode
             return self.traced(input, None, False)
 
     def train(self, mode: bool = True) -> FoldedNetwork:
@@ -81,7 +80,7 @@ class _Tracer(fx.Tracer):
 
 
 def _pairs(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the calls of a layer and of the batch norm that alone reads it, each module called once."""
+    """Yield (layer, batch norm) nodes that can be folded; both modules are called exactly once."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
     times = Counter(id(modules[str(node.target)]) for node in calls)
     for node in calls:
@@ -99,7 +98,7 @@ def _pairs(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[tuple[fx.
 
 
 def _difference(network: BaseModel, other: BaseModel, image_shape: Sequence[int]) -> float:
-    """Return how far apart the embeddings of two noise images are, as a part of the largest number."""
+    """Return the largest difference between the networks' embeddings of noise images, relative to the max."""
     first = next(p for p in network.parameters() if p.is_floating_point())
     noise = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     noise = noise.to(first.device, first.dtype)

@@ -1,8 +1,8 @@
-"""The residual networks of insightface, layer for layer and name for name.
+"""The iresnet networks of insightface, with the same layers and state-dict keys.
 
-iresnet 18 to 200 of https://github.com/deepinsight/insightface, recognition/arcface_torch/backbones: a
-state dict of theirs loads here, and one of ours there. They differ from `plsc.models.resnet` in a slope of
-PReLU for each channel, in batch norm's epsilon, and in the frozen scale of the embedding.
+iresnet 18 to 200 of https://github.com/deepinsight/insightface, recognition/arcface_torch/backbones. State
+dicts can be exchanged in both directions. Differences from `plsc.models.resnet`: one PReLU slope per channel,
+another batch norm epsilon, and a fixed scale of the embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plsc.models.resnet import convolution
 
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512)
-# depth: blocks in each of the four stages
+# depth: number of blocks per stage
 BLOCKS = {
     18: (2, 2, 2, 2),
     34: (3, 4, 6, 3),
@@ -30,9 +30,7 @@ BLOCKS = {
 
 
 class Block(nn.Module):
-    """BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN; the shortcut is a 1x1 convolution where the
-    shape changes.
-    """
+    """BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN; 1x1 conv shortcut if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -56,13 +54,13 @@ class Block(nn.Module):
 
 
 class IResNet(BaseModel):
-    """An iresnet of ``depth`` 18, 34, 50, 100 or 200 that gives embeddings [b, emb_size].
+    """An iresnet of ``depth`` 18, 34, 50, 100 or 200 that returns embeddings [b, emb_size].
 
     image_shape: (C, H, W), sides that are multiples of 16. dropout: before the embedding layer. The scale of
-    the last batch norm stays 1, as theirs.
+    the last batch norm is fixed to 1, as in insightface.
 
     Raises:
-        OptionError: an image shape that does not fit, or another neck.
+        OptionError: unsupported image shape, or a neck other than the default.
     """
 
     def __init__(
@@ -77,8 +75,8 @@ class IResNet(BaseModel):
         cells = count_cells(image_shape)
         if neck != DEFAULT_NECK:
             raise OptionError(
-                f"neck is {neck!r}; IResNet{depth} ends as insightface's, in {DEFAULT_NECK!r}: leave "
-                "model.neck unset, or choose another network"
+                f"neck is {neck!r}; IResNet{depth} supports only {DEFAULT_NECK!r}, as in insightface: leave "
+                "model.neck unset or choose another network"
             )
         self.conv1 = convolution(image_shape[0], WIDTHS[0], 3)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0], eps=EPS)

@@ -1,4 +1,4 @@
-"""torch's layers, of which a gradient costs a processor a third of the time: `PReLU` and `Conv2d`."""
+"""`PReLU` and `Conv2d` with faster gradients on CPUs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_PIECE = 2**17  # values whose products fit a core's cache
-_FEW_THREADS = 4  # torch.dot uses one thread; many are faster with the plain way
-_FEW_CELLS = 49  # of an output map; measured by benchmarks/convolution.py
+_PIECE = 2**17  # elements per piece, so that intermediate results fit into the cache of a core
+_FEW_THREADS = 4  # torch.dot uses one thread; with more threads torch's own way is faster
+_FEW_CELLS = 49  # cells of an output map; measured by benchmarks/convolution.py
 _CAST = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class PReLU(nn.PReLU):
-    """`nn.PReLU`, and the same numbers; on a CPU with another way to the gradient of a shared slope.
+    """`nn.PReLU` with a faster gradient of a shared slope on CPUs.
 
-    torch writes the slope's gradient of every single value before it adds them up, and reads the slope for
-    every value. That was a fifth of a bfloat16 step of ResNet18. On other devices, with a slope for each
-    channel and under torch.compile, which fuses all of it, this is torch's own.
+    torch stores the slope's gradient per element before it sums them, which took a fifth of a bfloat16 step
+    of ResNet18. On other devices, with one slope per channel, and under torch.compile this is torch's own.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -37,7 +36,7 @@ class PReLU(nn.PReLU):
 class _SharedSlope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, slope: Tensor) -> Tensor:
-        # As a number: it is read once. On a CPU nothing waits for it.
+        # As a Python float, to read it once. There is no synchronisation on a CPU.
         ctx.number = float(slope)
         ctx.save_for_backward(input)
         ctx.shape, ctx.dtype = slope.shape, slope.dtype
@@ -57,14 +56,13 @@ class _SharedSlope(torch.autograd.Function):
 
 
 def _sum_below_zero(input: Tensor, d_output: Tensor) -> Tensor:
-    """Return the sum of min(x, 0) dy, a number in float32 or more."""
+    """Return the sum of min(x, 0) dy, in float32 or float64."""
     exact = torch.promote_types(input.dtype, torch.float32)
-    x, dy = _as_stored(input), _as_stored(d_output)
+    x, dy = _flat_view(input), _flat_view(d_output)
     is_split = torch.get_num_threads() > _FEW_THREADS or input.dtype == torch.float16
     if is_split or x is None or dy is None or input.stride() != d_output.stride():
         return input.clamp_max(0).mul_(d_output).sum(dtype=exact)
-    # Piece by piece: what is made of one is in the cache when it is used. A product of bfloat16 is summed in
-    # float32 and rounded once a piece.
+    # Piece by piece, to stay in the cache. torch.dot sums bfloat16 in float32 and rounds once per piece.
     pieces = [
         torch.dot(one.clamp_max(0), other)
         for one, other in zip(x.split(_PIECE), dy.split(_PIECE), strict=True)
@@ -72,8 +70,8 @@ def _sum_below_zero(input: Tensor, d_output: Tensor) -> Tensor:
     return torch.stack(pieces).sum(dtype=exact)
 
 
-def _as_stored(values: Tensor) -> Tensor | None:
-    """Return a view [n] of all values in the order of memory, or None if they are scattered."""
+def _flat_view(values: Tensor) -> Tensor | None:
+    """Return a view [n] in memory order, or None if the tensor is not dense."""
     if values.is_contiguous():
         return values.view(-1)
     if values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last):
@@ -82,22 +80,21 @@ def _as_stored(values: Tensor) -> Tensor | None:
 
 
 class Conv2d(nn.Conv2d):
-    """`nn.Conv2d`; on a CPU in bfloat16 with another way to the weights' gradient over small maps.
+    """`nn.Conv2d` with a faster weight gradient for small output maps, in bfloat16 on CPUs.
 
-    oneDNN's kernels for that gradient walk over the cells of one image: with 2 x 2 to 7 x 7 of them the
-    processor's matrix units stay empty (3 % of their speed at 2 x 2). Here the patches that the kernel saw,
-    of all images, are laid out as the rows of one matrix, and the gradient is one product. Large maps would
-    make that matrix too large, in float32 there is little to win: both are torch's own, as is everything
-    with a bias, groups, dilation, or on another device.
+    oneDNN is slow for maps of 2 x 2 to 7 x 7 cells (3 % of the peak speed at 2 x 2). This layer copies the
+    input patches of all images into one matrix and computes the gradient as one product. It uses torch's own
+    convolution for larger maps (the matrix would be too large), in float32 (little gain), with bias, groups
+    or dilation, and on other devices.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the maps [b, out_channels, h', w'] of the images [b, in_channels, h, w]."""
         if not (torch.is_grad_enabled() and self._is_ours(input)):
             return super().forward(input)
-        # Cast here, where autograd sees it: within the function autocast would do so unseen.
+        # Cast here, where autograd records it; inside the function it would not.
         input, weight = input.to(torch.bfloat16), self.weight.to(torch.bfloat16)
-        result: Tensor = _BySmallMaps.apply(input, weight, self.stride, self.padding)
+        result: Tensor = _SmallMapConvolution.apply(input, weight, self.stride, self.padding)
         return result
 
     def _is_ours(self, input: Tensor) -> bool:
@@ -117,12 +114,12 @@ class Conv2d(nn.Conv2d):
     def _is_16_bit(self, input: Tensor) -> bool:
         types = {input.dtype, self.weight.dtype}
         if torch.is_autocast_enabled("cpu"):
-            # Others, float64 among them, autocast leaves as they are.
+            # Autocast does not cast other dtypes, such as float64.
             return torch.get_autocast_dtype("cpu") == torch.bfloat16 and types <= _CAST
         return types == {torch.bfloat16}
 
 
-class _BySmallMaps(torch.autograd.Function):
+class _SmallMapConvolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
@@ -153,22 +150,22 @@ def weight_gradient(
     stride: tuple[int, int],
     padding: tuple[int, int],
 ) -> Tensor:
-    """Return the gradient [O, C, kh, kw], stored channels last, of a convolution's weights as one product.
+    """Return the weight gradient of a convolution, [O, C, kh, kw] in channels-last layout, by one product.
 
-    input: [b, C, h, w]; d_output: of the output, [b, O, h', w'].
+    input: [b, C, h, w]. d_output: gradient of the output, [b, O, h', w'].
     """
     outputs, channels = d_output.shape[1], input.shape[1]
     (down, right), (high, wide) = padding, kernel
     cells = F.pad(input.permute(0, 2, 3, 1), (0, 0, right, right, down, down))
     seen = cells.unfold(1, high, stride[0]).unfold(2, wide, stride[1])  # [b, h', w', C, kh, kw]
-    # What each cell of the output sees, [b h' w', kh kw C], channels innermost.
+    # The input patch of each output cell, [b h' w', kh kw C].
     patches = seen.permute(0, 1, 2, 4, 5, 3).reshape(-1, high * wide * channels)
-    rows = d_output.permute(0, 2, 3, 1).reshape(-1, outputs)  # a cell of the output each
+    rows = d_output.permute(0, 2, 3, 1).reshape(-1, outputs)  # one row per output cell
     return (rows.t() @ patches).view(outputs, *kernel, channels).permute(0, 3, 1, 2)
 
 
-def use_torchs_layers(network: nn.Module) -> None:
-    """Let the layers of ours that have ways of their own on a CPU go torch's way there, too, as on a GPU."""
+def use_torch_layers(network: nn.Module) -> None:
+    """Make the `PReLU` and `Conv2d` layers of a network use torch's implementation on CPUs, too."""
     for module in network.modules():
         if isinstance(module, (PReLU, Conv2d)):
             plain: type[nn.Module] = nn.PReLU if isinstance(module, PReLU) else nn.Conv2d

@@ -1,4 +1,4 @@
-"""The embedding neck of all networks, and what the residual ones share: initial weights, checks."""
+"""The embedding neck of all networks, and initialisation and checks of the residual networks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from plsc.errors import OptionError
 from plsc.models.layers import PReLU
 
 BATCH_NORM_EPS = 2e-5
-BATCH_NORM_MOMENTUM = 0.1  # in torch's sense, the weight of the new batch; the original's 0.9
+BATCH_NORM_MOMENTUM = 0.1  # weight of the new batch, as in torch; 0.9 in the original's convention
 DOWNSAMPLING = 16
 
 
 def batch_norm(channels: int) -> nn.BatchNorm2d:
-    """Return a batch norm [b, channels, h, w] with the constants of the original networks."""
+    """Return a BatchNorm2d with the constants of the original networks."""
     return nn.BatchNorm2d(channels, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM)
 
 
 def prelu() -> PReLU:
-    """Return a PReLU with one slope for all channels; its first value is 0.25."""
+    """Return a PReLU with one slope for all channels, initially 0.25."""
     return PReLU(init=0.25)
 
 
 class EmbeddingNeck(nn.Sequential):
-    """Features [b, C], or maps [b, C, h, w] of h * w ``cells``, to embeddings [b, emb_size].
+    """Map features [b, C], or feature maps [b, C, h, w] with h * w = ``cells``, to embeddings [b, emb_size].
 
-    parts: see `model.neck`; those of the default are the neck of ArcFace (Deng et al. 2019, section 3.1,
-    "option E").
+    parts: see the option `model.neck`; the default is "option E" of ArcFace (Deng et al. 2019, section 3.1).
     """
 
     def __init__(
@@ -58,10 +57,10 @@ def _vector_norm(size: int) -> nn.BatchNorm1d:
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw the weights of convolutions and fully connected layers; biases are zero.
+    """Initialise convolutions and linear layers: normal with standard deviation sqrt(2 / fan_out), zero bias.
 
-    Normal with deviation sqrt(2 / fan_out): Xavier's (Glorot and Bengio 2010) with fan_in taken as 0,
-    as the original networks have it. fan_out is outputs of one group * kernel height * kernel width.
+    That is Xavier initialisation (Glorot and Bengio 2010) with fan_in 0, as in the original networks.
+    fan_out = output channels per group * kernel height * kernel width.
     """
     for layer in model.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
@@ -76,7 +75,7 @@ def count_cells(image_shape: Sequence[int]) -> int:
     """Return h * w of the last feature map for images (C, H, W).
 
     Raises:
-        OptionError: not 1 or 3 channels, or a height or width that is no multiple of 16.
+        OptionError: not 1 or 3 channels, or a height or width that is not a multiple of 16.
     """
     fits = (
         len(image_shape) == 3
@@ -85,7 +84,7 @@ def count_cells(image_shape: Sequence[int]) -> int:
     )
     if not fits:
         raise OptionError(
-            f"image_shape is {tuple(image_shape)}; a residual network takes (channels, height, width) "
-            f"with 1 or 3 channels and sides that are multiples of {DOWNSAMPLING}, such as (3, 112, 112)"
+            f"image_shape is {tuple(image_shape)}; expected (channels, height, width) with 1 or 3 channels "
+            f"and sides that are multiples of {DOWNSAMPLING}, such as (3, 112, 112)"
         )
     return math.prod(image_shape[1:]) // DOWNSAMPLING**2

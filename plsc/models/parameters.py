@@ -1,4 +1,4 @@
-"""Parameters and buffers of a network before it is trained: first values by rule, freezing, own memory."""
+"""Prepare parameters and buffers before training: initialisation rules, freezing, buffer memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from plsc.models.base_model import BaseModel
 from plsc.seeds import hash_key
 
 _OPTION = "model.initialization"
-_STREAM = 11  # a part of the key: other draws of the seed are not these
+_STREAM = 11  # part of the key, to separate these draws from other uses of the seed
 
 
 def initialise_by_rule(network: nn.Module, rules: Sequence[Initialization], seed: int) -> None:
-    """Give the parameters that the rules match their first values; the first rule that matches counts.
+    """Initialise the parameters that the rules match; the first matching rule applies.
 
-    What a parameter gets depends on the seed, its name and shape alone: it is the same on every rank and
-    device, and whatever other rules there are. Values are drawn in float32 on the CPU, by torch.nn.init.
+    Values depend only on the seed and the parameter's name and shape, not on rank, device or other rules.
+    torch.nn.init draws them in float32 on the CPU.
 
-    Raises OptionError for a pattern that matches no parameter, or none of two dimensions or more where the
-    rule wants them, and for arguments that the rule cannot take.
+    Raises OptionError for a pattern that matches no parameter (with 2 or more dimensions, if the rule needs
+    that), and for invalid arguments of a rule.
     """
     labels = label_parameters(network)
     named = dict(network.named_parameters())
@@ -39,8 +39,8 @@ def initialise_by_rule(network: nn.Module, rules: Sequence[Initialization], seed
             found = [name for name in found if named[name].ndim > 1]
             if not found:
                 raise OptionError(
-                    f"{_OPTION}: the rule {rule.rule} is for parameters of two dimensions or more, and "
-                    f"{rule.pattern!r} matches others alone; use normal, uniform or constant for them"
+                    f"{_OPTION}: the rule {rule.rule} needs parameters with 2 or more dimensions, but "
+                    f"{rule.pattern!r} matches none; use normal, uniform or constant instead"
                 )
         for name in found:
             if name not in taken:
@@ -63,11 +63,11 @@ def _initialise(parameter: nn.Parameter, name: str, rule: Initialization, seed: 
 
 
 def freeze(network: BaseModel, names: Collection[str]) -> None:
-    """Train the named parameters no more; batch norms among them keep their statistics, too.
+    """Freeze the named parameters, and the running statistics of frozen batch norms.
 
-    A batch norm stays in evaluation mode, also after ``network.train()``, if its parameters are frozen, or,
-    where it has none, if all those of the module around it are. Dropout stays on in frozen modules.
-    Call it once batch norms are synchronised, and before the network is wrapped.
+    A batch norm stays in evaluation mode, also after ``network.train()``, if all its parameters are frozen;
+    one without parameters, if all those of the enclosing module are. Dropout stays active in frozen modules.
+    Call this after batch norms are synchronised and before the network is wrapped.
     """
     if not names:
         return
@@ -86,8 +86,8 @@ def freeze(network: BaseModel, names: Collection[str]) -> None:
     )
 
 
-def thaw(network: BaseModel) -> None:
-    """Train again what `freeze` froze; what its owner froze otherwise stays so."""
+def unfreeze(network: BaseModel) -> None:
+    """Undo `freeze`; parameters that were frozen by other code stay frozen."""
     if network.frozen_by_run:
         network.keep_in_evaluation(())
     for parameter in network.frozen_by_run:
@@ -96,7 +96,7 @@ def thaw(network: BaseModel) -> None:
 
 
 def _is_frozen(network: nn.Module, path: str, frozen: set[int]) -> bool:
-    """Whether all parameters of the module are, or of the nearest module around it that has any."""
+    """Return whether all parameters of the module, or of its nearest parent with parameters, are frozen."""
     while True:
         parameters = list(network.get_submodule(path).parameters())
         if parameters:
@@ -106,11 +106,8 @@ def _is_frozen(network: nn.Module, path: str, frozen: set[int]) -> bool:
         path = path.rpartition(".")[0]
 
 
-def separate_buffers(network: nn.Module) -> None:
-    """Give each buffer memory of its own, in place, where its numbers share it (`Tensor.expand`).
-
-    Such a buffer can be read, but not loaded or put back.
-    """
+def copy_expanded_buffers(network: nn.Module) -> None:
+    """Copy buffers whose elements share memory (`Tensor.expand`), in place: torch cannot write to them."""
     for module in network.modules():
         for name, buffer in module._buffers.items():
             strides = [] if buffer is None else zip(buffer.shape, buffer.stride(), strict=True)

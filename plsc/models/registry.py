@@ -1,6 +1,6 @@
-"""Networks by name: plsc's own (`plsc.config.model.NETWORKS`), of torchvision and timm, and the user's.
+"""Build networks by name: built-in (`plsc.config.model.NETWORKS`), torchvision, timm, or a user's class.
 
-Weights are never fetched, whatever tag a name has; `model.pretrained` takes a file of them.
+Weights are never downloaded, also for names with a weights tag; `model.pretrained` loads them from a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plsc.models.neck import EmbeddingNeck
 
 TORCHVISION, TIMM = "torchvision/", "timm/"
 
-_CLASSES = 1  # as wide as no other layer
+_CLASSES = 1  # identifies the classifier: no other layer has one output
 
 
 def build_model(
@@ -32,29 +32,28 @@ def build_model(
     neck: str = DEFAULT_NECK,
     arguments: Mapping[str, Any] | None = None,
 ) -> BaseModel:
-    """Return the network of that name, with fresh weights.
+    """Return the network of that name, with newly initialised weights.
 
-    name: of NETWORKS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``. arguments: more
-    of that class's.
+    name: one of NETWORKS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``. arguments:
+    further constructor arguments of that class.
 
     Raises:
-        OptionError: an unknown name, or options that the network cannot take.
+        OptionError: unknown name, or options that the network does not support.
     """
     shape = tuple(image_shape)
     options = {"emb_size": emb_size, "image_shape": shape, "dropout": dropout, "neck": neck}
     if name.startswith((TORCHVISION, TIMM)):
         make = _torchvision_network if name.startswith(TORCHVISION) else _timm_network
-        # Each network refuses in its own way.
-        with refusing(f"cannot make {name} for images {list(shape)}", "choose another"):
+        # Each network raises its own kind of error.
+        with refusing(f"cannot create {name} for images {list(shape)}", "choose another network"):
             network, channels = make(name.partition("/")[2], shape)
             return Adapter(network, channels, shape, emb_size, dropout, neck)
     if ":" in name:
         return load_custom(name, **{**options, **(arguments or {})})
     if name not in NETWORKS:
         raise OptionError(
-            f"no model is named {name!r}; {suggest(name, NETWORKS)}; "
-            f"others are named '{TORCHVISION}resnet18', '{TIMM}vit_tiny_patch16_224', your own "
-            "'package.module:Class'"
+            f"unknown model {name!r}; {suggest(name, NETWORKS)}; also possible: '{TORCHVISION}resnet18', "
+            f"'{TIMM}vit_tiny_patch16_224', or your own 'package.module:Class'"
         )
     reference, own = NETWORKS[name]
     module, _, made = reference.partition(":")
@@ -63,30 +62,30 @@ def build_model(
 
 
 def load_custom(reference: str, **options: object) -> BaseModel:
-    """Import ``package.module:Class`` and make one; it gets those ``options`` that its __init__ names.
+    """Import ``package.module:Class`` and return an instance; runs the user's code.
 
-    Imports and runs the user's code.
+    options: passed to __init__ as far as it has parameters of these names.
 
     Raises:
-        OptionError: no such module or class, no `BaseModel`, or it cannot be made.
+        OptionError: no such module or class, no subclass of `BaseModel`, or its __init__ fails.
     """
     chosen = load_function(reference, "model.name", "set_model")
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
         raise OptionError(
-            f"model {reference!r} is {chosen!r}; expected a class derived from "
-            "plsc.models.base_model.BaseModel"
+            f"model {reference!r} is {chosen!r}; expected a subclass of plsc.models.base_model.BaseModel"
         )
     accepted = inspect.signature(chosen).parameters
-    advice = f"its __init__ is given those of {', '.join(options)} that it names"
-    with refusing(f"cannot make model {reference!r}", f"{advice}; or give an instance (set_model)"):
+    advice = f"its __init__ can have the parameters {', '.join(options)}"
+    with refusing(f"cannot create model {reference!r}", f"{advice}; or pass an instance to set_model"):
         return chosen(**{name: value for name, value in options.items() if name in accepted})
 
 
 class Adapter(BaseModel):
-    """A network that maps images to features [b, F], and a neck; its own names stand behind ``network.``.
+    """A network that maps images to features [b, F], followed by an `EmbeddingNeck`.
 
-    channels: of the images that it takes; gray ones are given to a network of three channels three times.
-    A run on blank images says how many features there are.
+    State-dict keys of the network have the prefix ``network.``. A run on blank images determines F.
+
+    channels: input channels of the network; if it has three, gray images are repeated three times.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Adapter(BaseModel):
 
 
 def _torchvision_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, int]:
-    """Return a network of torchvision that gives the input of its last layer, and its count of channels."""
+    """Return a torchvision network without its last linear layer, and its number of input channels."""
     from torchvision import models
 
     known = models.list_models(module=models)
@@ -132,8 +131,8 @@ def _torchvision_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Mo
     path, last = layers[linear[-1]] if linear else ("", None)
     if last is None or last.out_features != _CLASSES:
         raise OptionError(
-            f"{TORCHVISION}{name} does not end in a fully connected layer, so it gives no embeddings; "
-            "choose another"
+            f"{TORCHVISION}{name} does not end with a linear layer, so it has no embeddings; choose another "
+            "network"
         )
     _, before = layers[linear[-1] - 1]
     if isinstance(before, nn.Dropout):
@@ -143,17 +142,17 @@ def _torchvision_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Mo
 
 
 def _timm_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, int]:
-    """Return a network of timm that gives the input of its last layer, and its count of channels.
+    """Return a timm network without its classifier, and its number of input channels.
 
-    The image size is passed to networks that depend on it.
+    Networks that depend on the image size get it.
     """
     try:
         import timm
     except ImportError as error:
         raise OptionError(
-            f"model {TIMM + name!r} needs the package timm; pip install 'plsc[timm]'"
+            f"model {TIMM + name!r} needs the package timm: pip install 'plsc[timm]'"
         ) from error
-    # Also keeps out names such as hf-hub:..., which would be fetched.
+    # Also rejects names such as hf-hub:..., which would be downloaded.
     if not timm.is_model(name):
         raise OptionError(f"timm has no network {name!r}{did_you_mean(name, timm.list_models())}")
     channels = image_shape[0]
@@ -168,4 +167,4 @@ def _timm_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, i
     except TypeError as error:
         if "img_size" not in str(error):
             raise
-        return timm.create_model(name, **settings), channels  # a network for images of any size
+        return timm.create_model(name, **settings), channels  # a network without img_size

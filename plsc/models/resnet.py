@@ -1,8 +1,8 @@
-"""Residual networks in the form of face recognition: ResNet 18 to 152, and a small one.
+"""Residual networks for face recognition: ResNet 18 to 152, and a small one.
 
-After He et al. 2015, with the changes of ArcFace (Deng et al. 2019) as PLSC 0.1 has them: a 3x3 stem
-without stride or pooling, PReLU, batch norm in front of each block, and the embedding neck. In each
-stage the first block halves the image, so 112 x 112 ends at 7 x 7.
+He et al. 2015 with the changes of ArcFace (Deng et al. 2019), as in PLSC 0.1: a 3x3 stem without stride or
+pooling, PReLU, batch norm at the start of each block, and the embedding neck. The first block of each stage
+halves the image, so 112 x 112 becomes 7 x 7.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plsc.models.neck import (
 STEM_WIDTH = 64
 BASIC_WIDTHS = (64, 128, 256, 512)
 BOTTLENECK_WIDTHS = (256, 512, 1024, 2048)
-# depth: (blocks in each stage, whether the blocks are bottlenecks)
+# depth: (number of blocks per stage, whether they are bottleneck blocks)
 DEPTHS = {
     18: ((2, 2, 2, 2), False),
     34: ((3, 4, 6, 3), False),
@@ -36,12 +36,12 @@ DEPTHS = {
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> Conv2d:
-    """Return a convolution without bias that keeps the image's size, up to its stride."""
+    """Return a convolution without bias, with "same" padding."""
     return Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 class ResidualBlock(nn.Module):
-    """``residual(x) + shortcut(x)``; the shortcut is a 1x1 convolution where the shape changes."""
+    """``residual(x) + shortcut(x)``; the shortcut is a 1x1 convolution if the shape changes."""
 
     def __init__(self, residual: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ResidualBlock(nn.Module):
 
 
 def basic_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
-    """Return BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN: the block "IR" of ArcFace."""
+    """Return the block "IR" of ArcFace: BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN."""
     residual = nn.Sequential(
         batch_norm(inputs),
         convolution(inputs, outputs, 3),
@@ -69,7 +69,7 @@ def basic_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
 
 
 def bottleneck_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
-    """Return BN, then 1x1, 3x3 (both a quarter as wide) and 1x1 with the stride, each with its BN."""
+    """Return BN, conv 1x1 and 3x3 (with a quarter of the channels), conv 1x1 with stride; BN after each."""
     narrow = outputs // 4
     residual = nn.Sequential(
         batch_norm(inputs),
@@ -86,13 +86,13 @@ def bottleneck_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
 
 
 class ResNet(BaseModel):
-    """A residual network of ``depth`` 18, 34, 50, 101 or 152 that gives embeddings [b, emb_size].
+    """A residual network of ``depth`` 18, 34, 50, 101 or 152 that returns embeddings [b, emb_size].
 
     image_shape: (C, H, W), 1 or 3 channels, sides that are multiples of 16. dropout, neck: see
     `EmbeddingNeck`.
 
     Raises:
-        OptionError: an image shape that does not fit.
+        OptionError: unsupported image shape.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ SMALL_WIDTHS = (16, 64, 128, 256)
 def small_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
     """Return conv 3x3 with the stride, BN, PReLU, conv 3x3, BN.
 
-    The stride comes first, unlike in the large networks: half the arithmetic.
+    Unlike in the large networks the first convolution has the stride, which halves the arithmetic.
     """
     residual = nn.Sequential(
         convolution(inputs, outputs, 3, stride),
@@ -144,13 +144,13 @@ def small_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
 
 
 class SmallResNet(BaseModel):
-    """Four residual blocks, 16 to 256 channels wide, for images of about 32 x 32, gray or RGB.
+    """Four residual blocks with 16 to 256 channels, for gray or RGB images of about 32 x 32.
 
-    The stem halves the image, and so does every block but the first: 32 x 32 ends at 2 x 2. About
-    1.3 million parameters and 12 million multiplications for an image of 1 x 32 x 32.
+    The stem and every block but the first halve the image: 32 x 32 becomes 2 x 2. About 1.3 million
+    parameters, and 12 million multiplications per image of 1 x 32 x 32.
 
     Raises:
-        OptionError: as `ResNet`.
+        OptionError: unsupported image shape.
     """
 
     def __init__(

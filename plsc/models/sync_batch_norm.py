@@ -1,4 +1,4 @@
-"""Batch norm over the global batch, on any device, and equal buffers on all ranks."""
+"""Synchronised batch norm on any device, and synchronisation of buffers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from plsc.spans import span
 def synchronise_batch_norm(
     module: nn.Module, group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> nn.Module:
-    """Let every batch norm of ``module`` take its statistics over all ranks of ``group``.
+    """Make every batch norm of ``module`` compute its statistics over all ranks of ``group``.
 
-    device: where it is going to compute; by default where it is now. CUDA gets torch's SyncBatchNorm,
-    which refuses every other device; those get ours. Layers are replaced in place, with the same
-    parameters, buffers and state-dict keys. Returns ``module``, or its replacement if it is a batch norm
-    itself. One rank, or no group: nothing changes.
+    Replaces the layers in place, with the same parameters, buffers and state-dict keys: by torch's
+    SyncBatchNorm on CUDA, and by this module's on other devices, which torch's does not support. Returns
+    ``module``, or its replacement if it is a batch norm itself. Does nothing without a group or for one rank.
+
+    device: where the module will compute; None: where it is now.
     """
     if group is None or group.size() == 1:
         return module
@@ -35,12 +36,11 @@ def synchronise_batch_norm(
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm [b, C, ...] whose training statistics are those of the batches of all ranks together.
+    """Batch norm [b, C, ...] with training statistics over the batches of all ranks.
 
-    The ranks may bring batches of different sizes, also none. The gradients of weight and bias are
-    local sums: added over the ranks they are those of the global batch. All ranks must call it, and
-    its backward, equally often. In evaluation it is an ordinary batch norm. It is not derived from torch's,
-    which DDP refuses on a CPU.
+    The batch sizes of the ranks may differ and may be 0. The gradients of weight and bias are local sums, to
+    be summed over the ranks. All ranks must call forward and backward equally often. In evaluation mode it is
+    an ordinary batch norm. It does not derive from torch's SyncBatchNorm, which DDP rejects on CPUs.
     """
 
     process_group: dist.ProcessGroup
@@ -60,13 +60,13 @@ class SyncBatchNorm(_BatchNorm):
         )
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Take images of any number of dimensions."""
+        """Accept inputs with any number of dimensions."""
 
     @torch.no_grad()
     def _update_running(self, count: int, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
-        assert self.num_batches_tracked is not None  # they come together
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         rate = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1))
@@ -76,11 +76,10 @@ class SyncBatchNorm(_BatchNorm):
 
 @torch.no_grad()
 def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Tensor, Tensor]:
-    """Return how many values a channel has on all ranks, their mean [C] and their biased variance [C].
+    """Return the number of values per channel on all ranks, their mean [C] and biased variance [C].
 
-    Each rank's mean and sum of squared deviations M2 are combined as in Chan, Golub and LeVeque 1979,
-    in fp64 and in the same order on every rank: a sum of squares would cancel, and the ranks would
-    drift apart.
+    Combines each rank's mean and sum of squared deviations M2 as in Chan, Golub and LeVeque 1979, which
+    avoids cancellation. It uses fp64 and the same order on every rank, so that all ranks get the same bits.
     """
     channels = input.size(1)
     values = input.to(_work_type(input.dtype)).transpose(0, 1).reshape(channels, -1)
@@ -99,7 +98,7 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Te
     count = int(counts.sum())
     if count < 2:
         raise ValueError(
-            f"batch norm needs at least 2 values per channel in training, the global batch has {count}"
+            f"the global batch has {count} value per channel; batch norm needs 2 or more in training"
         )
     mean = (counts * means).sum(0) / count
     m2 = m2.sum(0) + (counts * (means - mean) ** 2).sum(0)
@@ -109,8 +108,8 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Te
 class _Normalise(torch.autograd.Function):
     """y = w (x - mean) / sqrt(variance + eps) + bias, where mean and variance depend on x.
 
-    With z the normalised x and n the global count,
-    dx = w / sqrt(variance + eps) (dy - sum(dy) / n - z sum(dy z) / n), the sums over all ranks.
+    With z the normalised x, n the global count and sums over all ranks,
+    dx = w / sqrt(variance + eps) (dy - sum(dy) / n - z sum(dy z) / n).
     """
 
     @staticmethod
@@ -173,7 +172,7 @@ def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def equal_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Have the buffers as `equalise_buffers` makes them; afterwards each rank has its own again."""
+    """Context manager: `equalise_buffers` inside, and each rank's own buffers again afterwards."""
     own = [buffer.detach().clone() for buffer in module.buffers()]
     equalise_buffers(module, group)
     try:
@@ -186,10 +185,10 @@ def equal_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> Iterato
 
 @torch.no_grad()
 def equalise_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Make the saved buffers of ``module`` the same on all ranks of ``group``, in place.
+    """Synchronise the saved buffers of ``module`` over the ranks of ``group``, in place; a collective.
 
-    Floating ones (running statistics) become their mean, all others are taken from the group's first
-    rank. Collective. Without it each rank's running statistics are those of its own share of the data.
+    Floating point buffers (running statistics) become the mean over the ranks, all others are copied from
+    rank 0 of the group. Otherwise each rank would have the running statistics of its own samples.
     """
     if group is None or group.size() == 1:
         return
@@ -197,7 +196,7 @@ def equalise_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> None
     buffers = [buffer for name, buffer in module.named_buffers() if name in saved]
     averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
     if averaged:
-        # In fp64, so that fp32 buffers that are equal already keep their bits.
+        # In fp64, so that equal fp32 buffers keep their bits.
         flat = torch.cat([buffer.double().flatten() for buffer in averaged])
         dist.all_reduce(flat, group=group)
         flat /= group.size()

@@ -1,7 +1,7 @@
-"""Loss scaling: what the loss is multiplied with so that small gradients survive float16, and its changes.
+"""Dynamic loss scaling, so that small gradients do not underflow in float16.
 
-Micikevicius et al. 2018, "Mixed Precision Training". torch.amp.GradScaler lowers its scale at each overflow;
-here, as in the original, so many in a row do.
+Micikevicius et al. 2018, "Mixed Precision Training". torch.amp.GradScaler lowers the scale after each
+overflow; here, as in the original PLSC, after several in a row.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from plsc.config.runtime import HIGHEST_SCALE, PrecisionOptions
 
 LOWEST_SCALE = 1.0
 MOST_SKIPS = 20
-"""Steps in a row that may be skipped with a scale that cannot fall.
-
-A network that overflows float16 in so many batches without any help of the scale will in the next ones, too.
-"""
+"""Number of consecutive steps that may be skipped while the scale cannot decrease, before training fails."""
 
 
 @dataclass
 class LossScaler:
-    """The scale, and the counts that decide when it changes; `update` once a step.
+    """The loss scale and its counters; call `update` once per step.
 
-    After `incr_every` finite steps in a row it is multiplied by `incr_ratio`, after `decr_every` overflowing
-    ones by `decr_ratio`, and stays within 1 and 2^24. Not dynamic: it stays, but overflows are counted.
+    After `incr_every` consecutive finite steps the scale is multiplied by `incr_ratio`, after `decr_every`
+    consecutive overflows by `decr_ratio`, within 1 to 2^24. If not dynamic, the scale is constant and
+    overflows are only counted.
 
     Attributes:
-        scale: of the next step.
-        finite, overflowed: steps in a row of that kind since the scale last changed or the other kind came.
-        skipped: all steps that overflowed.
-        stuck: overflowing steps in a row during which the scale could not fall.
+        scale: loss scale of the next step.
+        finite, overflowed: consecutive finite or overflowed steps since the last change of the scale.
+        skipped: total number of overflowed steps.
+        stuck: consecutive overflowed steps during which the scale could not decrease.
     """
 
     scale: float = 1.0
@@ -50,7 +48,7 @@ class LossScaler:
 
     @staticmethod
     def of(options: PrecisionOptions) -> LossScaler:
-        """Return the scaler of the options, at the beginning of a run."""
+        """Return a new scaler for these options."""
         return LossScaler(
             options.init_loss_scaling,
             options.incr_every_n_steps,
@@ -62,16 +60,16 @@ class LossScaler:
 
     @property
     def can_fall(self) -> bool:
-        """Whether overflows still lower the scale."""
+        """Whether an overflow can still decrease the scale."""
         return self.is_dynamic and self.scale > LOWEST_SCALE
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether so many steps in a row overflowed, with a scale that could not fall, that none will do."""
+        """Whether `MOST_SKIPS` consecutive steps overflowed although the scale could not decrease."""
         return self.stuck >= MOST_SKIPS
 
     def update(self, overflowed: bool) -> None:
-        """Count a step that overflowed, and was skipped, or did not; change the scale if it is time."""
+        """Count a step, and change the scale if due. overflowed: the step overflowed and was skipped."""
         if overflowed:
             self.skipped += 1
             self.stuck = 0 if self.can_fall else self.stuck + 1
@@ -87,11 +85,11 @@ class LossScaler:
                 self._change(self.incr_ratio)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as plain JSON."""
+        """Return the state for a checkpoint, as plain JSON values."""
         return {"scale": self.scale, **{name: getattr(self, name) for name in COUNTS}}
 
     def load(self, scale: float, counts: dict[str, int]) -> None:
-        """Go on from the values of `state`; a scale that is not dynamic stays what the options say."""
+        """Restore the values of `state`; a scale that is not dynamic keeps the value of the options."""
         if self.is_dynamic:
             self.scale = min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
         for name in COUNTS:
@@ -122,8 +120,7 @@ class _Scaled(torch.autograd.Function):
 def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
     """Return the embeddings [b, D] in float32; their gradient is multiplied by `scale` before it is rounded.
 
-    So the scale is on the gradient that goes into the backbone and nowhere else: the head, its loss and its
-    rows are independent of it.
+    So only the gradients of the backbone are scaled, not the loss, the head or its class weights.
     """
     if scale == 1.0:
         return embeddings.to(_work_type(embeddings.dtype))
@@ -131,10 +128,10 @@ def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
 
 
 def unscale(gradients: Iterable[Tensor], scale: float) -> Tensor:
-    """Divide gradients by the scale, in place; return whether one was not finite, a bool on their device.
+    """Divide gradients by the scale, in place; return a bool tensor: whether one is not finite.
 
-    Sparse gradients and shards of distributed ones are looked at where they are; nothing travels, and the
-    device is not waited for. No gradients: False, on the CPU.
+    Supports sparse gradients and DTensors, without communication: the result is about the local shards. Does
+    not synchronise with the GPU. Without gradients: False, on the CPU.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
@@ -144,7 +141,7 @@ def unscale(gradients: Iterable[Tensor], scale: float) -> Tensor:
     found = None
     for (device, _), values in kinds.items():
         bad = torch.zeros((), device=device)
-        # What torch.amp.GradScaler calls.
+        # The function that torch.amp.GradScaler calls.
         factor = torch.full((), 1.0 / scale, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(values, bad, factor)
         found = bad if found is None else found + bad.to(found)

@@ -1,4 +1,4 @@
-"""The optimizer of the backbone, by name or by a factory of the user's, over groups of its parameters."""
+"""Build the backbone's optimizer, by name or by a custom factory, over parameter groups."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from plsc.errors import OptionError, kind_and_line, refusing, suggest
 from plsc.parallel.backbone import local_part, split_rows
 
 Groups = Sequence[dict[str, Any]]
-"""Groups of an optimizer as torch takes them: each has its `params`, and may have settings of its own."""
+"""Parameter groups as in torch.optim: dicts with `params` and optional settings."""
 
 Factory = Callable[..., torch.optim.Optimizer]
 
 FULL_RATE = "initial_lr"
-"""Key of a group's learning rate at the schedule's full height, named as torch's own schedules name it."""
+"""Key of a group's learning rate before the schedule's factor, as in torch's schedulers."""
 
 LR_FACTOR, L1_DECAY = "lr_factor", "l1_decay"
-"""Keys of ours in an optimizer's groups, next to its own settings."""
+"""Additional keys in an optimizer's parameter groups."""
 
-# torch's other way has no rule for DTensors.
+# Optimizers whose foreach implementation does not support DTensors.
 _NO_FOREACH_WHERE_SHARDED = ("Rprop",)
 
 
 @dataclass
 class Assignment:
-    """What becomes of each parameter, by its name.
+    """The parameter group of each parameter, by name.
 
-    groups: the names in each group of the optimizer, and the settings that it has of its own: those of the
-    optimizer, and LR_FACTOR and L1_DECAY. First comes what no pattern matches. frozen: names of parameters
-    that are not trained.
+    Attributes:
+        groups: (parameter names, settings) of each group. Settings are those of the optimizer, LR_FACTOR and
+            L1_DECAY. The first group has the parameters that no pattern matches.
+        frozen: names of parameters that are not trained.
     """
 
     groups: list[tuple[list[str], dict[str, Any]]]
@@ -54,11 +55,11 @@ class Assignment:
 
 
 def assign_parameters(network: nn.Module, options: OptimOptions) -> Assignment:
-    """Work out the groups of `options`. Nothing is changed.
+    """Assign the network's parameters to the groups of `options`, without changing the network.
 
-    Call it before the network's modules are replaced (synchronised batch norm) or its parameters sharded:
-    types and shapes are looked at; the names stay. Parameters that need no gradient are left as they are.
-    Raises OptionError for a pattern that matches nothing, or nothing that an earlier group left.
+    Call it before modules are replaced (synchronised batch norm) or parameters are sharded, because it uses
+    module types and shapes. Parameters with requires_grad=False are left out. Raises OptionError for a
+    pattern that matches no parameter, or only parameters of earlier groups.
     """
     labels = label_parameters(network)
     named = dict(network.named_parameters())
@@ -70,8 +71,8 @@ def assign_parameters(network: nn.Module, options: OptimOptions) -> Assignment:
         mine = [name for name in found if name not in taken]
         if not mine:
             raise OptionError(
-                f"optim.groups: all that {group.pattern!r} matches is frozen or in an earlier group, and "
-                "the first that matches counts; put the narrower pattern first"
+                f"optim.groups: all parameters that {group.pattern!r} matches are frozen or in an earlier "
+                "group; the first match applies, so put the more specific pattern first"
             )
         taken.update(mine)
         if group.frozen:
@@ -91,7 +92,7 @@ def _split_by_decay(
     options: OptimOptions,
     group: ParameterGroup,
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return the group, in two where parameters of one dimension are not decayed."""
+    """Return the group, split in two if 1-dimensional parameters are not decayed."""
     own: dict[str, Any] = dict(group.arguments)
     if group.lr_factor != 1:
         own[LR_FACTOR] = group.lr_factor
@@ -101,7 +102,7 @@ def _split_by_decay(
         own[L1_DECAY] = options.l1_decay
     if options.decay_norm_and_bias:
         return [(names, own)]
-    # What a group says itself holds for all that it has.
+    # A decay that the group sets itself applies to all its parameters.
     undecayed = {
         name: 0.0 for name, value in decays.items() if value is None and (name != L1_DECAY or L1_DECAY in own)
     }
@@ -113,13 +114,18 @@ def _split_by_decay(
 def build_optimizer(
     options: OptimOptions, groups: Groups, base_rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `options` name, over parameter groups.
+    """Return the built-in optimizer of `options` over parameter groups.
 
-    groups: of `Assignment.groups`; a group's LR_FACTOR multiplies its rate, its L1_DECAY is added to its
-    gradients. base_rate: the learning rate at the schedule's full height. Weight decay is added to the
-    gradient (L2), but AdamW and Adafactor subtract it from the weights.
+    Weight decay is L2 decay, except for AdamW and Adafactor, where it is decoupled.
 
-    Raises OptionError for settings that the optimizer does not have, or refuses.
+    Args:
+        options: the options of the optimizer.
+        groups: parameter groups; LR_FACTOR multiplies a group's learning rate, L1_DECAY its L1 decay.
+        base_rate: the learning rate before the schedule's factor.
+        device: of the parameters.
+
+    Raises:
+        OptionError: a setting that the optimizer does not have or does not accept.
     """
     kind = OPTIMIZERS[options.optimizer.lower()]
     what = f"optim.optimizer {options.optimizer}"
@@ -132,7 +138,7 @@ def build_optimizer(
     for name in more:
         if name in kind.takes:
             raise OptionError(
-                f"optim.optimizer_arguments has {name}, which is an option by itself: "
+                f"optim.optimizer_arguments has {name}, which is a separate option; use "
                 f"set_{name}({getattr(options, name)})"
             )
         if name not in known:
@@ -140,8 +146,8 @@ def build_optimizer(
     is_sharded = any(split_rows(p) is not None for group in groups for p in group["params"])
     if is_sharded and kind.class_name == "Adafactor":
         raise OptionError(
-            "optim.optimizer adafactor cannot update a sharded backbone, of whose matrices each rank has "
-            "some rows; use another one, or set_backbone_parallel('replicated')"
+            "optim.optimizer adafactor does not support a sharded backbone, because it needs whole matrices; "
+            "use another optimizer or set_backbone_parallel('replicated')"
         )
     arguments = {
         **more,
@@ -149,7 +155,7 @@ def build_optimizer(
         **implementation_flags(options, kind, device, is_sharded),
         "lr": base_rate,
     }
-    with refusing(f"{what} cannot be made"):
+    with refusing(f"cannot create {what}"):
         optimizer: torch.optim.Optimizer = make(groups, **arguments)
     _check_settings(optimizer, groups, what)
     return _finished(optimizer)
@@ -158,28 +164,28 @@ def build_optimizer(
 def build_custom(
     factory: Factory, name: str, groups: Groups, arguments: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """Return what a factory of the user's makes of the parameter groups: ``factory(groups, **arguments)``.
+    """Return the optimizer of a custom factory, ``factory(groups, **arguments)``.
 
-    Its learning rates are those at the schedule's full height, times a group's LR_FACTOR; its other settings
-    hold where a group has none of its own. Raises OptionError where it fails, returns no optimizer, or one
-    over other parameters than it was given.
+    The factory's learning rates are multiplied by a group's LR_FACTOR and the schedule's factor. Settings of
+    a group have precedence over the factory's. Raises OptionError if the factory fails, or does not return an
+    optimizer over exactly the given parameters.
     """
     what = f"the optimizer factory {name}"
     given = [dict(group) for group in groups]  # torch puts the defaults into these
-    with refusing(f"{what} cannot be made"):
+    with refusing(f"{what} failed"):
         optimizer = factory(given, **arguments)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
-            f"{what} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer over the "
-            "parameter groups that it is given"
+            f"{what} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer over the given "
+            "parameter groups"
         )
     wanted = {id(p) for group in groups for p in group["params"]}
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if wanted != mine:
         raise OptionError(
-            f"{what} returned an optimizer without {len(wanted - mine)} of the {len(wanted)} parameters that "
-            f"it was given, and with {len(mine - wanted)} others; use them all, and set_freeze for those "
-            "that are not to be trained"
+            f"{what} returned an optimizer without {len(wanted - mine)} of the {len(wanted)} given "
+            f"parameters, and with {len(mine - wanted)} others; use exactly the given ones, and set_freeze "
+            "for parameters that should not be trained"
         )
     _check_settings(optimizer, groups, what)
     _check_inner(optimizer, what)
@@ -187,27 +193,26 @@ def build_custom(
 
 
 def cannot_update_sharded(name: str, error: Exception) -> OptionError:
-    """Return the error for an optimizer whose first step over a sharded backbone failed.
+    """Return the error for an optimizer whose first step with a sharded backbone failed.
 
-    name: as in `optim.optimizer`. error: of the step, in torch's words, which are about its operators.
+    name: as in `optim.optimizer`. error: raised by the step.
     """
-    way = "have the factory make one that" if ":" in name else "use one that"
     return OptionError(
-        f"the optimizer {name} cannot update a sharded backbone: {kind_and_line(error)[:300]}; {way} "
-        "computes each number by itself, without fused, or set_backbone_parallel('replicated')"
+        f"the optimizer {name} does not support a sharded backbone: {kind_and_line(error)[:300]}; use an "
+        "element-wise optimizer without fused, or set_backbone_parallel('replicated')"
     )
 
 
 def implementation_flags(
     options: OptimOptions, kind: OptimizerKind, device: torch.device, is_sharded: bool = False
 ) -> dict[str, bool]:
-    """Return the arguments by which torch chooses what computes a step. Raises OptionError."""
+    """Return torch's arguments that select the implementation of step(): foreach, and fused if supported."""
     wanted = options.implementation
     if is_sharded and wanted == "auto":
         wanted = "for_loop" if kind.class_name in _NO_FOREACH_WHERE_SHARDED else "foreach"
     elif wanted == "auto":
-        # Measured, see docs/optimizers.md: fused is the fastest where there is one. Where there is none,
-        # torch's own default: on a GPU fewer launches count, on a CPU the temporaries of all tensors do.
+        # Measured, see docs/optimizers.md: fused is the fastest. Without it, torch's own default: foreach
+        # saves launches on a GPU, for_loop saves temporaries on a CPU.
         unfused = "foreach" if device.type == "cuda" else "for_loop"
         wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else unfused
     flags = {"foreach": wanted == "foreach"}
@@ -215,7 +220,7 @@ def implementation_flags(
 
 
 def describe_implementation(optimizer: torch.optim.Optimizer) -> str:
-    """Return what computes the step, as 'fused on cpu': it decides the last bits."""
+    """Return the implementation of step(), such as 'fused on cpu'; it determines the last bits."""
     settings = optimizer.defaults
     chosen = next((name for name in ("fused", "foreach") if settings.get(name)), "for_loop")
     if settings.get("foreach") is None and not settings.get("fused"):
@@ -225,7 +230,7 @@ def describe_implementation(optimizer: torch.optim.Optimizer) -> str:
 
 
 def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
-    """Set the learning rates of groups to `factor` times their full height."""
+    """Set the learning rates of the groups to `factor` times their FULL_RATE."""
     for group in groups:
         rate = group[FULL_RATE] * factor
         if isinstance(group["lr"], Tensor):
@@ -235,7 +240,7 @@ def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str) -> None:
-    """Refuse settings of a group that the optimizer does not have, or that a factory lost."""
+    """Raise OptionError for a group's setting that the optimizer does not have, or that a factory dropped."""
     holders = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     known = (*optimizer.defaults, LR_FACTOR, L1_DECAY)
     for group in groups:
@@ -245,24 +250,24 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
             is_off = name == "weight_decay" and not value
             if name not in known and not is_off:
                 raise OptionError(
-                    f"{what} has no setting {name!r}, which a parameter group has; "
+                    f"{what} has no setting {name!r}, but a parameter group sets it; "
                     f"{suggest(name, known_settings(optimizer.defaults))}"
                 )
             if holder.get(name) != value:
                 raise OptionError(
-                    f"{what} lost the {name} {value} of a parameter group; hand the groups on as they "
-                    "are given"
+                    f"{what} dropped the {name} {value} of a parameter group; pass the groups to the "
+                    "optimizer unchanged"
                 )
 
 
 def _check_inner(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Refuse an optimizer that holds others whose states a checkpoint would not have."""
+    """Raise OptionError for an optimizer with an inner optimizer that checkpoints would not save."""
     for name, inner in vars(optimizer).items():
         if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
             raise OptionError(
-                f"{what} returned a {type(optimizer).__name__} that holds the {type(inner).__name__} "
-                f"{name!r} with a state of its own, which no checkpoint would have; let it share "
-                "the outer one: inner.state = self.state"
+                f"{what} returned a {type(optimizer).__name__} whose inner {type(inner).__name__} {name!r} "
+                "has a separate state, which checkpoints would not save; share the outer state: inner.state "
+                "= self.state"
             )
 
 
@@ -270,8 +275,8 @@ def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for group in optimizer.param_groups:
         if group.get("lr") is None:
             raise OptionError(
-                f"{type(optimizer).__name__} has no learning rate in its groups for the schedule to set; "
-                "give it one"
+                f"a parameter group of {type(optimizer).__name__} has no learning rate; the schedule needs "
+                "the key 'lr'"
             )
         group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)
     if any(group.get(L1_DECAY) for group in optimizer.param_groups):
@@ -283,10 +288,9 @@ def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def _add_l1_decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Add ``L1_DECAY * sign(weight)`` to the gradients of the groups that have one.
+    """Add ``L1_DECAY * sign(weight)`` to the gradients of groups with L1_DECAY.
 
-    That is the gradient of the decay times the sum of the absolute values (the lasso's penalty). It comes
-    after clipping, as L2 decay does.
+    This is the gradient of the L1 (lasso) penalty. Like L2 decay, it is added after clipping.
     """
     for group in optimizer.param_groups:
         decay = group.get(L1_DECAY)
@@ -298,11 +302,10 @@ def _add_l1_decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @torch.no_grad()
 def _prepare_fused_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Bring the tensors of a fused step into the form that it takes for granted.
+    """Work around two limitations of torch's fused steps (torch 2.15).
 
-    torch 2.15's fused steps go over memory from front to back: on a CPU, a gradient or a state whose layout
-    (strides) is not the parameter's gives wrong results without a message. And the fused SGD fails if some
-    parameters have a momentum and others, that had no gradient before, have none.
+    On a CPU, a gradient or state whose strides differ from the parameter's gives wrong results without an
+    error. Fused SGD fails if only some parameters have a momentum buffer, because others had no gradient yet.
     """
     for group in optimizer.param_groups:
         needs_momentum = isinstance(optimizer, torch.optim.SGD) and group["momentum"]
@@ -314,22 +317,21 @@ def _prepare_fused_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         late = [p for p in trained if "momentum_buffer" not in optimizer.state[p]]
         if needs_momentum and len(late) < len(trained):
             for parameter in late:
-                # The m of ``momentum * m + (1 - dampening) * g = g``, with the decayed gradient g.
+                # Solve ``momentum * m + (1 - dampening) * g = g`` for m, with the decayed gradient g.
                 decayed = parameter.grad.add(parameter, alpha=group["weight_decay"])
                 before = decayed * (group["dampening"] / group["momentum"])
                 optimizer.state[parameter]["momentum_buffer"] = before
 
 
 StateInfo = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of one state; of a split parameter the whole shape."""
+"""Shape and dtype of one state; for a sharded parameter the global shape."""
 
 
 class ExpectedStates:
-    """The states that an optimizer of torch's makes, found by a step of its like over small tensors.
+    """The states that a torch optimizer creates, found by a step on small tensors.
 
-    Some of torch's kernels (the fused ones) take a state for as large as its parameter and read and write
-    beyond its end otherwise; all of them take states for complete. So what comes from a file is compared with
-    this.
+    Used to validate states from a checkpoint: torch's optimizers do not check them, and fused kernels read
+    and write out of bounds if a state is smaller than its parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -338,19 +340,19 @@ class ExpectedStates:
         self._found: dict[tuple[int, int, torch.dtype], dict[str, StateInfo | None]] = {}
 
     def of(self, parameter: nn.Parameter) -> dict[str, StateInfo | None] | None:
-        """Return the states by name, None for one that is a plain number.
+        """Return shape and dtype of each state by name, None for a state that is a plain number.
 
-        None for all: the optimizer is not torch's, and its states are unknown.
+        Returns None if the optimizer is not torch's, so that its states are unknown.
         """
         group, shape = self._groups.get(id(parameter)), tuple(parameter.shape)
         is_torchs = f"{type(self._optimizer).__module__}.".startswith("torch.optim.")
         if group is None or not is_torchs:
             return None
         key = (id(group), len(shape), parameter.dtype)
-        small = tuple(range(2, 2 + len(shape)))  # each size is another one
+        small = tuple(range(2, 2 + len(shape)))  # distinct sizes, to recognise dimensions
         if key not in self._found:
             self._found[key] = self._try(group, parameter, small)
-        # A size is the parameter's, or 1 where the state has one number for many.
+        # A dimension of a state has the parameter's size, or 1.
         enlarged = dict(zip(small, shape, strict=True))
         return {
             name: info
@@ -362,13 +364,13 @@ class ExpectedStates:
     def _try(
         self, group: dict[str, Any], like: nn.Parameter, small: tuple[int, ...]
     ) -> dict[str, StateInfo | None]:
-        """Return the states of a small parameter, after a step with the settings of the group."""
+        """Return the states of a small parameter after one step with the settings of the group."""
         number = nn.Parameter(torch.ones(small, dtype=like.dtype, device=local_part(like).device))
         number.grad = torch.ones_like(number)
-        if type(self._optimizer) is torch.optim.Adagrad:  # whose constructor makes the states
+        if type(self._optimizer) is torch.optim.Adagrad:  # its constructor creates the states
             return {"step": ((), torch.float32), "sum": (small, like.dtype)}
         trial = type(self._optimizer).__new__(type(self._optimizer))
-        # As torch restores a pickled optimizer; the constructors take other arguments, each its own.
+        # As in unpickling, because the constructors have different arguments.
         groups = [{**group, "params": [number]}]
         defaults = dict(self._optimizer.defaults)
         trial.__setstate__({"defaults": defaults, "state": defaultdict(dict), "param_groups": groups})

@@ -1,16 +1,15 @@
-"""The backbone over the ranks: whole on each, with its gradients summed by DDP, or split by FSDP2.
+"""Data parallelism of the backbone: replicated with DDP, or sharded with FSDP2.
 
-The convention is the SUM of the ranks' gradients, no division: the head gives each rank the gradient of the
-mean loss of the GLOBAL batch, so the sum of what the ranks find is the gradient.
+Gradients are SUMMED over the ranks, not averaged, because the head returns the gradient of the mean loss of
+the GLOBAL batch.
 
-Split (`fully_shard`), each rank keeps a share of the rows of every parameter, and of its gradient and
-optimizer state, as a DTensor. A unit of the network is put together on all ranks just before its forward and
-dropped behind it; its gradients are summed and split in one reduce-scatter. With shards over groups of fewer
-ranks (HSDP) the groups have the same rows and add their gradients up.
+Sharded (`fully_shard`): each rank holds some rows of every parameter, gradient and optimizer state, as
+DTensors. The parameters of a unit are all-gathered before its forward and freed afterwards; its gradients are
+reduce-scattered. With shards over groups of fewer ranks (HSDP), gradients are also summed over the groups.
 
-Small units cost a collective each for little memory; a unit whose parameters are used while its forward does
-not run would be found split. So a unit is a module that a trial run calls exactly once, and no parameter is
-in two of them.
+An FSDP unit is a module that one forward pass calls exactly once, and that shares no parameter with other
+modules, because its parameters exist only during its forward. Small modules are no units, because each unit
+costs a collective.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
@@ -35,17 +34,17 @@ from plsc.parallel.world import World
 
 
 def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> nn.Module:
-    """Wrap a network so that backward() leaves on every rank the SUM of the ranks' gradients.
+    """Wrap a network in DDP so that backward() SUMS the gradients over the ranks.
 
-    bucket_mb: MiB of gradients that are summed at once, while the rest of backward() runs.
+    bucket_mb: size of a gradient bucket in MiB.
     """
     if world.size == 1:
         return network
     if not any(p.requires_grad for p in network.parameters()):
-        _make_equal(network, world)
+        _broadcast(network, world)
         return network
-    # Buffers are made equal where it matters, before evaluating and saving, not at each step. torch
-    # 2.15 renamed the option.
+    # Buffers are synchronised before evaluation and saving instead of in each step. torch 2.15 renamed the
+    # option.
     known = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {name: False}
@@ -53,10 +52,10 @@ def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> 
         _Replica(network),
         process_group=world.backbone_group,
         bucket_cap_mb=bucket_mb,
-        # A gradient is where it is summed: no second copy of all gradients, nor the time to make it.
+        # Saves a second copy of all gradients.
         gradient_as_bucket_view=True,
-        # Without it DDP re-orders its buckets after the first step of every start, and with them the
-        # order of the additions: a resumed run would differ from an uninterrupted one in the last bit.
+        # Otherwise DDP reorders its buckets after the first step of every start, which changes the order of
+        # the additions: a resumed run would differ from an uninterrupted one in the last bits.
         find_unused_parameters=True,
         **options,
     )
@@ -65,11 +64,11 @@ def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> 
 
 
 @contextmanager
-def without_sum(forward: nn.Module) -> Iterator[None]:
-    """Have backward() add to this rank's gradients, to be summed over the ranks later: for micro-batches.
+def no_gradient_sync(forward: nn.Module) -> Iterator[None]:
+    """Context manager for micro-batches: backward() accumulates gradients without summing over all ranks.
 
-    Of a sharded network the split gradients are added up within each group of shards, as whole ones would
-    take the memory that sharding saves; over a single group every backward() sums over all ranks at once.
+    The gradients of a sharded network are still reduce-scattered within each group of shards, because
+    unsharded gradients would need the memory that sharding saves.
     """
     if isinstance(forward, DistributedDataParallel):
         with forward.no_sync():
@@ -85,9 +84,9 @@ def without_sum(forward: nn.Module) -> Iterator[None]:
 
 
 class _Replica(nn.Module):
-    """The network, and an empty parameter that is never used.
+    """The network with an additional empty, unused parameter.
 
-    Where all parameters are used, DDP warns on every rank that it looked for unused ones in vain.
+    It avoids DDP's warning, on every rank, that find_unused_parameters found none.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -101,8 +100,8 @@ class _Replica(nn.Module):
 
 
 @torch.no_grad()
-def _make_equal(network: nn.Module, world: World) -> None:
-    """Give all ranks rank 0's parameters and buffers, as DDP does with a network that is trained."""
+def _broadcast(network: nn.Module, world: World) -> None:
+    """Broadcast rank 0's parameters and buffers, as DDP does for networks with trainable parameters."""
     for tensor in (*network.parameters(), *network.buffers()):
         value = tensor.detach().contiguous()
         dist.broadcast(value, group_src=0, group=world.backbone_group)
@@ -124,56 +123,58 @@ def shard_network(
     size: int,
     timeout: datetime.timedelta,
 ) -> None:
-    """Split a network's parameters over groups of ``size`` ranks, in place; a collective of all ranks.
+    """Shard a network's parameters over groups of ``size`` ranks, in place; a collective of all ranks.
 
-    The network comes to the ranks' device one unit after another, each of which is split before the next one
-    follows: a network that is on the CPU needs no device that could hold it whole.
+    All ranks get rank 0's values. Units are moved to the device and sharded one after another, so a network
+    on the CPU never has to fit on the device as a whole. Afterwards all ranks must call forward and backward
+    equally often.
 
-    The values are rank 0's, as DDP has it, so a network that was made differently on every rank becomes the
-    same one. units: names of modules that are put together and dropped on their own; what is in none of them
-    is whole from the network's forward to the end of its backward. size: a divisor of the number of
-    ranks. timeout: of the groups' collectives.
-
-    Afterwards all ranks must call the network, and backward through it, equally often.
+    Args:
+        network: the backbone.
+        units: names of the modules to all-gather and free separately. Parameters outside of them are
+            gathered from the start of the network's forward to the end of its backward.
+        world: the ranks.
+        size: number of ranks per group, a divisor of the number of ranks.
+        timeout: of the groups' collectives.
     """
     mesh = _make_mesh(world, size, timeout)
     placed: set[Tensor] = set()
     for name in (*sorted(units, key=lambda unit: unit.count("."), reverse=True), ""):
         unit = network.get_submodule(name)
-        whole = _place(unit, world, placed)
+        unsharded = _place(unit, world, placed)
         fully_shard(unit, mesh=mesh)
-        for parameter in whole:  # other code may still hold it, and with it the memory
+        for parameter in unsharded:  # free the memory, also if other code still references the parameter
             parameter.data = parameter.data.new_empty(0)
     for module in _sharded_modules(network):
         module.set_gradient_divide_factor(1.0)
-        # By default a factor of 1 becomes an operation of NCCL's own, a sum of products, which gloo lacks.
+        # By default a factor of 1 uses an operation that only NCCL has.
         module.set_force_sum_reduction_for_comms(True)
 
 
 def is_sharded(network: nn.Module) -> bool:
-    """Whether `shard_network` has split this network."""
+    """Return whether `shard_network` sharded this network."""
     return isinstance(network, FSDPModule)
 
 
-def split_again(network: nn.Module) -> None:
-    """Drop what a forward pass without a backward pass has left whole; nothing if it is not sharded."""
+def reshard(network: nn.Module) -> None:
+    """Free parameters that a forward pass without backward pass left unsharded, if the network is sharded."""
     for module in _sharded_modules(network):
         module.reshard()
 
 
-def plain_name(network: nn.Module) -> str:
-    """Return the name of a network's class, as it was before FSDP2 gave it one of its own."""
+def original_class_name(network: nn.Module) -> str:
+    """Return the name of a network's class without the prefix that FSDP2 adds."""
     kind = type(network)
     return kind.__name__.removeprefix("FSDP" if issubclass(kind, FSDPModule) else "")
 
 
 @contextmanager
-def whole_parameters(network: nn.Module) -> Iterator[None]:
-    """Have all parameters whole on every rank: forward then needs no other rank. Entered by all ranks.
+def unsharded_parameters(network: nn.Module) -> Iterator[None]:
+    """Context manager: all-gather all parameters, so that forward needs no communication; a collective.
 
-    For evaluation, where the ranks have different numbers of batches and one may fail alone. Takes the
-    memory of all parameters. Nothing happens to a network that is not sharded. Do not ask for the
-    network's state dict inside: that splits the parameters again.
+    For evaluation, where the ranks have different numbers of batches and one may fail alone. Needs the memory
+    of all parameters. Does nothing if the network is not sharded. Do not call the network's state_dict()
+    inside: it reshards the parameters.
     """
     modules = _sharded_modules(network)
     for module in modules:
@@ -188,7 +189,7 @@ def whole_parameters(network: nn.Module) -> Iterator[None]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a split tensor, sharing its memory; any other tensor as it is."""
+    """Return the local shard of a DTensor, sharing its memory; any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -196,10 +197,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def split_rows(tensor: Tensor) -> tuple[int, DeviceMesh | None] | None:
-    """Return where this rank's rows of a split tensor begin, and its mesh where there are several groups.
+    """Return the first row of this rank's shard, and the mesh if there are several groups (else None).
 
-    None for a tensor that every rank has whole. Raises OptionError for one that is split otherwise than by
-    its rows.
+    Returns None for a tensor that is not sharded. Raises OptionError for one that is not sharded by rows.
     """
     if not isinstance(tensor, DTensor):
         return None
@@ -208,62 +208,62 @@ def split_rows(tensor: Tensor) -> tuple[int, DeviceMesh | None] | None:
         return None
     if last != Shard(0) or any(placement != Replicate() for placement in groups):
         raise OptionError(
-            f"a tensor of the optimizer's state is placed as {tensor.placements}, which checkpoints do not "
-            "hold; use an optimizer whose state is split like the parameters, by rows"
+            f"a tensor of the optimizer state has the placements {tensor.placements}, which checkpoints do "
+            "not support; use an optimizer whose state is sharded by rows, like the parameters"
         )
     mesh = tensor.device_mesh
-    place, places = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    start, _ = class_range(tensor.shape[0], place, places)
+    shard, shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    start, _ = class_range(tensor.shape[0], shard, shards)
     return start, mesh if groups else None
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into ``target``, of which this rank perhaps has a share of the rows alone."""
+    """Copy a full tensor into ``target``, which may be sharded."""
     local, split = local_part(target), split_rows(target)
     local.copy_(value if split is None else value[split[0] : split[0] + len(local)])
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of whole and split gradients together, a scalar; a collective if some are split.
+    """Return the 2-norm of replicated and sharded gradients, a scalar; a collective if some are sharded.
 
-    All split ones are split in the same way. The result is identical on all ranks.
+    All sharded gradients must have the same mesh. The result is identical on all ranks.
     """
-    whole: list[Tensor] = []
-    split: list[Tensor] = []
+    replicated: list[Tensor] = []
+    sharded: list[Tensor] = []
     group = None
     for gradient in gradients:
         if isinstance(gradient, DTensor) and split_rows(gradient) is not None:
-            split.append(local_part(gradient))
+            sharded.append(local_part(gradient))
             mesh = gradient.device_mesh
             group = mesh.get_group(mesh.ndim - 1)
         else:
-            whole.append(local_part(gradient))
-    norm = torch.nn.utils.get_total_norm(whole)
+            replicated.append(local_part(gradient))
+    norm = torch.nn.utils.get_total_norm(replicated)
     if group is None:
         return norm
-    squared = torch.nn.utils.get_total_norm(split).square()
+    squared = torch.nn.utils.get_total_norm(sharded).square()
     dist.all_reduce(squared, group=group)
-    return squared.sqrt() if not whole else torch.hypot(norm.to(squared), squared.sqrt())
+    return squared.sqrt() if not replicated else torch.hypot(norm.to(squared), squared.sqrt())
 
 
 def _sharded_modules(network: nn.Module) -> list[FSDPModule]:
-    """Return the network, first, and its units; nothing if it is not sharded."""
+    """Return the network followed by its units; empty if it is not sharded."""
     return [module for module in network.modules() if isinstance(module, FSDPModule)]
 
 
 def _make_mesh(world: World, size: int, timeout: datetime.timedelta) -> DeviceMesh:
-    """Return the ranks as a mesh [shards], or [groups, shards of a group], neighbours in one group."""
+    """Return the mesh [shards] or [groups, shards]; consecutive ranks form a group."""
     assert world.backbone_group is not None
     if size == world.size:
         return DeviceMesh.from_group(world.backbone_group, world.device.type)
     ranks = torch.arange(world.size).view(-1, size)
-    shards = _own_group(ranks.tolist(), world.rank, timeout)
-    copies = _own_group(ranks.T.tolist(), world.rank, timeout)
+    shards = _group_of_rank(ranks.tolist(), world.rank, timeout)
+    copies = _group_of_rank(ranks.T.tolist(), world.rank, timeout)
     return DeviceMesh.from_group([copies, shards], world.device.type, mesh=ranks, mesh_dim_names=_DIMENSIONS)
 
 
-def _own_group(every: list[list[int]], rank: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Make the groups, all of them on every rank, and return the one that this rank is in."""
+def _group_of_rank(every: list[list[int]], rank: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Create all groups (every rank must), and return the one that this rank is in."""
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in every]
     mine = next(group for ranks, group in made if rank in ranks)
     assert isinstance(mine, dist.ProcessGroup)
@@ -272,10 +272,11 @@ def _own_group(every: list[list[int]], rank: int, timeout: datetime.timedelta) -
 
 @torch.no_grad()
 def _place(unit: nn.Module, world: World, placed: set[Tensor]) -> list[nn.Parameter]:
-    """Put what is not split yet of a unit on the device, with rank 0's values, contiguous for `fully_shard`.
+    """Move the unsharded tensors of a unit to the device and broadcast rank 0's values.
 
-    placed: the buffers that are there already, which stay whole; those of this unit are added. Returns the
-    parameters.
+    Returns the parameters.
+
+    placed: buffers that are already on the device; those of this unit are added.
     """
     parameters: list[nn.Parameter] = []
     for tensor in (*unit.parameters(), *unit.buffers()):
@@ -292,10 +293,10 @@ def _place(unit: nn.Module, world: World, placed: set[Tensor]) -> list[nn.Parame
 
 
 LEAST_BLOCK = 100_000
-"""Parameters from which on an item of a Sequential or ModuleList, such as a residual block, is a unit."""
+"""Minimum number of parameters of an item of a Sequential or ModuleList (a residual block) to be a unit."""
 
 LEAST_OTHER = 1_000_000
-"""The same for any other module, such as the layer that makes the embedding."""
+"""Minimum number of parameters of any other module (such as the embedding layer) to be a unit."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -303,8 +304,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def choose_units(network: nn.Module, calls: Mapping[str, int]) -> list[str]:
     """Return the names of the modules to shard as units.
 
-    These are the items of containers that have layers inside, if they have `LEAST_BLOCK` parameters, and
-    elsewhere the smallest modules with `LEAST_OTHER`. calls: how often a trial run called each module.
+    These are items of containers with child modules and `LEAST_BLOCK` parameters, and elsewhere the smallest
+    modules with `LEAST_OTHER` parameters. calls: number of calls of each module in one forward pass.
     """
     return _without_shared(network, _collect(network, "", False, calls))
 
@@ -312,10 +313,10 @@ def choose_units(network: nn.Module, calls: Mapping[str, int]) -> list[str]:
 def match_units(network: nn.Module, patterns: Sequence[str], calls: Mapping[str, int]) -> list[str]:
     """Return the names of the modules that match patterns such as ``stages.*.*``.
 
-    ``*`` stands for (a part of) one component of a name.
+    ``*`` matches any characters within one component of a name.
 
     Raises:
-        OptionError: a pattern matches no module with parameters, or one that cannot be a unit.
+        OptionError: a pattern matches no module with parameters, or a module that cannot be a unit.
     """
     names = [name for name, module in network.named_modules() if name and _size(module)]
     chosen: list[str] = []
@@ -323,21 +324,21 @@ def match_units(network: nn.Module, patterns: Sequence[str], calls: Mapping[str,
         matched = [name for name in names if _matches(name, pattern)]
         if not matched:
             raise OptionError(
-                f"parallel.shard_units: no module with parameters is named {pattern!r}"
-                f"{did_you_mean(pattern, names)}; '*' stands for one component, as in 'stages.*'"
+                f"parallel.shard_units: {pattern!r} matches no module with parameters"
+                f"{did_you_mean(pattern, names)}; '*' matches one component, as in 'stages.*'"
             )
         chosen += [name for name in matched if name not in chosen]
     for name in chosen:
         if calls.get(name, 0) != 1:
             raise OptionError(
-                f"parallel.shard_units: {name} is called {calls.get(name, 0)} times when the network runs; "
-                "a unit must be called once: choose the module around it"
+                f"parallel.shard_units: a forward pass calls {name} {calls.get(name, 0)} times, expected "
+                "once; use its parent module instead"
             )
     shared = set(chosen) - set(_without_shared(network, chosen))
     if shared:
         raise OptionError(
-            f"parallel.shard_units: {', '.join(sorted(shared))} have a parameter that is used elsewhere, "
-            "too; leave them out, or choose a module around all its uses"
+            f"parallel.shard_units: {', '.join(sorted(shared))} share a parameter with other modules; leave "
+            "them out, or use a common parent module"
         )
     return chosen
 
@@ -348,8 +349,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _collect(module: nn.Module, name: str, is_item: bool, calls: Mapping[str, int]) -> list[str]:
-    """Return the units in a module; is_item: whether it lies directly in a container."""
-    is_container = type(module) in _CONTAINERS  # subclasses are layers with a name of their own
+    """Return the units in a module; is_item: whether it is a direct child of a container."""
+    is_container = type(module) in _CONTAINERS  # exact types: subclasses are ordinary modules
     may_be = bool(name) and not is_container and calls.get(name, 0) == 1
     has_layers = next(module.children(), None) is not None
     if may_be and is_item and has_layers and _size(module) >= LEAST_BLOCK:
@@ -369,7 +370,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _without_shared(network: nn.Module, units: Sequence[str]) -> list[str]:
-    """Return the units without those that have a parameter in common with anything outside."""
+    """Return the units that share no parameter with modules outside of them."""
     kept = list(units)
     while True:
         owners: dict[int, set[str]] = {}
@@ -382,5 +383,5 @@ def _without_shared(network: nn.Module, units: Sequence[str]) -> list[str]:
 
 
 def _owner(name: str, units: Sequence[str]) -> str:
-    """Return the innermost unit that a parameter is in; nothing for the network around them."""
+    """Return the innermost unit that contains a parameter; empty if none does."""
     return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")

@@ -1,4 +1,4 @@
-"""Which class rows are on which rank, and collectives over rows in batches of different sizes."""
+"""The sharding of classes over ranks, and collectives for batches of different sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plsc.spans import span
 
 
 def gather_sizes(rows: int, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
-    """Return how many rows every rank brings."""
+    """Return the number of rows of every rank."""
     if group is None:
         return [rows]
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
@@ -24,7 +24,7 @@ def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | Non
     """Return the rows of all ranks [sum(sizes), ...], in rank order, on every rank. Not differentiable."""
     if group is None:
         return tensor
-    largest = max(sizes)  # equal blocks are moved, so smaller ones are padded
+    largest = max(sizes)  # the collective needs equal sizes: pad smaller blocks
     gathered = tensor.new_empty((len(sizes) * largest, *tensor.shape[1:]))
     mine = _pad_rows(tensor, largest)
     with span("gather batch"):
@@ -36,9 +36,9 @@ def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | Non
 
 
 class ScatteredSum:
-    """This rank's rows of the sum over the ranks of a tensor, on their way.
+    """An asynchronous reduce-scatter (sum) of rows.
 
-    tensor: [sum(sizes), ...] on every rank; rank r receives the rows of its own batch, sizes[r] of them.
+    tensor: [sum(sizes), ...] on every rank. Rank r receives the sum of the sizes[r] rows of its own batch.
     """
 
     def __init__(self, tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> None:
@@ -48,15 +48,15 @@ class ScatteredSum:
             return
         largest, rank = max(sizes), group.rank()
         blocks = tensor
-        if min(sizes) < largest:  # equal blocks are moved, so smaller ones are padded
+        if min(sizes) < largest:  # as in gather_rows
             blocks = torch.cat([_pad_rows(block, largest) for block in tensor.split(sizes)])
         padded = tensor.new_empty((largest, *tensor.shape[1:]))
-        self._sent = blocks  # must live until the collective has ended
+        self._sent = blocks  # must stay alive until the collective has finished
         self._work = dist.reduce_scatter_tensor(padded, blocks, group=group, async_op=True)
         self._mine = padded[: sizes[rank]]
 
     def wait(self) -> Tensor:
-        """Return the rows [sizes[rank], ...]."""
+        """Wait for the collective, and return the rows [sizes[rank], ...]."""
         if self._work is not None:
             with span("scatter embedding gradient"):
                 self._work.wait()
@@ -89,10 +89,9 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def class_range(class_num: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return ``(start, stop)``, the classes that ``rank`` of ``ranks`` owns; it may be empty.
+    """Return ``(start, stop)``, the classes of ``rank`` out of ``ranks``; may be empty.
 
-    Rank r owns [min(C, r k), min(C, (r + 1) k)) with k = ceil(C / R). That is exactly the split of
-    DTensor's ``Shard(0)``, so a shard can be wrapped as a DTensor without moving a row.
+    Rank r has [min(C, r k), min(C, (r + 1) k)) with k = ceil(C / R), exactly as DTensor's ``Shard(0)``.
     """
     rows = -(-class_num // ranks)
     return min(class_num, rank * rows), min(class_num, (rank + 1) * rows)

@@ -1,9 +1,9 @@
-"""How the ranks stop together: when one fails, and on SIGINT or SIGTERM.
+"""Stop all ranks when one of them fails, and on SIGINT or SIGTERM.
 
-A rank that waits in a collective cannot receive anything else, and a collective may wait for half an
-hour. So a failing rank puts its message into the rendezvous store, and a thread of every rank reads
-it there twice a second. What it finds is raised at the next chance; a rank that has none, because it hangs
-in a collective, is ended by the thread. A signal sets a flag, on which the ranks agree at a step boundary.
+A collective may wait for half an hour for a rank that failed. So a failing rank writes its error message to
+the rendezvous store, and a thread on every rank polls the store twice per second. If the main thread does not
+stop by itself, because it hangs in a collective, the polling thread ends the process. A signal sets a flag;
+the ranks exchange it at the next step boundary and stop there together.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from plsc.errors import DistributedError, PlscError
 from plsc.parallel.world import World
 
 logger = logging.getLogger(__name__)
-_FAILURE = "failure"  # the message of the first rank that failed
+_FAILURE = "failure"  # key of the message of the first rank that failed
 _POLL_SECONDS = 0.5
-_POST_SECONDS = 3.0  # how long a failing rank may take to post its message
-_JOIN_SECONDS = 2.0  # the store's host may be gone
-_LEAVE_SECONDS = 10.0  # how long a rank may take to leave by itself, once a failure is known
+_POST_SECONDS = 3.0  # maximum wait for the message of a failed rank
+_JOIN_SECONDS = 2.0  # the host of the store may be down
+_LEAVE_SECONDS = 10.0  # how long the main thread may take to stop after a failure on another rank
 
 
 class FailureWatch:
-    """Context manager around everything that the ranks do together.
+    """Context manager around all code with collectives.
 
-    Leaving it with an exception stops the other ranks. An exception that only follows from another
-    rank's failure (its connection closed) becomes a DistributedError with that rank's message.
+    An exception that leaves it stops the other ranks. An exception that is a consequence of another rank's
+    failure (a closed connection) becomes a DistributedError with that rank's message.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._left = threading.Event()
+        self._exited = threading.Event()
         self._thread: threading.Thread | None = None
         self._host = socket.gethostname()
 
     def __enter__(self) -> FailureWatch:
         if self._world.size > 1 and self._world.store is not None:
-            # A client of its own: the main thread's may be blocked inside a collective's set-up.
+            # A separate client: the main thread's may be blocked while a process group is created.
             self._watch_store = self._world.store.clone()
             self._thread = threading.Thread(target=self._watch, daemon=True, name="plsc-failure")
             self._thread.start()
@@ -60,42 +60,43 @@ class FailureWatch:
     ) -> None:
         try:
             if self._thread is not None and error is not None:
-                self._explain(error)
+                self._report(error)
         finally:
-            self._left.set()
+            self._exited.set()
             if self._thread is not None:
-                # A thread that is inside the store's C++ when the interpreter ends takes the process down.
+                # The process aborts if a thread is inside the store's C++ code when the interpreter exits.
                 self._thread.join(_JOIN_SECONDS)
 
-    def _explain(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         """Post this rank's failure for the others, or raise that of the rank that failed first."""
-        is_echo = _is_connection_failure(error)
-        first = self._wait_for_failure() if is_echo else None
+        is_consequence = _is_connection_failure(error)
+        first = self._wait_for_failure() if is_consequence else None
         own = str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
-        message = _LOST if is_echo else own
+        message = _LOST if is_consequence else own
         first = first or self._post(message)
         if first is None or first["rank"] == self._world.rank:
-            if is_echo:
+            if is_consequence:
                 raise DistributedError(_LOST) from error
             return
-        raised = error if message == first["message"] else DistributedError(_of_another(first))
-        # The command prints a failure once: on the rank that failed, and on one of each other machine.
-        raised.is_reported = first["host"] == self._host or self._world.local_rank != 0  # type: ignore[attr-defined]
+        raised = error if message == first["message"] else DistributedError(_failure_text(first))
+        # The command prints a failure on the rank that failed, and on one rank of each other machine.
+        is_reported = first["host"] == self._host or self._world.local_rank != 0
+        raised.is_reported = is_reported  # type: ignore[attr-defined]
         if raised is not error:
             raise raised from error
 
     def _post(self, message: str) -> dict | None:
-        """Put my message into the store unless one is there; return the one that is there then."""
+        """Post a message unless there already is one; return the one in the store."""
         failure = {"rank": self._world.rank, "host": self._host, "message": message}
         if self._world.store is None:
             return None
         try:
             return json.loads(self._world.store.compare_set(_FAILURE, "", json.dumps(failure)))
         except (RuntimeError, ValueError):
-            return None  # the store went down with its host: there is no rank left to inform
+            return None  # the host of the store is down, so all ranks stop anyway
 
     def _wait_for_failure(self) -> Any:
-        """Give the rank that failed a moment to post its message."""
+        """Wait up to `_POST_SECONDS` for the message of the rank that failed."""
         deadline = time.monotonic() + _POST_SECONDS
         while time.monotonic() < deadline:
             value = _read_failure(self._world.store)
@@ -105,26 +106,25 @@ class FailureWatch:
         return None
 
     def _watch(self) -> None:
-        while not self._left.wait(_POLL_SECONDS):
+        while not self._exited.wait(_POLL_SECONDS):
             failure = _read_failure(self._watch_store)
             if failure is None or failure["rank"] == self._world.rank:
                 continue
-            if self._left.wait(_LEAVE_SECONDS):
+            if self._exited.wait(_LEAVE_SECONDS):
                 return
-            # The main thread hangs in a collective that will never complete; there is nothing of
-            # ours left to save, as a checkpoint is published by a rename only.
+            # The main thread hangs in a collective. Exiting is safe: checkpoints are published by a rename.
             if self._world.local_rank == 0 and failure["host"] != self._host:
-                logger.error("%s", _of_another(failure))
+                logger.error("%s", _failure_text(failure))
             os._exit(1)
 
 
 _LOST = (
-    "lost the connection to another rank, which ended without a message (killed, or out of "
-    "memory?); see the launcher's report for its exit code"
+    "lost the connection to another rank, which ended without an error message (killed or out of "
+    "memory?); see its exit code in the launcher's report"
 )
 
 
-def _of_another(failure: dict[str, Any]) -> str:
+def _failure_text(failure: dict[str, Any]) -> str:
     return f"rank {failure['rank']} failed: {failure['message']}"
 
 
@@ -137,7 +137,7 @@ def _read_failure(store: dist.Store | None) -> Any:
 
 
 def _is_connection_failure(error: BaseException) -> bool:
-    """Whether this is what a collective raises when a peer has gone."""
+    """Return whether a collective raises this error when another rank is gone."""
     if isinstance(error, PlscError) or not isinstance(error, RuntimeError):
         return False
     if isinstance(error, dist.DistError):
@@ -152,23 +152,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopSignal:
     """Context manager that turns the first SIGINT or SIGTERM into a request to stop.
 
-    `number` is the signal's, or 0. A second SIGINT raises KeyboardInterrupt at once. When the process is
-    still inside the context `deadline_seconds` after the first signal, it is ended: a peer may be
-    dead, and the collective that waits for it would never return. Outside the main thread, where Python
-    delivers no signals, it does nothing.
+    A second SIGINT raises KeyboardInterrupt at once. If the process is still inside the context
+    `deadline_seconds` after the first signal, it exits: it may hang in a collective with a dead rank. Does
+    nothing outside the main thread, because Python delivers signals there only.
+
+    Attributes:
+        number: the signal's number, or 0.
     """
 
     def __init__(self, deadline_seconds: float) -> None:
         self.number = 0
         self._deadline_seconds = deadline_seconds
-        self._left = threading.Event()
+        self._exited = threading.Event()
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is not threading.main_thread():
             return self
-        # Python runs handlers between two bytecodes, so not while the main thread is inside a
-        # collective. The wake-up descriptor is written by the C handler itself, at once.
+        # Python handlers do not run while the main thread is inside a collective, but the C handler writes to
+        # the wake-up descriptor immediately.
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._previous_descriptor = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -185,7 +187,7 @@ class StopSignal:
     ) -> None:
         if not self._previous:
             return
-        self._left.set()
+        self._exited.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_descriptor)
@@ -202,9 +204,9 @@ class StopSignal:
                 number = received[0]
                 if number not in _SIGNALS:
                     continue
-                if not self._left.wait(self._deadline_seconds):
+                if not self._exited.wait(self._deadline_seconds):
                     logger.error(
-                        "no step boundary within %g s after %s; stopped without saving",
+                        "the current step did not end within %g s after %s; exiting without saving",
                         self._deadline_seconds,
                         signal.Signals(number).name,
                     )

@@ -1,4 +1,4 @@
-"""What a rank has of its machine: cores, memory, and a thread in the background."""
+"""Resources of this machine: CPU cores, memory, and a background thread."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on, the limit of a container included; at least 1."""
-    # Not everywhere: macOS and Windows bind no process to cores.
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = _quota()
-    return max(1, min(bound or 1, round(quota) if quota else 2**20))
+    """Return the number of cores that this process may use, considering container limits; at least 1."""
+    # macOS and Windows have no sched_getaffinity.
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = _cpu_quota()
+    return max(1, min(affinity or 1, round(quota) if quota else 2**20))
 
 
-def _quota() -> float | None:
-    """Return the cores' worth of time that a container may take, None: no limit is known."""
+def _cpu_quota() -> float | None:
+    """Return the CPU limit of the container in cores; None: no limit is known."""
     try:
         limit, period = (_CONTROL_GROUP / "cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)
@@ -36,12 +36,12 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_memory() -> int | None:
-    """Return the bytes that can be taken without harm, the limit of a container included; None if unknown."""
-    known = [value for value in (_of_machine(), _of_container()) if value is not None]
+    """Return the bytes of memory that are available, considering container limits; None if unknown."""
+    known = [value for value in (_machine_memory(), _container_memory()) if value is not None]
     return min(known) if known else None
 
 
-def _of_machine() -> int | None:
+def _machine_memory() -> int | None:
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
     except OSError:
@@ -49,7 +49,7 @@ def _of_machine() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _of_container() -> int | None:
+def _container_memory() -> int | None:
     try:
         limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
         used = int((_CONTROL_GROUP / "memory.current").read_text())
@@ -60,11 +60,14 @@ def _of_container() -> int | None:
 
 
 T = TypeVar("T")
-_LEAVE_SECONDS = 2.0
+_JOIN_SECONDS = 2.0
 
 
-class Background:
-    """One thread, which keeps no process alive for long: it may hang when a peer has gone."""
+class BackgroundThread:
+    """A single background thread that runs actions in order.
+
+    It cannot keep the process alive for more than `_JOIN_SECONDS`, because it may hang in a collective.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,27 +76,24 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, action: Callable[[], T]) -> Future[T]:
-        """Have an action done after those before it; its outcome is the future's."""
+        """Run an action after those submitted before; the future has its result or exception."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
             self._thread.start()
-            atexit.register(self._leave)
+            atexit.register(self._join)
         future: Future[T] = Future()
         self._work.put((action, future))
         return future
 
     def close(self) -> None:
-        """Let the thread end when all is done."""
+        """End the thread after all submitted actions."""
         self._work.put(None)
 
-    def _leave(self) -> None:
-        """End the thread before the interpreter goes: one that is inside a collective then would abort it.
-
-        The process groups are closed by now, after a failure, so that what waits in them has ended.
-        """
+    def _join(self) -> None:
+        """End the thread before the interpreter exits, which aborts if a thread is inside a collective."""
         self.close()
         if self._thread is not None:
-            self._thread.join(_LEAVE_SECONDS)
+            self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -102,4 +102,4 @@ class Background:
                 future.set_result(action())
             except BaseException as error:
                 future.set_exception(error)
-            del item, action, future  # a snapshot is as large as the model
+            del item, action, future  # they may reference a snapshot as large as the model

@@ -1,6 +1,6 @@
-"""Rank, world size, device and process groups, made once and passed along.
+"""Rank, world size, device and process groups, created once and passed along.
 
-Nothing else in the package reads the launcher's environment variables.
+No other module reads the launcher's environment variables.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ import torch.distributed as dist
 from plsc.config.runtime import RuntimeOptions
 from plsc.errors import DistributedError, OptionError, PlscError, kind_and_line
 
-_LEAVE_SECONDS = 5.0  # a rank that failed never comes
+_LEAVE_SECONDS = 5.0  # a failed rank never arrives
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers.
+    """Rank, world size, device and process groups of this process; the groups are None for one process.
 
-    The groups are separate so that head traffic does not queue behind gradient buckets, and so that
-    control messages travel over gloo on the CPU whatever the device is; a checkpoint is saved and another
-    one sent to a store in the background, in threads with a gloo group each. All are None in one process.
+    Attributes:
+        backbone_group: gradients of the backbone.
+        head_group: the head; separate, so that its collectives do not queue behind gradient buckets.
+        control_group: small messages on the CPU (gloo).
+        save_group: saving of checkpoints in a background thread (gloo).
+        upload_group: uploading of checkpoints in another background thread (gloo).
+        store: a part of the rendezvous store for this world only.
+        owns_process_group: this world created the default process group, and destroys it in `close`.
+        launch_id: identifies torchrun's agent on this machine, which restarts failed ranks; empty: none.
     """
 
     rank: int
@@ -42,41 +48,43 @@ class World:
     head_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
     save_group: dist.ProcessGroup | None = None
-    send_group: dist.ProcessGroup | None = None
+    upload_group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
     owns_process_group: bool = False
-    launch: str = ""  # torchrun's agent on this machine, which starts new ranks for failed ones
+    launch_id: str = ""
 
     @staticmethod
     def single(device: str = "cpu") -> World:
-        """Return the world of one process, without any process group."""
+        """Return the world of a single process, without process groups."""
         return World(0, 1, 0, torch.device(device))
 
     @staticmethod
     def from_environment(
         device: str = "auto", backend: str = "auto", timeout_seconds: float = 1800.0
     ) -> World:
-        """Join the ranks that torchrun (or any env:// launcher) started, or stay alone without one."""
+        """Join the ranks started by torchrun or another env:// launcher; without one, a single process."""
         return World.from_options(RuntimeOptions(device=device, backend=backend, timeout=timeout_seconds))
 
     @staticmethod
     def from_options(options: RuntimeOptions, store: dist.Store | None = None) -> World:
-        """Join the other ranks at `init_method` or in a given store, or stay alone without a launcher.
+        """Join the other ranks at `runtime.init_method` or in a store; without a launcher, a single process.
 
-        A process group that the script made itself is used and left standing at the end.
+        A default process group that the script has already created is used and not destroyed.
 
-        Raises OptionError for a device, backend, rank or world size that is not there or cannot be,
-        DistributedError when the ranks do not meet.
+        Raises:
+            OptionError: the device or backend is not available, or the rank or world size is unknown.
+            DistributedError: the ranks cannot connect.
         """
         already_made = dist.is_initialized()
-        rank, size = (
-            (dist.get_rank(), dist.get_world_size()) if already_made else _rank_and_size(options, store)
-        )
+        if already_made:
+            rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = _rank_and_size(options, store)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         chosen = _choose_device(options.device, local_rank)
-        launch = _launch()
+        launch_id = _launch_id()
         if size == 1:
-            return World(0, 1, local_rank, chosen, launch=launch)
+            return World(0, 1, local_rank, chosen, launch_id=launch_id)
         backend, timeout = options.backend, datetime.timedelta(seconds=options.timeout)
         if backend == "auto":
             backend = "nccl" if chosen.type == "cuda" else "gloo"
@@ -84,32 +92,26 @@ class World:
             raise OptionError("backend is 'mpi', but this torch was built without MPI; use 'gloo' or 'nccl'")
         try:
             if not already_made:
-                meeting = store
-                if meeting is None:
-                    meeting, _, _ = next(
-                        iter(dist.rendezvous(options.init_method, rank, size, timeout=timeout))
-                    )
-                part = fresh_store(meeting, rank, size, options.timeout)
-                part.set(f"host/{rank}", socket.gethostname())
-                if "LOCAL_RANK" not in os.environ:
-                    local_rank = _count_local_rank(part, rank)
-                    chosen = _choose_device(options.device, local_rank)
+                meeting = store or next(dist.rendezvous(options.init_method, rank, size, timeout=timeout))[0]
+                meeting = unused_store(meeting, rank, size, options.timeout)
+                local_rank = _find_local_rank(meeting, rank)
+                chosen = _choose_device(options.device, local_rank)
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
             if not already_made:
                 # An MPI group has no store, which the other groups need.
                 first = "gloo" if backend == "mpi" else backend
-                dist.init_process_group(first, store=part, rank=rank, world_size=size, timeout=timeout)
+                dist.init_process_group(first, store=meeting, rank=rank, world_size=size, timeout=timeout)
             backbone_group = _new_group(backend, timeout) if backend == "mpi" else dist.group.WORLD
             head_group = _new_group(backend, timeout)
-            control_group, save_group, send_group = (_new_group("gloo", timeout) for _ in range(3))
-            own_store = _own_store(control_group)
+            control_group, save_group, upload_group = (_new_group("gloo", timeout) for _ in range(3))
+            private_store = _private_store(control_group)
         except PlscError:
             raise
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise DistributedError(
-                f"rank {rank} of {size} could not join the others over {backend} at "
-                f"{_where(options, store)}: {kind_and_line(error)}; start all ranks with torchrun"
+                f"rank {rank} of {size} could not connect to the other ranks over {backend} at "
+                f"{_place(options, store)}: {kind_and_line(error)}; start all ranks with torchrun"
             ) from error
         return World(
             rank=rank,
@@ -120,19 +122,19 @@ class World:
             head_group=head_group,
             control_group=control_group,
             save_group=save_group,
-            send_group=send_group,
-            store=own_store,
+            upload_group=upload_group,
+            store=private_store,
             owns_process_group=not already_made,
-            launch=launch,
+            launch_id=launch_id,
         )
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
+        """Whether this is rank 0, which logs and writes files."""
         return self.rank == 0
 
-    def beside(self, group: dist.ProcessGroup | None) -> World:
-        """Return the same ranks for a thread in the background, with a gloo group of its own."""
+    def in_background(self, group: dist.ProcessGroup | None) -> World:
+        """Return a copy for a background thread that uses only this gloo group."""
         return dataclasses.replace(
             self,
             device=torch.device("cpu"),
@@ -143,7 +145,7 @@ class World:
         )
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(group=self.control_group)
 
@@ -164,7 +166,7 @@ class World:
         return box[0]
 
     def gather_numbers(self, *values: int) -> list[list[int]]:
-        """Return every rank's integers, as many on each, in rank order: one small collective on the CPU."""
+        """All-gather integers, equally many per rank, in rank order; one small collective on the CPU."""
         if self.size == 1:
             return [list(values)]
         gathered = torch.empty(self.size * len(values), dtype=torch.int64)
@@ -172,8 +174,8 @@ class World:
         dist.all_gather_into_tensor(gathered, mine, group=self.control_group)
         return gathered.view(self.size, len(values)).tolist()
 
-    def agree_max(self, *values: int) -> list[int]:
-        """Return the largest of each integer over the ranks: one small collective."""
+    def all_reduce_max(self, *values: int) -> list[int]:
+        """Return the maximum of each integer over the ranks; one small collective on the CPU."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -181,10 +183,10 @@ class World:
         return [int(value) for value in tensor]
 
     def close(self, wait: bool = True) -> None:
-        """Leave the process groups, if this world made them; `wait` for the others to leave too, briefly.
+        """Destroy the process groups if this world created them.
 
-        A rank that is done with the last collective and closes its connections would otherwise take from
-        a slower peer the end of it.
+        wait: wait up to `_LEAVE_SECONDS` for the other ranks, because a slower rank may still be in the last
+        collective.
         """
         if self.owns_process_group and dist.is_initialized():
             if wait:
@@ -195,7 +197,7 @@ class World:
         if self.store is None:
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
-        with contextlib.suppress(RuntimeError):  # the store's host has left already
+        with contextlib.suppress(RuntimeError):  # the host of the store is already gone
             leaving = self.store.add("leaving", 1)
             while leaving < self.size and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -217,13 +219,16 @@ def _rank_and_size(options: RuntimeOptions, store: dist.Store | None) -> tuple[i
     return rank, size
 
 
-def _count_local_rank(store: dist.Store, rank: int) -> int:
-    """Return the number of lower ranks on this machine."""
+def _find_local_rank(store: dist.Store, rank: int) -> int:
+    """Return LOCAL_RANK of the environment, else the number of lower ranks on this machine."""
+    store.set(f"host/{rank}", socket.gethostname())
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
     hosts = [store.get(f"host/{lower}").decode() for lower in range(rank)]
     return hosts.count(socket.gethostname())
 
 
-def _where(options: RuntimeOptions, store: dist.Store | None) -> str:
+def _place(options: RuntimeOptions, store: dist.Store | None) -> str:
     if options.init_method != "env://":
         return options.init_method
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if store is None else "a store"
@@ -236,19 +241,19 @@ def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _own_store(control_group: dist.ProcessGroup) -> dist.Store:
-    """Return a corner of the rendezvous store that no other world, of these processes or dead ones, uses."""
+def _private_store(control_group: dist.ProcessGroup) -> dist.Store:
+    """Return a part of the rendezvous store that no other world uses, also none of terminated processes."""
     box = [secrets.token_hex(8)]
     dist.broadcast_object_list(box, group_src=0, group=control_group)
-    # torch keeps no public name for the store.
+    # torch has no public function for the default store.
     return dist.PrefixStore(f"plsc/{box[0]}", dist.distributed_c10d._get_default_store())
 
 
-def _launch() -> str:
-    """Return what identifies torchrun's agent; empty without one.
+def _launch_id() -> str:
+    """Return an identifier of torchrun's agent; empty without one.
 
-    Each agent makes a new folder for the errors of its ranks: <folder>/attempt_<n>/<local rank>/error.json.
-    Its run id is often that of other launches, too, and it is not always the parent process.
+    Each agent creates a new folder for errors: <folder>/attempt_<n>/<local rank>/error.json. Its run id is
+    not unique, and it is not always the parent process.
     """
     parents = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     if len(parents) < 3 or not parents[1].name.startswith("attempt_"):
@@ -264,11 +269,11 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     if device != "cuda":
         raise OptionError(f"device is {device!r}; expected 'auto', 'cpu' or 'cuda'")
     if not torch.cuda.is_available():
-        raise OptionError("device is 'cuda' but torch sees no CUDA device; use 'auto' or 'cpu'")
+        raise OptionError("device is 'cuda', but torch finds no CUDA device; use 'auto' or 'cpu'")
     if local_rank >= torch.cuda.device_count():
         raise OptionError(
-            f"local rank {local_rank} has no GPU of its own: torch sees "
-            f"{torch.cuda.device_count()}; start that many ranks, or set_device('cpu')"
+            f"local rank {local_rank} has no GPU: torch finds {torch.cuda.device_count()} on this machine; "
+            "start that many ranks per machine, or set_device('cpu')"
         )
     return torch.device("cuda", local_rank)
 
@@ -276,26 +281,27 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
 _POLL_SECONDS = 0.02
 
 
-def fresh_store(store: dist.Store, rank: int, ranks: int, timeout_seconds: float) -> dist.Store:
+def unused_store(store: dist.Store, rank: int, ranks: int, timeout_seconds: float) -> dist.Store:
     """Return a part of ``store`` that no earlier process has used, the same on all ranks; a collective.
 
-    torchrun hosts one store for all its attempts. What a group of dead ranks left there (the addresses at
-    which they listened) would be taken for that of the ranks that replace them, and the environment does not
-    identify an attempt: each launcher has its own count of restarts.
+    torchrun uses one store for all restarts. Keys of terminated ranks (such as their addresses) would be
+    mistaken for those of the ranks that replace them. The environment does not identify a restart, because
+    each agent counts restarts separately.
 
-    Rank 0 draws the name of the part. Every other rank leaves a number of its own and waits for an answer to
-    just that number; rank 0 answers each number that it finds, those of dead processes too, until
-    every rank has confirmed. Raises TimeoutError if some rank never comes.
+    Rank 0 draws a random name. Every other rank posts a random token and waits for the answer to this token.
+    Rank 0 answers all tokens, also those of terminated processes, until every rank has confirmed the name.
+
+    Raises TimeoutError if a rank does not arrive in time.
     """
     deadline = time.monotonic() + timeout_seconds
     if rank == 0:
         name = secrets.token_hex(8)
         _answer(store, name, ranks, deadline)
     else:
-        number = secrets.token_hex(8)
-        store.set(f"plsc/hello/{rank}", number)
-        _wait_for(store, f"plsc/answer/{number}", deadline, "rank 0 did not come")
-        name = store.get(f"plsc/answer/{number}").decode()
+        token = secrets.token_hex(8)
+        store.set(f"plsc/hello/{rank}", token)
+        _wait_for(store, f"plsc/answer/{token}", deadline, "rank 0 did not arrive")
+        name = store.get(f"plsc/answer/{token}").decode()
         store.set(f"plsc/confirmed/{name}/{rank}", "1")
     return dist.PrefixStore(f"plsc/{name}", store)
 
@@ -308,12 +314,12 @@ def _answer(store: dist.Store, name: str, ranks: int, deadline: float) -> None:
             if store.check([f"plsc/confirmed/{name}/{rank}"]):
                 missing.discard(rank)
             elif store.check([f"plsc/hello/{rank}"]):
-                number = store.get(f"plsc/hello/{rank}")
-                if number not in answered:
-                    store.set(f"plsc/answer/{number.decode()}", name)
-                    answered.add(number)
+                token = store.get(f"plsc/hello/{rank}")
+                if token not in answered:
+                    store.set(f"plsc/answer/{token.decode()}", name)
+                    answered.add(token)
         if missing and time.monotonic() > deadline:
-            raise TimeoutError(f"rank {min(missing)} did not come")
+            raise TimeoutError(f"rank {min(missing)} did not arrive")
         time.sleep(_POLL_SECONDS if missing else 0)
 
 

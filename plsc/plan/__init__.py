@@ -1,4 +1,4 @@
-"""What a run will need, worked out before it starts: memory, arithmetic, network."""
+"""Estimate memory, arithmetic and network traffic of a training run before it starts."""
 
 from plsc.plan.backbone import BackbonePlan, plan_backbone
 from plsc.plan.head import HeadPlan, Transfer, plan_head, tile_rows

@@ -1,4 +1,4 @@
-"""What a backbone will need: memory, arithmetic, network."""
+"""Estimate memory, arithmetic and network traffic of a backbone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from plsc.plan.options import MODES, PlanOptions
 
 @dataclass(frozen=True)
 class BackbonePlan:
-    """The needs of a backbone on a rank. All sizes are bytes.
+    """The requirements of a backbone per rank. All sizes are in bytes.
 
-    images: of a rank's step, computed in `parts` one after another; numbers: how many the parameters are.
-    stored: what stays between the steps, gradients included. step: what else is there, at most. kept: of it,
-    what the forward pass leaves for the backward pass. operations: of the products of a step, forward and
-    backward. transfers: the collectives that sum the gradients over the ranks.
+    Attributes:
+        images: images per step and rank, computed in `parts` micro-batches.
+        numbers: number of parameters.
+        stored: persistent memory, gradients included.
+        step: additional memory during a step, upper bounds.
+        kept: the part of `step` that the forward pass keeps for the backward pass.
+        operations: floating point operations of the matrix products per step, forward and backward.
+        transfers: the collectives for gradients (and parameters, if sharded).
     """
 
     name: str
@@ -36,15 +40,15 @@ class BackbonePlan:
 
     @property
     def device_bytes(self) -> int:
-        """What the device must hold for the backbone."""
+        """Peak device memory of the backbone."""
         return sum(self.stored.values()) + sum(self.step.values())
 
 
 def plan_backbone(model: str, **others: Any) -> BackbonePlan:
-    """Count a training step of a network by its name (torch is loaded, no data are).
+    """Estimate a training step of a network, by its name; imports torch, but reads no data.
 
-    others: fields of `PlanOptions`. Raises OptionError for one that is out of range, and for a network that
-    cannot be made or run so.
+    others: fields of `PlanOptions`. Raises OptionError for a value out of range, and for a network that
+    cannot be created or run with these options.
     """
     import torch
 
@@ -61,11 +65,11 @@ def plan_backbone(model: str, **others: Any) -> BackbonePlan:
     if ranks % shards:
         raise OptionError(f"backbone_shards is {shards}; expected a divisor of the {ranks} ranks")
     if parts > images:
-        raise OptionError(f"micro_batches is {parts}, but a rank has a batch of {images}")
+        raise OptionError(f"micro_batches is {parts}; expected at most the batch size per rank, {images}")
     if ":" in optimizer:
         raise OptionError(
-            f"backbone_optimizer is {optimizer!r}; a factory cannot be planned: name the "
-            f"one of {', '.join(OPTIMIZERS)} whose states are most like its own"
+            f"backbone_optimizer is {optimizer!r}; a factory is not supported here: use the one of "
+            f"{', '.join(OPTIMIZERS)} with the most similar states"
         )
     shape = (3, image, image) if isinstance(image, int) else image
     options = Options()
@@ -82,13 +86,13 @@ def plan_backbone(model: str, **others: Any) -> BackbonePlan:
             options.optim, [{"params": parameters}], DEFAULT_RATE, torch.device("cpu")
         ),
     )
-    step = {"activations at their peak": found.peak}
+    step = {"activations, peak": found.peak}
     if shards > 1:
-        # The block at work and the next one, and what is in none, with the gradients of all.
+        # The current block, the next one, and all parameters outside of blocks, each with gradients.
         gathered = min(found.parameters, found.outside_blocks + 2 * found.largest_block)
         step["gathered parameters and their gradients"] = 2 * gathered
     elif ranks > 1:
-        step["buckets of gradients"] = found.trained
+        step["gradient buckets"] = found.trained
     return BackbonePlan(
         name=model,
         images=images,
@@ -98,7 +102,7 @@ def plan_backbone(model: str, **others: Any) -> BackbonePlan:
         stored={
             "parameters": -(-found.parameters // shards),
             "gradients": -(-found.trained // shards),
-            f"states of {optimizer}": -(-found.state // shards),
+            f"{optimizer} states": -(-found.state // shards),
             "buffers": found.buffers,
         },
         step=step,
@@ -110,21 +114,21 @@ def plan_backbone(model: str, **others: Any) -> BackbonePlan:
 
 
 def _transfers(ranks: int, gradients: int, shards: int) -> tuple[Transfer, ...]:
-    """Return the collectives that sum gradients of so many bytes.
+    """Return the collectives of a step for gradients of this size in bytes.
 
-    shards: of how many ranks each has a part of the parameters (FSDP): these are gathered for forward and
-    backward, the gradients scattered, and summed over the copies.
+    shards: number of ranks that share one copy of the parameters (FSDP). With more than one, parameters are
+    gathered for forward and backward, and gradients are reduce-scattered and summed over the copies.
     """
     if ranks == 1:
         return ()
     if shards == 1:
-        return (all_reduce("backbone's gradients", ranks, gradients),)
+        return (all_reduce("backbone gradients", ranks, gradients),)
     block = -(-gradients // shards)
     found = [
         all_gather("parameters, forward", shards, block),
         all_gather("parameters, backward", shards, block),
-        reduce_scatter("backbone's gradients", shards, block),
+        reduce_scatter("backbone gradients", shards, block),
     ]
     if ranks > shards:
-        found.append(all_reduce("backbone's gradients", ranks // shards, block))
+        found.append(all_reduce("backbone gradients", ranks // shards, block))
     return tuple(found)

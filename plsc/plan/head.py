@@ -1,7 +1,8 @@
-"""What a sharded head will need: memory, arithmetic, network.
+"""Estimate memory, arithmetic and network traffic of a sharded head.
 
-Plain arithmetic; no tensor is made and torch is not loaded. Notation of docs/life_of_a_step.md: B samples in
-the global batch, D embedding size, n rows of a rank that take part in a step. All is of the largest rank.
+Plain arithmetic, without importing torch. Notation of docs/life_of_a_step.md: B samples in the global batch,
+D embedding size, n class weights (rows) per rank used in a step. All values are for the rank with the most
+classes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from plsc.errors import OptionError
 from plsc.plan.options import PlanOptions
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-_FLOAT, _INDEX = 4, 8  # bytes of a float32, in which sums are kept, and of an int64
+_FLOAT, _INDEX = 4, 8  # bytes of a float32 and of an int64
 
-# As plsc.heads.rules.BLOCK and the tiles of plsc.heads.softmax.choose_backend; a test compares them.
+# Must equal plsc.heads.rules.BLOCK and the tiles of plsc.heads.softmax.choose_backend; a test checks it.
 _BLOCK = 256
 _TILE_ELEMENTS, _LEAST_TILE, _LARGEST_TILE = 2**20, 256, 16384
 
-# How many float32 matrices the plain kernels hold at once: [tile, D] and [B, tile] while they make logits,
-# [tile, D] while they change rows, and that where something is rounded at random (noise is int64).
+# Number of float32 matrices that TorchBackend allocates at once: [tile, D] and [B, tile] for the logits,
+# [tile, D] for the update, and [tile, D] for an update with stochastic rounding (its noise is int64).
 _LOGIT_PHASE = (3, 4)
 _UPDATE_PHASE, _ROUNDED_UPDATE_PHASE = 6, 11
-# How many int64 for each row in play there are while a sample of the classes is drawn.
+# Number of int64 values per selected row while the classes of a step are sampled.
 _DRAW_INDICES = 6
 
 
@@ -32,8 +33,7 @@ _DRAW_INDICES = 6
 class Transfer:
     """A collective of a step.
 
-    payload: bytes of the whole tensor, the gathered or the reduced one. sent: bytes that one rank sends
-    if the ranks form a ring.
+    payload: bytes of the full gathered or reduced tensor. sent: bytes that one rank sends in a ring.
     """
 
     collective: str
@@ -43,29 +43,33 @@ class Transfer:
 
 
 def all_gather(content: str, ranks: int, block: int) -> Transfer:
-    """Return the transfer after which each rank has the blocks, of so many bytes, of all ranks."""
+    """Return an all-gather of one block per rank; block: its bytes."""
     return Transfer("all-gather", content, ranks * block, (ranks - 1) * block)
 
 
 def reduce_scatter(content: str, ranks: int, block: int) -> Transfer:
-    """Return the transfer after which each rank has the sum over the ranks of one block."""
+    """Return a reduce-scatter after which each rank has one summed block; block: its bytes."""
     return Transfer("reduce-scatter", content, ranks * block, (ranks - 1) * block)
 
 
 def all_reduce(content: str, ranks: int, payload: int) -> Transfer:
-    """Return the transfer after which each rank has the sum over the ranks of a tensor."""
+    """Return an all-reduce (sum) of a tensor; payload: its bytes."""
     return Transfer("all-reduce", content, payload, 2 * (ranks - 1) * -(-payload // ranks))
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The needs of a head. All sizes are bytes on the rank with most classes.
+    """The requirements of a head. All sizes are in bytes, on the rank with the most classes.
 
-    stored: the rows and each state, by the optimizer's names. step: what else is on the device during a
-    step, upper bounds for the plain kernels. is_offloaded: `stored` is in CPU memory, and copies of what
-    takes part are in `step`. host_copies: those copies, once more, in CPU memory. operations: of the
-    matrix products of a step. rows_moved: bytes of rows, states and kept terms that a step reads and
-    writes; with offload, that travel.
+    Attributes:
+        stored: class weights and optimizer states, by their names.
+        step: additional device memory during a step, upper bounds for TorchBackend.
+        is_offloaded: `stored` is in CPU memory, and `step` includes copies of the selected rows.
+        host_copies: the pinned copies of the selected rows in CPU memory.
+        keeps_terms: the forward pass keeps exponentials for the update.
+        operations: floating point operations of the matrix products per step.
+        rows_moved: class weights, states and kept exponentials that a step reads and writes, or with offload
+            copies between CPU and device.
     """
 
     classes: int
@@ -86,24 +90,24 @@ class HeadPlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Rows and states."""
+        """Class weights and optimizer states."""
         return sum(self.stored.values())
 
     @property
     def device_bytes(self) -> int:
-        """What the device must hold for the head."""
+        """Peak device memory of the head."""
         return sum(self.step.values()) + (0 if self.is_offloaded else self.stored_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """What CPU memory must hold for offloaded rows."""
+        """CPU memory for offloaded class weights and states."""
         return self.stored_bytes + self.host_copies if self.is_offloaded else 0
 
 
 def plan_head(classes: float, **others: Any) -> HeadPlan:
-    """Work out what a ShardedHead with a row optimizer needs, for a margin such as arcface.
+    """Estimate a ShardedHead with a row optimizer and a cosine margin such as arcface.
 
-    others: fields of `PlanOptions`. Raises OptionError for one that is out of range.
+    others: fields of `PlanOptions`. Raises OptionError for a value out of range.
     """
     asked = PlanOptions(classes, **others)
     ranks, classes, ratio, offload = asked.ranks, int(classes), asked.ratio, asked.offload
@@ -112,9 +116,9 @@ def plan_head(classes: float, **others: Any) -> HeadPlan:
     embedding_bytes = _BYTES[asked.embedding_dtype]
     budget = int(asked.keep_bytes)
 
-    b, local = sum(sizes), -(-classes // ranks)  # no rank has more than the first
+    b, local = sum(sizes), -(-classes // ranks)  # classes of the first rank, which has the most
     drawn = math.ceil(local * ratio)
-    n = max(drawn, min(b, local)) * k  # the classes of the batch always take part
+    n = max(drawn, min(b, local)) * k  # the classes of the batch are always used
     kept = 2 * n * b
     keeps_terms = 0 < kept <= budget
     stored = {name: local * k * size for name, size in row.items()}
@@ -122,39 +126,37 @@ def plan_head(classes: float, **others: Any) -> HeadPlan:
     matrix = b * d * _FLOAT
     step = {
         "embeddings of all ranks": b * d * embedding_bytes + (matrix if embedding_bytes < _FLOAT else 0),
-        "embeddings at length 1": matrix,
-        "rows of the labels": k * matrix,
-        "mixed rows": matrix,
+        "normalised embeddings": matrix,
+        "class weights of the labels": k * matrix,
+        "weighted sum of class weights": matrix,
         "gradient of the embeddings": matrix + max(sizes) * d * _FLOAT,
         "tiles": _tile_bytes(n, b, d, k, is_rounded={asked.rows, asked.state} != {"float32"}),
     }
     if keeps_terms:
-        step["kept terms"] = kept
+        step["kept exponentials"] = kept
     if ratio < 1 or offload:
-        step["numbers of the rows in play"] = n * _INDEX * (_DRAW_INDICES if ratio < 1 else 1)
+        step["indices of the sampled classes"] = n * _INDEX * (_DRAW_INDICES if ratio < 1 else 1)
     if offload:
         step |= {f"copy of {name}": n * size for name, size in row.items()}
         host_copies = n * sum(row.values())
         moved = 2 * host_copies
     else:
         host_copies = 0
-        # The rows are read by both passes and written once, the states read and written once.
+        # Forward and update read the class weights, the update writes them; states are read and written once.
         moved = n * (row["weight"] + 2 * sum(row.values())) + (2 * kept if keeps_terms else 0)
 
     notes = []
     if ratio < 1 and min(b, local) > drawn:
         notes.append(
-            f"the classes of a batch always take part: up to {min(b, local):,} may, more than "
-            f"the {drawn:,} of ratio {ratio:g}"
+            f"the classes of a batch are always used: up to {min(b, local):,}, more than the {drawn:,} of "
+            f"ratio {ratio:g}"
         )
     if 0 < budget < kept:
-        notes.append(
-            f"the terms of the first pass need {kept:,} bytes, more than keep_bytes; they are computed twice"
-        )
+        notes.append(f"the exponentials need {kept:,} bytes, more than keep_bytes; they are computed twice")
     if offload and ratio == 1:
         notes.append(
-            "with ratio 1 all rows travel in each step, and the device holds them all; offload is for "
-            "sampled classes"
+            "with ratio 1 every step copies all class weights to the device, so offload saves no memory; use "
+            "it with class sampling"
         )
     return HeadPlan(
         classes=classes,
@@ -176,12 +178,12 @@ def plan_head(classes: float, **others: Any) -> HeadPlan:
 
 
 def _row_bytes(d: int, rows: str, optimizer: str, state: str) -> dict[str, int]:
-    """Return the bytes of one row and of each of its states, by the optimizer's names."""
+    """Return the bytes per row of the weight and of each optimizer state, by name."""
     weight, size = d * _BYTES[rows], _BYTES[state]
     if state == "int8" and optimizer != "sgd":
         raise OptionError(
-            f"state is 'int8', which {optimizer} does not have; expected float32 or bfloat16, or "
-            "optimizer sgd"
+            f"state is 'int8', which {optimizer} does not support; use float32 or bfloat16, or the optimizer "
+            "sgd"
         )
     if optimizer == "adamw":
         return {"weight": weight, "exp_avg": d * size, "exp_avg_sq": d * size, "steps": 4}
@@ -194,7 +196,7 @@ def _row_bytes(d: int, rows: str, optimizer: str, state: str) -> dict[str, int]:
 
 
 def _tile_bytes(n: int, b: int, d: int, k: int, *, is_rounded: bool) -> int:
-    """Return the most bytes that the plain kernels' tiles need, in a pass or in the update."""
+    """Return the bytes of TorchBackend's temporary tiles: the maximum of forward and update."""
     rows = min(n, max(1, tile_rows(b) // k) * k)
     logits = _LOGIT_PHASE[0] * d + _LOGIT_PHASE[1] * b
     update = d * (_ROUNDED_UPDATE_PHASE if is_rounded else _UPDATE_PHASE)
@@ -202,12 +204,12 @@ def _tile_bytes(n: int, b: int, d: int, k: int, *, is_rounded: bool) -> int:
 
 
 def tile_rows(batch: int) -> int:
-    """Return how many rows the plain kernels take at a time, for a global batch."""
+    """Return the class weights per tile of TorchBackend on a CPU, for a global batch size."""
     return max(_LEAST_TILE, min(_LARGEST_TILE, _TILE_ELEMENTS // max(1, batch)))
 
 
 def _transfers(sizes: list[int], d: int, embedding_bytes: int) -> tuple[Transfer, ...]:
-    """Return the collectives of a step; equal blocks move, so smaller ones are padded."""
+    """Return the collectives of a step; smaller batches are padded to the largest one."""
     ranks, most = len(sizes), max(sizes)
     if ranks == 1:
         return ()

@@ -1,7 +1,7 @@
-"""Counts what a network's step needs by making the step on tensors that have no memory.
+"""Measure memory and operations of a training step with fake tensors.
 
-torch's FakeTensorMode runs every operation for shapes and types alone, so a network of any size is counted
-in seconds on any machine. What the kernels of a device take besides (workspaces) is not seen.
+torch's FakeTensorMode computes only shapes and dtypes, so a network of any size is measured in seconds on any
+machine. Workspaces of the kernels of a device are not included.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from torch.utils.flop_counter import flop_registry
 
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
-from plsc.models.layers import use_torchs_layers
+from plsc.models.layers import use_torch_layers
 
 
 @dataclass
 class Measured:
-    """What was counted, in bytes unless said otherwise.
+    """The measured requirements of a step, in bytes unless noted.
 
-    parameters, trained, buffers: bytes of the tensors, of those with gradients; numbers: how many numbers
-    the parameters are. kept: what the forward pass leaves for the backward pass. peak: the most that is
-    there at once, images and outputs included, parameters and their gradients not. state: the optimizer's.
-    operations: of the products of both passes.
-    largest_block, outside_blocks: parameters of the largest block, and of what is in none.
+    Attributes:
+        numbers: number of parameters.
+        parameters: all parameters.
+        trained: parameters with requires_grad.
+        buffers: all buffers.
+        largest_block, outside_blocks: parameters of the largest block, and outside of all blocks.
+        kept: activations that the forward pass keeps for the backward pass.
+        peak: peak memory including images and outputs, without parameters and their gradients.
+        state: optimizer states.
+        operations: floating point operations of the matrix products, forward and backward.
     """
 
     numbers: int
@@ -58,18 +63,23 @@ def measure(
     every: int = 1,
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> Measured:
-    """Make a training step of the network that `build` returns, over fake images [batch, C, H, W].
+    """Measure a training step of the network that `build` returns, on fake images [batch, C, H, W].
 
-    dtype: of autocast, None without it. checkpoint, every: as `checkpoint_activations`. optimizer: makes one
-    of the parameters with gradients; its states are counted.
+    Args:
+        build: returns the network.
+        image_shape: (C, H, W).
+        batch: batch size.
+        dtype: of autocast; None: no autocast.
+        checkpoint, every: see `checkpoint_activations`.
+        optimizer: builds the optimizer whose states are counted; None: no optimizer.
 
     Raises:
-        OptionError: the network cannot be run without data.
+        OptionError: the network does not run with fake tensors.
     """
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         network = _build(build, fake)
-        use_torchs_layers(network)
+        use_torch_layers(network)
         checkpoint_activations(network, checkpoint, every)
         with fake, torch.random.fork_rng(devices=[]):
             found = _sizes(network)
@@ -82,9 +92,9 @@ def measure(
             found.peak, found.operations = count.peak, count.operations
     except PlscError:
         raise
-    except Exception as error:  # whatever a network may do with its input
+    except Exception as error:  # networks may raise anything
         raise OptionError(
-            f"the network cannot be planned, for it does not run without data: {kind_and_line(error)[:200]}"
+            f"the network cannot be planned, because it fails with fake tensors: {kind_and_line(error)[:200]}"
         ) from error
     if optimizer is not None:
         found.state = count_states(network, optimizer)
@@ -92,11 +102,11 @@ def measure(
 
 
 def _build(build: Callable[[], nn.Module], fake: FakeTensorMode) -> nn.Module:
-    """Return the network with parameters and buffers that have no memory."""
+    """Return the network with fake parameters and buffers."""
     try:
         with fake:
             return build().train()
-    except PlscError:  # a constructor may want real numbers
+    except PlscError:  # a constructor may need real values
         with FakeCopyMode(fake):
             return copy.deepcopy(build().train())
 
@@ -104,14 +114,14 @@ def _build(build: Callable[[], nn.Module], fake: FakeTensorMode) -> nn.Module:
 def _sizes(network: nn.Module) -> Measured:
     parameters = list(network.parameters())
     blocks = [_nbytes(network.get_submodule(name)) for name in find_blocks(network)]
-    whole = _nbytes(network)
+    total = _nbytes(network)
     return Measured(
         numbers=sum(p.numel() for p in parameters),
-        parameters=whole,
+        parameters=total,
         trained=sum(p.nbytes for p in parameters if p.requires_grad),
         buffers=sum(buffer.nbytes for buffer in network.buffers()),
         largest_block=max(blocks, default=0),
-        outside_blocks=whole - sum(blocks),
+        outside_blocks=total - sum(blocks),
     )
 
 
@@ -120,9 +130,9 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def count_states(network: nn.Module, build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> int:
-    """Return the bytes of the states that an optimizer makes for a network's parameters.
+    """Return the bytes of the states that an optimizer creates for a network's parameters.
 
-    Real ones, for many optimizers look at their numbers: one shape after another, and it is forgotten again.
+    Uses real tensors, one shape after another, because many optimizers read their values.
     """
     shapes = Counter((p.shape, p.dtype) for p in network.parameters() if p.requires_grad)
     total = 0
@@ -137,10 +147,9 @@ def count_states(network: nn.Module, build: Callable[[list[nn.Parameter]], torch
 
 
 class MemoryCount(TorchDispatchMode):
-    """Counts the bytes that operators allocate while it is active, and the operations of their products.
+    """A mode that counts allocated bytes and floating point operations; also works on real tensors.
 
-    Parameters and buffers of the network, and the gradients that gather in ``grad``, are left out of `live`
-    and `peak`. Works on real tensors, too.
+    `live` and `peak` do not include the network's parameters, buffers and accumulated gradients.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -148,35 +157,35 @@ class MemoryCount(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.operations = 0
-        self._sizes: dict[int, int] = {}  # by storage; 0 for what is left out
-        self._watch = [
-            p.register_post_accumulate_grad_hook(self._leave_gradient)
+        self._sizes: dict[int, int] = {}  # bytes by storage; 0: excluded
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._exclude_gradient)
             for p in network.parameters()
             if p.requires_grad
         ]
         for tensor in (*network.parameters(), *network.buffers()):
-            self._leave_out(tensor)
+            self._exclude(tensor)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for handle in self._watch:
+        for handle in self._hooks:
             handle.remove()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and count what it allocates and does."""
+        """Run an operator and count its allocations and operations."""
         named = kwargs or {}
         output = func(*args, **named)
         outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         new = [one for one in outputs if self._add(one)]
         formula = flop_registry.get(func.overloadpacket)
-        if formula is not None and (new or func._schema.is_mutable):  # else it gave views
+        if formula is not None and (new or func._schema.is_mutable):  # otherwise it returned views
             self.operations += int(formula(*args, **named, out_val=output))
         return output
 
     def _add(self, tensor: Tensor) -> bool:
-        """Count a tensor's storage until it is freed; return whether it is a new one."""
+        """Count a tensor's storage until it is freed; return whether the storage is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -190,13 +199,13 @@ class MemoryCount(TorchDispatchMode):
     def _drop(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
 
-    def _leave_out(self, tensor: Tensor) -> None:
+    def _exclude(self, tensor: Tensor) -> None:
         key = tensor.untyped_storage()._cdata
         if key not in self._sizes:
             weakref.finalize(tensor.untyped_storage(), self._drop, key)
         self.live -= self._sizes.get(key, 0)
         self._sizes[key] = 0
 
-    def _leave_gradient(self, parameter: Tensor) -> None:
+    def _exclude_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._leave_out(parameter.grad)
+            self._exclude(parameter.grad)

@@ -1,4 +1,4 @@
-"""The plan of a whole run, head and backbone, and how it is printed."""
+"""The plan of a run, head and backbone, and its text output."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from plsc.plan.backbone import BackbonePlan, plan_backbone
 from plsc.plan.head import HeadPlan, Transfer, plan_head
 from plsc.plan.options import PlanOptions
 
-DEVICE = 80 * 10**9  # bytes of the device that the answer is about
+DEVICE = 80 * 10**9  # bytes of device memory that the plan must fit in
 _MANY_RANKS = 2**16
-# What makes a head, or a backbone, smaller: changed `PlanOptions`.
+# Changes of `PlanOptions` that reduce the memory of the head, or of the backbone.
 _SMALLER_HEAD: tuple[dict[str, Any], ...] = (
     {"rows": "bfloat16", "state": "bfloat16"},
     {"rows": "bfloat16", "optimizer": "adagrad", "state": "float32"},
@@ -28,9 +28,9 @@ _SMALLER_BACKBONE: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs; head and backbone are None where they were not asked for.
+    """The requirements of a run; head and backbone are None if not requested.
 
-    answer: whether it fits in a device of 80 GB, and what would make it fit.
+    answer: whether it fits in a device with 80 GB, and otherwise which changes make it fit.
     """
 
     ranks: int
@@ -40,11 +40,11 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """What the device must hold for both."""
+        """Peak device memory of head and backbone."""
         return _bytes_of(self.head, self.backbone)
 
     def render(self) -> str:
-        """Return the answer, and the plan as tables."""
+        """Return the plan as text: the answer, followed by tables."""
         lines = [self.answer, ""]
         if self.head is not None:
             lines += [*_render_head(self.head), ""]
@@ -57,9 +57,10 @@ class Plan:
 
 
 def plan(classes: float | None = None, **others: Any) -> Plan:
-    """Work out what a run needs; a backbone loads torch. others: fields of `PlanOptions`.
+    """Estimate the requirements of a run; only a backbone imports torch.
 
-    Raises OptionError for neither classes nor a model, and for a value that is out of range.
+    others: fields of `PlanOptions`. Raises OptionError if neither classes nor a model is given, and for a
+    value out of range.
     """
     asked = PlanOptions(classes, **others)
     given = vars(asked)
@@ -70,7 +71,7 @@ def plan(classes: float | None = None, **others: Any) -> Plan:
     def backbone_with(**changes: Any) -> BackbonePlan | None:
         return None if asked.model is None else plan_backbone(**{**given, **changes})
 
-    head = head_with()  # first: a mistake there is noticed before torch is loaded
+    head = head_with()  # first, to report errors before torch is imported
     backbone = backbone_with()
     needed = _bytes_of(head, backbone)
     if needed <= DEVICE:
@@ -79,7 +80,7 @@ def plan(classes: float | None = None, **others: Any) -> Plan:
         is_even = not isinstance(asked.batch, tuple)
         ways = list(_ways_to_fit(head, backbone, head_with, backbone_with, is_even))
         answer = f"does not fit in {_gb(DEVICE)}: {_gb(needed)} per rank; " + (
-            f"fits with {' or '.join(ways)}" if ways else "combine more ranks with smaller types"
+            f"fits with {' or '.join(ways)}" if ways else "combine more ranks with smaller dtypes"
         )
     return Plan(asked.ranks, head, backbone, answer)
 
@@ -91,16 +92,16 @@ def _ways_to_fit(
     backbone_with: Callable[..., BackbonePlan | None],
     is_even: bool,
 ) -> Iterator[str]:
-    """Yield changes, each of which makes head and backbone fit in `DEVICE`, as flags.
+    """Yield flags, each of which makes head and backbone fit in `DEVICE`.
 
-    is_even: all ranks have the same batch size, so that their number may change.
+    is_even: all ranks have the same batch size, so the number of ranks may change.
     """
     if head is not None and _bytes_of(backbone) < DEVICE:
         for changes in _SMALLER_HEAD:
             needed = _bytes_of(head_with(**changes), backbone)
             if needed <= DEVICE:
                 yield _flags(changes, needed)
-        rest = backbone_with(ranks=2) if head.ranks == 1 else backbone  # alike for any number over 1
+        rest = backbone_with(ranks=2) if head.ranks == 1 else backbone  # the same for any number above 1
         ranks = 2 * head.ranks
         while is_even and ranks <= _MANY_RANKS:
             needed = _bytes_of(head_with(ranks=ranks), rest)
@@ -128,16 +129,16 @@ def _flags(changes: Mapping[str, Any], needed: int) -> str:
 
 def _render_head(plan: HeadPlan) -> list[str]:
     stored_at = "in CPU memory" if plan.is_offloaded else "on the device"
-    terms = "6 B n D, terms kept" if plan.keeps_terms else "8 B n D, terms computed twice"
-    moved = "copied to the device and back" if plan.is_offloaded else "read and written"
+    terms = "6 B n D, exponentials kept" if plan.keeps_terms else "8 B n D, exponentials twice"
+    moved = "copied both ways" if plan.is_offloaded else "read and written"
     lines = [
-        f"Head: {plan.classes:,} classes; ranks: {plan.ranks:,}, {plan.local_classes:,} classes on the "
-        f"largest; global batch: {plan.batch:,}; rows per rank in a step: {plan.rows_in_play:,}",
+        f"Head: {plan.classes:,} classes; ranks: {plan.ranks:,}; classes per rank: {plan.local_classes:,}; "
+        f"global batch: {plan.batch:,}; class weights per rank in a step: {plan.rows_in_play:,}",
         "",
         *_table(f"Stored {stored_at}, bytes per rank", plan.stored),
         _line("per class", plan.bytes_per_class),
         "",
-        *_table("On the device in a step, bytes per rank, upper bounds", plan.step),
+        *_table("During a step on the device, bytes per rank, upper bounds", plan.step),
         "",
         "Total of the head, bytes per rank",
         _line("device", plan.device_bytes),
@@ -147,7 +148,7 @@ def _render_head(plan: HeadPlan) -> list[str]:
     return [
         *lines,
         "",
-        "Arithmetic of a step, per rank",
+        "Arithmetic per step and rank",
         _operations(f"products, {terms}", plan.operations),
         _line(f"class weights and states {moved}", plan.rows_moved),
         "",
@@ -163,13 +164,13 @@ def _render_backbone(plan: BackbonePlan) -> list[str]:
         "",
         *_table("Stored on the device, bytes per rank", plan.stored),
         "",
-        *_table("On the device in a step, bytes per rank, upper bounds", plan.step),
-        _line("of it, kept for the backward pass", plan.kept),
+        *_table("During a step on the device, bytes per rank, upper bounds", plan.step),
+        _line("of these, kept for the backward pass", plan.kept),
         "",
         "Total of the backbone, bytes per rank",
         _line("device", plan.device_bytes),
         "",
-        "Arithmetic of a step, per rank",
+        "Arithmetic per step and rank",
         _operations("products, forward and backward", plan.operations),
         "",
         *_network(plan.transfers),
@@ -179,9 +180,9 @@ def _render_backbone(plan: BackbonePlan) -> list[str]:
 def _network(transfers: Iterable[Transfer]) -> list[str]:
     rows = [(f"{one.collective} {one.content}", one.payload, one.sent) for one in transfers]
     if not rows:
-        return ["Network of a step: none, there is one rank"]
-    rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    return ["Network of a step, bytes: payload, and what a rank sends in a ring"] + [
+        return ["Network traffic per step: none, there is one rank"]
+    rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    return ["Network traffic per step, bytes: payload, and sent per rank in a ring"] + [
         f"  {name:<44}{_human(payload):>14}{payload:>18,}{_human(sent):>14}{sent:>18,}"
         for name, payload, sent in rows
     ]
@@ -189,7 +190,7 @@ def _network(transfers: Iterable[Transfer]) -> list[str]:
 
 def _table(title: str, sizes: Mapping[str, int]) -> list[str]:
     rows = [_line(name, size) for name, size in sizes.items()]
-    return [title, *rows, _line("together", sum(sizes.values()))]
+    return [title, *rows, _line("total", sum(sizes.values()))]
 
 
 def _line(name: str, size: int) -> str:
@@ -201,7 +202,7 @@ def _operations(name: str, number: int) -> str:
 
 
 def _human(size: float) -> str:
-    """Return bytes in the unit in which they are a short number."""
+    """Format bytes in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:,.0f} B" if unit == "B" else f"{size:,.2f} {unit}"

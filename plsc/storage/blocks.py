@@ -1,6 +1,6 @@
 """Random access to the bytes of a file, local or remote: ``open_bytes(location).read_at(offset, length)``.
 
-A remote file is read in blocks of 4 MiB, which are kept in the cache folder (`block_cache`).
+A remote file is read in blocks of 4 MiB, which are cached (see `plsc.storage.cache.BlockCache`).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _LOCKS = 16
 
 
 class Bytes(Protocol):
-    """An unchanging file. Any thread may read; a pickle opens it again, in another process too."""
+    """A file that does not change. Thread-safe; unpickling opens it again, also in another process."""
 
     size: int
     location: str
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `offset`; DataError if they are not in the file."""
+        """Return exactly `length` bytes from `offset`; DataError if the range is outside the file."""
         ...
 
 
 def open_bytes(location: str | Path) -> Bytes:
-    """Return the bytes of a local file or fsspec URL; DataError if it is missing or no plain file."""
+    """Open a local file or fsspec URL; DataError if it is missing or not a plain file."""
     return RemoteBytes(str(location)) if is_url(location) else LocalBytes(location)
 
 
 class LocalBytes:
-    """A file of this machine, read with pread: no position is shared, so threads do not wait.
+    """A local file, read with pread: threads share no file position and do not wait for each other.
 
-    It is not mapped into memory, because a mapped file that another process truncates ends this one.
+    It is not memory-mapped: if another process truncated the file, reading the map would kill this process.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -62,21 +62,21 @@ class LocalBytes:
         self._fingerprint = local_fingerprint(Path(self.location), self._descriptor)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `offset`; DataError if they are not in the file."""
+        """Return exactly `length` bytes from `offset`; DataError if the range is outside the file."""
         _check_range(self, offset, length)
         try:
             data = os.pread(self._descriptor, length, offset)
-            while len(data) < length:  # the kernel gives at most 2 GiB at once
+            while len(data) < length:  # one call returns at most 2 GiB
                 more = os.pread(self._descriptor, length - len(data), offset + len(data))
                 if not more:
-                    raise DataError(f"{self.location} became shorter while it was in use; start again")
+                    raise DataError(f"{self.location} became shorter while in use; start again")
                 data += more
         except OSError as error:
             raise DataError(f"{self.location} cannot be read ({error.strerror})") from error
         return data
 
     def fileno(self) -> int:
-        """Return the descriptor, for code that reads the file by pread itself."""
+        """Return the file descriptor, for code that calls pread itself."""
         return self._descriptor
 
     def __del__(self) -> None:
@@ -91,15 +91,15 @@ class LocalBytes:
         self.location = state["location"]
         self._open()
         if self._fingerprint != state["fingerprint"]:
-            raise DataError(f"{self.location} changed while it was in use; start again")
+            raise DataError(f"{self.location} changed while in use; start again")
         self.size = self._fingerprint.size
 
 
 class RemoteBytes:
-    """A file of a remote store, read in blocks that are kept in the cache folder.
+    """A file in a remote store, read in cached blocks.
 
-    Two threads that want the same block fetch it once. A fetch that fails is tried again, up to a minute.
-    is_kept: False for a file that is read once, from its start to its end, by whole blocks.
+    Two threads that need the same block fetch it once. A failed fetch is retried for up to a minute.
+    is_kept: False disables the cache, for a file that is read once from start to end.
     """
 
     def __init__(self, url: str, fingerprint: Fingerprint | None = None, *, is_kept: bool = True) -> None:
@@ -112,7 +112,7 @@ class RemoteBytes:
         self._connect()
 
     def _connect(self) -> None:
-        """Open the client; a forked process needs its own, and locks that no one holds."""
+        """Open the client; a forked process needs its own client and unlocked locks."""
         if self._process == os.getpid():
             return
         self._filesystem, self._path = open_filesystem(self.location)
@@ -120,7 +120,7 @@ class RemoteBytes:
         self._process = os.getpid()
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `offset`; DataError if they are not there to be had."""
+        """Return exactly `length` bytes from `offset`; DataError if they cannot be read."""
         _check_range(self, offset, length)
         self._connect()
         parts = []
@@ -150,7 +150,7 @@ class RemoteBytes:
         def fetch() -> bytes:
             data: bytes = self._filesystem.cat_file(self._path, start=start, end=end)
             if len(data) != end - start:
-                raise OSError(f"{len(data)} bytes came of {end - start}")
+                raise OSError(f"received {len(data)} bytes of {end - start}")
             return data
 
         return with_retries(fetch, f"{shown(self.location)} cannot be read at byte {start}")
@@ -167,7 +167,7 @@ class RemoteBytes:
 
 
 class BytesFile(io.RawIOBase):
-    """Bytes as a file to read, for parsers that want one. Wrap it in io.BufferedReader for small reads."""
+    """A raw file object over `Bytes`, for parsers. Wrap it in io.BufferedReader for small reads."""
 
     def __init__(self, data: Bytes) -> None:
         super().__init__()
@@ -175,19 +175,19 @@ class BytesFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the position in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position, which may be behind the end."""
+        """Move to a position, which may be past the end; return it."""
         base = (0, self._position, self._data.size)[whence]
         if base + offset < 0:
             raise ValueError(f"negative position {base + offset}")
@@ -195,7 +195,7 @@ class BytesFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read at most what fits the buffer; 0 at the end."""
+        """Read up to the size of the buffer; return the number of bytes, 0 at the end."""
         length = min(len(buffer), max(0, self._data.size - self._position))
         if length:
             buffer[:length] = self._data.read_at(self._position, length)
@@ -204,16 +204,18 @@ class BytesFile(io.RawIOBase):
 
 
 def buffered(data: Bytes, buffer_bytes: int = 2**20) -> io.BufferedReader:
-    """Return the bytes as a buffered file at position 0."""
+    """Return a buffered reader over the bytes, at position 0."""
     return io.BufferedReader(BytesFile(data), buffer_bytes)
 
 
 def streamed(location: str | Path) -> io.BufferedReader:
-    """Return a local file or fsspec URL as a file that is read once, from its start to its end."""
+    """Open a local file or fsspec URL to be read once, from start to end, without the cache."""
     data = RemoteBytes(str(location), is_kept=False) if is_url(location) else LocalBytes(location)
     return buffered(data, BLOCK_BYTES)
 
 
 def _check_range(data: Bytes, offset: int, length: int) -> None:
     if offset < 0 or length < 0 or offset + length > data.size:
-        raise DataError(f"{shown(data.location)} has {data.size} bytes; {length} at {offset} are outside it")
+        raise DataError(
+            f"{shown(data.location)} has {data.size} bytes; cannot read {length} bytes at offset {offset}"
+        )

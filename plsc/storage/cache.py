@@ -1,8 +1,8 @@
-"""The cache folder: whether a file is still the one that was cached, and blocks of remote files.
+"""The cache folder: fingerprints of files, and cached blocks of remote files.
 
-A block is a file ``<cache folder>/blocks/<file>/<block>``; <file> is a hash of the URL and of what identifies
-its version, so that a changed file never meets its old blocks. All processes of a machine share them: a
-block appears by a rename, whole; it is believed if its size is right.
+A block is stored in ``<cache folder>/blocks/<file>/<block>``. <file> is a hash of the URL and the file's
+fingerprint, so a changed file never uses old blocks. All processes of a machine share the blocks. A block is
+written under a temporary name and renamed; it is valid if its size is right.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from plsc.storage.urls import base_name, is_url, open_filesystem, shown
 def cache_folder(*parts: str) -> Path:
     """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
 
-    It is made if need be, for its owner alone: cached blocks are as private as the data they are of.
-    Raises DataError if it cannot be made.
+    Creates it with mode 700 if missing, because cached data may be private. Raises DataError if that fails.
     """
     root = os.environ.get("PLSC_CACHE_DIR")
     if not root:
@@ -35,22 +34,22 @@ def cache_folder(*parts: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"the cache folder {folder} cannot be made ({error.strerror}); "
-            "set PLSC_CACHE_DIR to a folder that can be written"
+            f"the cache folder {folder} cannot be created ({error.strerror}); "
+            "set PLSC_CACHE_DIR to a writable folder"
         ) from error
     return folder
 
 
 def folder_for(kind: str, url: str) -> Path:
-    """Return the path in the cache folder of what belongs to a URL; the folder around it is made.
+    """Return the cache path for a URL, ending in the URL's last part; its parent folder is created.
 
-    kind: of the content, such as ``checkpoints``. The path ends in the URL's own name.
+    kind: of the content, such as ``checkpoints``.
     """
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
     return cache_folder(kind, digest) / base_name(shown(url))
 
 
-# What fsspec's clients call the thing that changes with the content, best first.
+# fsspec clients' names for what changes with the content, the most reliable first.
 _VERSION_KEYS = (
     *("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"),
     *("modificationTime", "modification_time", "modified", "created"),
@@ -59,9 +58,9 @@ _VERSION_KEYS = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The size of a file in bytes, and a string that changes when its content does.
+    """The size of a file in bytes, and a string that changes when the content does.
 
-    Locally that is the time of the last change in nanoseconds; remotely the store's ETag, or its time.
+    Local: the modification time in nanoseconds. Remote: the store's ETag, or its modification time.
     """
 
     size: int
@@ -69,7 +68,7 @@ class Fingerprint:
 
 
 def fingerprint_of(location: str | Path) -> Fingerprint:
-    """Return the fingerprint of a local file or fsspec URL; DataError if it is missing or no plain file."""
+    """Return the fingerprint of a local file or fsspec URL; DataError if missing or not a plain file."""
     if not is_url(location):
         return local_fingerprint(Path(location))
     url = str(location)
@@ -100,11 +99,11 @@ _DEFAULT_LIMIT = 16 * 2**30
 
 
 class BlockCache:
-    """The blocks of one remote file.
+    """The cached blocks of one remote file.
 
-    The blocks of all files together are kept below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0: none are
-    kept): each process looks after a 64th of the limit has been written by it, and removes those that were
-    not used for longest until an eighth is free. A full disk keeps nothing, and reading continues.
+    The blocks of all files together stay below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0 disables the cache).
+    Each time a process has written 1/64 of the limit, it removes the least recently used blocks until an
+    eighth is free. On a full disk nothing is cached and reading continues.
     """
 
     def __init__(self, url: str, fingerprint: Fingerprint, *, is_kept: bool = True) -> None:
@@ -112,7 +111,7 @@ class BlockCache:
         self._size = fingerprint.size
         key = hashlib.sha256(f"{url}\n{fingerprint.size}\n{fingerprint.version}".encode()).hexdigest()[:32]
         self._root: Path | None = None
-        # Without a fingerprint a new version could not be distinguished from the old one.
+        # Without a version, a changed file could not be detected.
         if self._limit > 0 and fingerprint.version:
             with contextlib.suppress(DataError):
                 self._root = cache_folder("blocks")
@@ -120,7 +119,7 @@ class BlockCache:
         self._written = 0
 
     def read(self, block: int, start: int, length: int) -> bytes | None:
-        """Return a part of a block, or None if the block is not here, whole."""
+        """Return a part of a block, or None if the block is not cached completely."""
         if self._folder is None:
             return None
         path = self._folder / str(block)
@@ -132,7 +131,7 @@ class BlockCache:
             if os.fstat(descriptor).st_size != self._bytes_of(block):
                 return None
             data = os.pread(descriptor, length, start)
-            os.utime(descriptor)  # eviction is in the order of the last use
+            os.utime(descriptor)  # blocks are evicted by their last use
         except OSError:
             return None
         finally:
@@ -140,10 +139,10 @@ class BlockCache:
         return data if len(data) == length else None
 
     def write(self, block: int, data: bytes) -> None:
-        """Keep a block, if there is room for it."""
+        """Cache a block, if the disk has room."""
         if self._folder is None or self._root is None:
             return
-        with contextlib.suppress(DataError, OSError):  # a full disk, most often
+        with contextlib.suppress(DataError, OSError):  # usually a full disk
             self._folder.mkdir(mode=0o700, exist_ok=True)
             with replacing(self._folder / str(block), is_synced=False) as temporary:
                 temporary.write_bytes(data)
@@ -157,18 +156,18 @@ class BlockCache:
 
 
 def cache_limit() -> int:
-    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is no integer of 0 or more."""
+    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is not an integer of 0 or more."""
     text = os.environ.get("PLSC_CACHE_BYTES", "")
     if text and not text.isdecimal():
-        raise OptionError(f"PLSC_CACHE_BYTES is {text!r}; expected a number of bytes, 0 for no cache")
+        raise OptionError(f"PLSC_CACHE_BYTES is {text!r}; expected a number of bytes (0 disables the cache)")
     return int(text) if text else _DEFAULT_LIMIT
 
 
 def remove_oldest(root: Path, limit: int) -> None:
-    """Remove blocks in the order of their last use while all of them take more than 7/8 of `limit`."""
+    """Remove the least recently used blocks until all together take at most 7/8 of `limit`."""
     blocks: list[tuple[float, int, Path]] = []
     for path in root.glob("*/*"):
-        with contextlib.suppress(OSError):  # another process may have been faster
+        with contextlib.suppress(OSError):  # another process may have removed it
             status = path.lstat()
             blocks.append((status.st_mtime, status.st_size, path))
     blocks.sort()

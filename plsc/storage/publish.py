@@ -1,8 +1,8 @@
-"""Files and folders that appear under their name whole or not at all, on a disk or in a store.
+"""Publish files and folders atomically, on a local disk or in a remote store.
 
-What is not whole yet has a hidden name in the same folder; it is synced, then renamed. Where a store cannot
-rename (S3), the file that is written last, the manifest, is the publication. A lock keeps a second process
-out, and ends with its process: what a killed one left is recognised, and removed by the next.
+Data are written under a hidden name in the same folder, synced, then renamed. On an object store such as S3,
+which cannot rename, a folder is published when its manifest, the last file, is written. A lock keeps a
+second process out. It is released when its process ends; the next process removes unfinished files.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from plsc.storage.urls import base_name, is_object_store, is_url, open_filesyste
 if TYPE_CHECKING:
     from plsc.storage.store import Store
 
-# Of a folder in a store: written last, it says that the folder is whole.
+# The last file written to a folder in a store: a folder that has it is complete.
 MANIFEST_NAME = "manifest.json"
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
-HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)([^.].*)-[0-9a-f]{8}")  # not ".."
+HIDDEN = re.compile(r"(\.saving-|\.replaced-|\.deleting-)([^.].*)-[0-9a-f]{8}")  # [^.] excludes ".."
 WORKSPACE_SUFFIX = ".plsc-partial"
 _LOCK_NAME = ".lock"
-_PATIENCE = 3.0  # seconds; a process that was just killed may be on its way out
+_PATIENCE = 3.0  # seconds; a process that was just killed may not have exited yet
 _BUFFER = 4 * 2**20
 
 
 def hidden_name(name: str, prefix: str = SAVING) -> str:
-    """Return a fresh name that `HIDDEN` recognises, such as ``.saving-5-0f3a9b1c``."""
+    """Return a new name that matches `HIDDEN`, such as ``.saving-5-0f3a9b1c``."""
     return f"{prefix}{name}-{secrets.token_hex(4)}"
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Wait until what was written to a file, or the names in a folder, are on the disk."""
+    """Flush a file's data, or a folder's directory entries, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -54,7 +54,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Do so for a folder, and all files and folders in it."""
+    """Flush a folder and all files and folders in it to the disk."""
     for inside, _, files in os.walk(folder):
         for name in (*files, "."):
             sync(Path(inside, name))
@@ -64,7 +64,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def _try_lock(lock: Callable[[int, int], None], descriptor: int) -> bool:
-    """Return whether the lock was free; a file system without locks has none that is taken."""
+    """Return whether the lock was acquired; True, too, on a file system that does not support locks."""
     try:
         lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -73,16 +73,20 @@ def _try_lock(lock: Callable[[int, int], None], descriptor: int) -> bool:
 
 
 class FolderLock:
-    """Keeps a second run out of a folder of checkpoints while this process lives.
+    """Prevent a second run from saving to a checkpoint folder while this process lives.
 
-    It is a record lock, which children that were forked do not inherit. note: written to the lock file, with
-    this host and process; `lock_note` returns it, later too.
+    The lock is a record lock: forked children do not inherit it.
+
+    Args:
+        folder: the folder to lock; created if missing.
+        note: JSON fields stored in the lock file with the host and the process id. `lock_note` reads them,
+            also after the lock is released.
     """
 
     def __init__(self, folder: Path, note: dict[str, Any] | None = None) -> None:
-        """Raise DataError, naming the other process, if there is one."""
+        """Acquire the lock. Raise DataError, naming the other process, if it is taken."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _telling(folder):
+        with _as_data_error(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / _LOCK_NAME, flags, 0o666)
         give_up = time.monotonic() + _PATIENCE
@@ -101,14 +105,14 @@ class FolderLock:
         os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def lock_note(folder: Path) -> dict[str, Any]:
-    """Return what the last holder of the folder's lock noted: host, pid and more; nothing if unknown."""
+    """Return what the last lock holder stored: host, pid and launches; empty if unknown."""
     try:
         if not (folder / _LOCK_NAME).is_file():
             return {}
@@ -120,24 +124,24 @@ def lock_note(folder: Path) -> dict[str, Any]:
             "host": ascii(str(note["host"]))[1:-1][:100],
             "launches": launches,
         }
-    except Exception:  # it may hold anything
+    except Exception:  # the file may hold anything
         return {}
 
 
-# Files and folders that a command writes.
+# Files and folders that commands write.
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], *, is_synced: bool = True) -> Iterator[Path]:
-    """Yield a temporary path next to the local file `path` that takes its place when the block succeeds.
+    """Yield a temporary path that replaces the local file `path` when the block succeeds.
 
     When the block fails, `path` is unchanged and the temporary file is removed. Raises DataError if the file
-    cannot be written (no such folder, no permission, a full disk).
+    cannot be written (missing folder, no permission, full disk).
     """
     path = Path(path)
     temporary = path.with_name(hidden_name(path.name))
     try:
-        with _telling(path):
+        with _as_data_error(path):
             yield temporary
             if is_synced:
                 sync(temporary)
@@ -149,10 +153,10 @@ def replacing(path: str | os.PathLike[str], *, is_synced: bool = True) -> Iterat
 
 @contextlib.contextmanager
 def publishing(location: str | Path) -> Iterator[BinaryIO]:
-    """Yield a binary file to write, which appears at a path or URL when the block succeeds.
+    """Yield a binary file that appears at a path or URL when the block succeeds.
 
-    Local folders above it are made. When the block fails there is nothing under that name, and what was
-    written is removed. Raises DataError: something is there already, a full disk, no permission.
+    Missing local parent folders are created. When the block fails, nothing is published and what was
+    written is removed. Raises DataError if the name exists or cannot be written.
     """
     location = str(location)
     refuse_existing(location)
@@ -161,7 +165,7 @@ def publishing(location: str | Path) -> Iterator[BinaryIO]:
             yield file
         return
     path = Path(location)
-    with _telling(path), Workspace(path.parent, path.name) as work:
+    with _as_data_error(path), Workspace(path.parent, path.name) as work:
         with (work.path / path.name).open("wb", buffering=_BUFFER) as file:
             yield file
         work.publish(path, path.name)
@@ -169,22 +173,22 @@ def publishing(location: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def publishing_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a hidden folder next to a local path, which takes that name when the block succeeds.
+    """Yield a hidden folder next to the local `path`; it is renamed to `path` when the block succeeds.
 
     Raises DataError as `publishing` does.
     """
     path = Path(path)
     refuse_existing(str(path))
-    with _telling(path), Workspace(path.parent, path.name) as work:
+    with _as_data_error(path), Workspace(path.parent, path.name) as work:
         yield work.path
         work.publish(path)
 
 
 class Workspace:
-    """``.<name>.plsc-partial`` in `parent`, locked while this process lives.
+    """The folder ``.<name>.plsc-partial`` in `parent`, locked while this process lives.
 
-    What an earlier run that was killed left in it is removed; `cleaned`: whether there was any. Leaving
-    the context removes the folder unless it was published. Raises DataError if another run has it.
+    Files left by an earlier, killed run are removed; `cleaned` is True if there were any. Leaving the
+    context removes the folder unless it was published. Raises DataError if another run holds the lock.
     """
 
     def __init__(self, parent: Path, name: str) -> None:
@@ -192,7 +196,7 @@ class Workspace:
         self.cleaned = False
         self._name = name
         self._is_published = False
-        with _telling(parent / name):
+        with _as_data_error(parent / name):
             parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._claim()
             for entry in list(self.path.iterdir()):
@@ -209,15 +213,15 @@ class Workspace:
         os.close(self._lock)
 
     def publish(self, target: Path, inner: str = "", *, is_synced: bool = True) -> None:
-        """Give the folder, or the file `inner` in it, its final name. Raises DataError if it is taken.
+        """Rename the folder, or the file `inner` in it, to `target`. Raises DataError if `target` exists.
 
-        is_synced: wait for the disk; without, a loss of power may leave the name and not all that is in it.
+        is_synced: flush to the disk first. Without it, a power loss may leave incomplete data at `target`.
         """
-        with _telling(target):
+        with _as_data_error(target):
             if is_synced:
                 sync_tree(self.path)
             if os.path.lexists(target):
-                raise DataError(f"{target} was created meanwhile; it is unchanged")
+                raise DataError(f"{target} was created by another process in the meantime; it is unchanged")
             (self.path / inner).rename(target)
             self._is_published = not inner
             if is_synced:
@@ -230,20 +234,20 @@ class Workspace:
             try:
                 lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
-                continue  # the run that had it has just ended
+                continue  # the run that held it has just ended
             if not _try_lock(fcntl.flock, lock):
                 os.close(lock)
                 raise DataError(
-                    f"another run is at work on {self._name} (it has {self.path}); wait for it or stop it"
+                    f"another run is working on {self._name} (it holds {self.path}); wait for it or stop it"
                 )
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), os.lstat(self.path)):
                     return lock
-            os.close(lock)  # it was published or removed between the two calls
+            os.close(lock)  # the folder was published or removed between open and lock
 
 
 def refuse_existing(location: str) -> None:
-    """Raise DataError if there is a file or folder of this name, local or remote."""
+    """Raise DataError if a file or folder of this name exists, local or remote."""
     if is_url(location):
         filesystem, inside = open_filesystem(location)
         there = with_retries(
@@ -252,7 +256,7 @@ def refuse_existing(location: str) -> None:
     else:
         there = os.path.lexists(location)
     if there:
-        raise DataError(f"{shown(location)} exists already; remove it, or choose another name")
+        raise DataError(f"{shown(location)} already exists; remove it, or choose another name")
 
 
 def _remove(entry: Path) -> None:
@@ -263,7 +267,7 @@ def _remove(entry: Path) -> None:
 
 
 @contextlib.contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def _as_data_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -273,7 +277,7 @@ def _telling(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _publishing_remotely(url: str) -> Iterator[BinaryIO]:
-    # Written under another name, because some clients publish what there is when a writer fails.
+    # Write under a hidden name: some clients publish a partial file when a writer fails.
     filesystem, inside = open_filesystem(url)
     name = f"{parent_of(inside)}/{hidden_name(base_name(inside))}"
     try:
@@ -282,12 +286,12 @@ def _publishing_remotely(url: str) -> Iterator[BinaryIO]:
             yield sink
         size = filesystem.info(name)["size"]
         filesystem.mv(name, inside)
-        # Some clients do nothing, and say nothing, when they cannot.
+        # Some clients do nothing and report nothing when they cannot rename.
         if filesystem.info(inside)["size"] != size:
-            raise OSError("it was not renamed")
+            raise OSError("the file was not renamed")
     except PlscError:
         raise
-    except Exception as error:  # each client has exceptions of its own
+    except Exception as error:  # each client has its own exceptions
         raise DataError(f"cannot write {shown(url)} ({reason_of(error)})") from error
     finally:
         with contextlib.suppress(Exception):
@@ -296,7 +300,7 @@ def _publishing_remotely(url: str) -> Iterator[BinaryIO]:
 
 
 class _Sink(io.RawIOBase):
-    """A client's file as Python's own are: some have no tell(), and a parser must not close it early."""
+    """A client's file with tell(), which some lack; closing it does not close the client's file."""
 
     def __init__(self, file: Any) -> None:
         super().__init__()
@@ -316,14 +320,14 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-# Folders with a manifest, in a `Store`: checkpoints on a disk or remote, and partitions that are sent.
+# Folders with a manifest, in a `Store`: checkpoints and uploaded partitions.
 
 
 def publish(store: Store, temporary: str, name: str) -> None:
-    """Give a complete folder its name; an older one of that name is deleted.
+    """Rename a complete folder to `name`; an older folder of that name is deleted.
 
-    At every moment one of the two is there whole: under the name, or where `clean` finds it. Raises
-    DataError; then nothing has changed.
+    At every moment one complete version exists: under the name, or where `clean` finds it. Raises DataError
+    if the rename fails; the older folder then has its name back.
     """
     old = hidden_name(name, REPLACED)
     is_replacing = store.exists(name)
@@ -340,13 +344,13 @@ def publish(store: Store, temporary: str, name: str) -> None:
 
 
 def delete(store: Store, name: str) -> None:
-    """Delete a folder, its manifest first: from then on it is not whole."""
+    """Delete a folder, its manifest first, so that it counts as incomplete from then on."""
     store.delete(f"{name}/{MANIFEST_NAME}")
     store.delete(name)
 
 
 def withdraw(store: Store, name: str) -> None:
-    """Delete a published folder, hidden first, so that no half of it keeps the name."""
+    """Hide a published folder, then delete it, so that no partial folder keeps the name."""
     doomed = name
     if store.can_rename:
         doomed = hidden_name(name, DELETING)
@@ -355,10 +359,10 @@ def withdraw(store: Store, name: str) -> None:
 
 
 def clean(store: Store) -> list[str]:
-    """Remove what a killed process left; return the names of the folders that were put back.
+    """Remove unfinished files and folders of killed processes; return the names of restored folders.
 
-    For one process, while no other writes there. Unfinished files and folders are deleted; an old version
-    that was hidden, and whose successor was never published, gets its name back.
+    Call from one process, while no other writes there. A hidden older version whose replacement was never
+    published gets its name back.
     """
     restored = []
     names, folders = store.names(), store.names(only_folders=True)
@@ -378,10 +382,10 @@ def clean(store: Store) -> list[str]:
 
 @contextlib.contextmanager
 def staged(url: str, open_store: Callable[[str], Store]) -> Iterator[str]:
-    """Yield the URL to write a folder's files to; when the block succeeds, the folder is at `url`.
+    """Yield the URL to write a folder's files to; the folder is at `url` when the block succeeds.
 
-    On an object store that is the place itself, and the manifest, written last, publishes. Raises DataError
-    if the store fails; what was written is removed when the block does not succeed.
+    On an object store this is `url` itself; writing the manifest last publishes the folder. Raises DataError
+    if the store fails. When the block fails, what was written is removed.
     """
     url = url.rstrip("/")
     parent, _, name = url.rpartition("/")
@@ -391,7 +395,7 @@ def staged(url: str, open_store: Callable[[str], Store]) -> Iterator[str]:
         store, temporary = open_store(parent), f".{name}{WORKSPACE_SUFFIX}"
     try:
         if temporary:
-            store.delete(temporary)  # a run that was killed left it
+            store.delete(temporary)  # left by a killed run
         store.make_folder(temporary)
         yield store.child(temporary) if temporary else url
         if temporary:

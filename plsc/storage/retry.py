@@ -1,7 +1,4 @@
-"""Calls of a remote store: repeated for a bounded time, and given up when the store is silent.
-
-A server may fail for a moment, or take a connection and never answer.
-"""
+"""Retry calls to a remote store for a limited time, and abandon calls that get no answer."""
 
 from __future__ import annotations
 
@@ -17,36 +14,41 @@ from plsc.errors import DataError, PlscError, shown
 
 Answer = TypeVar("Answer")
 
-# Asking again does not help: the file is not there, or is not for us.
+# A retry does not help: the file is missing, or access is denied.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 8.0
-# Exceptions of the clients of S3: nothing to sign a request with. By name: the client is an extra.
+# S3 clients' exceptions for missing credentials. Matched by name, because the client is an optional extra.
 _NO_CREDENTIALS = re.compile("(No|Partial)CredentialsError|CredentialRetrievalError|NoAuthTokenError")
 _SIGN_IN = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; and AWS_ENDPOINT_URL for a store "
-    "that is not Amazon's"
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a store other than Amazon's also "
+    "set AWS_ENDPOINT_URL"
 )
-_ALLOWED = "check its permissions, and as whom you ask"
-_REACHABLE = "check that the server runs, and that its host and port are right"
+_ALLOWED = "check the permissions and the user name"
+_REACHABLE = "check that the server runs, and that host and port are right"
 _UNREACHABLE = re.compile(
     r"connection refused|connection reset|could not connect|lookup address|name or service|no route to"
     r"|unreachable|timed out|no answer|getaddrinfo",
     re.IGNORECASE,
 )
-# A generator of its own: the global one belongs to the user's experiment.
+# A separate generator, so that the user's random state does not change.
 _jitter = random.Random()
-# Where the stack trace of an HDFS server begins; its client escapes the line ends.
+# Where a Java stack trace begins in an HDFS error; the client escapes the line breaks.
 _JAVA_TRACE = re.compile(r"(?:\\n|\n)(?:\\t|\t)at ")
 
 
 def with_retries(
     call: Callable[[], Answer], what: str, *, attempts: int = 6, total_seconds: float = 60.0
 ) -> Answer:
-    """Return ``call()``, tried up to `attempts` times as long as `total_seconds` have not passed.
+    """Return ``call()``, tried up to `attempts` times within `total_seconds`.
 
-    Between two tries it waits 0.1 s, then twice as long each time, up to 8 s, with some jitter, so that
-    many workers do not return at one moment. what: for the message, such as ``s3://b/k cannot be read``.
-    Raises DataError that names the last fault, how long it was tried, and what to check.
+    The wait between tries starts at 0.1 s and doubles up to 8 s, with jitter, so that many workers do not
+    retry at the same moment. Permanent errors (missing file, access denied) are not retried.
+
+    Args:
+        what: start of the error message, such as ``s3://b/k cannot be read``.
+
+    Raises:
+        DataError: names the last error, how long it was tried, and what to check.
     """
     started = time.monotonic()
     pause = _FIRST_WAIT
@@ -57,7 +59,7 @@ def with_retries(
             return call()
         except PlscError:
             raise
-        except Exception as error:  # each client of a store has exceptions of its own
+        except Exception as error:  # each client has its own exceptions
             advice = _advice(error)
             is_final = isinstance(error, _FINAL) or advice in (_SIGN_IN, _ALLOWED)
             passed = time.monotonic() - started
@@ -67,16 +69,16 @@ def with_retries(
                 after = "" if is_final else f" after {tries} in {passed:.0f} s"
                 raise DataError(
                     f"{what}{after} ({reason_of(error)}){advice and f'; {advice}'}"
-                ) from None  # a client's traceback may show a secret
+                ) from None  # the client's traceback may show a secret
             time.sleep(min(pause * _jitter.uniform(0.75, 1.25), left))
             pause = min(2 * pause, _LONGEST_WAIT)
 
 
 def _advice(error: Exception) -> str:
-    """Return what to do about a client's fault, nothing where that is not known."""
+    """Return what the user can do about a client's error; empty if unknown."""
     if _NO_CREDENTIALS.fullmatch(type(error).__name__):
         return _SIGN_IN
-    # What HDFS says for PermissionError.
+    # HDFS reports AccessControlException instead of PermissionError.
     if isinstance(error, PermissionError) or "AccessControlException" in str(error):
         return _ALLOWED
     if isinstance(error, (ConnectionError, TimeoutError)) or _UNREACHABLE.search(str(error)):
@@ -85,7 +87,7 @@ def _advice(error: Exception) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a client's fault in one line: cut short, as some quote whole requests; without passwords."""
+    """Return a client's error on one line, without passwords and cut to 200 characters."""
     text = _JAVA_TRACE.split(str(getattr(error, "strerror", None) or error), maxsplit=1)[0]
     text = shown(" ".join(text[:10_000].split()), by_client=True)[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -94,8 +96,8 @@ def reason_of(error: BaseException) -> str:
 _LOOK_SECONDS = 0.5
 
 
-class Pulse:
-    """Counts the bytes of a transfer as they arrive, reports them, and keeps the time of the last."""
+class TransferProgress:
+    """Count the bytes of a transfer, report them, and keep the time of the last one."""
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
         self.last = time.monotonic()
@@ -103,28 +105,30 @@ class Pulse:
         self._count = 0
 
     def begin(self) -> None:
-        """A try begins: what moved in an earlier one is taken back."""
+        """Start a try: subtract the bytes of an earlier try."""
         self.beat(-self._count)
 
     def beat(self, count: int) -> None:
-        """`count` more bytes have moved."""
+        """Add `count` transferred bytes."""
         self.last = time.monotonic()
         self._count += count
         if self._on_bytes is not None and count:
             self._on_bytes(count)
 
     def end(self, total: int) -> None:
-        """All `total` bytes have moved, whether the client reported them or not."""
+        """Report all `total` bytes as transferred, also those that the client did not report."""
         self.beat(total - self._count)
 
 
-def watched(call: Callable[[], Answer], silence: float, pulse: Pulse | None = None) -> Answer:
-    """Return ``call()``, made in a thread of its own; TimeoutError after `silence` seconds without a beat.
+def with_timeout(
+    call: Callable[[], Answer], silence: float, progress: TransferProgress | None = None
+) -> Answer:
+    """Run ``call()`` in a thread and return its result; TimeoutError after `silence` seconds without a byte.
 
-    The thread of a call that was given up stays behind, as nothing can end it; it keeps no process alive.
+    Python cannot end the thread of an abandoned call. It is a daemon, so it does not keep the process alive.
     """
-    pulse = pulse or Pulse()
-    pulse.begin()
+    progress = progress or TransferProgress()
+    progress.begin()
     outcome: Future[Answer] = Future()
 
     def run() -> None:
@@ -135,6 +139,6 @@ def watched(call: Callable[[], Answer], silence: float, pulse: Pulse | None = No
 
     threading.Thread(target=run, daemon=True, name="plsc-store").start()
     while not wait([outcome], _LOOK_SECONDS).done:
-        if time.monotonic() - pulse.last > silence:
+        if time.monotonic() - progress.last > silence:
             raise TimeoutError(f"no answer for {silence:g} s")
     return outcome.result()

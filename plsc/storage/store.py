@@ -1,7 +1,7 @@
-"""A folder, local or behind an fsspec URL: what publishing needs of a disk, HDFS, S3 and the others.
+"""A folder on a local disk or behind an fsspec URL (HDFS, S3 and others).
 
-Every call to a remote store is repeated for a bounded time, abandoned when the store stops answering, and
-checked afterwards where some client does not report its failure. Errors are DataError, without secrets.
+Calls to a remote store are retried for a limited time and abandoned when the store stops answering. Where a
+client may fail silently, the result is checked. Errors are DataError, without secrets.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
 from plsc.storage.publish import hidden_name, sync
-from plsc.storage.retry import Pulse, watched, with_retries
+from plsc.storage.retry import TransferProgress, with_retries, with_timeout
 from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 OnBytes = Callable[[int], None]
-_BY_TIME = 10**6  # attempts: time alone bounds them
+_BY_TIME = 10**6  # attempts; only the time limits them
 
 
 class Store:
     """The folder at `url`, a local path or fsspec URL. Names are relative to it: ``5/manifest.json``.
 
-    total_seconds: how long a call is repeated. silence: seconds without a byte after which one try is
-    abandoned. A call on a local path is made once.
+    Args:
+        total_seconds: how long a remote call is retried. Local calls are not retried.
+        silence: seconds without a byte after which one try is abandoned.
     """
 
     def __init__(self, url: str | Path, *, total_seconds: float = 60.0, silence: float = 30.0) -> None:
@@ -47,16 +48,16 @@ class Store:
         self._filesystem: Any = LocalFileSystem()
         self._path = str(Path(self.url).absolute())
         if self.is_remote:
-            filesystem, path = self._watched(lambda: open_filesystem(self.url), "cannot be opened")
+            filesystem, path = self._call(lambda: open_filesystem(self.url), "cannot be opened")
             self._filesystem, self._path = filesystem, path.rstrip("/")
         self._is_on_disk = isinstance(self._filesystem, LocalFileSystem)
 
     def child(self, name: str) -> str:
-        """Return the path or URL of what is in the folder under this name."""
+        """Return the path or URL of an entry of the folder."""
         return f"{self.url}/{name}"
 
     def names(self, folder: str = "", *, only_folders: bool = False) -> list[str]:
-        """Return the names of what is in a folder, sorted; none if it is missing, or a file."""
+        """Return the sorted names in a folder; empty if it is missing or a file."""
 
         def call() -> list[str]:
             self._filesystem.invalidate_cache()
@@ -64,7 +65,7 @@ class Store:
                 found = self._filesystem.ls(self._at(folder), detail=only_folders)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            if only_folders:  # a link may be to a folder
+            if only_folders:  # includes links, which may lead to folders
                 found = [
                     one["name"] for one in found if one["type"] == "directory" or one.get("islink", False)
                 ]
@@ -72,23 +73,23 @@ class Store:
             paths = {str(one).rstrip("/") for one in found}
             return sorted(one.rsplit("/", 1)[-1] for one in paths if one.strip("/") != own)
 
-        return self._watched(call, f"{folder or 'the folder'} cannot be listed")
+        return self._call(call, f"{folder or 'the folder'} cannot be listed")
 
     def is_link(self, name: str) -> bool:
-        """Whether this is a symbolic link; only a disk has them."""
+        """Return whether this is a symbolic link; always False in a remote store."""
         return self._is_on_disk and Path(self._at(name)).is_symlink()
 
     def exists(self, name: str = "") -> bool:
-        """Whether there is a file or folder of this name."""
+        """Return whether a file or folder of this name exists."""
 
         def call() -> bool:
             self._filesystem.invalidate_cache()
             return bool(self._filesystem.exists(self._at(name)))
 
-        return self._watched(call, f"{name or 'the folder'} cannot be looked up")
+        return self._call(call, f"{name or 'the folder'} cannot be looked up")
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, None if there is none of this name."""
+        """Return the size of a file in bytes; None if there is no such file."""
 
         def call() -> int | None:
             self._filesystem.invalidate_cache()
@@ -98,10 +99,10 @@ class Store:
                 return None
             return int(info["size"]) if info["type"] == "file" else None
 
-        return self._watched(call, f"{name} cannot be looked up")
+        return self._call(call, f"{name} cannot be looked up")
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return the bytes of a small file, None if it is not there; DataError if it is over `limit`."""
+        """Return the bytes of a small file, None if it is missing; DataError if larger than `limit`."""
         size = self.size(name)
         if size is None:
             return None
@@ -112,10 +113,10 @@ class Store:
             with self._filesystem.open(self._at(name), "rb") as file:
                 return bytes(file.read(limit + 1))
 
-        return self._watched(call, f"{name} cannot be read")
+        return self._call(call, f"{name} cannot be read")
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file; where the store can rename, readers see the old one or the new."""
+        """Write a small file; where the store can rename, readers see either the old or the new content."""
         folder, base = os.path.split(name)
         temporary = os.path.join(folder, hidden_name(base)) if self.can_rename else name  # noqa: PTH118
 
@@ -124,89 +125,89 @@ class Store:
                 file.write(data)
             self._sync(temporary)
             if temporary != name:
-                if not self._is_on_disk:  # which replaces at once
+                if not self._is_on_disk:  # a local rename replaces the file
                     with contextlib.suppress(FileNotFoundError):
                         self._filesystem.rm_file(self._at(name))
                 self._filesystem.mv(self._at(temporary), self._at(name))
                 self._sync(folder)
 
-        self._watched(call, f"{name} cannot be written")
+        self._call(call, f"{name} cannot be written")
         self._check_size(name, len(data))
 
     def put(self, local: Path, name: str, on_bytes: OnBytes | None = None) -> None:
-        """Send a local file. on_bytes gets how many more bytes went; less than 0 if a try failed."""
-        pulse = Pulse(on_bytes)
+        """Upload a local file. on_bytes gets the number of new bytes, negative when a try failed."""
+        progress = TransferProgress(on_bytes)
         size = local.stat().st_size
 
         def call() -> None:
-            self._filesystem.put_file(str(local), self._at(name), callback=_Telling(pulse))
+            self._filesystem.put_file(str(local), self._at(name), callback=_ProgressCallback(progress))
             self._sync(name)
 
-        self._watched(call, f"{name} cannot be written", pulse)
+        self._call(call, f"{name} cannot be written", progress)
         self._check_size(name, size)
-        pulse.end(size)
+        progress.end(size)
 
     def get(self, name: str, local: Path, on_bytes: OnBytes | None = None) -> None:
-        """Fetch a file to a local path."""
-        pulse = Pulse(on_bytes)
+        """Download a file to a local path."""
+        progress = TransferProgress(on_bytes)
 
         def call() -> None:
-            self._filesystem.get_file(self._at(name), str(local), callback=_Telling(pulse))
+            self._filesystem.get_file(self._at(name), str(local), callback=_ProgressCallback(progress))
 
-        self._watched(call, f"{name} cannot be read", pulse)
-        pulse.end(local.stat().st_size)
+        self._call(call, f"{name} cannot be read", progress)
+        progress.end(local.stat().st_size)
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder, and those above it, where the store has folders.
+        """Create a folder and its parents, where the store has folders.
 
-        A bucket is not made: one that is not there is a mistake. Raises DataError for that, too.
+        A missing bucket is not created: it is likely a typo. Raises DataError.
         """
         if not self.can_rename:
             self._check_bucket()
             return
-        self._watched(
+        self._call(
             lambda: self._filesystem.makedirs(self._at(name), exist_ok=True),
-            f"{name or 'the folder'} cannot be made",
+            f"{name or 'the folder'} cannot be created",
         )
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give a folder a name that is free. Only where `can_rename`."""
+        """Rename a folder to a name that does not exist. Only where `can_rename`."""
 
         def call() -> None:
             if not self.exists(name) and self.exists(new_name):
-                return  # an earlier try that was thought to have failed
+                return  # an earlier try succeeded, though it reported an error
             self._filesystem.mv(self._at(name), self._at(new_name), recursive=True)
             self._sync(os.path.dirname(new_name))  # noqa: PTH120 - a name, no path
 
-        self._watched(call, f"{name} cannot be renamed to {new_name}")
-        # Some clients do nothing, and say nothing, when they cannot.
+        self._call(call, f"{name} cannot be renamed to {new_name}")
+        # Some clients do nothing and report nothing when they cannot rename.
         if self.exists(name) or not self.exists(new_name):
             raise DataError(f"{self.shown}: {name} was not renamed to {new_name}")
 
     def delete(self, name: str) -> None:
-        """Delete a file or a whole folder; nothing happens if it is not there."""
+        """Delete a file or folder; do nothing if it is missing."""
 
         def call() -> None:
             self._filesystem.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm(self._at(name), recursive=True)
 
-        self._watched(call, f"{name} cannot be deleted")
+        self._call(call, f"{name} cannot be deleted")
 
     def _check_bucket(self) -> None:
         bucket = self._path.strip("/").split("/", 1)[0]
 
         def call() -> bool:
-            with contextlib.suppress(PermissionError):  # it may be writable without being listable
+            with contextlib.suppress(PermissionError):  # a bucket may be writable but not listable
                 return bool(self._filesystem.exists(bucket))
             return True
 
-        is_there = self.url.startswith("memory://") or self._watched(call, "cannot be looked up")
+        is_there = self.url.startswith("memory://") or self._call(call, "cannot be looked up")
         if not is_there:
-            raise DataError(f"{self.shown}: there is no bucket {bucket!r}; make it first")
+            raise DataError(f"{self.shown}: bucket {bucket!r} does not exist; create it first")
 
     def _sync(self, name: str) -> None:
-        """Wait until a file, or the names in a folder, are on the disk, where the store is one."""
+        """Flush a file or a folder's entries to the disk; nothing for a remote store."""
         if self._is_on_disk:
             sync(self._at(name))
 
@@ -216,11 +217,11 @@ class Store:
     def _check_size(self, name: str, size: int) -> None:
         there = self.size(name)
         if there != size:
-            raise DataError(
-                f"{shown(self.child(name))} has {there} bytes after {size} were written; try again"
-            )
+            raise DataError(f"{shown(self.child(name))} has {there} bytes after writing {size}; try again")
 
-    def _watched(self, call: Callable[[], Answer], what: str, pulse: Pulse | None = None) -> Answer:
+    def _call(
+        self, call: Callable[[], Answer], what: str, progress: TransferProgress | None = None
+    ) -> Answer:
         if not self.is_remote:
             try:
                 return call()
@@ -228,26 +229,26 @@ class Store:
                 reason = f"{error.strerror or error} ({error.filename or self._path})"
                 raise DataError(f"{self.shown}: {what}: {reason}") from error
         return with_retries(
-            lambda: watched(call, self._silence, pulse),
+            lambda: with_timeout(call, self._silence, progress),
             f"{self.shown}: {what}",
             attempts=_BY_TIME,
             total_seconds=self._total_seconds,
         )
 
 
-class _Telling(Callback):
-    """Passes on how far fsspec is."""
+class _ProgressCallback(Callback):
+    """Forward fsspec's progress to a `TransferProgress`."""
 
-    def __init__(self, pulse: Pulse) -> None:
+    def __init__(self, progress: TransferProgress) -> None:
         super().__init__()
-        self._pulse = pulse
+        self._progress = progress
         self._position = 0
 
     def relative_update(self, inc: int = 1) -> None:
-        self._pulse.beat(inc)
+        self._progress.beat(inc)
 
     def absolute_update(self, value: int) -> None:
-        self._pulse.beat(max(0, value - self._position))
+        self._progress.beat(max(0, value - self._position))
         self._position = value
 
     def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Any:
@@ -258,9 +259,9 @@ _SECONDS_BETWEEN = 10.0
 
 
 class Transfer:
-    """Counts the bytes of one rank's share of a transfer and logs them.
+    """Count the bytes of one rank's share of a transfer and log the progress.
 
-    what: begins each message. total: bytes of this share. is_logged: False logs nothing.
+    what: start of each message. total: bytes of this share. is_logged: False disables the messages.
     """
 
     def __init__(self, what: str, total: int, is_logged: bool = True) -> None:
@@ -268,39 +269,41 @@ class Transfer:
         self._total = total
         self._is_logged = is_logged
         self._done = 0
-        self._began = self._told = time.monotonic()
+        self._began = self._last_logged = time.monotonic()
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """`count` more bytes have moved; from any thread."""
+        """Add `count` transferred bytes; safe from any thread."""
         with self._lock:
             self._done += count
             now = time.monotonic()
-            is_due = now - self._told >= _SECONDS_BETWEEN
+            is_due = now - self._last_logged >= _SECONDS_BETWEEN
             if is_due:
-                self._told = now
+                self._last_logged = now
         if is_due and self._is_logged:
             share = min(1.0, self._done / max(1, self._total))
             left = (self._total - self._done) / max(1.0, self.rate)
             logger.info(
-                f"{self._what}: {share:.0%} of {in_words(self._total)}, {in_words(self.rate)}/s, "
+                f"{self._what}: {share:.0%} of {format_bytes(self._total)}, {format_bytes(self.rate)}/s, "
                 f"{max(0.0, left):.0f} s left"
             )
 
     def end(self) -> None:
-        """All has moved."""
+        """Log the total size, time and rate."""
         if self._is_logged:
             seconds = time.monotonic() - self._began
-            logger.info(f"{self._what}: {in_words(self._total)} in {seconds:.1f} s, {in_words(self.rate)}/s")
+            logger.info(
+                f"{self._what}: {format_bytes(self._total)} in {seconds:.1f} s, {format_bytes(self.rate)}/s"
+            )
 
     @property
     def rate(self) -> float:
-        """Bytes a second so far."""
+        """Bytes per second so far."""
         return self._done / max(1e-3, time.monotonic() - self._began)
 
 
-def in_words(count: float) -> str:
-    """Return a number of bytes in words, such as ``1.4 GB``."""
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with its unit, such as ``1.4 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Local paths and fsspec URLs: which is which, their names, and the clients behind them."""
+"""Local paths and fsspec URLs: distinguish them, take them apart, and open their clients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plsc.errors import without_secrets as without_secrets
 from plsc.storage.retry import with_retries
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
-# Their "rename" copies every byte and is seen half done. Memory is one of them for its renames of folders.
+# Their rename copies every byte and is not atomic; the same holds for folders of "memory".
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
-# Clients that wait for minutes for a server that is down; what is tried again is `retry`'s to decide.
+# Options for clients that wait minutes for a server that is down. Retries are done in `retry` instead.
 _CLIENT_OPTIONS: dict[str, dict[str, Any]] = {
     "hdfs": {
         "dfs.client.failover.max.attempts": "4",
@@ -36,30 +36,30 @@ _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs
 
 
 def is_url(location: object) -> bool:
-    """Whether this is an fsspec URL such as ``s3://bucket/data``, and not a local path."""
+    """Return whether this is an fsspec URL such as ``s3://bucket/data``, not a local path."""
     return isinstance(location, str) and _SCHEME.match(location) is not None
 
 
 def is_object_store(url: str) -> bool:
-    """Whether there are no renames behind this URL: what is written last publishes."""
+    """Return whether the store of this URL lacks an atomic rename, so the last file publishes."""
     return _protocol(url) in _OBJECT_STORES
 
 
 def set_hdfs_user(name: str) -> None:
-    """Be this user for connections to HDFS that are made from now on, by this process and its children."""
-    os.environ["HADOOP_USER_NAME"] = name  # read when a client is made
+    """Use this user name for new HDFS connections of this process and its children."""
+    os.environ["HADOOP_USER_NAME"] = name  # read when a client is created
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return (fsspec filesystem, path in it).
 
-    Raises DataError if the protocol is unknown, its client is not installed, or it cannot be reached. Faults
-    of clients are no cause of it: their texts may have parts of a password.
+    Raises DataError if the protocol is unknown, its client is not installed, or it cannot be opened. The
+    client's message is left out, because it may contain parts of a password.
     """
     import fsspec
 
     protocol = _protocol(url)
-    for part in url.partition("?")[0].split("::"):  # of a chain
+    for part in url.partition("?")[0].split("::"):  # chained URLs
         if shown(part) != part and "@" not in part.split("/")[2]:
             raise DataError(f"{shown(url)} has a '/' in its user name or password; write it as %2F")
     try:
@@ -70,23 +70,23 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         extra = _EXTRAS.get(protocol, protocol)
         install = f"plsc[{extra}]" if extra in ("hdfs", "s3") else extra
         raise DataError(
-            f"{shown(url)} needs a client that is not installed; pip install '{install}'"
+            f"{shown(url)} needs a client that is not installed; run pip install '{install}'"
         ) from error
     except ValueError:
-        raise DataError(f"{shown(url)}: the protocol {protocol!r} is not known to fsspec") from None
-    except Exception as error:  # each client has exceptions of its own
+        raise DataError(f"{shown(url)}: fsspec does not know the protocol {protocol!r}") from None
+    except Exception as error:  # each client has its own exceptions
         raise DataError(f"{shown(url)} cannot be opened ({type(error).__name__})") from None
 
 
-# Clients of HDFS, by process, server and user.
+# HDFS clients by process, server and user.
 _hdfs_clients: dict[tuple[int, str, str | None], Any] = {}
 
 
 def _open_hdfs(url: str) -> tuple[Any, str]:
-    """Return (file system, path), the client kept here and not in fsspec's cache.
+    """Return (file system, path), with the client cached here instead of by fsspec.
 
-    A process that was forked empties fsspec's cache, and the end of an HDFS client waits for threads that a
-    fork does not have: it would hang. Here the parent's client stays, unused.
+    A forked process clears fsspec's cache. Destroying an HDFS client waits for threads that do not exist
+    after a fork, so it would hang. Here the parent's client is kept, unused.
     """
     import fsspec
 
@@ -120,12 +120,12 @@ def join(folder: str, name: str) -> str:
 
 
 def exists(location: str) -> bool:
-    """Whether there is a file at a path or URL; DataError if the store does not answer."""
+    """Return whether a file exists at a path or URL; DataError if the store does not answer."""
     if not is_url(location):
         return Path(location).is_file()
     filesystem, inside = open_filesystem(location)
 
-    def look() -> bool:  # isfile() of the clients says no when the store does not answer
+    def look() -> bool:  # the clients' isfile() returns False when the store does not answer
         try:
             return bool(filesystem.info(inside)["type"] == "file")
         except (FileNotFoundError, NotADirectoryError):

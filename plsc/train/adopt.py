@@ -17,7 +17,7 @@ from plsc.config import Config, Options, find_option
 from plsc.config.data import is_name
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.base_model import harmless_arguments
+from plsc.models.base_model import safe_arguments
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.heads import with_margin
 
@@ -112,7 +112,7 @@ def adopt(
                 f"{path} could not keep the arguments that {name} was made with; call set_model with an "
                 "instance of it"
             )
-        config = replace(config, arguments=harmless_arguments(arguments))
+        config = replace(config, arguments=safe_arguments(arguments))
     check_files(path, manifest)
     _check_head(config, path, manifest)
     # A network that the script chooses is compared when it is loaded.

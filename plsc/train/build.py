@@ -21,7 +21,7 @@ from plsc.models.dropout import SampleNumbers
 from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.optimizers import Factory
 from plsc.optim.schedule import Schedule
-from plsc.parallel.backbone import plain_name
+from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
 from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note
 from plsc.train.classes import OpenedCheckpoint
@@ -268,7 +268,7 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     count = len(run.data.sets)
     heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
     text = (
-        f"training {plain_name(run.network)} ({parameters:,} parameters) with "
+        f"training {original_class_name(run.network)} ({parameters:,} parameters) with "
         f"{heads} over {run.head.class_num:,} classes on {images}; "
         f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
     )

@@ -16,7 +16,7 @@ from torch import nn
 
 from plsc.config import Config, find_option
 from plsc.errors import TrainingError, TrainingInterrupted
-from plsc.parallel.backbone import local_part, plain_name
+from plsc.parallel.backbone import local_part, original_class_name
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 from plsc.train.state import Position
@@ -83,7 +83,7 @@ def frozen_note(network: nn.Module) -> str:
     """Return a line for a network of which nothing is trained, or nothing."""
     if any(parameter.requires_grad for parameter in network.parameters()):
         return ""
-    return f"note: {plain_name(network)} has no trainable parameter; only the head is trained"
+    return f"note: {original_class_name(network)} has no trainable parameter; only the head is trained"
 
 
 def threads_note(options: Config) -> str:
@@ -171,7 +171,7 @@ def stop_at_bad_weights(world: World, position: Position, network: nn.Module) ->
     finite = [part.isfinite().all() for _, part in trained]
     # One look at the device, not one for each.
     is_bad = bool(finite) and not bool(torch.stack(finite).all())
-    if not world.agree_max(int(is_bad))[0]:
+    if not world.all_reduce_max(int(is_bad))[0]:
         return
     mine = [name for (name, _), is_good in zip(trained, finite, strict=True) if not is_good]
     found = sorted({name for names in world.all_gather_object(mine) for name in names})

@@ -25,7 +25,7 @@ from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.heads.geometry import normalised
 from plsc.heads.joint import JointRows
 from plsc.models import BaseModel
-from plsc.parallel.backbone import whole_parameters
+from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.train.adopt import resolve_run
@@ -80,7 +80,7 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     """Return how many training images chose each row of this rank, [C_local, K]."""
     counts = new_counts(head)
     run.network.eval()
-    with whole_parameters(run.network):
+    with unsharded_parameters(run.network):
         for batch in run.data.loader.epoch(0):
             images = batch.input(run.world.device, run.network.input_layout)
             labels = batch.labels.to(run.world.device)

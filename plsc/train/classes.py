@@ -57,7 +57,7 @@ def count_classes(
             "images; leave it out, or mend the dataset"
         )
     labels = source.labels()
-    (largest,) = world.agree_max(max(int(labels.max()), least - 1))
+    (largest,) = world.all_reduce_max(max(int(labels.max()), least - 1))
     class_num = options.head.class_num or largest + 1
     if options.head.class_num is None and class_num > max(_MANY_CLASSES, _MUCH_EMPTIER * count):
         where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
-from plsc.checkpoint.agree import neighbours, on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank, rank_on_shared_disk
 from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.checkpoint.remote import clean, fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
@@ -183,7 +183,7 @@ def open_directories(options: Config, world: World, start: Start) -> Directories
     of one, no permission, a store that does not answer (within a minute).
     """
     local = start.local
-    index, count = neighbours(local, world)
+    index, count = rank_on_shared_disk(local, world)
     is_owner = index == 0
     locks: list[FolderLock] = []
 
@@ -290,7 +290,7 @@ def open_start(options: Config, world: World) -> Start:
 
     Ranks that a launcher started in place of those that failed resume the run that these had begun.
     """
-    launches = {one for one in world.all_gather_object(world.launch) if one}
+    launches = {one for one in world.all_gather_object(world.launch_id) if one}
     checkpoint, locations, interrupted = _open(options, world, launches)
     run_id = "" if checkpoint is None else checkpoint[1].run_id
 

@@ -13,13 +13,13 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from plsc.config import Options
-from plsc.data.batch import Batch, copied_aside
+from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.data.reader import ReaderLoader
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
 from plsc.heads.joint import each_head
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.parallel.backbone import whole_parameters
+from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.spans import span
@@ -228,7 +228,7 @@ class Trainer:
         run, position = self._run, self._position
         batches = run.data.loader.epoch(position.epoch, position.step_in_epoch)
         if run.options.speed.overlap_copies:
-            return copied_aside(batches, run.world.device)
+            return copied_in_side_stream(batches, run.world.device)
         return batches
 
     def _read_losses(self, everything: bool = True) -> None:
@@ -290,7 +290,7 @@ class Trainer:
         if not run.targets:
             return
         # In this order: buffers are made equal by way of the state dict, which splits a sharded backbone.
-        with equal_buffers(run.network, run.world.backbone_group), whole_parameters(run.network):
+        with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
         self._result.evaluation = results
         self._evaluated_at = self._position.step

@@ -18,18 +18,18 @@ from plsc.models.autocast import PrecisionLists, apply_lists, autocast
 from plsc.models.base_model import evaluating, unwrap, use_channels_last
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.compiled import CompiledNetwork
-from plsc.models.dropout import SampleNumbers, draw_by_sample
+from plsc.models.dropout import SampleNumbers, use_sample_dropout
 from plsc.models.dry_run import count_calls, dry_run
 from plsc.models.folding import fold_batch_norm
-from plsc.models.parameters import freeze, initialise_by_rule, separate_buffers, thaw
+from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import Assignment, assign_parameters
 from plsc.parallel.backbone import (
     choose_units,
     is_sharded,
     match_units,
+    reshard,
     shard_network,
-    split_again,
     sum_gradients,
 )
 from plsc.parallel.world import World
@@ -81,7 +81,7 @@ def build_trained_network(
     place = torch.device("cpu") if is_split else world.device
     network = build_network(options, world, custom, place)
     unwrap(network)  # what an earlier run left on a network of the user's
-    thaw(network)
+    unfreeze(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
     initialise_by_rule(network, rules, options.train.seed)
@@ -90,7 +90,7 @@ def build_trained_network(
     if options.model.sync_batch_norm:
         synchronise_batch_norm(network, world.backbone_group, world.device)
     freeze(network, assignment.frozen)
-    samples = draw_by_sample(network)
+    samples = use_sample_dropout(network)
     use_lists(network, lists, options, world.device)
     checkpoint_activations(network, options.memory.checkpoint_stages, options.memory.checkpoint_every)
     return network, assignment, samples
@@ -122,7 +122,7 @@ def build_network(
     # Those of plsc fit, and adapted ones were run once.
     if custom is not None or ":" in options.model.name:
         check_model(model, options.model.image_shape, options.model.emb_size)
-    separate_buffers(model)
+    copy_expanded_buffers(model)
     model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
     lay_out(model, options, world.device)
     return model
@@ -131,7 +131,7 @@ def build_network(
 def look_up_lists(network: nn.Module, options: Config) -> PrecisionLists:
     """Return what the names in the lists of the options mean; OptionError for one that means nothing."""
     precision = options.precision
-    return PrecisionLists.look_up(network, precision.white_list, precision.black_list)
+    return PrecisionLists.resolve(network, precision.white_list, precision.black_list)
 
 
 def use_lists(network: nn.Module, lists: PrecisionLists, options: Config, device: torch.device) -> None:
@@ -211,8 +211,8 @@ def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
         return network
     folded = fold_batch_norm(network, options.model.image_shape)
     if isinstance(folded, str):
-        if folded != network.unfolded_because:  # once, not at each evaluation
-            network.unfolded_because = folded
+        if folded != network.folding_failure:  # once, not at each evaluation
+            network.folding_failure = folded
             if world.is_main:
                 logger.info(f"speed.fold_batch_norm is passed over for this network: {folded}")
         return network
@@ -280,7 +280,7 @@ def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
         with evaluating(network):
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 network(images, None, False)
-            split_again(network)
+            reshard(network)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise OptionError(
             f"{type(network).__name__} cannot be sharded as it is: "

@@ -19,13 +19,13 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, OptionError, PlscError, suggest
-from plsc.parallel.machine import Background, available_memory
-from plsc.storage.store import Store, Transfer, in_words
+from plsc.parallel.machine import BackgroundThread, available_memory
+from plsc.storage.store import Store, Transfer, format_bytes
 from plsc.train.build import Run
 from plsc.train.directories import SMALL_FILES, Directories
 from plsc.train.logs import RunLog
@@ -65,8 +65,8 @@ class Saver:
         self._run = run
         self._log = log
         self._options = run.options.checkpoint
-        self._world = run.world.beside(run.world.save_group)
-        self._background = Background("plsc-save")
+        self._world = run.world.in_background(run.world.save_group)
+        self._background = BackgroundThread("plsc-save")
         self._pending: _Pending | None = None
         self._uploader: Uploader | None = None
         if directories.store is not None:
@@ -112,7 +112,7 @@ class Saver:
             why = (
                 "no copy is made of offloaded rows"
                 if self._run.options.head.offload
-                else f"a copy of {in_words(state.nbytes)} does not fit into this machine's memory "
+                else f"a copy of {format_bytes(state.nbytes)} does not fit into this machine's memory "
                 "beside the rows"
             )
             self._log.say(f"{why}: training waits while a checkpoint is written")
@@ -137,9 +137,9 @@ class Saver:
             return
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = pending.path, outcome.best
-        speed = in_words(outcome.size / max(outcome.seconds, 1e-3))
+        speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
         self._log.say(
-            f"saved {pending.path}: {in_words(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s), "
+            f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s), "
             f"training waited {stall:.1f} s"
         )
         if outcome.problem:
@@ -227,12 +227,12 @@ class Uploader:
     ) -> None:
         self.uploading = ""
         self.lock = RLock()
-        self._world = run.world.beside(run.world.send_group)
+        self._world = run.world.in_background(run.world.upload_group)
         self._log = log
         self._directories = directories
         self._store = store
         self._retention = retention
-        self._background = Background("plsc-send")
+        self._background = BackgroundThread("plsc-send")
         self._jobs: list[tuple[Path, Future[str | None]]] = []
 
     def add(self, path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from plsc.data.batch import Batch, NamesOf
+from plsc.data.batch import Batch, SampleNames
 from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
@@ -21,7 +21,7 @@ from plsc.heads.joint import each_head
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
-from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, without_sum
+from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
@@ -123,7 +123,7 @@ class Step:
             self._seed(part)
             run.samples.numbers = None if split is None else split[part]
             # Only the last one sums the gradients over the ranks.
-            with nullcontext() if is_last else without_sum(run.trained_network):
+            with nullcontext() if is_last else no_gradient_sync(run.trained_network):
                 with span("forward"), autocast(self._mode, device):
                     embeddings = run.trained_network(images[part], labels[part], True)
                 with span("head"):
@@ -148,10 +148,10 @@ class Step:
         data = self._run.data
         if self._run.samples.layers == 0:
             return None
-        if isinstance(batch.names, NamesOf):
+        if isinstance(batch.names, SampleNames):
             numbers = torch.tensor(batch.names.samples, dtype=torch.int64) + data.first_sample
         elif isinstance(data.loader, ReaderLoader):
-            numbers = data.loader.places(len(batch.labels))
+            numbers = data.loader.positions(len(batch.labels))
         else:
             return None
         return numbers.to(self._run.world.device, non_blocking=True)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import read_manifest
-from plsc.checkpoint.agree import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
     match_into,
     printable,
-    refuse_nothing,
+    refuse_no_match,
     shorten,
 )
 from plsc.checkpoint.importers.source import RowParts, join_rows
@@ -108,7 +108,7 @@ def _take(
     _take_head(run.head, head, orders, started)
     if not started.head:
         advice = "choose the network and embedding size that were saved (set_model_name, set_emb_size)"
-        refuse_nothing(started.backbone, source, advice)
+        refuse_no_match(started.backbone, source, advice)
     return started
 
 

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(params=["local", "memory", "s3", "hdfs"])
 def url(request, tmp_path):
-    """An empty folder's URL in each store."""
+    """Return an empty folder's URL in each store."""
     name = f"{tmp_path.name}/run"
     if request.param == "local":
         return f"file://{tmp_path}/remote/run"

@@ -1,4 +1,4 @@
-"""Whole lives of runs in every kind of store: train, save, prune, start again, resume, share a store."""
+"""Complete runs in every kind of store: train, save, prune, restart, resume, share a store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def start(dataset, save_dir, **changes) -> TrainResult:
 
 
 def content(store: Store) -> dict[str, bytes]:
-    """Every byte of the checkpoints in a store."""
+    """Return every byte of the checkpoints in a store."""
     return {
         f"{name}/{file}": store.read(f"{name}/{file}", 2**30)
         for name, _ in checkpoints_in(store)
@@ -49,9 +49,7 @@ def ids(store: Store) -> set[str]:
     return {manifest.run_id for _, manifest in checkpoints_in(store)}
 
 
-def test_a_run_saves_prunes_starts_again_and_resumes_in_every_store(
-    url, dataset, tmp_path, monkeypatch, capsys
-):
+def test_a_run_saves_prunes_restarts_and_resumes_in_every_store(url, dataset, tmp_path, monkeypatch, capsys):
     start(dataset, url, train__epochs=3)
     store, again = Store(url), Store(f"{url}/version_1")
     best = json.loads(store.read("best.json", 1000))["path"]
@@ -70,7 +68,7 @@ def test_a_run_saves_prunes_starts_again_and_resumes_in_every_store(
     last = {"checkpoint__load_dir": "last"}
     assert start(dataset, url, **last, train__epochs=4).steps == 8
     assert [manifest.step for _, manifest in checkpoints_in(again)][-1] == 8
-    # What was resumed stays.
+    # The checkpoint that was resumed is kept.
     assert {"1", "3"} <= {name for name, _ in checkpoints_in(again)}
     assert len(ids(again)) == 1
     assert content(store) == first
@@ -97,14 +95,14 @@ def test_a_run_that_resumes_from_the_store_of_another_one_changes_nothing_there(
     assert content(store) == theirs
     assert store.names(only_folders=True) == ["0", "1"]
 
-    # The same with a copy of it that was brought by hand.
+    # The same with a copy of it that the user made.
     shutil.copytree(tmp_path / "a/0", tmp_path / "copy/0")
     start(
         dataset, tmp_path / "c", checkpoint__load_dir=str(tmp_path / "copy/0"), train__epochs=4
     )  # fmt: skip
     assert content(store) == theirs
 
-    # And with a run that sends its own checkpoints there, too.
+    # And with a run that uploads its own checkpoints there, too.
     start(
         dataset, tmp_path / "d", checkpoint__load_dir=f"{url}/0", checkpoint__upload_dir=url,
         checkpoint__new_version=True, train__epochs=4,
@@ -119,9 +117,7 @@ def test_a_run_that_resumes_from_the_store_of_another_one_changes_nothing_there(
     assert checkpoints_in(own)[-1][1].step == 8
 
 
-def test_a_log_that_grows_while_it_is_sent_and_a_file_that_cannot_be_sent_stop_nothing(
-    dataset, tmp_path, monkeypatch, capsys
-):
+def test_a_growing_log_and_a_failed_upload_do_not_stop_the_run(dataset, tmp_path, monkeypatch, capsys):
     copy = LocalFileSystem.put_file
 
     def growing(self, path1, path2, **kwargs):

@@ -1,4 +1,4 @@
-"""One suite over all sources: a new source is added to ``SOURCES`` and nothing else."""
+"""One test suite for all sources: to test a new source, add it to ``SOURCES``."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def source(request, tmp_path) -> Source:
     return request.param(tmp_path)
 
 
-def test_each_index_gives_its_image_and_label(source):
+def test_each_index_returns_its_image_and_label(source):
     assert len(source) == len(COLOURS)
     for index, (colour, label) in enumerate(zip(COLOURS, LABELS, strict=True)):
         data, found = source[index]
@@ -170,7 +170,7 @@ def test_each_index_gives_its_image_and_label(source):
         assert torch.equal(decode_image(data, (3, 16, 16)), torch.full((3, 16, 16), colour).byte())
 
 
-def test_what_is_read_together_is_what_each_gives(source):
+def test_read_many_equals_individual_reads(source):
     if not hasattr(source, "read_many"):
         pytest.skip("this source reads one sample at a time")
     order = np.array([2, 0, 3, 3, 1])
@@ -178,7 +178,7 @@ def test_what_is_read_together_is_what_each_gives(source):
         assert found is None or found == source[index]
 
 
-def test_labels_are_those_of_the_items_as_int64(source):
+def test_labels_equal_those_of_the_items_as_int64(source):
     labels = source.labels()
     assert isinstance(labels, np.ndarray)
     assert labels.dtype == np.int64
@@ -186,19 +186,19 @@ def test_labels_are_those_of_the_items_as_int64(source):
     assert all(type(source[index][1]) is int for index in range(len(source)))
 
 
-def test_names_are_different_and_one_line(source):
+def test_names_are_unique_and_one_line(source):
     names = [source.name(index) for index in range(len(source))]
     assert len(set(names)) == len(names)
     assert all(name and "\n" not in name for name in names)
 
 
-def test_an_index_outside_raises_index_error(source):
+def test_an_index_out_of_range_raises_index_error(source):
     for index in (len(source), -1):
         with pytest.raises(IndexError):
             source[index]
 
 
-def test_a_copy_in_another_process_gives_the_same(source):
+def test_a_copy_in_another_process_returns_the_same(source):
     copy = pickle.loads(pickle.dumps(source))
     assert len(copy) == len(source)
     assert copy.labels().tolist() == LABELS
@@ -206,7 +206,7 @@ def test_a_copy_in_another_process_gives_the_same(source):
     assert copy[3][1] == source[3][1]
 
 
-def test_several_threads_read_at_once_what_one_reads(source):
+def test_concurrent_threads_read_the_same_as_one(source):
     expected = [source[index][1] for index in range(len(source))] * 25
     images = [decode_image(source[index][0], (3, 16, 16)) for index in range(len(source))]
 
@@ -219,7 +219,7 @@ def test_several_threads_read_at_once_what_one_reads(source):
         assert list(pool.map(read, range(len(expected)))) == expected
 
 
-def test_a_label_outside_the_classes_is_named(source):
+def test_a_label_out_of_range_is_reported(source):
     check_labels(source, 3)
     with pytest.raises(DataError, match=r"label 2 at .* is outside 0\.\.1.*set_class_num\(3\)") as caught:
         check_labels(source, 2)

@@ -1,6 +1,6 @@
-"""One rank of test_checkpoint.py: checkpoint_worker.py cases|rank_dies FOLDER
+"""A rank of test_checkpoint.py: checkpoint_worker.py cases|rank_dies FOLDER
 
-`cases` runs all that needs no death on four ranks, which form smaller worlds where fewer are meant.
+`cases` runs all cases without a killed rank, on four ranks and on smaller worlds of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_manifest(world: World, step: int = 1) -> Manifest:
 
 def save(world: World, folder: Path, name: str, seed: int) -> None:
     tensors, sharded = make_state(world, seed)
-    # Replicas that differ by accident: the lowest rank's value must be the one saved, throughout.
+    # Replicas that differ: the value of the lowest rank must be saved.
     tensors["buffer"] = torch.full((3,), float(world.rank))
     tensors["buffer2"] = torch.full((3,), float(world.rank))
     state = by_role({**tensors, **sharded})
@@ -84,7 +84,7 @@ def load(world: World, folder: Path, name: str, seed: int) -> None:
 
 
 def full_disk(world: World, folder: Path) -> None:
-    """The last rank may write no file beyond 4 KiB: the error is EFBIG, ENOSPC's sister."""
+    """Limit files of the last rank to 4 KiB: it gets EFBIG, which stands for ENOSPC."""
     import resource
 
     save(world, folder, "1", 5)
@@ -99,7 +99,7 @@ def full_disk(world: World, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     who = f"rank {last}: could not" if world.size > 1 else "could not"
     assert message.startswith(f"{who} save checkpoint {folder / '2'}: File too large"), message
-    assert message.endswith("earlier checkpoints are whole")
+    assert message.endswith("earlier checkpoints are intact")
     assert "\n" not in message
     world.barrier()
     assert [path.name for path in folder.iterdir()] == ["1"]
@@ -109,7 +109,7 @@ def full_disk(world: World, folder: Path) -> None:
 def rank_dies(world: World, folder: Path) -> None:
     save(world, folder, "1", 5)
     if world.rank == world.size - 1:
-        # Its second data file is the one of the save that it does not survive.
+        # Its second data file is that of the save during which it is killed.
         sys.addaudithook(
             lambda event, args: (
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +120,7 @@ def rank_dies(world: World, folder: Path) -> None:
     try:
         save(world, folder, "1", 6)
     except DistributedError as error:
-        assert "another rank was lost" in str(error)  # noqa: PT017
+        assert "lost the connection to another rank" in str(error)  # noqa: PT017
         (folder / f"survived-{world.rank}").touch()
         os._exit(0)
 

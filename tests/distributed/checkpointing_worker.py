@@ -1,4 +1,4 @@
-"""Trains with and without activation checkpointing and compares every bit; exits 1 at a difference."""
+"""Train with and without activation checkpointing and compare every bit; exit with 1 if they differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {
 
 
 def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float], dict]:
-    """Return the losses of three steps, and the tensors of the run after them."""
+    """Return the losses of three steps, and the final tensors of the run."""
     options = Options()
     with tempfile.TemporaryDirectory() as folder:
         settings = {

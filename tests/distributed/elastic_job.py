@@ -1,4 +1,4 @@
-"""A training script that takes its time until SAVE_DIR/hurry is there: elastic_job.py DATASET SAVE_DIR"""
+"""A training script that is slow until SAVE_DIR/hurry exists: elastic_job.py DATASET SAVE_DIR"""
 
 from __future__ import annotations
 

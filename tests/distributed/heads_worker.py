@@ -1,4 +1,4 @@
-"""Compares every head with the textbook on the ranks that it is started on; exits 1 at a difference."""
+"""Compare every head with the reference implementation on these ranks; exit with 1 if they differ."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def global_batch(classes: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
 def check_sharded(
     world: World, name: str, classes: int, centers: int, sizes: list[int], ratio: float, keep: bool
 ) -> None:
-    """Loss, gradient of the embeddings, accuracy and rows after an update, in fp64."""
+    """Compare loss, gradient of the embeddings, accuracy and class weights after an update, in fp64."""
     where = f"{name}, {classes} x {centers}, {sizes}, ratio {ratio}, keep {keep}, rank {world.rank}"
     whole = filled_whole(name, classes, centers)
     start, stop = class_ranges(classes, world.size)[world.rank]
@@ -106,7 +106,7 @@ def check_sharded(
     right = (plain.argmax(1) == labels).float().mean()
     assert abs(float(output.accuracy) - float(right)) < 1e-6, where
     assert output.batch == sum(sizes), where
-    # Statistics that the ranks keep must be the same on all of them.
+    # The margin's statistics must be identical on all ranks.
     for buffer in head.margin.buffers():
         parts = gather_rows(buffer.view(1, -1), [1] * world.size, world.head_group)
         assert (parts == parts[0]).all(), where
@@ -119,7 +119,7 @@ def plain_logits(head: torch.nn.Module, embeddings: torch.Tensor) -> torch.Tenso
 
 
 def check_dense(world: World, name: str, sizes: list[int]) -> None:
-    """The replicated head: all rows on every rank, by autograd."""
+    """Compare the replicated head."""
     whole = filled_whole(name, 12, 1)
     head = build_head(name, 12, DIMENSION, row_dtype=torch.float64, group=world.head_group)
     fill(head, whole, 0, 12)
@@ -139,7 +139,7 @@ def check_dense(world: World, name: str, sizes: list[int]) -> None:
 
 
 def check_extreme_norms(world: World, loss_type: str) -> None:
-    """Loss and gradients in float32 where squares of class weights and embeddings leave its range."""
+    """Compare loss and gradients in float32 for norms whose squares overflow or underflow."""
     whole = filled_whole("dist_arcface", 23, 1)
     embeddings, labels = global_batch(23, 3 * world.size)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def check_extreme_norms(world: World, loss_type: str) -> None:
 
 
 def check_bad_input(world: World) -> None:
-    """What is wrong on one rank is an error on all of them, at once."""
+    """Bad input on one rank raises on all ranks."""
     head = build_head("dist_arcface", 9, DIMENSION, group=world.head_group)
     last = world.rank == world.size - 1
     labels = torch.tensor([0, 99 if last else 1])
@@ -178,13 +178,13 @@ def check_bad_input(world: World) -> None:
 
 
 def check_forgotten_group(world: World) -> None:
-    """A head of several ranks that was given no group is each rank's own: it says so."""
+    """A head without a group on several ranks warns."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build_head("dist_arcface", 9, DIMENSION)
         build_head("dist_arcface", 9, DIMENSION, group=world.head_group)
-    said = [str(one.message) for one in caught if "has no process group" in str(one.message)]
-    assert len(said) == (1 if world.size > 1 else 0), said
+    warned = [str(one.message) for one in caught if "has no process group" in str(one.message)]
+    assert len(warned) == (1 if world.size > 1 else 0), warned
 
 
 def main() -> None:
@@ -198,7 +198,7 @@ def main() -> None:
         start, stop = ranges[world.rank]
         assert torch.equal(rows, whole[start:stop])
     for name in MARGINS:
-        # 1 and 5 classes leave some of 4 ranks (one of 3) without any.
+        # With 1 and 5 classes some of 4 ranks (one of 3) have none.
         for classes, sizes in itertools.product((1, 5, 12, 23), (even, uneven, with_empty)):
             keep = classes % 2 == 0
             check_sharded(world, name, classes, 1, sizes, 1.0, keep)

@@ -1,8 +1,8 @@
-"""A training script like a user's, for tests: job.py DATASET SAVE_DIR [setter=value ...] [-- another run ...]
+"""A training script for tests: job.py DATASET SAVE_DIR [setter=value ...] [-- another run ...]
 
-Values are Python literals; `setter*=(1, 2)` gives several arguments, and `NAME=text` is for the environment.
-`verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. What fails before the
-last run is printed.
+Values are Python literals. `setter*=(1, 2)` passes several arguments; `NAME=text` sets an environment
+variable. `verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. Failures of all
+runs but the last are printed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     draw_nothing()
     runs = [list(words) for is_mark, words in groupby(sys.argv[1:], "--".__eq__) if not is_mark]
     if len(runs) > 1 and "RANK" in os.environ:
-        dist.init_process_group("gloo")  # for all of them
+        dist.init_process_group("gloo")  # for all runs
     for number, words in enumerate(runs, start=1):
         try:
             run(*words)

@@ -1,4 +1,4 @@
-"""Starts real jobs on the CPU: ranks under torchrun, and ranks that start at once."""
+"""Start real jobs on the CPU: with torchrun, or with preloaded ranks that start quickly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """The environment without what another launcher left, with plsc importable."""
+    """Return the environment without launcher variables, with plsc importable."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -29,10 +29,10 @@ def clean_environment(**changes: str) -> dict[str, str]:
 
 
 def command(script: str | Path, ranks: int, *args: str, max_restarts: int = 0) -> list[str]:
-    """The command that runs a script on so many ranks; plain Python for 0."""
+    """Return the command that runs a script on a number of ranks; plain Python for 0."""
     python = [sys.executable]
     if ranks:
-        # --standalone picks a free port, so that tests can run side by side.
+        # --standalone picks a free port, so that tests can run in parallel.
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         python += [f"--max-restarts={max_restarts}"] if max_restarts else []
     return [*python, str(script), *args]
@@ -47,10 +47,10 @@ def run_torchrun(
     env: dict[str, str] | None = None,
     cwd: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script under torchrun (plain Python for 0 ranks) and return what it printed.
+    """Run a script with torchrun (plain Python for 0 ranks) and return its output.
 
-    For what is torchrun's: its summary of failures, its restarts. With `check` a failure fails the test and
-    shows the output.
+    For tests of torchrun's features: its failure summary and restarts. With `check` a failure fails the test
+    and shows the output.
     """
     done = subprocess.run(
         command(script, ranks, *args),
@@ -67,9 +67,9 @@ def run_torchrun(
 
 
 class Ranks:
-    """A script that runs on so many ranks (alone for 0) of rank_server.py. One at a time in a process.
+    """A script that runs on ranks of rank_server.py (in one process for 0); one at a time per process.
 
-    pid: of the launcher, the leader of their process group, whose children the ranks are.
+    pid: process of the launcher, which is the parent of the ranks and leads their process group.
     """
 
     _former: Ranks | None = None
@@ -79,7 +79,7 @@ class Ranks:
         cwd: str | Path | None = None,
     ) -> None:  # fmt: skip
         if Ranks._former is not None:
-            Ranks._former.kill()  # a test that failed may have left it
+            Ranks._former.kill()  # may be left over from a failed test
         Ranks._former = self
         self.returncode: int | None = None
         self._server = _server()
@@ -89,33 +89,33 @@ class Ranks:
             "script": str(script), "arguments": args, "ranks": ranks, "folder": str(cwd or Path.cwd()),
             "environment": clean_environment(**(env or {})),
         }  # fmt: skip
-        self._alive, held = os.pipe()  # its other end is open as long as a process of the job is there
+        self._alive, held = os.pipe()  # the other end is open while a process of the job exists
         descriptors = [self._output.fileno(), self._errors.fileno(), held]
         socket.send_fds(self._server, [json.dumps(request).encode()], descriptors)
         os.close(held)
         self.pid = int(self._server.recv(64))
 
     def poll(self) -> int | None:
-        """Return the exit code of the launcher, None while it runs."""
+        """Return the exit code of the launcher, or None while it runs."""
         return self.wait(0)
 
     def wait(self, timeout: float) -> int | None:
-        """Return the exit code, None if it runs on after so many seconds."""
+        """Return the exit code, or None after the timeout in seconds."""
         if self.returncode is None and select.select([self._server], [], [], timeout)[0]:
             self.returncode = int(self._server.recv(64))
         return self.returncode
 
     def kill(self) -> None:
-        """End all ranks with SIGKILL, if they run."""
+        """Kill all ranks with SIGKILL if they run."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self.wait(60)
 
     def communicate(self, timeout: float = 60) -> tuple[str, str]:
-        """Return output and errors at the end; what takes longer is killed, and fails the test."""
+        """Wait and return output and errors; after the timeout, kill the ranks and fail the test."""
         is_late = self.wait(timeout) is None
         self.kill()
-        os.read(self._alive, 1)  # until no rank is left, also where the launcher was killed
+        os.read(self._alive, 1)  # until no rank is left, also if the launcher was killed
         os.close(self._alive)
         texts = []
         for file in (self._output, self._errors):
@@ -156,7 +156,7 @@ def run_ranks(
     env: dict[str, str] | None = None,
     cwd: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script on so many ranks, or alone for 0, and return what it printed.
+    """Run a script on a number of ranks, or in one process for 0, and return its output.
 
     With `check` a failure fails the test and shows the output.
     """

@@ -1,8 +1,8 @@
-"""Trains with several optimizers, groups and frozen parts on any number of ranks.
+"""Train with several optimizers, groups and frozen parameters on any number of ranks.
 
     optim_worker.py DATASET OUTPUT
 
-OUTPUT.pt holds the network's weights and the class rows after the last step of each case.
+OUTPUT.pt has the weights of the network and the class weights after the last step of each case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Network(BaseModel):
     def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.arange(3), requires_grad=False)
-        # Before batch norm a bias has no gradient but rounding, which some optimizers blow up.
+        # Before batch norm the gradient of a bias is only rounding noise, which some optimizers amplify.
         first, second = (nn.Conv2d(*sizes, 3, 2, 1, bias=False) for sizes in ((3, 4), (4, 6)))
         self.stem = nn.Sequential(first, nn.BatchNorm2d(4))
         self.conv = nn.Sequential(second, nn.BatchNorm2d(6))
@@ -54,7 +54,7 @@ CASES = {
         "optim.clip_norm": 0.5, "optim.clip_scope": "all",
     },
     "adamw, half decayed, in micro-batches": {
-        # Batch norms would see micro-batches.
+        # The statistics of batch norms would depend on micro-batches.
         "optim.optimizer": "adamw", "optim.freeze": ("stem", "conv.1"),
         "optim.decay_norm_and_bias": False,
         "train.micro_batches": 2, "head.weight_decay": 0.1, "head.optimizer": "adamw",
@@ -86,7 +86,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         options = Options()
         options.set_together(settings)
         config = options.resolve()
-        torch.manual_seed(world.rank)  # rank 0's network counts
+        torch.manual_seed(world.rank)  # all ranks get the network of rank 0
         user = UserParts(Network(), optimizer=centred, schedule=rising)
         run = build_run(config, world, user)
         directories = open_directories(config, world, open_start(config, world))

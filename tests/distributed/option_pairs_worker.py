@@ -1,4 +1,4 @@
-"""Two steps with any two options on two ranks, one of them an option of several; exits 1 at a difference."""
+"""Train two steps with pairs of options on two ranks; exit with 1 if the results differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
     for one, other in pairs(CHANGES | CHANGES_OF_RANKS):
         if {one, other} & set(CHANGES_OF_RANKS):
             check_pair(one, other, world)
-    with pytest.raises(OptionError, match=r"the optimizer sgd cannot update a sharded backbone"):
+    with pytest.raises(OptionError, match=r"the optimizer sgd does not support a sharded backbone"):
         check_pair(*EXCLUDED, world)
     world.close()
 

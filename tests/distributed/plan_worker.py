@@ -1,4 +1,4 @@
-"""Compares what the head hands to its collectives with the plan; exits 1 at a difference."""
+"""Compare the tensors that the head communicates with the plan; exit with 1 if they differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plsc.heads import RowSGD, Sampling, ShardedHead, build_margin
 from plsc.parallel.world import World
 from plsc.plan import plan_head
 
-# Those the plan knows, by the position of the tensor that is whole and of the one that is a block.
+# The collectives of the plan, with the argument positions of the full tensor and of the block.
 WHOLE_AND_BLOCK = {
     "all_gather_into_tensor": ("all-gather", 0, 1),
     "reduce_scatter_tensor": ("reduce-scatter", 1, 0),
@@ -36,7 +36,7 @@ OTHERS = (
 
 
 def record(calls: list[tuple[str, int, int]]) -> None:
-    """From now on note (collective, payload, bytes that a rank sends in a ring) of each call."""
+    """Record (collective, payload, bytes sent per rank in a ring) of each following call."""
 
     def noting(name, function):
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Runs with scripted overflows on one, two and three ranks: precision_worker.py DATASET FOLDER"""
+"""Train with scripted overflows on one, two and three ranks: precision_worker.py DATASET FOLDER"""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.resuming import different, options_of, saved_at
 
 # Two overflows in a row halve the scale, three finite steps double it. g, p, e: see tests/overflowing.py.
 SCRIPT = [
-    # kind, scale afterwards, steps skipped so far, updates made before
+    # kind, scale after the step, number of skipped steps, number of previous updates
     (".", 8, 0, 0), (".", 8, 0, 1), (".", 16, 0, 2),
-    ("g", 16, 1, 3), (".", 16, 1, 3),  # one overflow alone changes nothing
+    ("g", 16, 1, 3), (".", 16, 1, 3),  # a single overflow does not change the scale
     ("g", 16, 2, 4), ("p", 8, 3, 4), ("e", 8, 4, 4), ("p", 4, 5, 4),
     (".", 4, 5, 4), (".", 4, 5, 5), (".", 8, 5, 6),
     ("g", 8, 6, 7), ("e", 4, 7, 7), ("e", 4, 8, 7), ("g", 2, 9, 7), ("g", 2, 10, 7), ("g", 1, 11, 7),
@@ -40,7 +40,7 @@ DENSE = {"head__loss_type": "curricularface", "optim__clip_norm": 0.5}
 
 
 def check_table(world: World | None, dataset: Path, folder: Path) -> None:
-    """The table, and the same steps where the scale is fixed."""
+    """Check the table, and the same steps with a fixed scale."""
     if world is None:
         return
     kinds, scales, skipped, updates = map(list, zip(*SCRIPT, strict=True))
@@ -56,7 +56,7 @@ def check_table(world: World | None, dataset: Path, folder: Path) -> None:
 
 
 def check_heads_and_resume(world: World, dataset: Path, folder: Path) -> None:
-    """Sampled rows in clipped micro-batches and dense rows; each goes on from amid the overflows."""
+    """Check sampling with clipped micro-batches, and a replicated head; both resume between overflows."""
     script = "".join(kind for kind, *_ in SCRIPT)
     for name, more in (("sampled", SAMPLED), ("dense", DENSE)):
         settings = {**SETTINGS, **more, "checkpoint__every_n_steps": 5, "checkpoint__keep_last": -1}
@@ -68,7 +68,7 @@ def check_heads_and_resume(world: World, dataset: Path, folder: Path) -> None:
         start(name)
         found = logged(folder / name, "loss_scale", "lr", "skipped_steps")
         assert found["loss_scale"] == [scale for _, scale, _, _ in SCRIPT]
-        step = {"sampled": 10, "dense": 15}[name]  # after one finite step of three, one overflow of two
+        step = {"sampled": 10, "dense": 15}[name]  # amid finite steps, amid overflows
         start("again " + name, checkpoint__load_dir=str(saved_at(folder / name, step)))
         again = logged(folder / f"again {name}", "loss_scale", "lr", "skipped_steps")
         assert again == {key: values[step:] for key, values in found.items()}

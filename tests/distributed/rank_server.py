@@ -1,9 +1,8 @@
-"""Start ranks as forks of one process that has torch and plsc imported: rank_server.py DESCRIPTOR
+"""Start ranks as forks of a process that has imported torch and plsc: rank_server.py DESCRIPTOR
 
-A rank is a process of its own, as under torchrun, but starts at once instead of after seconds of imports.
-DESCRIPTOR is a socket. A request is a JSON object with three files: standard output and standard error of
-the script, and one that is held open. The answers are the process group of the ranks and, at the end, the
-exit code.
+Ranks are separate processes, as with torchrun, but start without seconds of imports. DESCRIPTOR is a socket.
+A request is a JSON object with three file descriptors: standard output and standard error of the script, and
+one that is kept open. The answers are the process group of the ranks and, at the end, the exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SECONDS_TO_END = 30  # as torchrun: from SIGTERM to SIGKILL
 
 
 def serve(requests: socket.socket) -> dict[str, Any]:
-    """Answer requests until the other side closes; returns in each rank alone, with what it has to run."""
+    """Answer requests until the other side closes; returns only in the ranks, with their request."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not message:
@@ -35,7 +34,7 @@ def serve(requests: socket.socket) -> dict[str, Any]:
             requests.close()
             os.setsid()
             os.dup2(descriptors[0], 1)
-            os.dup2(descriptors[1], 2)  # the third is held open until the last process ends
+            os.dup2(descriptors[1], 2)  # the third is kept open until the last process ends
             request = json.loads(message)
             return launch(request) if request["ranks"] else request
         for descriptor in descriptors:
@@ -46,7 +45,7 @@ def serve(requests: socket.socket) -> dict[str, Any]:
 
 
 def launch(request: dict[str, Any]) -> dict[str, Any]:
-    """Start the ranks and wait for them, as torchrun does; returns in each rank alone."""
+    """Start the ranks and wait for them, as torchrun does; returns only in the ranks."""
     reader, writer = os.pipe()
     ranks: dict[int, int] = {}
     for rank in range(request["ranks"]):
@@ -87,7 +86,7 @@ def launch(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(script: str, arguments: list[str], environment: dict[str, str], folder: str) -> int:
-    """Run the script as the interpreter would; return the exit code."""
+    """Run a script like the interpreter; return the exit code."""
     os.environ.clear()
     os.environ.update(environment)
     if "DRAW_LOSSES" not in environment:
@@ -112,7 +111,7 @@ def run(script: str, arguments: list[str], environment: dict[str, str], folder: 
 
 def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a thread that pyarrow starts
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # no background thread of pyarrow
     import pytest  # noqa: F401
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
@@ -124,7 +123,7 @@ def main() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    # With torch 2.15, a process that has used gloo is now and then aborted while the interpreter ends.
+    # With torch 2.15, a process that has used gloo sometimes aborts while the interpreter exits.
     os._exit(code)
 
 

@@ -1,6 +1,6 @@
-"""Saves on some ranks and goes on with others, all in one launch of four: resume_worker.py DATASET FOLDER
+"""Save and resume on different numbers of ranks, in one launch of four: resume_worker.py DATASET FOLDER
 
-The four ranks form smaller worlds, of the first one, two or three of them, where a test needs fewer.
+Tests with fewer ranks use smaller worlds of the first one, two or three ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.state import collect_tensors
-from tests.distributed.train_worker import draw_alike_on_any_ranks
+from tests.distributed.train_worker import draw_independent_of_ranks
 from tests.distributed.worker import run_worker, smaller_world
 from tests.resuming import Steady, different, losses_of, options_of, saved_at, tensors_of, train
 
@@ -30,7 +30,7 @@ CLASSES = 10  # on 4 ranks 3, 3, 3, 1; on 3 ranks 4, 4, 2
 DIMENSION = 300  # two blocks of the int8 state
 
 ROWS = {
-    # name: margin, rows a class, type of the rows, optimizer, type of its state
+    # name: margin, sub-centres per class, dtype of class weights, optimizer, dtype of its state
     "fp32-sgd": ("arcface", 1, "float32", "sgd", "float32"),
     "bf16-int8": ("cosface", 1, "bfloat16", "sgd", "int8"),
     "bf16-adamw": ("adaface", 3, "bfloat16", "adamw", "bfloat16"),
@@ -39,7 +39,7 @@ ROWS = {
 
 
 def state_of_rows(world: World, is_filled: bool):
-    """Return the tensors of all kinds of heads, filled by the class, or with zeros."""
+    """Return the tensors of all kinds of heads, filled with values that depend on the class, or zeros."""
     found = {}
     for name, (margin, centers, row_dtype, optimizer, state_dtype) in ROWS.items():
         head = ShardedHead(
@@ -62,7 +62,7 @@ def state_of_rows(world: World, is_filled: bool):
 
 
 def check_rows(worlds: dict[int, World | None], folder: Path) -> None:
-    """Rows and their state, saved on each number of ranks and loaded on each, are the same to the bit."""
+    """Class weights and states that are saved and loaded on different numbers of ranks are bit-identical."""
     for saved_on in RANKS:
         world = worlds[saved_on]
         if world is not None:
@@ -89,7 +89,7 @@ ROUTE = (
     (3, 4),
     (1, 7),
     (2, 9),
-)  # ranks, and the step until which they train; 3 steps an epoch
+)  # number of ranks, and their last step; 3 steps per epoch
 CASES = {
     "adaface-adamw": {
         "head.loss_type": "dist_adaface", "head.optimizer": "adamw", "head.lr_factor": 0.05,
@@ -110,7 +110,7 @@ CASES = {
 
 
 class Plain(Steady):
-    """For micro-batches: their batch norm would see parts that depend on the ranks."""
+    """Without batch norm, whose statistics would depend on ranks and micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Plain(Steady):
 
 
 def check_route(worlds: dict[int, World | None], dataset: Path, folder: Path, case: str) -> None:
-    """A run on 4, 3, 1, 2 ranks in turn makes the losses and weights of the undisturbed run on 4."""
+    """A run on 4, 3, 1, 2 ranks in turn has the losses and weights of an uninterrupted run on 4."""
     settings = {
         "runtime.dtype": "float64", "model.sync_batch_norm": True, "train.epochs": 3,
         "train.global_batch_size": 10, "head.scale": 16.0, **CASES[case],
@@ -151,7 +151,7 @@ def check_route(worlds: dict[int, World | None], dataset: Path, folder: Path, ca
 
 
 def joined(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors with the rows of all files together, without what belongs to a rank."""
+    """Return all tensors, with the shards of all files concatenated, except per-rank tensors."""
     parts: dict[str, list[torch.Tensor]] = {}
     for (_, key), tensor in tensors_of(checkpoint).items():
         if not key.startswith("rank"):
@@ -173,7 +173,7 @@ def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], case: 
 
 
 def check_same_ranks(world: World | None, dataset: Path, folder: Path) -> None:
-    """Three ranks go on to the same bits, each with its own running statistics and generators."""
+    """Resuming on three ranks is bit-identical, including each rank's running statistics and generators."""
     if world is not None:
         settings = {
             "train__batch_size": 3, "head__loss_type": "dist_curricularface", "train__test_period": 2,
@@ -196,7 +196,7 @@ def check_same_ranks(world: World | None, dataset: Path, folder: Path) -> None:
 
 
 def check_bound_data(worlds: dict[int, World | None], dataset: Path, folder: Path) -> None:
-    """In the middle of an epoch, ranks with data of their own must stay as many; after it, not."""
+    """With per-rank data, the number of ranks may change only at the end of an epoch."""
 
     def start(world: World | None, name: str, **more) -> None:
         if world is not None:
@@ -232,7 +232,7 @@ def main() -> None:
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             if "sampled" in case:
-                patch.setattr(ShardedHead, "_classes_in_play", draw_alike_on_any_ranks)
+                patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
             check_route(worlds, dataset, folder / case, case)
     check_bound_data(worlds, dataset, folder / "bound")
     full.close()

@@ -1,4 +1,4 @@
-"""Shards a network of wide layers on GPUs, and looks at how much memory of the device that took at most."""
+"""Shard a network of wide layers on GPUs, and check the peak device memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Wide(BaseModel):
 
 def main() -> None:
     world = World.from_environment("cuda")
-    torch.manual_seed(world.rank)  # the weights are rank 0's
+    torch.manual_seed(world.rank)  # all ranks get the weights of rank 0
     network = Wide()
     options = options_with({"parallel.backbone": "sharded", "model.sync_batch_norm": True})
     run = build_run(options, world, UserParts(train_reader=Images(), model=network))
     whole = sum(p.numel() for p in run.network.parameters()) * 4
-    # Half of all, a few layers, images, work space.
+    # Half of the parameters, a few layers, images, workspace.
     most = torch.cuda.max_memory_allocated(world.device)
     assert most < 0.75 * whole, f"{most} bytes of the device for a network of {whole}"
     torch.manual_seed(0)

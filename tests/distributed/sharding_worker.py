@@ -1,6 +1,6 @@
-"""Trains with the backbone whole on every rank and sharded, on four ranks: sharding_worker.py DATASET FOLDER
+"""Train with a replicated and a sharded backbone on four ranks: sharding_worker.py DATASET FOLDER
 
-Says for each claim of test_backbone_sharding.py what it saw; fails where one does not hold.
+Prints a line for each test of test_backbone_sharding.py; fails if a check does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from plsc.train.warm_start import start_from_pretrained
 from tests.distributed.resume_worker import joined, smaller_world
 from tests.resuming import different, losses_of, options_of, saved_at, train
 
-STEPS = 6  # three an epoch
+STEPS = 6  # three per epoch
 
 
 class Block(nn.Module):
-    """Parameters of 7 x inputs, 7, 7 and 1 rows: none divides by 4."""
+    """Parameters with 7 x inputs, 7, 7 and 1 rows, which are not multiples of 4."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Uneven(BaseModel):
-    """Blocks of odd sizes, a layer that is frozen, one that is never used."""
+    """Blocks of odd sizes, a frozen layer, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def options_for(dataset: Path, folder: Path, *settings: dict):
 
 
 def check_equal(world: World, dataset: Path, folder: Path, case: str) -> None:
-    """Losses, weights, optimizer state and evaluation are those of the backbone that is whole everywhere."""
+    """Losses, weights, optimizer state and evaluation equal those of the replicated backbone."""
     tolerance, ways, settings = CASES[case]
     results = {}
     for way in ("replicated", *ways):
@@ -156,7 +156,7 @@ def restored(world: World, dataset: Path, folder: Path, source: Path, way: dict)
 
 
 def check_layouts(worlds: dict[int, World | None], dataset: Path, folder: Path) -> None:
-    """A checkpoint of any layout comes into any other one, and is saved from there, with its bits."""
+    """A checkpoint of any layout can be loaded and saved with any other layout, bit for bit."""
     case = "adamw-micro-fp64"
     targets = {
         "replicated": ((4, "sharded"), (4, "groups")),
@@ -171,14 +171,14 @@ def check_layouts(worlds: dict[int, World | None], dataset: Path, folder: Path) 
             if world is not None:
                 layout = {"parallel.backbone": "replicated"} if way == "replicated" else WAYS[way]
                 if (ranks, way) == (4, "sharded"):
-                    # Elsewhere a size that comes from the checkpoint is kept, if it divides the ranks.
+                    # Otherwise the size of the checkpoint is kept if it divides the number of ranks.
                     layout = {**layout, "parallel.shard_size": 0}
                 run = restored(world, dataset, folder / "again", source, layout)
                 save_checkpoint(folder / "again", name, take_snapshot(run, {}), world)
                 if world.is_main:
                     mine, right = joined(folder / "again" / name), joined(source)
                     assert mine.keys() == right.keys()
-                    # The mean of three ranks' buffers, though they are equal, is rounded in fp64.
+                    # The mean of three equal buffers is rounded in fp64.
                     wrong = [
                         key
                         for key, tensor in right.items()
@@ -194,7 +194,7 @@ def check_layouts(worlds: dict[int, World | None], dataset: Path, folder: Path) 
 
 
 def check_memory(world: World, run: Run) -> None:
-    """No rank has more than its rows of anything that has as many rows as there are ranks."""
+    """Each rank has only its rows of every tensor with at least as many rows as ranks."""
     parameters = list(run.network.parameters())
     states = [t for s in run.optimizer.state.values() for t in s.values() if t.ndim]
     assert len(states) == 2 * sum(p.requires_grad and p in run.optimizer.state for p in parameters)
@@ -235,14 +235,14 @@ def check_warm_start(world: World, dataset: Path, folder: Path) -> None:
 
 
 def check_evaluation(world: World, dataset: Path, folder: Path) -> None:
-    """An image that one rank alone cannot read is reported by all; the network trains on afterwards."""
+    """An image that one rank cannot read raises on all ranks; training can continue afterwards."""
     run = build_run(options_for(dataset, folder, SHARDED), world, UserParts(model=Uneven()))
     image = (dataset / "images/0_0.png").read_bytes()
     broken = Target("broken", [image] * 39 + [b"no image"], np.array([True, False] * 10))
-    from plsc.parallel.backbone import whole_parameters
+    from plsc.parallel.backbone import unsharded_parameters
 
     for _ in range(2):
-        with pytest.raises(DataError, match="image 39 of broken"), whole_parameters(run.network):
+        with pytest.raises(DataError, match="image 39 of broken"), unsharded_parameters(run.network):
             evaluate_targets(run.network, [broken], run.options, world)
         run.network.train()
         run.trained_network(torch.zeros(4, 3, 16, 16).double(), None, True).sum().backward()
@@ -251,7 +251,7 @@ def check_evaluation(world: World, dataset: Path, folder: Path) -> None:
 
 
 class OfTheRank(Uneven):
-    """Another one on every rank."""
+    """A network with different weights on every rank."""
 
     def __init__(self) -> None:
         torch.manual_seed(dist.get_rank())
@@ -259,7 +259,7 @@ class OfTheRank(Uneven):
 
 
 class Borrowing(Uneven):
-    """Uses a layer's weight outside of the layer."""
+    """Uses the weight of a layer outside of the layer."""
 
     def build_network(self, input, label, is_train=True):
         return super().build_network(input, label, is_train) + self.fc.weight.sum()
@@ -277,13 +277,13 @@ def check_networks(world: World, dataset: Path, folder: Path) -> None:
         r"parallel.shard_size is 3, which does not divide the 4": (
             Uneven(), {"parallel.shard_size": 3},
         ),
-        r"adafactor cannot update a sharded": (Uneven(), {"optim.optimizer": "adafactor"}),
-        r"unused is called 0 times": (Uneven(), {"parallel.shard_units": "unused"}),
+        r"adafactor does not support a sharded": (Uneven(), {"optim.optimizer": "adafactor"}),
+        r"calls unused 0 times": (Uneven(), {"parallel.shard_units": "unused"}),
     }  # fmt: skip
     for text, (network, more) in refusals.items():
         with pytest.raises(OptionError, match=text):
             build_run(options_for(dataset, folder, SHARDED, more), world, UserParts(model=network))
-    # What is used outside of its layer may be in the unit around everything.
+    # A parameter that is used outside of its layer can be outside of all units.
     more = {"parallel.shard_units": "blocks.*"}
     build_run(options_for(dataset, folder, SHARDED, more), world, UserParts(model=Borrowing()))
     if world.is_main:
@@ -291,7 +291,7 @@ def check_networks(world: World, dataset: Path, folder: Path) -> None:
 
 
 def check_factories(world: World, dataset: Path, folder: Path) -> None:
-    """An optimizer of the user's that torch cannot run over shards is told in a line, on every rank."""
+    """A custom optimizer that does not support DTensors raises a one-line error on every rank."""
     options = options_for(dataset, folder, SHARDED, {"optim.optimizer": "users:factory"})
     for kind, way in ((torch.optim.SGD, "fused"), (torch.optim.Rprop, "foreach")):
         user = UserParts(model=Uneven(), optimizer=partial(kind, lr=0.1, **{way: True}))
@@ -300,8 +300,8 @@ def check_factories(world: World, dataset: Path, folder: Path) -> None:
         batch = next(iter(run.data.loader.epoch(0)))
         sizes = agree(world, batch, run.head.class_num).sizes
         step = Step(run)
-        said = r"^the optimizer users:factory cannot update a sharded backbone: .*"
-        with pytest.raises(OptionError, match=said + r"set_backbone_parallel\('replicated'\)$"):
+        message = r"^the optimizer users:factory does not support a sharded backbone: .*"
+        with pytest.raises(OptionError, match=message + r"set_backbone_parallel\('replicated'\)$"):
             step.make(batch, sizes, False)
     if world.is_main:
         print("factories: refused in a line", flush=True)

@@ -1,6 +1,6 @@
-"""A sharded backbone trains like one that every rank has whole; its checkpoints fit any layout.
+"""A sharded backbone trains like a replicated one, and its checkpoints can be loaded with any layout.
 
-One launch of four ranks looks at all of it.
+One launch of four ranks runs all checks.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What the four ranks printed, and the folder of their runs."""
+    """Return the output of the four ranks, and the folder of their runs."""
     folder = tmp_path_factory.mktemp("sharding")
     # 65 images in steps of 24; 42 to evaluate: uneven shares on 4 ranks.
     dataset = write_dataset(folder / "set", classes=13, per_class=5)
@@ -37,38 +37,38 @@ def checkpoint(outcome):
     return saved_at(outcome[1] / "fp64" / "sharded", STEPS)
 
 
-def test_losses_weights_states_and_evaluation_are_those_of_a_whole_backbone(outcome):
+def test_sharded_training_equals_replicated_training(outcome):
     for case, (_, ways, _) in CASES.items():
         for way in ways:
             assert f"{case} {way}: equal" in outcome[0]
 
 
-def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(outcome):
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(outcome):
     assert outcome[0].count("resumed to the bit") == 2
 
 
-def test_a_checkpoint_comes_into_every_other_layout_with_its_bits(outcome):
+def test_a_checkpoint_can_be_loaded_with_every_layout(outcome):
     assert "layouts: the same bits" in outcome[0]
     assert "warm start: the same bits" in outcome[0]
 
 
-def test_no_rank_has_more_than_its_share_of_parameters_and_state(outcome):
+def test_each_rank_has_only_its_shard_of_parameters_and_state(outcome):
     assert "memory: 0.25" in outcome[0]
 
 
-def test_an_image_that_one_rank_cannot_read_ends_the_evaluation_of_all(outcome):
+def test_an_unreadable_image_on_one_rank_stops_evaluation_on_all_ranks(outcome):
     assert "evaluation: refused everywhere" in outcome[0]
 
 
-def test_networks_that_differ_between_ranks_are_made_equal_and_others_refused(outcome):
+def test_different_networks_per_rank_are_synchronised_and_unsupported_ones_raise(outcome):
     assert "networks: made equal, or refused" in outcome[0]
 
 
-def test_an_optimizer_of_ones_own_that_takes_no_shards_is_told_in_a_line(outcome):
+def test_a_custom_optimizer_without_sharding_support_raises_a_one_line_error(outcome):
     assert "factories: refused in a line" in outcome[0]
 
 
-def test_the_network_is_read_whole_where_it_is_used(checkpoint, tmp_path):
+def test_the_checkpoint_of_a_sharded_network_loads_in_one_process(checkpoint, tmp_path):
     manifest = read_manifest(checkpoint)
     assert manifest.tensors["backbone.fc.weight"].sharded
     options = options_of(tmp_path, tmp_path / "none", checkpoint__load_dir=str(checkpoint))
@@ -78,7 +78,7 @@ def test_the_network_is_read_whole_where_it_is_used(checkpoint, tmp_path):
         assert tensor.equal(expected[f"backbone.{name}"]), name
 
 
-def test_classes_are_dropped_from_it_and_its_backbone_stays(checkpoint, tmp_path):
+def test_dropping_classes_keeps_the_sharded_backbone(checkpoint, tmp_path):
     change_classes(checkpoint, tmp_path / "fewer", drop=[3, 12])
     before, after = joined(checkpoint), joined(tmp_path / "fewer")
     assert after.keys() == before.keys()
@@ -97,14 +97,14 @@ needs_two_gpus = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_two_gpus_never_hold_the_whole_network():
+def test_each_of_two_gpus_holds_only_its_shard():
     worker = Path(__file__).with_name("sharding_start_worker.py")
     run_torchrun(worker, 2, env={"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_on_two_gpus_it_trains_like_a_whole_backbone(tmp_path):
+def test_sharded_training_on_two_gpus_equals_replicated_training(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
     job = Path(__file__).with_name("job.py")
     losses = {}

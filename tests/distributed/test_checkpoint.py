@@ -18,34 +18,34 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """All cases in one launch: its folder, and what it and its errors said."""
+    """Run all cases in one launch; return its folder and its output with errors."""
     folder = tmp_path_factory.mktemp("cases")
     done = run_ranks(WORKER, 4, "cases", str(folder), check=False)
     return folder, done.stdout + done.stderr
 
 
-def test_every_bit_comes_back_in_place_on_uneven_and_empty_shards(cases):
-    folder, said = cases
-    assert "passed: as many ranks" in said, said
+def test_checkpoints_restore_every_bit_on_uneven_and_empty_shards(cases):
+    folder, output = cases
+    assert "passed: as many ranks" in output, output
     for ranks in range(1, 5):
         assert [path.name for path in (folder / str(ranks)).iterdir()] == ["1"]
         kinds = {path.suffix for path in (folder / str(ranks) / "1").iterdir()}
         assert kinds == {".json", ".safetensors"}, "nothing in it may be a pickle"
 
 
-def test_rows_come_back_on_fewer_ranks(cases):
+def test_class_weights_can_be_loaded_on_fewer_ranks(cases):
     assert "passed: fewer ranks" in cases[1], cases[1]
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_harms_nothing(cases):
+def test_a_failed_write_is_reported_on_all_ranks_and_keeps_the_old_checkpoint(cases):
     assert "passed: full disk" in cases[1], cases[1]
 
 
-def test_a_tensor_that_one_rank_misses_is_an_error_on_all(cases):
+def test_a_tensor_missing_on_one_rank_raises_on_all_ranks(cases):
     assert "passed: disagree" in cases[1], cases[1]
 
 
-def test_a_rank_killed_in_a_save_leaves_the_former_checkpoint_and_nobody_waiting(tmp_path):
+def test_killing_a_rank_during_a_save_keeps_the_old_checkpoint_and_stops_all_ranks(tmp_path):
     done = run_ranks(WORKER, 3, "rank_dies", str(tmp_path), check=False, timeout=120)
     assert "SIGKILL" in done.stderr
     clean(Store(tmp_path))
@@ -54,7 +54,7 @@ def test_a_rank_killed_in_a_save_leaves_the_former_checkpoint_and_nobody_waiting
     load(World.single(), tmp_path, "1", 5)
 
 
-def test_the_manifest_tells_the_global_shapes_and_the_ranges(cases):
+def test_the_manifest_has_global_shapes_and_ranges(cases):
     folder = cases[0] / "3"
     manifest = read_manifest(folder / "1")
     assert manifest.class_ranges == [[0, 2], [2, 4], [4, 5]]

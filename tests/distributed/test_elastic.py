@@ -1,4 +1,4 @@
-"""A node joins an elastic job, and dies, and the rest goes on."""
+"""A node joins an elastic job and dies; the job resumes each time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
-    """Start a launcher, one node of at most two; the host keeps the rendezvous and must live."""
+    """Start a launcher as one of at most two nodes; the host of the rendezvous must stay alive."""
     settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
     return subprocess.Popen(
         [
@@ -37,14 +37,14 @@ def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.P
             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
             f"--rdzv-conf=is_host={is_host},{settings}", str(JOB), *args,
         ],
-        # Without the variable torch 2.15 never tells a node that comes later where to meet.
+        # Without the variable torch 2.15 does not send the rendezvous address to a node that joins later.
         env=clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
-def test_a_job_grows_when_a_node_comes_and_shrinks_when_it_dies_and_goes_on_each_time(tmp_path):
-    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 23 steps an epoch
+def test_an_elastic_job_resumes_when_a_node_joins_or_dies(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 23 steps per epoch
     save_dir, port = tmp_path / "run", free_port()
     nodes = [start_node(2, port, True, str(dataset), str(save_dir))]
 
@@ -56,7 +56,7 @@ def test_a_job_grows_when_a_node_comes_and_shrinks_when_it_dies_and_goes_on_each
         nodes.append(start_node(1, port, False, str(dataset), str(save_dir)))
         wait_for(lambda: is_saved_by(3), nodes[0])
         doomed = [nodes[1].pid, *worker_pids(nodes[1])]
-        for pid in doomed:  # the launcher first, so that it starts no other
+        for pid in doomed:  # the launcher first, so that it does not restart ranks
             os.kill(pid, signal.SIGKILL)
         (save_dir / "hurry").touch()
         output, _ = nodes[0].communicate(timeout=150)

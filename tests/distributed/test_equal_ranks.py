@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    # 13 classes x 25 = 325 images: neither divides by the global batch of 24 nor by 2, 3 or 4 ranks.
+    # 13 classes x 25 = 325 images: no multiple of the global batch of 24 or of 2, 3 or 4 ranks.
     return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=25)
 
 
@@ -52,7 +52,7 @@ def after(arrays, case):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_several_ranks_train_what_one_rank_trains(outcome, case, ranks):
+def test_training_does_not_depend_on_the_number_of_ranks(outcome, case, ranks):
     one_report, one_arrays = outcome(1)
     report, arrays = outcome(ranks)
     assert len(report[case]["losses"]) == STEPS[case]
@@ -77,7 +77,7 @@ def test_training_moves_every_weight_matrix_by_at_least_one_percent(outcome, cas
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_rank_keeps_the_rows_of_its_own_classes_and_no_others(outcome, ranks):
+def test_each_rank_holds_only_the_weights_of_its_classes(outcome, ranks):
     for case, (_, loss_type, _, classes, _) in CASES.items():
         kept = outcome(ranks)[0][case]["kept"]
         ranges = class_ranges(classes, ranks) if "dist" in loss_type else [(0, classes)] * ranks
@@ -85,7 +85,7 @@ def test_a_rank_keeps_the_rows_of_its_own_classes_and_no_others(outcome, ranks):
         assert kept == [[[start, stop], [stop - start, *centers, 12]] for start, stop in ranges]
 
 
-def test_averaging_the_gradients_instead_of_summing_them_is_noticed(outcome):
+def test_averaging_gradients_instead_of_summing_is_detected(outcome):
     case = next(iter(CASES))
     _, arrays = outcome("broken")
     theirs = after(outcome(1)[1], case)

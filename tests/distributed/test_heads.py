@@ -6,5 +6,5 @@ from tests.distributed.launch import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_head_equals_the_textbook_on_uneven_shards_and_batches(ranks):
+def test_every_head_equals_the_reference_on_uneven_shards_and_batches(ranks):
     run_ranks(Path(__file__).with_name("heads_worker.py"), ranks)

@@ -1,4 +1,4 @@
-"""Killed, stopped and resumed: real torchrun jobs and real signals."""
+"""Kill, stop and resume real torchrun jobs with real signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(dataset, tmp_path_factory):
-    """Four epochs, left alone, on 2 and on 3 ranks: the folders of the runs."""
+    """Train four uninterrupted epochs on 2 and on 3 ranks; return the folders of the runs."""
     folder = tmp_path_factory.mktemp("whole")
     for ranks in (2, 3):
         run_ranks(JOB, ranks, str(dataset), str(folder / f"{ranks}"), "set_train_epochs=4")
@@ -36,7 +36,7 @@ def uninterrupted(dataset, tmp_path_factory):
 
 
 def start(ranks, *args, max_restarts=0):
-    """Start a job in a session of its own, so that a signal reaches all of it."""
+    """Start a job in a new session, so that a signal reaches all its processes."""
     return subprocess.Popen(
         command(JOB, ranks, *args, max_restarts=max_restarts),
         env=clean_environment(),
@@ -56,26 +56,26 @@ def wait_for(condition, process, seconds=120):
 
 
 def worker_pids(process):
-    """The ranks: the children of the launcher, torchrun or that of the rank server."""
+    """Return the ranks: the children of the launcher (torchrun or rank server)."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(pid) for pid in children]
 
 
 def is_replaced(pids, process):
-    """Whether the launcher has a full set of ranks, none of them among `pids`."""
+    """Return whether the launcher has all ranks again, none of them in `pids`."""
     now = worker_pids(process)
     return len(now) == len(pids) and not set(now) & set(pids)
 
 
 @pytest.mark.parametrize(("ranks", "load", "victims"), [(2, "'last'", [0]), (3, "None", [1, 0])])
-def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
+def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_bits(
     dataset, uninterrupted, tmp_path, ranks, load, victims
 ):
     save_dir = tmp_path / "run"
     settings = "set_train_epochs=4", f"set_checkpoint_dir={load}"
     job = start(ranks, str(dataset), str(save_dir), *settings, max_restarts=2)
     killed = [0] * ranks
-    for epoch, victim in enumerate(victims):  # rank 0 is the one that publishes
+    for epoch, victim in enumerate(victims):  # rank 0 publishes checkpoints
         wait_for((save_dir / str(epoch)).exists, job)
         wait_for(functools.partial(is_replaced, killed, job), job)
         killed = worker_pids(job)
@@ -88,12 +88,12 @@ def test_a_rank_that_was_killed_is_replaced_and_the_run_ends_with_the_same_bits(
     assert not list(save_dir.glob("version_*"))
 
 
-def test_sigterm_saves_at_a_step_boundary_and_the_run_goes_on_from_there(dataset, uninterrupted, tmp_path):
+def test_sigterm_saves_at_a_step_boundary_and_the_run_resumes(dataset, uninterrupted, tmp_path):
     save_dir = tmp_path / "run"
     job = start(2, str(dataset), str(save_dir), "set_train_epochs=4")
     metrics = save_dir / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 6, job)
-    os.kill(job.pid, signal.SIGTERM)  # torchrun hands it on to all ranks
+    os.kill(job.pid, signal.SIGTERM)  # torchrun forwards it to all ranks
     output, _ = job.communicate(timeout=60)
     assert job.returncode != 0
     assert output.count("stopped by SIGTERM after step") == 1, output
@@ -126,7 +126,7 @@ def test_when_a_rank_is_killed_the_others_stop_within_seconds(dataset, tmp_path,
     job = Ranks(JOB, ranks, str(dataset), str(save_dir), "set_train_epochs=1000")
     wait_for((save_dir / "0").exists, job)
     os.kill(worker_pids(job)[-1], signal.SIGKILL)
-    output = "".join(job.communicate(timeout=30))  # not the 30 minutes of a collective
+    output = "".join(job.communicate(timeout=30))  # a collective would wait for 30 minutes
     assert job.returncode != 0
     assert "lost the connection to another rank" in output or "SIGKILL" in output
     for path, _ in list_checkpoints(save_dir):
@@ -179,7 +179,7 @@ def test_an_error_on_one_rank_reaches_the_others_with_its_message(dataset, tmp_p
     assert told in done.stdout, done.stdout + done.stderr
 
 
-def test_a_deadline_ends_a_process_that_reaches_no_step_boundary(tmp_path):
+def test_a_process_that_reaches_no_step_boundary_exits_after_the_deadline(tmp_path):
     script = tmp_path / "stuck.py"
     script.write_text(
         "import threading, time, sys\n"
@@ -197,4 +197,4 @@ def test_a_deadline_ends_a_process_that_reaches_no_step_boundary(tmp_path):
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=20)
     assert job.returncode == 128 + signal.SIGTERM
-    assert "no step boundary within 0.5 s after SIGTERM" in output
+    assert "the current step did not end within 0.5 s after SIGTERM" in output

@@ -1,4 +1,4 @@
-"""The kill benchmark in small: a training of two ranks that dies in a save, in an upload, in a deletion."""
+"""A small version of the kill benchmark: kill two ranks during a save, an upload and a deletion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = ("save", "upload", "retention")
 pytestmark = pytest.mark.slow
 
 
-def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_whole_and_the_run_ends_with_the_same_bits(
+def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_complete_and_the_run_ends_with_the_same_bits(
     tmp_path: Path, hdfs: Hdfs
 ):
     script = [sys.executable, "benchmarks/kill.py", str(tmp_path), "--quick"]
@@ -37,4 +37,4 @@ def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_whole_and_the_run_en
     assert not any(line["problems"] for line in lines), lines
     assert kills[-1]["here"]
     assert kills[-1]["there"]
-    assert lines[-1]["same_bits"]  # the last run that was killed came to its end
+    assert lines[-1]["same_bits"]  # the last killed run has finished

@@ -21,7 +21,7 @@ def test_nano_equals_the_library_over_100_steps_and_resumes_bit_for_bit(tmp_path
     run_ranks(Path(__file__).with_name("nano_worker.py"), ranks, str(ratio), str(tmp_path / "run"))
 
 
-def test_nano_has_the_librarys_margin():
+def test_nano_has_the_margin_of_the_library():
     cosine = torch.linspace(-1, 1, 2001, dtype=torch.float64, requires_grad=True)
     psi = build_margin("arcface", margin=0.5).target(cosine, torch.ones_like(cosine))
     psi.sum().backward()

@@ -1,4 +1,4 @@
-"""Optimizers, groups and frozen parts do the same on one rank and on three."""
+"""Optimizers, groups and frozen parameters give the same results on one rank and on three."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.images import write_dataset
 pytestmark = pytest.mark.slow
 
 
-def test_three_ranks_and_one_come_to_the_same_weights_with_any_optimizer(tmp_path):
+def test_three_ranks_and_one_give_the_same_weights_with_any_optimizer(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=7, per_class=4)
     worker = Path(__file__).with_name("optim_worker.py")
     run_ranks(worker, 3, str(dataset), str(tmp_path / "three"))

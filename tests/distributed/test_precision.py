@@ -1,4 +1,4 @@
-"""Skipped steps and the loss scale, against a table, on one to three ranks."""
+"""Compare skipped steps and the loss scale with a table, on one to three ranks."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from tests.images import write_dataset
 pytestmark = pytest.mark.slow
 
 
-def test_scales_skips_and_rates_follow_the_table_on_all_ranks_and_after_a_resume(tmp_path):
-    # 120 images, 6 a step: one epoch of 20 steps. The overflows are on the last rank alone.
+def test_loss_scale_and_skipped_steps_follow_the_table_on_all_ranks_and_after_a_resume(tmp_path):
+    # 120 images, 6 per step: one epoch of 20 steps. Only the last rank overflows.
     dataset = write_dataset(tmp_path / "set", classes=12, per_class=10)
     worker = Path(__file__).with_name("precision_worker.py")
     done = run_ranks(worker, 3, str(dataset), str(tmp_path / "runs"))

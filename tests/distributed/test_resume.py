@@ -1,4 +1,4 @@
-"""Going on with as many ranks, and with others."""
+"""Resume on the same and on other numbers of ranks."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.images import write_dataset, write_pair_file
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_goes_on_with_as_many_ranks_to_the_bit_and_with_others_to_rounding(tmp_path):
+def test_resuming_is_exact_on_equal_ranks_and_up_to_rounding_on_others(tmp_path):
     # 26 images in steps of 10: uneven shares on 4 and 3 ranks, and an uneven last batch.
     dataset = write_dataset(tmp_path / "set", classes=13, per_class=2)
     write_pair_file(dataset / "lfw.bin", dataset, pairs=20)

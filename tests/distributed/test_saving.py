@@ -1,4 +1,4 @@
-"""Training that saves beside itself and to real stores: real torchrun jobs."""
+"""Asynchronous saving, and saving to real object stores, in real torchrun jobs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def dataset(tmp_path_factory):
 
 
 def local_run(cache: Path) -> Path:
-    """The folder that stands for a URL on this machine."""
+    """Return the local folder of a run at a URL."""
     return next((cache / "runs").glob("*/run"))
 
 
-def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_bits(
+def test_a_run_in_a_store_resumes_on_another_machine_with_the_same_bits(
     dataset, s3, tmp_path, monkeypatch, capsys
 ):
     store_url = f"{s3}/run"
@@ -66,7 +66,7 @@ def test_a_run_in_a_store_is_resumed_from_there_on_another_machine_to_the_same_b
     assert re.search(r"\n3: step \d+, epoch 4, 13 classes, saved by 2 ranks, .*loss", line)
 
 
-def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_password_nowhere(
+def test_set_hdfs_info_downloads_and_uploads_and_never_stores_the_password(
     dataset, tmp_path, monkeypatch, capfd, hdfs
 ):
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
@@ -81,7 +81,7 @@ def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_pa
     fetch = f"set_checkpoint_dir={str(tmp_path / 'fetched')!r}"
     more = fetch, "set_train_epochs=4", "set_store_timeout=3"
     job = Ranks(JOB, 2, *first, "--", *second, *more)
-    # The store goes down in the middle: what it misses is here, and is sent when it is back.
+    # The store fails during the run: checkpoints stay here and are uploaded when it is back.
     wait_for((tmp_path / "second" / "metrics.jsonl").exists, job)
     hdfs.kill()
     output = "".join(job.communicate(timeout=200))
@@ -104,13 +104,13 @@ def test_set_hdfs_info_fetches_before_and_sends_after_each_save_and_keeps_the_pa
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=f"{hdfs.url}/runs/a") as down:
         third.train()
-    assert time.monotonic() - began < 60  # promised; it is no measure of speed
+    assert time.monotonic() - began < 60  # a documented limit
     everything = [output, str(down.value), *capfd.readouterr()]
     everything += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(PASSWORD in text for text in everything)
 
 
-def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longer(dataset, tmp_path):
+def test_a_folder_is_locked_for_a_second_run_until_the_first_is_killed(dataset, tmp_path):
     save_dir = tmp_path / "run"
     keep = "set_max_last_checkpoint_num=-1"
     first = Ranks(JOB, 0, str(dataset), str(save_dir), "set_train_epochs=1000", keep)
@@ -128,7 +128,7 @@ def test_a_second_run_is_kept_out_of_a_folder_and_a_killed_one_holds_it_no_longe
     assert third.train().steps == manifest.step + 1
 
 
-def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_path):
+def test_asynchronous_saving_changes_no_bit_and_keeps_the_best_checkpoint(dataset, tmp_path):
     apart = small_entry(dataset, tmp_path / "apart")
     apart.set_async_save(False)
     apart.train()
@@ -147,17 +147,17 @@ def test_saving_beside_training_changes_no_bit_and_names_the_best(dataset, tmp_p
     assert len(found) <= 3
 
 
-def test_rows_in_this_machines_memory_are_not_copied_for_a_save_and_that_is_said(dataset, tmp_path, capsys):
+def test_offloaded_class_weights_are_not_copied_for_a_save(dataset, tmp_path, capsys):
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_head_offload(True)
     ins.train()
-    said = [line for line in capsys.readouterr().out.splitlines() if "no copy is made of offloaded" in line]
-    assert len(said) == 1
-    assert said[0].endswith("training waits while a checkpoint is written")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no copy is made of offloaded" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith("training waits while a checkpoint is written")
     assert verify(tmp_path / "run" / "1").epoch == 2
 
 
-def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):
+def test_a_new_version_gets_a_new_folder(dataset, tmp_path):
     for _ in range(2):
         ins = small_entry(dataset, tmp_path / "run")
         ins.set_new_version(True)
@@ -167,7 +167,7 @@ def test_a_new_version_has_a_folder_of_its_own(dataset, tmp_path):
     assert (tmp_path / "run" / "version_0" / "0").is_dir()
 
 
-def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_whole(dataset, tmp_path):
+def test_a_full_disk_keeps_the_older_checkpoint_and_stops_training_by_option(dataset, tmp_path):
     small_entry(dataset, tmp_path / "run").train()
     script = tmp_path / "job.py"
     script.write_text(
@@ -183,13 +183,13 @@ def test_a_disk_that_is_full_stops_training_or_not_and_the_older_checkpoint_is_w
     assert done.stdout.count("result: ") == 1
     assert done.returncode == 1
     assert "File too large" in done.stderr
-    assert "earlier checkpoints are whole" in done.stderr
+    assert "earlier checkpoints are intact" in done.stderr
     assert [path.name for path, _ in list_checkpoints(tmp_path / "run")] == ["0", "1"]
     assert verify(tmp_path / "run" / "1").epoch == 2
     assert not list((tmp_path / "run").glob(".saving-*"))
 
 
-def test_a_password_in_an_option_is_refused_without_being_shown():
+def test_a_password_in_an_option_raises_without_being_shown():
     ins = Entry()
     with pytest.raises(OptionError, match="without a password") as refused:
         ins.set_hdfs_user(f"me,{PASSWORD}")

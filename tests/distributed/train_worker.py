@@ -1,10 +1,10 @@
-"""Trains small networks on any number of ranks and writes what came out.
+"""Train small networks on any number of ranks and write the results.
 
     train_worker.py DATASET FOLDER
 
-Four ranks, of which the first one, two or three form smaller worlds. FOLDER/<ranks>.json holds, for each
-case, the losses of all steps and what every rank kept; FOLDER/<ranks>.npz the weights before and after. For
-`broken` two ranks average the backbone's gradients instead of summing them.
+Runs on four ranks; the first one, two or three form smaller worlds. FOLDER/<ranks>.json has, for each case,
+the losses of all steps and the class weights per rank; FOLDER/<ranks>.npz has the weights before and after.
+For `broken` two ranks average the backbone's gradients instead of summing them.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ MORE = {
 STEPS = dict.fromkeys(CASES, 20) | {"plain-arcface-fp64": 50, "norm-arcface-fp64": 50}
 
 
-def draw_alike_on_any_ranks(head, every, unit, labels, passes):
-    """Stands in for the drawing, which depends on the ranks: a third of the classes, and the positives."""
+def draw_independent_of_ranks(head, every, unit, labels, passes):
+    """Replace the sampling, which depends on the ranks: use a third of the classes and the positives."""
     start, stop = head.class_range
     chosen = (torch.arange(start, stop) + head.step) % 3 == 0
     chosen[labels[(labels >= start) & (labels < stop)] - start] = True
@@ -123,7 +123,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
     settings.update(MORE.get(case, {}))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if case == "sampled-fp64":
-            patch.setattr(ShardedHead, "_classes_in_play", draw_alike_on_any_ranks)
+            patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
         folder = world.broadcast_object(folder)
         settings["checkpoint.save_dir"] = folder
         options = Options()

@@ -1,4 +1,4 @@
-"""What scripts of several ranks share."""
+"""Helpers for scripts of several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plsc.parallel.world import World
 
 
 def run_worker(main: Callable[[], None]) -> None:
-    """Run `main`; a failure is shown and ends the process at once, as the other ranks may wait for it."""
+    """Run `main`; after a failure, print it and exit at once, because other ranks may wait."""
     try:
         main()
     except BaseException:
@@ -23,7 +23,7 @@ def run_worker(main: Callable[[], None]) -> None:
 
 
 def smaller_world(full: World, ranks: int) -> World | None:
-    """Return the world of the first so many ranks; None on the others. Every rank calls it."""
+    """Return a world of the first `ranks` ranks, None on the others; a collective."""
     if ranks == 1:
         return World(0, 1, 0, full.device) if full.is_main else None
     groups = [dist.new_group(list(range(ranks)), backend="gloo") for _ in range(5)]

@@ -23,7 +23,7 @@ from tests.images import write_dataset
 
 
 class Files:
-    """The bad things on disk, made once by the test, found by all ranks."""
+    """Bad input files, created once by the test, used by all ranks."""
 
     def __init__(self, root: Path, run: Path) -> None:
         self.root = root
@@ -101,7 +101,7 @@ def entry(files: Files, dataset: str = "good", save: Path | None = None) -> Entr
 
 
 def cases(files: Files):
-    """Yield (name, what must be in the message, what to run)."""
+    """Yield (name, expected parts of the message, function to run)."""
 
     def train(dataset="good", **settings):
         def run():
@@ -148,7 +148,7 @@ def main() -> None:
         except Exception as error:
             caught = error
         text = {"case": name, "raised": type(caught).__name__, "text": str(caught)}
-        # One write: lines of several ranks share the pipe.
+        # A single write, because lines of several ranks share the pipe.
         print(f"CASE {json.dumps(text)}\n", end="", flush=True)
 
 

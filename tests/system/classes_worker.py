@@ -1,4 +1,4 @@
-"""Trains on all ranks, reorders the classes on rank 0, and resumes; the arguments: CLASS_FOLDERS OUT."""
+"""Train on all ranks, reorder the classes on rank 0, and resume. Arguments: CLASS_FOLDERS OUT."""
 
 from __future__ import annotations
 

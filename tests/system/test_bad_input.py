@@ -1,4 +1,4 @@
-"""Bad input ends in one clear line and a non-zero exit code, on every rank count."""
+"""Bad input gives one clear error line and a non-zero exit code, for every number of ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_rank_raises_the_same_clear_error(bad_things, tmp_path, ranks):
 
 
 def assert_exception(done: subprocess.CompletedProcess[str], ranks: int, error: str, *expected: str) -> None:
-    """A script ends with an ordinary exception, which torchrun's failure summary has, too."""
+    """Check that a script ends with an ordinary exception, which torchrun's failure summary has, too."""
     assert done.returncode != 0
     script, _, summary = done.stderr.partition("Root Cause")
     for text in (f"plsc.errors.{error}: ", *expected):
@@ -85,10 +85,10 @@ def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_imag
     assert_one_message(done, "images/7_3.png (label.txt:53)", "truncated")
 
 
-def test_a_bad_image_is_skipped_and_counted_when_asked(one_bad_image, tmp_path):
+def test_a_bad_image_is_skipped_and_counted_with_skip(one_bad_image, tmp_path):
     save_dir = tmp_path / "run"
     done = run_ranks(JOB, 2, str(one_bad_image), str(save_dir), "set_bad_images='skip'")
-    assert done.stderr.count("plsc: warning: skipped: images/7_3.png (label.txt:53)") == 2  # once an epoch
+    assert done.stderr.count("plsc: warning: skipped: images/7_3.png (label.txt:53)") == 2  # once per epoch
     entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
     assert sum(entry.get("skipped_images", 0) for entry in entries) == 2
 
@@ -102,7 +102,7 @@ def test_a_wrong_setting_ends_a_script_with_an_exception(one_bad_image, tmp_path
         assert_exception(done, ranks, "OptionError", "softmax has no margin")
 
 
-def test_the_command_line_ends_with_one_line_and_no_traceback(tmp_path, capfd):
+def test_the_command_line_shows_one_line_and_no_traceback(tmp_path, capfd):
     nowhere = ["train", "--data.dataset_dir", str(tmp_path / "nowhere")]
     done = run_torchrun(COMMAND, 0, *nowhere, check=False)
     assert_one_message(done)
@@ -118,12 +118,12 @@ def test_the_command_line_ends_with_one_line_and_no_traceback(tmp_path, capfd):
         assert len(error.splitlines()) == 1, error
 
 
-def test_a_full_disk_while_saving_is_one_line_and_leaves_the_older_checkpoint_whole(tmp_path):
+def test_a_full_disk_while_saving_gives_a_one_line_error_and_keeps_the_older_checkpoint(tmp_path):
     from tests.images import write_dataset
 
     disk = tmp_path / "disk"
     disk.mkdir()
-    # Room for one checkpoint of 10 MB and for no second one.
+    # Space for one checkpoint of 10 MB, but not for a second one.
     mount = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small tmpfs is not permitted here")
@@ -131,7 +131,7 @@ def test_a_full_disk_while_saving_is_one_line_and_leaves_the_older_checkpoint_wh
         dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
         done = run_ranks(JOB, 2, str(dataset), str(disk / "run"), check=False, timeout=90)
         assert done.returncode != 0
-        for text in ("CheckpointError: ", "No space left", "earlier checkpoints are whole"):
+        for text in ("CheckpointError: ", "No space left", "earlier checkpoints are intact"):
             assert text in done.stderr
         left = sorted(path.name for path in (disk / "run").iterdir() if path.is_dir())
         assert left == ["0"]

@@ -1,4 +1,4 @@
-"""Training goes on after a change of classes; what it needs of memory; a kill in the middle."""
+"""Training continues after a change of classes; memory of a change; a kill during it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EPOCHS = 8
 
 
 class Plain(BaseModel):
-    """A network without batch statistics or dropout, so that runs can be compared step by step."""
+    """A network without batch norm or dropout, so that runs can be compared step by step."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Plain(BaseModel):
 
 
 def relabelled(dataset, folder, numbers=None, keep=lambda label: True):
-    """Write the dataset anew with labels numbers[old], and those samples alone that are kept."""
+    """Write the dataset with the labels numbers[old], and only the samples that are kept."""
     folder.mkdir(parents=True)
     (folder / "images").symlink_to(dataset / "images")
     lines = []
@@ -61,7 +61,7 @@ def relabelled(dataset, folder, numbers=None, keep=lambda label: True):
 
 
 def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained=None):
-    """Return the losses of all steps and the last checkpoint; a step is an epoch."""
+    """Return the losses of all steps and the last checkpoint; one step per epoch."""
     ins = Entry()
     ins.set_seed(3)
     ins.set_dtype("float64")
@@ -110,7 +110,7 @@ def change(*arguments):
     assert main(["checkpoint", "classes", *map(str, arguments)]) == 0
 
 
-def test_a_run_whose_classes_are_reordered_is_the_same_run(trained, tmp_path, capsys):
+def test_reordering_the_classes_does_not_change_a_run(trained, tmp_path, capsys):
     _, six, checkpoint = trained
     (tmp_path / "order.txt").write_text("3\n0\n5\n1\n4\n2\n")
     change(checkpoint, tmp_path / "new", "--reorder", tmp_path / "order.txt")
@@ -124,7 +124,7 @@ def test_a_run_whose_classes_are_reordered_is_the_same_run(trained, tmp_path, ca
     assert [entry["what"] for entry in lineage] == ["reorder"]
 
 
-def test_without_some_classes_the_others_are_easier_and_training_goes_on(trained, tmp_path):
+def test_training_continues_after_dropping_classes(trained, tmp_path):
     _, six, checkpoint = trained
     (tmp_path / "ids.txt").write_text("4\n1\n")
     change(checkpoint, tmp_path / "new", "--drop", tmp_path / "ids.txt")
@@ -137,7 +137,7 @@ def test_without_some_classes_the_others_are_easier_and_training_goes_on(trained
     assert read_manifest(last).class_num == 4
 
 
-def test_a_merged_class_is_learnt_as_one(trained, tmp_path):
+def test_a_merged_class_is_trained_as_one(trained, tmp_path):
     _, six, checkpoint = trained
     (tmp_path / "map.txt").write_text("5 0\n2 0\n")
     losses = {}
@@ -148,15 +148,15 @@ def test_a_merged_class_is_learnt_as_one(trained, tmp_path):
         losses[rows], last = train(after, tmp_path / f"saved-{rows}", EPOCHS + 2, new)
         assert losses[rows][-1] < losses[rows][0]
         assert read_manifest(last).class_num == 4
-    assert losses["mean"][0] < losses["target"][0]  # it is near all of them, not near one
+    assert losses["mean"][0] < losses["target"][0]  # the mean is near all of them
 
 
-def test_new_classes_learn_and_know_their_images_if_begun_from_them(trained, tmp_path):
+def test_new_classes_are_trained_and_recognised_if_initialised_from_images(trained, tmp_path):
     every, six, checkpoint = trained
     undisturbed, _ = train(six, tmp_path / "a", EPOCHS + 1, checkpoint)
     change(checkpoint, tmp_path / "random", "--grow", 2)
     old_only, _ = train(six, tmp_path / "b", EPOCHS + 1, tmp_path / "random")
-    # More classes only add to the sum below the line, but what is learnt stays.
+    # More classes only add to the denominator, but the learnt weights are kept.
     assert undisturbed[0] < old_only[0] < undisturbed[0] + 1
 
     new_only = relabelled(every, tmp_path / "new-set", keep=lambda label: label >= 6)
@@ -168,13 +168,13 @@ def test_new_classes_learn_and_know_their_images_if_begun_from_them(trained, tmp
     both, last = train(every, tmp_path / "e", EPOCHS + 2, tmp_path / "begun")
     assert both[-1] < both[0]
     assert read_manifest(last).lineage[0]["rows"] == "directions"
-    # An image folder counts its classes from 0; the rows are the same.
+    # An image folder numbers its classes from 0; the rows are the same.
     from_zero = relabelled(new_only, tmp_path / "zero", np.arange(8) - 6)
     change(checkpoint, tmp_path / "begun-zero", "--grow", 2, "--images", from_zero, *network)
     assert read_manifest(tmp_path / "begun-zero").files == read_manifest(tmp_path / "begun").files
 
 
-def test_images_that_do_not_show_the_new_classes_are_refused(trained, tmp_path, capsys):
+def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):
     every, six, checkpoint = trained
     seven = relabelled(every, tmp_path / "seven", keep=lambda label: label == 7)
     for images, grow, message in [
@@ -215,7 +215,7 @@ def test_two_ranks_resume_reordered_classes_by_their_names(tmp_path):
 
 
 def class_folders(every, folder, classes):
-    """Write the images of some classes of `every` as a folder for each; classes: name to label there."""
+    """Write the images of some classes of `every` to one folder per class; classes: names to labels."""
     for line in (every / "label.txt").read_text().splitlines():
         name, label = line.split("\t")
         for own, wanted in classes.items():
@@ -230,7 +230,7 @@ ABC = {"a": 0, "b": 1, "c": 2}
 
 @pytest.fixture(scope="module")
 def named(trained, tmp_path_factory):
-    """A checkpoint of the classes a and c, and a set of a, b and c."""
+    """A checkpoint of the classes a and c, and a dataset of a, b and c."""
     every, _, _ = trained
     root = tmp_path_factory.mktemp("named")
     two = class_folders(every, root / "two", {"a": 0, "c": 2})
@@ -264,16 +264,16 @@ def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tm
     assert names_in(grown) == ["a", "c", ""]
     capsys.readouterr()
     losses, last = train(three, tmp_path / "saved", EPOCHS + 2, grown)
-    said = capsys.readouterr().out
-    assert "2 have other labels than by their sorted names" in said
-    assert "1 are new, the first is 'b' (class 2)" in said
-    assert "classes: 0 is 'a' (a/" in said
-    assert "), 2 is 'b' (b/" in said
+    printed = capsys.readouterr().out
+    assert "2 have other labels than by their sorted names" in printed
+    assert "1 are new, the first is 'b' (class 2)" in printed
+    assert "classes: 0 is 'a' (a/" in printed
+    assert "), 2 is 'b' (b/" in printed
     assert names_in(last) == ["a", "c", "b"]
     by_number = with_label_file(three, tmp_path / "numbers", {"a": 0, "b": 2, "c": 1})
     assert train(by_number, tmp_path / "again", EPOCHS + 2, grown)[0] == losses
     assert names_in(tmp_path / "again" / str(EPOCHS + 1)) == ["a", "c", ""]  # labels were numbers
-    # Once named, they stay what they are.
+    # Once classes have names, the names are kept.
     train(three, tmp_path / "later", EPOCHS + 3, last)
     assert names_in(tmp_path / "later" / str(EPOCHS + 2)) == ["a", "c", "b"]
     assert predicted(three, last) == {"a": 0, "c": 1, "b": 2}
@@ -289,7 +289,7 @@ def predicted(folders, checkpoint):
     return dict(zip(names, prediction.labels.tolist(), strict=True))
 
 
-def test_names_follow_their_classes_through_every_change(named, trained, tmp_path):
+def test_class_names_follow_their_classes_through_every_change(named, trained, tmp_path):
     checkpoint, three, two = named
     images = class_folders(trained[0], tmp_path / "new", {"B": 1, "d": 3})
     network = ("--model", f"{__name__}:Plain")
@@ -315,7 +315,7 @@ def test_names_follow_their_classes_through_every_change(named, trained, tmp_pat
     )
 
 
-def test_a_warm_start_takes_the_row_of_each_name(named, trained, tmp_path, capsys):
+def test_a_warm_start_matches_class_weights_by_name(named, trained, tmp_path, capsys):
     checkpoint, _, two = named
     (tmp_path / "list.txt").write_text("1\n0\n")
     change(checkpoint, tmp_path / "swapped", "--reorder", tmp_path / "list.txt")
@@ -348,7 +348,7 @@ print((peak() - before) // 1024)
 
 
 def write_large(folder, classes, dimension=512):
-    """A head of 400 MB: rows and momentum, in two files, as a run of two ranks writes it."""
+    """Write a head of 400 MB: rows and momentum, in two files, as a run of two ranks does."""
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(1000, dimension, generator=generator)
     folder.mkdir()

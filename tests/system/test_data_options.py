@@ -1,4 +1,4 @@
-"""What the data options do to a whole run: bad samples on several ranks, transforms, orders, caches."""
+"""Effects of the data options on a whole run: bad samples on several ranks, transforms, orders, caches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def losses(dataset, save_dir, transform=None, **settings):
 def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tmp_path, capsys):
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
     plain = losses(dataset, tmp_path / "0")
-    assert "data: 2 threads a rank read ahead" in capsys.readouterr().out
+    assert "data: 2 threads per rank prefetch batches" in capsys.readouterr().out
     same = [
         {"set_num_workers": 0},
         {"set_loader": "processes"},
@@ -85,7 +85,7 @@ def test_a_torchvision_transform_gives_the_same_run_with_any_number_of_processes
     ]
     assert runs[0] == runs[1] == runs[2]
     assert runs[0] != losses(dataset, tmp_path / "plain")
-    assert "processes a rank read ahead, for the transform of your own" in capsys.readouterr().out
+    assert "processes per rank prefetch batches, because of your transform" in capsys.readouterr().out
 
 
 def test_a_run_with_random_torchvision_transforms_resumes_bit_for_bit_in_worker_processes(tmp_path):
@@ -111,8 +111,8 @@ def test_a_run_with_random_torchvision_transforms_resumes_bit_for_bit_in_worker_
     assert again == whole[3:]
 
 
-def test_the_mirror_image_of_a_batch_is_what_the_network_sees(tmp_path):
-    # Mirroring is done on the way to the device: a network that asks must meet both kinds.
+def test_the_network_gets_mirrored_images(tmp_path):
+    # Images are mirrored on the way to the device: the network must get both kinds.
     from plsc.models.base_model import BaseModel
 
     folder = tmp_path / "set"
@@ -196,7 +196,7 @@ ins.train()
 """
 
 
-def test_ranks_read_their_own_files_of_equal_length_alone_and_their_own_generators(tmp_path):
+def test_ranks_read_only_their_own_files_and_generators(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=5, per_class=4)
     lines = []
     for line in (dataset / "label.txt").read_text().splitlines():
@@ -217,12 +217,12 @@ def test_ranks_read_their_own_files_of_equal_length_alone_and_their_own_generato
     assert "rank 0 has 10 and rank 1 has 11; partition the data" in done.stdout + done.stderr
 
 
-def test_a_reader_of_another_length_than_was_said_is_told_once(tmp_path, capsys):
+def test_a_wrong_num_samples_of_a_reader_is_reported_once(tmp_path, capsys):
     def reader():
         for number in range(20):
             yield np.full((3, 16, 16), number / 20, np.float32), number % 4
 
-    def said(number):
+    def count_warnings(number):
         ins = entry(tmp_path, tmp_path / str(number), set_class_num=4, set_num_workers=0)
         ins.set_train_image_num(number)
         ins.set_train_epochs(2)
@@ -230,11 +230,11 @@ def test_a_reader_of_another_length_than_was_said_is_told_once(tmp_path, capsys)
         ins.train()
         return capsys.readouterr().err.count("correct set_train_image_num")
 
-    assert said(20) == 0
-    assert said(100) == 1
+    assert count_warnings(20) == 0
+    assert count_warnings(100) == 1
 
 
-def test_a_bad_sample_is_printed_in_its_first_epoch_alone(tmp_path, capsys):
+def test_a_bad_sample_is_printed_only_in_its_first_epoch(tmp_path, capsys):
     dataset = write_dataset(tmp_path / "set", classes=4, per_class=3)
     (dataset / "images/1_0.png").unlink()
     ins = entry(dataset, tmp_path / "run", set_bad_images="skip", set_train_epochs=2)

@@ -1,4 +1,4 @@
-"""`plsc data convert | inspect | pack | unpack`, as they are typed."""
+"""`plsc data convert | inspect | pack | unpack` on the command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def samples(location: Path) -> list[tuple[bytes, int]]:
     return [source[i] for i in range(len(source))]
 
 
-def test_a_set_is_converted_to_lines_and_back(dataset, tmp_path, capsys):
+def test_a_dataset_is_converted_to_base64_lines_and_back(dataset, tmp_path, capsys):
     steps = [dataset, tmp_path / "a.parquet", tmp_path / "lines", tmp_path / "b.rec"]
     for source, destination in itertools.pairwise(steps):
         assert cli.main(["data", "convert", str(source), str(destination)]) == 0
@@ -40,7 +40,7 @@ def test_a_set_is_converted_to_lines_and_back(dataset, tmp_path, capsys):
     assert samples(tmp_path / "b.rec") == samples(tmp_path / "lines") == samples(dataset)
 
 
-def test_a_set_is_looked_at(dataset, tmp_path, capsys):
+def test_a_dataset_is_inspected(dataset, tmp_path, capsys):
     (dataset / "images/1_0.png").write_bytes(b"no image")
     sheet = tmp_path / "sheet.png"
     arguments = ["data", "inspect", str(dataset), "--check", "0", "--sheet", str(sheet)]
@@ -59,12 +59,12 @@ def test_a_folder_is_packed_and_unpacked(dataset, tmp_path, capsys):
     assert "unpacked 7 files" in capsys.readouterr().out
     assert samples(tmp_path / "back") == samples(dataset)
     assert cli.main(["data", "unpack", archive, back]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
-def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
+def test_a_mistake_gives_a_one_line_error(dataset, tmp_path, capsys):
     wrong = {
-        "no format is known": ["convert", str(dataset), str(tmp_path / "a.zip")],
+        "unknown suffix": ["convert", str(dataset), str(tmp_path / "a.zip")],
         "does not exist": ["inspect", str(tmp_path / "gone")],
         "ends in .tar.zst": ["pack", str(dataset), str(tmp_path / "a.zip")],
         "label_map is set": ["convert", str(dataset), str(tmp_path / "a.rec"), "--label_map", "x"],
@@ -83,7 +83,7 @@ def test_a_mistake_is_told_in_a_line(dataset, tmp_path, capsys):
 
 SLOW = """
 import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background processes
 import plsc.data.writers as convert
 original = convert._samples
 def slowly(*arguments):
@@ -103,7 +103,7 @@ sys.exit(main(["data", "convert", *sys.argv[1:]]))
     ("name", "signal_name"),
     [("a.rec", "SIGTERM"), ("a.parquet", "SIGINT"), ("a.tar", "SIGKILL"), ("lines", "SIGKILL")],
 )
-def test_a_conversion_that_is_ended_publishes_nothing(dataset, tmp_path, name, signal_name):
+def test_an_interrupted_conversion_publishes_nothing(dataset, tmp_path, name, signal_name):
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, str(dataset), str(tmp_path / name)],
         stdout=subprocess.PIPE,
@@ -120,7 +120,7 @@ def test_a_conversion_that_is_ended_publishes_nothing(dataset, tmp_path, name, s
     assert set(visible) <= {"set", "cache"}
     left = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert bool(left) == (signal_name == "SIGKILL")
-    # The next run removes what a killed one left.
+    # The next run removes the leftovers of a killed one.
     assert cli.main(["data", "convert", str(dataset), str(tmp_path / name)]) == 0
     assert samples(tmp_path / name) == samples(dataset)
     assert not [path for path in left if path.exists()]

@@ -1,4 +1,4 @@
-"""The demo: its data is what the report claims, and all its scripts run on a small part of it."""
+"""The demo: its data has the properties that the report claims, and all its scripts run on a part of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FACES = bundled_faces()
 
 
 def run(script: str, *arguments: object, ranks: int = 0, check: bool = True) -> str:
-    """Run a script of the demo and return its errors; show what it said when it fails."""
+    """Run a script of the demo and return its stderr; print its output if it fails."""
     command = DEMO / script, ranks, *map(str, arguments)
     return run_ranks(*command, check=check, env={"DRAW_LOSSES": "1"}).stderr
 
@@ -153,7 +153,7 @@ def test_a_data_set_is_made_once_and_a_strange_folder_is_left_alone(data: Path, 
     make_small(data)
     assert before == {file: file.stat().st_mtime_ns for file in data.rglob("*")}
     (tmp_path / "letter.txt").write_text("mine")
-    assert "holds something else" in run("make_glyphs.py", tmp_path, check=False)
+    assert "contains other files" in run("make_glyphs.py", tmp_path, check=False)
     assert [file.name for file in tmp_path.iterdir()] == ["letter.txt"]
 
 
@@ -172,7 +172,7 @@ def test_every_fold_is_balanced_and_half_of_the_negatives_are_the_nearest_by_pix
     evaluation = {face.name for face in FACES if face.evaluation}
     assert evaluation >= {*first_face, *second_face}
 
-    # Naively: no image in the file, of another class and face, is nearer than the hard one.
+    # Reference: no image in the file, of another class and face, is nearer than the hard one.
     owner = {
         character: line.split("\t")[1]
         for line in (data / "classes.tsv").read_text(encoding="utf-8").splitlines()

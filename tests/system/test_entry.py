@@ -277,7 +277,7 @@ def test_a_save_folder_that_cannot_be_made_is_one_line(dataset, tmp_path):
 def test_a_save_folder_full_of_something_else_is_refused_before_training(dataset, tmp_path):
     (tmp_path / "run" / "1").mkdir(parents=True)
     (tmp_path / "run" / "1" / "holiday.jpg").write_text("")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         entry(dataset, tmp_path / "run").train()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -1,4 +1,4 @@
-"""Checkpoints by somebody who knows the format: they run, write, delete and send nothing."""
+"""Checkpoints by an attacker who knows the format: they cannot run code, write, delete or upload."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOSTILE = {int: 7, float: 0.123, bool: None, str: FOREIGN_STRING}
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
-    """A folder with data, a copy of the checkpoint, and a module that must not run, as the current one."""
+    """A working directory with data, a copy of the checkpoint, and a module that must not be run."""
     monkeypatch.setattr("plsc.models.resnet.SMALL_WIDTHS", (4, 4, 4, 4))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -133,7 +133,7 @@ CASES = {
         "train", {"train": {"batch_size": 10**12}}, "train.batch_size is 1000000000000; expected"
     ),
     "a message moves the cursor": (
-        "train", {"plsc_version": "\x1b[2J"}, "manifest.json holds control characters"
+        "train", {"plsc_version": "\x1b[2J"}, "manifest.json contains control characters"
     ),
     "a batch is 16 million images": (
         "train", {"train": {"batch_size": 2**24}, "scalars": {"global_batch": 2**24}},
@@ -149,15 +149,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_is_refused_in_a_line_and_changes_nothing(case, work, capsys):
-    verb, changes, said = CASES[case]
+def test_a_hostile_checkpoint_is_refused_and_changes_nothing(case, work, capsys):
+    verb, changes, message = CASES[case]
     change(work / "foreign", **changes)
     before = content(work)
     assert run(verb) == 1
     error = capsys.readouterr().err
     assert error.startswith("plsc: error: ")
     assert error.count("\n") == 1
-    assert said in error
+    assert message in error
     assert content(work) == before
 
 
@@ -171,7 +171,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_what_the_manifest_does_not_name_is_not_in_a_checkpoint(kind, work, capsys):
+def test_files_that_the_manifest_does_not_name_are_refused(kind, work, capsys):
     FILES[kind](work / "foreign")
     with pytest.raises(CheckpointError, match="is not in the manifest"):
         verify(work / "foreign")
@@ -180,7 +180,7 @@ def test_what_the_manifest_does_not_name_is_not_in_a_checkpoint(kind, work, caps
 
 
 def without(folder, parts):
-    """Take tensors whose keys hold one of ``parts`` out of a checkpoint, which stays sound otherwise."""
+    """Remove tensors whose keys contain one of ``parts`` from a checkpoint, which stays valid otherwise."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         with safe_open(folder / name, "pt") as file:
@@ -210,12 +210,12 @@ ABSENT = {
 
 
 @pytest.mark.parametrize("case", ABSENT)
-def test_sizes_that_no_tensor_confirms_are_refused(case, work, capsys):
-    verb, changes, said = ABSENT[case]
+def test_sizes_that_contradict_the_tensors_are_refused(case, work, capsys):
+    verb, changes, message = ABSENT[case]
     without(work / "foreign", ["neck.fc", "head.weight", "rows."])
     change(work / "foreign", **changes)
     assert run(verb) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 LISTED = {
@@ -227,14 +227,14 @@ LISTED = {
 
 
 @pytest.mark.parametrize("kind", LISTED)
-def test_metrics_are_finite_numbers_or_are_left_out(kind, work, capsys):
+def test_metrics_that_are_not_finite_are_left_out(kind, work, capsys):
     change(work / "foreign", scalars={"metrics": LISTED[kind]})
     assert main(["checkpoint", "list", "."]) == 0
     assert capsys.readouterr().out.startswith("foreign: step 2")
     assert main(["checkpoint", "prune", ".", "--keep_last", "1", "--save_top_k", "1"]) == 0
 
 
-def test_a_manifest_in_another_encoding_or_nested_deeply_is_refused(work, capsys):
+def test_a_manifest_in_another_encoding_or_deeply_nested_is_refused(work, capsys):
     file = work / "foreign" / "manifest.json"
     text = file.read_text()
     file.write_text(text, encoding="utf-16")
@@ -242,10 +242,10 @@ def test_a_manifest_in_another_encoding_or_nested_deeply_is_refused(work, capsys
     file.write_text(text.replace('"lineage": []', f'"lineage": [{{"a": {"[" * 300}{"]" * 300}}}]'))
     assert main(["checkpoint", "show", "foreign"]) == 1
     assert main(["checkpoint", "classes", "foreign", "new", "--grow", "1"]) == 1
-    assert "levels deep" in capsys.readouterr().err
+    assert "levels" in capsys.readouterr().err
 
 
-def test_a_state_of_numpy_that_points_outside_of_it_is_refused():
+def test_a_numpy_random_state_with_an_invalid_position_is_refused():
     state = json.loads(bytes(pack_generators(torch.device("cpu")).tolist()))
     state["numpy"][2] = 2**31 - 1
     packed = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
@@ -263,7 +263,7 @@ def test_a_hidden_folder_is_not_restored_outside(work):
 @pytest.mark.parametrize(
     "text", ["[" * 10**5, '{"pid": 1e999, "host": 1}', '{"pid": 1, "host": "a", "launches": 5}']
 )
-def test_a_damaged_note_of_a_lock_is_none(text, tmp_path):
+def test_a_damaged_lock_note_is_ignored(text, tmp_path):
     (tmp_path / ".lock").write_text(text)
     assert lock_note(tmp_path) == {}
 
@@ -316,7 +316,7 @@ def test_flags_of_torchs_optimizers_are_not_resumed(work):
 
 
 def hostile(spec):
-    """Return a valid value of an option, other than its default where it is a number or a known name."""
+    """Return a valid value of an option that is not its default, if it is a number or a known name."""
     for value in (7, 0.3, 3.5, not spec.default, CODE, f"{CODE}:Net", URL, "checkpoint", [3, 8, 8],
                   [0.5, 1.5], [0.5, 0.6], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [4, 5], ["*"], {"eps": 0.5},
                   [{"pattern": "fc", "lr_factor": 2.0}],
@@ -347,7 +347,7 @@ MODEL = {
 
 
 @pytest.mark.parametrize("spec", list(all_options()), ids=lambda spec: spec.path)
-def test_a_checkpoint_decides_numbers_and_known_names_alone(spec):
+def test_a_checkpoint_sets_only_numbers_and_known_names(spec):
     saved = {spec.group: {spec.name: hostile(spec)}}
     is_never = spec.path in NEVER or spec.group in NEVER
     for use in ("model", "run"):
@@ -366,7 +366,7 @@ def test_a_checkpoint_decides_numbers_and_known_names_alone(spec):
         assert mine.resolve(saved).get(spec.path) == spec.default
 
 
-def test_a_run_sends_and_writes_nothing_where_a_checkpoint_says(work):
+def test_a_run_neither_uploads_nor_writes_where_a_checkpoint_says(work):
     places = {"upload_dir": URL, "download_dir": URL, "save_dir": "theirs", "local_dir": "theirs"}
     change(work / "foreign", checkpoint=places)
     change(
@@ -381,7 +381,7 @@ def test_a_run_sends_and_writes_nothing_where_a_checkpoint_says(work):
     assert options["checkpoint"]["save_dir"] == "mine"
 
 
-def test_a_class_that_the_command_names_is_made_as_it_was_saved(work, capsys):
+def test_a_network_class_named_on_the_command_line_is_built_as_saved(work, capsys):
     from plsc_stranger.net import Net
 
     from plsc import Entry

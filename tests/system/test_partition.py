@@ -1,4 +1,4 @@
-"""The tool as people run it: its memory, kills, full disks, other runs beside it."""
+"""plsc data partition as a process: its memory, kills, full disks, concurrent runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(*arguments: object, code: int = 0, **options) -> str:
 
 
 def write_set(folder: Path, count: int, lengths: tuple[int, int], files: int = 4) -> Path:
-    """Write `count` lines of random text, `lengths` bytes long, in files of their own."""
+    """Write `count` lines of random text, `lengths` bytes long, to several files."""
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 64, 2**20, dtype=np.uint8)
     alphabet = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -71,7 +71,7 @@ def hidden_in(folder: Path) -> list[str]:
 
 
 def resident_kb(root: int) -> int:
-    """Resident memory of the process and all below it."""
+    """Return the resident memory of a process and its children."""
     total, waiting = 0, [root]
     while waiting:
         pid = waiting.pop()
@@ -96,7 +96,7 @@ def peak_mb(*arguments: object) -> float:
 
 @pytest.fixture(scope="module")
 def interpreter_mb(tmp_path_factory) -> float:
-    """What the tool takes for a set of nothing to speak of."""
+    """Return the memory of the command for a tiny dataset."""
     folder = write_set(tmp_path_factory.mktemp("small") / "set", 10, (10, 20))
     return peak_mb("--data_dir", folder, "--nranks", 2)
 
@@ -116,7 +116,7 @@ def test_memory_is_bounded_and_the_bytes_do_not_depend_on_it_or_on_the_workers(t
         assert peak - interpreter_mb < memory
         results[output.name] = files_of(output)
         if memory > 64:
-            assert peak - interpreter_mb > inputs / 2**20 / 2  # it did take the other way
+            assert peak - interpreter_mb > inputs / 2**20 / 2  # the in-memory path was used
     first, *others = results.values()
     assert len(first) == 9
     assert all(other == first for other in others)
@@ -124,7 +124,7 @@ def test_memory_is_bounded_and_the_bytes_do_not_depend_on_it_or_on_the_workers(t
 
 
 def short_lines() -> Iterator[bytes]:
-    yield b"A\t0\nB\t1\n" * 500_000  # their numbers weigh more than they do
+    yield b"A\t0\nB\t1\n" * 500_000  # line numbers take more memory than the lines
 
 
 def long_lines() -> Iterator[bytes]:
@@ -150,14 +150,14 @@ def test_memory_is_bounded_for_lines_of_any_length(tmp_path, interpreter_mb, lin
 def test_a_line_of_a_gigabyte_is_an_error_in_bounded_memory(tmp_path, interpreter_mb):
     folder = write_set(tmp_path / "set", 10, (10, 20), files=1)
     with (folder / "0.txt").open("ab") as file:
-        file.truncate(2**30)  # zeros, without taking the disk's room
+        file.truncate(2**30)  # zeros that take no disk space
     for memory in ("64M", "4G"):
         process = start("--data_dir", folder, "--nranks", 2, "--memory", memory)
         peak = 0
         while process.poll() is None:
             peak = max(peak, resident_kb(process.pid))
             time.sleep(0.005)
-        assert "0.txt:11: the line is over" in process.communicate()[1]
+        assert "0.txt:11: the line is longer than" in process.communicate()[1]
         assert process.returncode == 1
         if memory == "64M":
             assert peak / 1024 - interpreter_mb < 64
@@ -183,19 +183,19 @@ def test_a_killed_run_leaves_the_inputs_and_no_output_and_the_next_one_cleans_up
         process.communicate()
         assert files_of(folder) == inputs
         seen_partial += bool(hidden_in(folder))
-        if output.exists():  # it had been quick: then it is whole
+        if output.exists():  # the run was faster than the kill: the output is complete
             assert files_of(output) == whole
             for path in output.iterdir():
                 path.unlink()
             output.rmdir()
     assert seen_partial >= 5
-    said = run(*arguments)
+    printed = run(*arguments)
     assert files_of(output) == whole
     assert hidden_in(folder) == []
-    assert "wrote" in said
+    assert "wrote" in printed
 
 
-def test_a_run_that_is_told_to_stop_cleans_up_itself(tmp_path):
+def test_a_run_stopped_by_a_signal_cleans_up(tmp_path):
     folder = write_set(tmp_path / "set", 100_000, (1500, 1900))
     process = start("--data_dir", folder, "--nranks", 4, "--memory", "32M")
     while not hidden_in(folder):
@@ -208,7 +208,7 @@ def test_a_run_that_is_told_to_stop_cleans_up_itself(tmp_path):
     assert not (folder / "partition_4").exists()
 
 
-def test_two_runs_do_not_write_the_same_output_at_once(tmp_path):
+def test_two_runs_cannot_write_the_same_output_concurrently(tmp_path):
     folder = write_set(tmp_path / "set", 10, (10, 20))
     claimed = folder / ".partition_2.plsc-partial"
     claimed.mkdir()
@@ -216,17 +216,17 @@ def test_two_runs_do_not_write_the_same_output_at_once(tmp_path):
     handle = os.open(claimed, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        said = run("--data_dir", folder, "--nranks", 2, code=1)
-        assert "another run is at work" in said
+        printed = run("--data_dir", folder, "--nranks", 2, code=1)
+        assert "another run is working" in printed
         assert (claimed / "part_0.txt").read_text() == "of the other run"
     finally:
         os.close(handle)
-    assert "removed what a run that was stopped had left" in run("--data_dir", folder, "--nranks", 2)
+    assert "removed the files of an earlier, interrupted run" in run("--data_dir", folder, "--nranks", 2)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 40 MB of its own."""
+    """A file system of 40 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)]
@@ -238,14 +238,14 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("full", ["output", "buckets"])
-def test_a_disk_that_fills_up_half_way_is_told_and_left_clean(tmp_path, small_disk, full):
+def test_a_disk_that_becomes_full_is_reported_and_cleaned_up(tmp_path, small_disk, full):
     folder = write_set(tmp_path / "set", 20_000, (1500, 1900))  # 34 MB
     inputs = files_of(folder)
     output = small_disk / "out" if full == "output" else tmp_path / "out"
     temporary = small_disk if full == "buckets" else tmp_path
-    # What fills it comes from elsewhere, after the free space was looked at.
+    # The disk is filled by another process, after the free space was checked.
     code = (
-        "import sys; from plsc.data.partition import run; run._require_room = lambda *_: None; "
+        "import sys; from plsc.data.partition import run; run._require_space = lambda *_: None; "
         "from plsc.cli import main; sys.exit(main(['data', *sys.argv[1:]]))"
     )
     (small_disk / "other").write_bytes(bytes(25_000_000))
@@ -264,20 +264,20 @@ def test_a_disk_that_fills_up_half_way_is_told_and_left_clean(tmp_path, small_di
     assert not output.exists()
 
 
-def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path, small_disk):
+def test_a_too_small_disk_is_reported_before_anything_is_written(tmp_path, small_disk):
     folder = write_set(tmp_path / "set", 40_000, (1500, 1900))
-    said = run("--data_dir", folder, "--nranks", 3, "--output_dir", small_disk / "out", code=1)
-    assert "0.07 GB are needed" in said
+    printed = run("--data_dir", folder, "--nranks", 3, "--output_dir", small_disk / "out", code=1)
+    assert "0.07 GB are needed" in printed
 
 
-def test_a_set_on_s3_gives_the_parts_of_the_local_one(tmp_path, s3):
+def test_a_dataset_on_s3_gives_the_same_parts_as_a_local_one(tmp_path, s3):
     folder = write_set(tmp_path / "set", 3000, (1500, 1900))
     run("--data_dir", folder, "--nranks", 3, "--output_dir", tmp_path / "local")
     (folder / "1.txt.gz").write_bytes(gzip.compress((folder / "1.txt").read_bytes(), 1))
     (folder / "file_list.txt").write_text("0.txt\n1.txt.gz\n2.txt\n3.txt\n")
     store = s3fs_client()
     store.put(str(folder), f"{s3}/set", recursive=True)
-    # What a run that was killed while it uploaded had left:
+    # Leftovers of a run that was killed during its upload:
     store.pipe(f"{s3}/out/part_0.txt", b"half a part")
     arguments = ["--data_dir", f"{s3}/set", "--nranks", 3]
     arguments += ["--output_dir", f"{s3}/out", "--tmp_dir", tmp_path / "tmp"]
@@ -288,16 +288,16 @@ def test_a_set_on_s3_gives_the_parts_of_the_local_one(tmp_path, s3):
     assert all(local[name] == remote[name] for name in local if name != "manifest.json")
     assert list((tmp_path / "tmp").iterdir()) == []
     assert "is whole: 3000 lines" in run(*arguments, "--verify")
-    assert "exists already" in run(*arguments, code=1)
+    assert "already exists" in run(*arguments, code=1)
     store.pipe(f"{s3}/out/part_2.txt", remote["part_2.txt"][:-1] + b" ")
     assert "part_2.txt" in run(*arguments, "--verify", code=1)
 
 
-def test_a_bucket_that_is_not_there_is_one_line(tmp_path, s3):
+def test_a_missing_bucket_gives_a_one_line_error(tmp_path, s3):
     folder = write_set(tmp_path / "set", 30, (10, 20))
-    said = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
-    assert "s3://no-bucket/out" in said
-    assert len(said.splitlines()) == 1
+    printed = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
+    assert "s3://no-bucket/out" in printed
+    assert len(printed.splitlines()) == 1
 
 
 def s3fs_client():
@@ -317,11 +317,11 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--nranks", "2"], "--data_dir"),
         (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt does not exist"),
-        (["--data_dir", "/nope", "--nranks", "2", "--verify"], "there is no output to verify"),
+        (["--data_dir", "/nope", "--nranks", "2", "--verify"], "run the partition without --verify first"),
         (
             ["--data_dir", "/nope", "--nranks", "none"],
             "--nranks is 'none'; expected an integer",
@@ -332,7 +332,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
         ),
     ],
 )
-def test_mistakes_of_the_user_are_one_line(arguments, said):
+def test_user_errors_are_one_line(arguments, message):
     text = run(*arguments, code=1)
-    assert said in text
+    assert message in text
     assert len(text.splitlines()) == 1

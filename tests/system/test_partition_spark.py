@@ -1,4 +1,4 @@
-"""The engine for sets beyond one machine, on two local executors: the same bytes."""
+"""The Spark engine on two local executors writes the same bytes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from plsc.cli import main
 
 results = {}
 for name, arguments in json.load(sys.stdin).items():
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        results[name] = main(["data", "partition", *arguments]), said.getvalue()
+    reports = io.StringIO()
+    with contextlib.redirect_stdout(reports), contextlib.redirect_stderr(reports):
+        results[name] = main(["data", "partition", *arguments]), reports.getvalue()
 with open(sys.argv[1], "w") as file:
     json.dump(results, file)
 """
@@ -64,10 +64,10 @@ def folder(tmp_path) -> Path:
 
 @dataclass(frozen=True)
 class Local:
-    """Partitions of local sets by both engines; said: exit code and output of each run, by its name."""
+    """Partitions of local datasets by both engines; reports: exit code and output of each run, by name."""
 
     root: Path
-    said: dict[str, tuple[int, str]]
+    reports: dict[str, tuple[int, str]]
 
     def outputs(self, name: str) -> list[dict[str, bytes]]:
         """Return the files that each engine wrote."""
@@ -76,12 +76,12 @@ class Local:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory, pyspark) -> Local:
-    """All of them in one process: what takes long is to start Java."""
+    """Run all partitions in one process, because starting Java is slow."""
     root = tmp_path_factory.mktemp("spark")
     sets = {
         "mixed": (write_mixed_set(root / "mixed"), 7, "512M"),
         "few": (write_set(root / "few", 4, (10, 20), files=2), 11, "512M"),
-        # More than three times the memory, and several splits.
+        # More than three times the memory limit, and several splits.
         "many": (write_set(root / "many", 200_000, (350, 650)), 8, "32M"),
     }
     runs: dict[str, list[str]] = {}
@@ -94,16 +94,16 @@ def local(tmp_path_factory, pyspark) -> Local:
     with (bad / "2.txt").open("ab") as file:
         file.write(b"no label\n")
     runs["bad"] = ["--data_dir", str(bad), "--nranks", "2", *SPARK]
-    command = [sys.executable, "-c", SEVERAL, str(root / "said.json")]
+    command = [sys.executable, "-c", SEVERAL, str(root / "reports.json")]
     done = subprocess.run(command, input=json.dumps(runs), env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return Local(root, json.loads((root / "said.json").read_text()))
+    return Local(root, json.loads((root / "reports.json").read_text()))
 
 
 @pytest.mark.parametrize("name", ["mixed", "few", "many"])
-def test_spark_gives_the_bytes_and_the_manifest_of_the_local_engine(local, name):
+def test_spark_writes_the_same_bytes_and_manifest_as_the_local_engine(local, name):
     """For mixed inputs, for fewer lines than ranks, and for many lines in many splits."""
-    assert local.said[f"{name}-spark"][0] == 0, local.said
+    assert local.reports[f"{name}-spark"][0] == 0, local.reports
     spark, ours = local.outputs(name)
     assert spark == ours
     assert "manifest.json" in spark
@@ -111,10 +111,10 @@ def test_spark_gives_the_bytes_and_the_manifest_of_the_local_engine(local, name)
     assert hidden_in(local.root) == []
 
 
-def test_a_bad_line_is_named_and_nothing_is_left(local):
-    code, said = local.said["bad"]
+def test_a_bad_line_is_reported_and_nothing_is_left(local):
+    code, reports = local.reports["bad"]
     assert code == 1
-    assert "2.txt:751: expected '<base64>TAB<label>'" in said
+    assert "2.txt:751: expected '<base64>TAB<label>'" in reports
     assert hidden_in(local.root / "bad") == []
     assert not (local.root / "bad/partition_2").exists()
 
@@ -134,8 +134,8 @@ def test_from_s3_to_s3(tmp_path, folder, s3):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000, 40_000, 10**9])
-def test_splits_of_any_size_hold_each_line_once_and_in_order(tmp_path, folder, size):
-    if size < 100:  # of a few lines only, each split less than a line
+def test_splits_of_any_size_contain_each_line_once_and_in_order(tmp_path, folder, size):
+    if size < 100:  # use few lines; each split is shorter than a line
         (folder / "0.txt").write_bytes(b"AA\t1\n\n\nBBBB\t22\nC\t3")
         (folder / "file_list.txt").write_text("0.txt\n")
     inputs = list_inputs(str(folder), "file_list.txt")
@@ -173,7 +173,7 @@ def test_from_hdfs_to_hdfs(tmp_path, folder, hdfs):
     assert len(names) == 5
 
 
-def test_a_master_that_spark_cannot_start_on_is_one_error(tmp_path):
+def test_an_invalid_spark_master_gives_one_error(tmp_path):
     script = (
         "import sys; from plsc.cli import main; "
         "sys.exit(main(['data', 'partition', '--data_dir', sys.argv[1], '--nranks', '2', "

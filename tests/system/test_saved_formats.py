@@ -43,7 +43,7 @@ def ins(format, tmp_path, monkeypatch):
 
 
 @each_format
-def test_a_checkpoint_is_sound(format):
+def test_a_checkpoint_is_valid(format):
     folder = SAVED / f"format_{format}"
     assert read_manifest(folder).format_version == format
     verify(folder)
@@ -61,13 +61,13 @@ def test_a_run_resumes_on_another_number_of_ranks(format, ins, tmp_path):
 
 
 @each_format
-def test_a_network_tests_and_predicts(format, ins):
+def test_a_saved_network_tests_and_predicts(format, ins):
     _, accuracy, embedding = EXPECTED[format]
     assert ins.test()["lfw"].accuracy == pytest.approx(accuracy)
     assert ins.predict().embeddings[0][:3] == pytest.approx(embedding, rel=1e-4)
 
 
-def test_the_rate_of_format_1_is_converted_once_where_its_classes_change(tmp_path):
+def test_the_learning_rate_of_format_1_is_converted_once_when_classes_change(tmp_path):
     change_classes(FORMAT_1, tmp_path / "grown", grow=2)
     manifest = read_manifest(tmp_path / "grown")
     assert manifest.options["optim"]["lr"] == 8.0 * 8 / 1024

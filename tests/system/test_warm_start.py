@@ -17,7 +17,7 @@ from plsc.errors import CheckpointError, OptionError
 from tests.distributed import job
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
-from tests.unit.checkpoint.foreign_files import random_network, save_arcface_torch, save_plsc1
+from tests.unit.checkpoint.external_files import random_network, save_arcface_torch, save_plsc1
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +130,9 @@ def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
     assert started.head_left == {"head.weight": "is [6, 16], here [9, 16]"}
     assert started.backbone.shapes == {"neck.fc.weight": ((16, 1024), (16, 256))}
     assert 0.5 < started.backbone.share < 1
-    assert any("neck.fc.weight [16, 1024] here, [16, 256] there" in line for line in started.lines())
+    assert any(
+        "neck.fc.weight [16, 1024] in the network, [16, 256] in the file" in line for line in started.lines()
+    )
 
 
 def test_a_file_at_a_url_and_one_of_torch_save_give_the_same_start(dataset, trained, tmp_path):
@@ -163,14 +165,14 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
     assert "No such file" in refusal(tmp_path / "absent.pth")
     assert "has no manifest.json" in refusal(tmp_path)
     torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "a.pth")
-    said = refusal(tmp_path / "a.pth")
-    assert "nothing in" in said
-    assert "not in the network: a" in said
+    message = refusal(tmp_path / "a.pth")
+    assert "nothing in" in message
+    assert "not in the network: a" in message
     torch.save({"a": Malicious()}, tmp_path / "b.pth")
-    assert "asks for posix.system" in refusal(tmp_path / "b.pth")
+    assert "requests posix.system" in refusal(tmp_path / "b.pth")
     assert not os.path.exists("/tmp/plsc-must-not-exist")  # noqa: PTH110
     torch.save({"stem.0.weight": torch.full((16, 3, 3, 3), float("nan"))}, tmp_path / "c.pth")
-    assert "stem.0.weight holds numbers that are not finite" in refusal(tmp_path / "c.pth")
+    assert "stem.0.weight contains values that are not finite" in refusal(tmp_path / "c.pth")
     assert "manifest.json" in refusal("memory://weights")
 
 

@@ -1,8 +1,7 @@
-"""Change the classes of a checkpoint: more of them, fewer, some joined, or in another order.
+"""Change the classes of a checkpoint: add, drop, merge or reorder them.
 
-A new checkpoint is written beside the old one, which stays as it is. Whatever has a row a class follows:
-weights, biases, the state of their optimizer; everything else is copied byte for byte. Rows go through
-memory in pieces of a few megabytes, however many there are.
+The result is a new checkpoint; the old one is unchanged. All tensors with one row per class are converted:
+weights, biases and their optimizer state. Other tensors are copied. Rows are processed a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from plsc import __version__
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
 from plsc.checkpoint.classes.plan import (
     ClassList,
-    Given,
+    ClassNumbers,
     Plan,
     plan_drop,
     plan_grow,
@@ -31,10 +30,10 @@ from plsc.checkpoint.classes.plan import (
 from plsc.checkpoint.classes.rows import (
     Change,
     Directions,
-    average_joined,
-    draw_new,
-    point_new,
+    average_merged,
+    initialise_new,
     rows_of,
+    set_directions,
 )
 from plsc.checkpoint.load import (
     OpenCheckpoint,
@@ -73,34 +72,36 @@ def change_classes(
     destination: str | os.PathLike[str],
     *,
     grow: int | None = None,
-    drop: Given | None = None,
-    merge: Given | None = None,
-    reorder: Given | None = None,
+    drop: ClassNumbers | None = None,
+    merge: ClassNumbers | None = None,
+    reorder: ClassNumbers | None = None,
     rows: str = "mean",
     directions: Directions | None = None,
     names: ClassNames | None = None,
 ) -> Manifest:
-    """Write the checkpoint `source` with other classes to `destination`, and return its manifest.
+    """Write the checkpoint `source` with changed classes to `destination`; return the new manifest.
 
-    Exactly one of:
-    grow: so many new classes behind the others. Their rows are those that a head with more classes would
-    have begun with; or, with `directions` [grow, D], they point along these, as long as the old rows are
-    on average (of sub-centres the first one does). Their optimizer state is zero.
-    drop: classes that leave. merge: pairs (from, to) of classes that join others; rows: 'mean' (the mean
-    of the unit rows, as long as the rows are on average) or 'target' (that of `to`); their state is that of
-    `to`. In both the others are numbered densely, in their order. reorder: the old class that becomes
-    class 0, 1, ..., each once.
-    Names of classes go along; new classes have none, or those of `names` [grow].
-    Lists are files of a number a line (merge: two), or sequences; merge also a mapping.
+    Give exactly one of `grow`, `drop`, `merge` and `reorder`. A list of classes is a text file with one
+    number per line (`merge`: two), or a Python sequence (`merge`: also a mapping). The training position is
+    kept, so a run can resume from the new checkpoint. If class numbers changed, the new checkpoint has a file
+    ``classes.tsv`` with a line ``old<TAB>new`` per remaining class (see `read_class_map`).
 
-    The position of the run is kept, training goes on from it. Where numbers changed, `classes.tsv` in
-    the new checkpoint has a line ``old<TAB>new`` for each class that is still there; see
-    `plsc.checkpoint.classes.map.read_class_map`.
+    Args:
+        grow: number of classes to append. Their optimizer state is zero.
+        drop: classes to remove. The others are renumbered densely, in their order.
+        merge: pairs (from, to) of classes; each `from` is merged into `to`, which keeps its optimizer state.
+            The others are renumbered densely, in their order.
+        reorder: for each new class 0, 1, ... its old number; every class once.
+        rows: row of a merged class: 'mean' of the normalised rows, scaled to their mean norm, or 'target',
+            the row of `to`.
+        directions: [grow, D]: directions of the new rows, scaled to the mean norm of the old rows. With
+            sub-centres they set the first one. Without it, new rows are initialised as in a new head.
+        names: [grow] class names of the new classes, for a checkpoint that has class names.
 
     Raises:
-        OptionError, DataError: about the arguments and lists.
-        CheckpointError: `source` is damaged, `destination` is there already or cannot be written. Nothing
-            is published then.
+        OptionError: an argument is invalid.
+        DataError: a list is invalid.
+        CheckpointError: `source` is damaged, or `destination` cannot be written. Nothing is published.
     """
     wanted = {"grow": grow, "drop": drop, "merge": merge, "reorder": reorder}
     given = [name for name, value in wanted.items() if value is not None]
@@ -111,7 +112,7 @@ def change_classes(
     if rows not in ("mean", "target"):
         raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
     if rows != "mean" and merge is None:
-        raise OptionError(f"rows is {rows!r}, but nothing is merged; give merge, too")
+        raise OptionError(f"rows is {rows!r}, but no classes are merged; use it only with merge")
     for location in (source, destination):
         if is_url(os.fspath(location)):
             raise OptionError(f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint")
@@ -141,11 +142,11 @@ def change_classes(
 
 
 def refuse_several_heads(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if a checkpoint has several heads, each with classes of its own."""
+    """Raise CheckpointError if a checkpoint has several heads."""
     if HEADS_KEY in manifest.scalars:
         raise CheckpointError(
-            f"{folder} has a head for each of several data sets; the classes of a checkpoint can be changed "
-            "where it has a single head"
+            f"{folder} has several heads; the classes of a checkpoint can be changed only if it has a single "
+            "head"
         )
 
 
@@ -159,23 +160,23 @@ def _plan(before: int, what: str, value: Any) -> tuple[Plan, ClassList | None]:
 
 
 def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
-    """Return the keys of the tensors that have a row for each class. Raises CheckpointError if none has."""
+    """Return the keys of the tensors with one row per class; CheckpointError if there are none."""
     info = manifest.tensors.get(_WEIGHT)
     if info is None or len(info.shape) not in (2, 3):
-        raise CheckpointError(f"{folder} has no class rows ({_WEIGHT}), so there are no classes to change")
+        raise CheckpointError(f"{folder} has no class weights ({_WEIGHT}); choose another checkpoint")
     found = {key for key, info in manifest.tensors.items() if _has_class_rows(info, manifest)}
     for key in sorted(found):
         shape = manifest.tensors[key].shape
         if shape[:1] != (manifest.class_num,):
             raise CheckpointError(
-                f"{folder}: {key!r} is {list(shape)}, but there are {manifest.class_num} classes; "
+                f"{folder}: {key!r} has the shape {list(shape)}, but there are {manifest.class_num} classes; "
                 "choose another checkpoint"
             )
     return found
 
 
 def _has_class_rows(info: TensorInfo, manifest: Manifest) -> bool:
-    """Whether it is class weights, or state of their optimizer that has a row per class, too."""
+    """Return whether a tensor is a class weight, or its optimizer state with one row per class."""
     if info.role.kind == OPTIMIZER and info.shape[:1] == (manifest.class_num,):
         owner = manifest.tensors.get(info.role.of)
         return owner is not None and owner.role.kind == CLASS_WEIGHTS
@@ -185,29 +186,29 @@ def _has_class_rows(info: TensorInfo, manifest: Manifest) -> bool:
 def _changes(
     opened: OpenCheckpoint, plan: Plan, rows: str, directions: Directions | None
 ) -> dict[str, tuple[Change, ...]]:
-    """Return what is done to tensors beyond moving their rows, by key."""
+    """Return by key the changes to tensors that go beyond moving rows."""
     weight = opened.tensors[_WEIGHT]
     wanted = (plan.added, weight.shape[-1])
     if directions is not None and tuple(directions.shape) != wanted:
         raise OptionError(
-            f"directions are {list(directions.shape)}; expected {list(wanted)}, one for each new class"
+            f"directions have the shape {list(directions.shape)}; expected {list(wanted)}, one per new class"
         )
     changes: dict[str, tuple[Change, ...]] = {}
     if plan.added:
         norm = _option(opened.manifest, "head.initial_norm")
-        changes[_WEIGHT] = (draw_new(weight, plan, _seed(opened.manifest), norm),)
+        changes[_WEIGHT] = (initialise_new(weight, plan, _seed(opened.manifest), norm),)
         if directions is not None:
-            changes[_WEIGHT] += (point_new(weight, plan, directions),)
+            changes[_WEIGHT] += (set_directions(weight, plan, directions),)
     if plan.what == "merge" and rows == "mean":
         for key in {_WEIGHT, _BIAS} & opened.tensors.keys():
-            changes[key] = (average_joined(opened.tensors[key], plan),)
+            changes[key] = (average_merged(opened.tensors[key], plan),)
     return changes
 
 
 def _seed(manifest: Manifest) -> int:
-    """Return the seed of new rows: the run's, so that they are those of a head with more classes.
+    """Return the seed for new rows: the run's seed, so that they equal those of a larger new head.
 
-    After another change it is a new one: the same class may have been here before.
+    After an earlier change it differs, because a dropped class may have had the same number.
     """
     seed = _option(manifest, "train.seed")
     changes = len(manifest.lineage)
@@ -215,7 +216,7 @@ def _seed(manifest: Manifest) -> int:
 
 
 def _option(manifest: Manifest, path: str) -> Any:
-    """Return an option of the run that was saved; its default where the checkpoint has none."""
+    """Return an option of the saved run; the default if the checkpoint does not have it."""
     group, name = path.split(".")
     values, option = manifest.options.get(group), find_option(path)
     value = values.get(name) if isinstance(values, dict) else None
@@ -223,7 +224,7 @@ def _option(manifest: Manifest, path: str) -> Any:
 
 
 def _new_names(folder: Path, manifest: Manifest, plan: Plan, added: ClassNames | None) -> dict[Role, Tensor]:
-    """Return the tensors of the classes' names, if the checkpoint has some; added: of the new classes."""
+    """Return the tensors of class names, if the checkpoint has some; added: names of the new classes."""
     names = read_class_names(folder, manifest)
     if names is None:
         return {}
@@ -233,7 +234,7 @@ def _new_names(folder: Path, manifest: Manifest, plan: Plan, added: ClassNames |
         if (known >= 0).any():
             number = int(known.max())
             raise DataError(
-                f"the new class '{names[number]}' is class {number} of {folder} already; leave it out"
+                f"the new class '{names[number]}' is already class {number} of {folder}; remove it"
             )
         names = names.with_names(added, np.arange(plan.after - plan.added, plan.after))
     return class_name_tensors(names)
@@ -243,7 +244,7 @@ def _new_tensors(manifest: Manifest, plan: Plan, moved: set[str]) -> dict[str, T
     return {
         key: dataclasses.replace(info, shape=(plan.after, *info.shape[1:]))
         if key in moved
-        else dataclasses.replace(info, sharded=False)  # a sharded backbone's are put together
+        else dataclasses.replace(info, sharded=False)  # a sharded backbone tensor is joined
         for key, info in manifest.tensors.items()
     }
 
@@ -256,7 +257,7 @@ def _entries(
     changes: dict[str, tuple[Change, ...]],
     replaced: dict[str, Tensor],
 ) -> list[list[Entry]]:
-    """Return what goes into each file: as many as there were, whole tensors where they were."""
+    """Return the entries of each file: as many files as before, whole tensors in the same file."""
     names = opened.manifest.shards
     files: dict[str, list[Entry]] = {name: [] for name in names}
     for key, info in tensors.items():
@@ -281,7 +282,7 @@ def _entry(stored: StoredTensor, shape: tuple[int, ...], start: int, chunks: Chu
 def _lineage(
     source: Path, plan: Plan, found: ClassList | None, rows: str, by_directions: bool
 ) -> dict[str, Any]:
-    """Return what the manifest says of this change."""
+    """Return the manifest's entry for this change."""
     entry: dict[str, Any] = {
         "what": plan.what,
         "source": source.resolve().name,
@@ -308,13 +309,13 @@ def _new_manifest(
     options, scalars = copy.deepcopy(manifest.options), copy.deepcopy(manifest.scalars)
     if isinstance(options.setdefault("head", {}), dict):
         options["head"]["class_num"] = plan.after
-    scalars[METRICS_KEY] = {}  # it was judged with other classes
+    scalars[METRICS_KEY] = {}  # they were measured with the old classes
     if not manifest.step_in_epoch and "steps_per_epoch" in scalars:
-        scalars["steps_per_epoch"] = None  # images may come and go with the classes
+        scalars["steps_per_epoch"] = None  # the number of images may change with the classes
     ranks = len(manifest.shards) if tensors[_WEIGHT].sharded else 1
     return dataclasses.replace(
         manifest,
-        run_id="",  # no run may delete it
+        run_id="",  # so that no run deletes it
         class_num=plan.after,
         class_ranges=[list(pair) for pair in class_ranges(plan.after, ranks)],
         options=options,

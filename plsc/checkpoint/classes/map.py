@@ -1,6 +1,6 @@
-"""Where the classes went: a file beside the manifest, for the labels of a dataset to follow.
+"""The class map of a checkpoint: ``classes.tsv``, with a line ``old<TAB>new`` per remaining class.
 
-It has a line ``old<TAB>new`` for each class that is still there: what `set_label_map` takes, too.
+`set_label_map` accepts the same format.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ def write_map(path: Path, plan: Plan) -> FileInfo:
 
 
 def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
-    """Return the new number of each class of before the last change of a checkpoint, int64; -1: dropped.
+    """Return the new number of each old class for the last change of a checkpoint, int64 [old classes].
 
-    ``labels = read_class_map(path)[labels]`` lets the labels of a dataset follow; take out those of -1.
+    Dropped classes are -1. ``labels = read_class_map(path)[labels]`` converts labels; remove those of -1.
 
     Raises:
-        CheckpointError: its classes were never renumbered, or the map is damaged.
+        CheckpointError: the last change did not renumber classes, or the map is damaged.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
     last = manifest.lineage[-1] if manifest.lineage else {}
     if not isinstance(last.get("map"), dict):
-        raise CheckpointError(f"{folder} has no {MAP_NAME}: the last thing it went through moved no class")
+        raise CheckpointError(f"{folder} has no {MAP_NAME}: its last change did not renumber classes")
     before, size = last.get("classes_before"), last["map"].get("bytes")
     file = folder / MAP_NAME
     if not file.exists():
         raise CheckpointError(
-            f"{file} is not there; take it from the checkpoint in which the classes were changed"
+            f"{file} is missing; copy it from the checkpoint in which the classes were changed"
         )
     try:
         if not (isinstance(before, int) and 0 < before <= _MOST_CLASSES):
@@ -64,5 +64,5 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, IndexError, MemoryError) as error:
-        raise CheckpointError(f"{file} is damaged: it is not what was saved") from error
+        raise CheckpointError(f"{file} is damaged: it differs from what was saved") from error
     return numbers

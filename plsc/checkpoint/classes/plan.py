@@ -1,6 +1,6 @@
-"""Which old class, or none, each class of the new numbering comes from; the lists that say so.
+"""Plans for changing classes: the old number of each new class; and the lists that define them.
 
-The memory of a plan grows with the list that was given, not with the number of classes.
+The memory of a plan is proportional to the given list, not to the number of classes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 from plsc.errors import DataError, OptionError
 
-Given = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
+ClassNumbers = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
 
 _MAP_STEP = 1 << 16
-_MAX_DIGITS = 18  # all such numbers fit int64
+_MAX_DIGITS = 18  # such numbers fit int64
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -32,13 +32,15 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Plan:
-    """From `before` classes to `after`. Numbers are int64.
+    """The mapping from `before` old classes to `after` new ones. All arrays are int64.
 
-    Classes that stay keep their order and are numbered densely, `removed` (ascending) being left out; what
-    follows them up to `after` is new. Or `order` says which old class each new one is.
-
-    joined: new numbers of classes that others joined, ascending, with repetitions; members: the old number
-    of the one that joined, for each. joins: for each of `removed` the old class that it joined, -1 for none.
+    Attributes:
+        removed: old classes that have no new number, ascending. The others keep their order and are numbered
+            densely; new classes follow up to `after`.
+        joins: for each of `removed` the old class that it is merged into, -1 for none.
+        joined: new numbers of merge targets, ascending, once per merged class.
+        members: for each of `joined` the old class that is merged into it.
+        order: for `reorder`, the old number of each new class.
     """
 
     what: str
@@ -52,21 +54,21 @@ class Plan:
 
     @property
     def added(self) -> int:
-        """Count the classes that were none before."""
+        """Number of new classes."""
         return self.after - (self.before - len(self.removed))
 
     def sources(self, start: int, stop: int) -> np.ndarray:
-        """Return the old number of each new class of start..stop - 1; -1: it is new."""
+        """Return the old number of each new class in start..stop - 1; -1 if it is new."""
         if self.order is not None:
             return self.order[start:stop]
         new = np.arange(start, stop)
-        # The i-th removed class is passed by the new numbers from removed[i] - i.
+        # removed[i] shifts all new numbers from removed[i] - i.
         below = self.removed - np.arange(len(self.removed))
         old = new + np.searchsorted(below, new, side="right")
         return np.where(old < self.before, old, -1)
 
     def numbers(self, old: np.ndarray) -> np.ndarray:
-        """Return the new number of old classes; -1: dropped."""
+        """Return the new numbers of old classes; -1 if dropped."""
         if self.order is not None:
             return self._inverse[old]
         if not len(self.removed):
@@ -91,7 +93,7 @@ class Plan:
         return self.joined[low:high], self.members[low:high]
 
     def label_map(self) -> Iterator[bytes]:
-        """Yield lines ``old<TAB>new``, in pieces; dropped classes have none."""
+        """Yield the lines ``old<TAB>new`` in pieces; dropped classes have no line."""
         for start in range(0, self.before, _MAP_STEP):
             old = np.arange(start, min(self.before, start + _MAP_STEP))
             new = self.numbers(old)
@@ -100,24 +102,24 @@ class Plan:
 
 
 def plan_grow(before: int, count: int) -> Plan:
-    """Return the plan for `count` new classes behind the others; OptionError if that is no count."""
+    """Return the plan for appending `count` classes; OptionError if it is less than 1."""
     if count < 1:
         raise OptionError(f"grow is {count}; expected the number of new classes, 1 or more")
     return Plan("grow", before, before + count)
 
 
 def plan_drop(before: int, found: ClassList) -> Plan:
-    """Return the plan for leaving classes out. found: [n, 1]. Raises DataError."""
+    """Return the plan for dropping classes. found: [n, 1]. Raises DataError."""
     dropped = found.numbers[:, 0]
     check_distinct(found, dropped)
-    after = _enough(found, before - len(dropped), before)
+    after = _check_enough(found, before - len(dropped), before)
     return Plan("drop", before, after, np.sort(dropped))
 
 
 def plan_merge(before: int, found: ClassList) -> Plan:
-    """Return the plan for classes that join others. found: [n, 2], from and to. Raises DataError."""
+    """Return the plan for merging classes. found: [n, 2], from and to. Raises DataError."""
     joining, targets = found.numbers[:, 0], found.numbers[:, 1]
-    check_distinct(found, joining, " as one that joins another")
+    check_distinct(found, joining, " as a class to merge")
     order = np.argsort(joining)
     removed, joins = joining[order], targets[order]
     place = np.minimum(np.searchsorted(removed, targets), len(removed) - 1)
@@ -126,21 +128,21 @@ def plan_merge(before: int, found: ClassList) -> Plan:
         row = int(wrong[0])
         source, target, end = joining[row], targets[row], joins[place[row]]
         if source == target:
-            raise found.wrong(row, f"class {source} joins itself")
+            raise found.wrong(row, f"class {source} is merged into itself; remove the line")
         raise found.wrong(
             row,
-            f"class {source} joins {target}, which itself joins {end}; name where it ends, once",
+            f"class {source} is merged into {target}, which is merged into {end}; name the final target",
         )
-    after = _enough(found, before - len(removed), before)
+    after = _check_enough(found, before - len(removed), before)
     new = joins - np.searchsorted(removed, joins)
     by_target = np.argsort(new, kind="stable")
     return Plan("merge", before, after, removed, joins, new[by_target], removed[by_target])
 
 
 def plan_reorder(before: int, found: ClassList) -> Plan:
-    """Return the plan for another order. found: [n, 1], the old class that becomes class 0, 1, ...
+    """Return the plan for a new order. found: [n, 1], the old number of each new class.
 
-    Raises DataError unless it names every class once.
+    Raises DataError unless it has every class once.
     """
     order = found.numbers[:, 0]
     check_distinct(found, order)
@@ -148,15 +150,15 @@ def plan_reorder(before: int, found: ClassList) -> Plan:
         is_there = np.zeros(before, dtype=bool)
         is_there[order] = True
         raise DataError(
-            f"{found.name} has {len(order)} classes of {before}; an order names each of them, the first "
-            f"that it lacks is {int(np.argmin(is_there))}"
+            f"{found.name} has {len(order)} of {before} classes; expected every class once, the first "
+            f"missing one is {int(np.argmin(is_there))}"
         )
     return Plan("reorder", before, before, order=order)
 
 
-def _enough(found: ClassList, after: int, before: int) -> int:
+def _check_enough(found: ClassList, after: int, before: int) -> int:
     if after < 2:
-        raise DataError(f"{found.name} leaves {after} of {before} classes; a classifier needs two or more")
+        raise DataError(f"{found.name} leaves {after} of {before} classes; a classifier needs at least two")
     return after
 
 
@@ -167,7 +169,7 @@ def _enough(found: ClassList, after: int, before: int) -> int:
 class ClassList:
     """Class numbers, int64 [n, columns], each in 0..classes - 1.
 
-    name: what messages call it; sha256: of the file's bytes, or of the lines that the numbers would make.
+    name: for messages. sha256: of the file, or of the lines that a file with these numbers would have.
     """
 
     name: str
@@ -175,18 +177,18 @@ class ClassList:
     sha256: str
 
     def wrong(self, row: int, what: str) -> DataError:
-        """Return the error about a row, which is line row + 1 of a file."""
+        """Return an error about a row, which is line row + 1 of a file."""
         return DataError(f"{self.name}:{row + 1}: {what}")
 
 
-def read_class_list(given: Given, what: str, columns: int, classes: int) -> ClassList:
-    """Return the numbers of a file, or those given in Python; what: their name there.
+def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) -> ClassList:
+    """Read class numbers from a file or a Python value; what: name of the argument, for messages.
 
-    A file has `columns` numbers per line with white space between them; blank lines may only end it. It
-    is read in memory of 8 bytes per number.
+    A file has `columns` numbers per line, separated by white space. Blank lines are allowed only at the end.
+    It needs 8 bytes of memory per number.
 
     Raises:
-        DataError: no such file, a line that is not so, a class out of range, an empty list.
+        DataError: a missing file, an invalid line, a class out of range, or an empty list.
     """
     if isinstance(given, (str, os.PathLike)):
         name = os.fspath(given)
@@ -198,7 +200,7 @@ def read_class_list(given: Given, what: str, columns: int, classes: int) -> Clas
         sha256 = hashlib.sha256(_as_lines(numbers)).hexdigest()
     found = ClassList(name, numbers, sha256)
     if not len(numbers):
-        raise DataError(f"{name} names no class; expected one per line")
+        raise DataError(f"{name} is empty; expected one class per line")
     outside = np.flatnonzero(((numbers < 0) | (numbers >= classes)).any(axis=1))
     if len(outside):
         row = numbers[outside[0]]
@@ -208,19 +210,19 @@ def read_class_list(given: Given, what: str, columns: int, classes: int) -> Clas
 
 
 def check_distinct(found: ClassList, values: np.ndarray, what: str = "") -> None:
-    """Raise DataError if a class comes twice among `values`, one for each row; what: is said behind it."""
+    """Raise DataError if `values`, one per row, are not unique; what: follows the class in the message."""
     order = np.argsort(values, kind="stable")
     same = np.flatnonzero(values[order[1:]] == values[order[:-1]])
     if len(same):
-        # Of all that come twice, the first in the file.
+        # Of all repeated values, the first in the file.
         second = int(order[same + 1].min())
         first = int(np.flatnonzero(values == values[second])[0])
-        raise found.wrong(second, f"class {values[second]} comes again{what}, after line {first + 1}")
+        raise found.wrong(second, f"class {values[second]} is repeated{what}; its first line is {first + 1}")
 
 
 def _read(path: Path, columns: int) -> tuple[array[int], str]:
-    if path.exists() and not path.is_file():  # a pipe would wait for ever
-        raise DataError(f"the list {path} is no plain file")
+    if path.exists() and not path.is_file():  # opening a pipe would block
+        raise DataError(f"the list {path} is not a plain file")
     try:
         with path.open("rb") as file:
             return _parse(path, file, columns)

@@ -1,4 +1,4 @@
-"""The bytes of a class tensor in its new numbering, a piece at a time: kept, joined and new rows."""
+"""Compute the rows of a class tensor in its new numbering, piece by piece: kept, merged and new rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from plsc.heads.weights import initial_rows
 _BLOCK = 4096  # rows that `initial_rows` draws at once
 
 Change = Callable[[int, np.ndarray], None]
-"""Alters a piece in place: its first new class, and its bytes, uint8 [n, row_bytes]."""
+"""Change a piece in place. Arguments: index of its first new class, and its bytes, uint8 [n, row_bytes]."""
 
 
 class Directions(Protocol):
-    """Vectors [n, D] that are sliced, such as an array, perhaps one that lies in a file."""
+    """Vectors [n, D] that can be sliced, such as an array or a memory map."""
 
     shape: tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Directions(Protocol):
 def rows_of(
     tensor: StoredTensor, plan: Plan, start: int, stop: int, changes: tuple[Change, ...] = ()
 ) -> Chunks:
-    """Return the pieces of new classes start..stop - 1: the old rows, zeros for new classes, then changes."""
+    """Return the chunks of new classes start..stop - 1: old rows, zeros for new classes, then `changes`."""
 
     def pieces() -> Iterator[memoryview]:
         for first in range(start, stop, tensor.rows_per_piece):
@@ -46,12 +46,12 @@ def rows_of(
     return pieces
 
 
-def draw_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) -> Change:
-    """Return what fills in new rows as the head's own initialiser draws them for (seed, class) and a norm."""
+def initialise_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) -> Change:
+    """Return a change that initialises new rows as a new head would, for (seed, class) and a norm."""
     kept = plan.after - plan.added
     centers = weight.shape[1] if len(weight.shape) == 3 else 1
 
-    @functools.lru_cache(maxsize=1)  # neighbouring pieces share a block
+    @functools.lru_cache(maxsize=1)  # consecutive pieces share a block
     def block(number: int) -> Tensor:
         return initial_rows(
             seed, number * _BLOCK, (number + 1) * _BLOCK, weight.shape[-1], weight.dtype, norm
@@ -68,10 +68,10 @@ def draw_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) ->
     return draw
 
 
-def point_new(weight: StoredTensor, plan: Plan, directions: Directions) -> Change:
-    """Return what lets the first row of each new class point along its direction, as long as old rows.
+def set_directions(weight: StoredTensor, plan: Plan, directions: Directions) -> Change:
+    """Return a change that sets the first row of each new class to its direction times the mean old norm.
 
-    Raises DataError, while it works, for a direction that is not finite or has no length.
+    The change raises DataError for a direction that is zero or not finite.
     """
     kept = plan.after - plan.added
     length = _mean_length(weight)
@@ -80,27 +80,27 @@ def point_new(weight: StoredTensor, plan: Plan, directions: Directions) -> Chang
         low = max(first, kept)
         if low >= first + len(rows):
             return
-        given = np.array(directions[low - kept : first + len(rows) - kept])  # not a view of a file
+        given = np.array(directions[low - kept : first + len(rows) - kept])  # no view of a file
         wanted = torch.from_numpy(given).double()
         norm = wanted.norm(dim=1, keepdim=True)
         wrong = (~(norm.isfinite() & (norm > 0)))[:, 0].nonzero()
         if len(wrong):
             raise DataError(
-                f"the direction of new class {low + int(wrong[0])} has the length "
+                f"the direction of new class {low + int(wrong[0])} has the norm "
                 f"{float(norm[wrong[0, 0]])}; expected a finite vector that is not zero"
             )
         values = _rows_as_bytes((wanted / norm * length).to(weight.dtype))
-        rows[low - first :, : values.shape[1]] = values  # of sub-centres the first
+        rows[low - first :, : values.shape[1]] = values  # sets the first sub-centre
 
     return point
 
 
-def average_joined(tensor: StoredTensor, plan: Plan) -> Change:
-    """Return what gives classes that others joined the mean of their rows, or biases, and their own.
+def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
+    """Return a change that sets the row, or bias, of each merged class to the mean over its members.
 
-    The direction of a row is the mean of the unit rows, its length the mean of the lengths. Of sub-centres
-    those nearest to each other are paired. Rows that cancel leave the class its own. Raises CheckpointError,
-    while it works, for values that are not finite.
+    The direction of a row is the mean of the normalised rows, its norm the mean of the norms. Sub-centres
+    are paired by similarity first. If the directions cancel, the class keeps its own row. The change raises
+    CheckpointError for values that are not finite.
     """
     is_bias = len(tensor.shape) == 1
 
@@ -135,7 +135,7 @@ def average_joined(tensor: StoredTensor, plan: Plan) -> Change:
 
 
 def _paired(others: Tensor, own: Tensor) -> Tensor:
-    """Return the sub-centres [n, K, D] in the order in which they pair with `own`, nearest pairs first."""
+    """Return the sub-centres [n, K, D], ordered to pair with `own`; the most similar pairs first."""
     n, centers, _ = own.shape
     closeness = _unit(own) @ _unit(others).transpose(1, 2)
     order = torch.zeros(n, centers, dtype=torch.int64)
@@ -150,7 +150,7 @@ def _paired(others: Tensor, own: Tensor) -> Tensor:
 
 
 def _mean_length(weight: StoredTensor) -> float:
-    """Return the mean length of the rows there are."""
+    """Return the mean norm of the old rows."""
     total = 0.0
     for first in range(0, weight.shape[0], weight.rows_per_piece):
         rows = weight.values(np.arange(first, min(weight.shape[0], first + weight.rows_per_piece)))
@@ -161,7 +161,7 @@ def _mean_length(weight: StoredTensor) -> float:
 
 def _finite(tensor: StoredTensor, values: Tensor) -> Tensor:
     if not bool(values.isfinite().all()):
-        raise CheckpointError(f"{tensor.key} holds rows that are not finite; choose another checkpoint")
+        raise CheckpointError(f"{tensor.key} contains rows that are not finite; choose another checkpoint")
     return values
 
 

@@ -1,6 +1,6 @@
-"""Weights that other programs saved: insightface, PLSC 0.1, safetensors, torch.save.
+"""Import weights saved by other programs: insightface, PLSC 0.1, safetensors, torch.save.
 
-What torch.save wrote is read by torch's unpickler for weights alone, which runs nothing. Class rows are
+Files of torch.save are read with ``weights_only=True``, which runs no code from the file. Class weights are
 read and written piece by piece.
 """
 

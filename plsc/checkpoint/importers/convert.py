@@ -1,4 +1,4 @@
-"""Turn weights that other programs saved into a checkpoint, whatever the size of the head."""
+"""Convert weights saved by other programs to a checkpoint; the head may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plsc.checkpoint.importers.insightface import (
     is_iresnet,
     read_insightface,
 )
-from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_nothing
+from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
 from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
 from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1
 from plsc.checkpoint.importers.source import (
@@ -50,7 +50,7 @@ _ZEROS = 1 << 20  # numbers
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported to ``path``: the layout and network, what matched, the classes, and notes."""
+    """The result of an import: path, layout, network, matching tensors, number of classes, and notes."""
 
     path: Path
     layout: str
@@ -61,10 +61,10 @@ class Imported:
     notes: list[str]
 
     def lines(self) -> list[str]:
-        """Return the summary, a few lines of bounded length."""
+        """Return a summary of a few lines."""
         lines = [f"{self.path}: imported from the layout {self.layout}"]
         if self.match is not None:
-            lines += [f"{self.network}, embeddings of {self.emb_size}", *self.match.lines()]
+            lines += [f"{self.network}, embedding size {self.emb_size}", *self.match.lines()]
         if self.class_num:
             lines.append(f"{self.class_num:,} classes")
         return lines + self.notes
@@ -81,19 +81,25 @@ def import_checkpoint(
     class_num: int | None = None,
     global_batch_size: int | None = None,
 ) -> Imported:
-    """Write the checkpoint folder ``target`` from the weights at ``source``; class rows are streamed.
+    """Write the checkpoint folder ``target`` from the weights at ``source``; class weights are streamed.
 
-    layout: one of LAYOUTS. ranks: files to write, one for each rank that will train. network: where the
-    files do not say it. class_num: how many classes there must be. global_batch_size: of the run that will
-    resume it (128 a rank if not given). What the files lack starts afresh, and is told.
+    State that the files do not contain is initialised, and the summary says so.
+
+    Args:
+        layout: one of LAYOUTS.
+        ranks: number of data files to write, one per rank of the future run.
+        network: the network, if the files do not name it.
+        loss_type: overrides the loss type of the files.
+        class_num: expected number of classes; any if None.
+        global_batch_size: of the run that will resume from it; default 128 per rank.
 
     Raises:
-        OptionError: an unknown layout or network, ranks below 1, a target that is there already.
-        CheckpointError: files missing, doubled, damaged, malicious, or that do not go together; or the
-            target cannot be written. Nothing is left under its name.
+        OptionError: an unknown layout or network, ranks below 1, or an existing target.
+        CheckpointError: files are missing, duplicated, damaged, malicious or inconsistent, or the target
+            cannot be written. Nothing is published.
     """
     if layout not in LAYOUTS:
-        raise OptionError(f"there is no layout {layout!r}; {suggest(layout, LAYOUTS)}")
+        raise OptionError(f"unknown layout {layout!r}; {suggest(layout, LAYOUTS)}")
     if ranks < 1:
         raise OptionError(f"ranks is {ranks}; expected at least 1")
     target = Path(target)
@@ -103,7 +109,7 @@ def import_checkpoint(
         found.loss_type = loss_type
     classes = found.rows[WEIGHT].shape[0] if WEIGHT in found.rows else 0
     if class_num is not None and classes != class_num:
-        raise CheckpointError(f"{source} has {classes} classes, expected {class_num}; are files missing?")
+        raise CheckpointError(f"{source} has {classes} classes; expected {class_num}; are files missing?")
     tensors, options, match = _network_of(found, str(source))
     _check_head(found, options)
     rows = _rows_to_write(found)
@@ -121,13 +127,13 @@ def import_checkpoint(
 
 
 def _read_source(path: Path, layout: str, given: Network) -> Source:
-    """Return the weights at a path. layout: one of LAYOUTS; given: the network, where the files do not say.
+    """Return the weights at a path. layout: one of LAYOUTS; given: the network, if the files do not name it.
 
     Raises:
-        CheckpointError: files missing, doubled, damaged, malicious, or of no layout known here.
+        CheckpointError: files are missing, duplicated, damaged, malicious, or of an unknown layout.
     """
     if not path.exists():
-        raise CheckpointError(f"there is nothing at {path}; expected weights to import")
+        raise CheckpointError(f"{path} does not exist; expected weights to import")
     if layout == "auto":
         layout = _recognise(path)
     if layout == INSIGHTFACE:
@@ -144,33 +150,32 @@ def _recognise(path: Path) -> str:
     if not path.is_dir():
         return SAFETENSORS if path.suffix == ".safetensors" else STATE_DICT
     if (path / MANIFEST_NAME).exists():
-        raise CheckpointError(f"{path} is a checkpoint already; load it as it is")
+        raise CheckpointError(f"{path} is already a checkpoint; load it without importing it")
     layouts = [(INSIGHTFACE, is_insightface(path)), (PLSC1, is_plsc1(path))]
     recognised = [name for name, is_one in layouts if is_one]
     if len(recognised) != 1:
         raise CheckpointError(
-            f"{path} holds {' and '.join(recognised) if recognised else 'no layout known here'}; "
-            f"name one with --layout ({', '.join(LAYOUTS[1:])}), or give one file"
+            f"{path} has {' and '.join(recognised) if recognised else 'no known layout'}; "
+            f"name one with --layout ({', '.join(LAYOUTS[1:])}), or give a single file"
         )
     return recognised[0]
 
 
 def _read_named(path: Path, layout: str, given: Network) -> Source:
-    """Return the tensors of one file; class rows are named head.weight (and head.bias).
+    """Return the tensors of one file; class weights are named head.weight (and head.bias).
 
-    See `read_state_dict` for when they are.
-
-    given: the network. An iresnet of insightface is recognised without it.
+    `read_state_dict` decides which tensors are class weights. given: the network; not needed for an iresnet
+    of insightface, which is recognised.
 
     Raises:
-        CheckpointError: no such file, a damaged or malicious one, or no network is given.
+        CheckpointError: the file is missing, damaged or malicious, or no network is given.
     """
     state, head = read_state_dict(path, follow_links=True)
     if given.name is None:
         if not is_iresnet(state):
             raise CheckpointError(
-                f"{path} does not say which network it is of; name it with --model, such as "
-                "torchvision/resnet18, with its --emb_size and --image_shape"
+                f"{path} does not name its network; pass --model, such as torchvision/resnet18, with "
+                "--emb_size and --image_shape"
             )
         source = iresnet_source(state, str(path))
         source.layout = layout
@@ -184,7 +189,7 @@ def _read_named(path: Path, layout: str, given: Network) -> Source:
 
 
 def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
-    """Return the whole tensors by checkpoint key, the options of the network, and what of it matched."""
+    """Return the unsharded tensors by checkpoint key, the options of the network, and what matched."""
     options = Options()
     for path, value in found.options.items():
         options.set(path, value)
@@ -199,50 +204,53 @@ def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options,
     if not found.backbone:
         return {}, options, None
     model = options.model
-    with torch.random.fork_rng(devices=[]):  # what the files lack begins as in a run of this seed
+    with torch.random.fork_rng(devices=[]):  # missing tensors get the values of a new run with this seed
         torch.manual_seed(options.train.seed)
         built = build_model(model.name, model.emb_size, model.image_shape, model.dropout, model.neck)
     state = built.state_dict()
     with torch.no_grad():
         match = match_into(state, found.backbone, source)
-    refuse_nothing(match, source, "choose its network with --model, --emb_size and --image_shape")
+    refuse_no_match(match, source, "choose the network with --model, --emb_size and --image_shape")
     lost = [name for name in match.missing if not name.endswith("num_batches_tracked")]
     if found.is_whole and (lost or match.shapes):
         raise CheckpointError(
-            f"{source} is not a whole {model.name} for images {list(model.image_shape)}: "
-            f"{'; '.join(match.lines()[1:])}; fetch it again, or name its network with --model"
+            f"{source} is not a complete {model.name} for images {list(model.image_shape)}: "
+            f"{'; '.join(match.lines()[1:])}; download it again, or name its network with --model"
         )
     tensors = {f"backbone.{name}": value for name, value in state.items()}
     momentum = {name: torch.zeros_like(state[name]) for name in found.momentum if name in state}
     match_into(momentum, found.momentum, f"{source}: momentum")
     tensors.update({f"momentum.backbone.{name}": value for name, value in momentum.items()})
     if not momentum:
-        found.notes.append("the backbone's momentum starts afresh")
+        found.notes.append("no backbone momentum found; it starts at zero")
     return tensors, options, match
 
 
 def _check_head(found: Source, options: Options) -> None:
     if WEIGHT not in found.rows:
-        found.notes.append("no class rows were found; a head begins afresh")
+        found.notes.append("no class weights found; a new head will be initialised")
         return
     shape = found.rows[WEIGHT].shape
     if len(shape) != 2 or shape[1] != options.model.emb_size:
         raise CheckpointError(
-            f"the class rows are of shape {str(list(shape))[:80]}, expected [classes, "
-            f"{options.model.emb_size}], the size of the embedding"
+            f"the class weights have the shape {str(list(shape))[:80]}; expected [classes, "
+            f"{options.model.emb_size}], where {options.model.emb_size} is the embedding size"
         )
     if (options.head.loss_type.removeprefix("dist_") == "softmax") != (BIAS in found.rows):
         raise CheckpointError(
-            f"the loss type is {options.head.loss_type}, and the files hold "
-            f"{'biases' if BIAS in found.rows else 'no biases'}; only softmax has some"
+            f"the loss type is {options.head.loss_type}, but the files have "
+            f"{'biases' if BIAS in found.rows else 'no biases'}; only softmax has biases"
         )
     if BIAS in found.rows and found.rows[BIAS].shape != shape[:1]:
-        raise CheckpointError(f"{found.rows[BIAS].shape} biases for {shape[0]} classes; the file is damaged")
+        raise CheckpointError(
+            f"the biases have the shape {list(found.rows[BIAS].shape)} for {shape[0]} classes; "
+            "the file is damaged"
+        )
     options.set("head.class_num", shape[0])
 
 
 def _rows_to_write(found: Source) -> dict[str, tuple[RowParts | None, tuple[int, ...]]]:
-    """Return, by checkpoint key, the rows (None: zeros) and their shape: what SGD needs to go on."""
+    """Return by checkpoint key the rows (None: zeros) and shapes of the state that SGD needs to resume."""
     rows: dict[str, tuple[RowParts | None, tuple[int, ...]]] = {}
     for key, state in ((WEIGHT, WEIGHT_MOMENTUM), (BIAS, BIAS_MOMENTUM)):
         if key in found.rows:
@@ -250,7 +258,7 @@ def _rows_to_write(found: Source) -> dict[str, tuple[RowParts | None, tuple[int,
             rows[key] = found.rows[key], shape
             rows[state] = found.rows.get(state), shape
             if state not in found.rows:
-                found.notes.append(f"the momentum of {key} starts afresh")
+                found.notes.append(f"no momentum of {key} found; it starts at zero")
     return rows
 
 
@@ -258,7 +266,7 @@ def _manifest(
     found: Source, options: Options, classes: int, ranks: int, batch: int | None, source: str
 ) -> Manifest:
     saved = options.as_dict()
-    for name in ("lr", "schedule", "warmup_epochs", "warmup_steps"):  # a run's own defaults stand
+    for name in ("lr", "schedule", "warmup_epochs", "warmup_steps"):  # a run uses its own values
         del saved["optim"][name]
     return Manifest(
         plsc_version=__version__,
@@ -290,7 +298,7 @@ def _write(
     rows: dict[str, tuple[RowParts | None, tuple[int, ...]]],
     manifest: Manifest,
 ) -> None:
-    """Write the files, the manifest last, into a folder that then takes the target's name."""
+    """Write the data files and then the manifest to a hidden folder, and publish it as the target."""
     shards = []
     for rank, (start, stop) in enumerate(manifest.class_ranges):
         entries = [_part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()]

@@ -1,9 +1,9 @@
-"""What insightface's arcface_torch saves: a backbone's state dict, and one file of class rows a rank.
+"""Read checkpoints of insightface's arcface_torch: a backbone, and one file of class weights per rank.
 
 ``checkpoint_gpu_<rank>.pt`` of PartialFC and PartialFC_V2 (train.py, train_v2.py): state_dict_backbone,
-state_dict_softmax_fc {weight [C_local, D]}, state_optimizer. Before: ``rank_<rank>_softmax_weight.pt`` (at
-first ``<rank>_softmax_weight.pt``) and ``..._weight_mom.pt`` beside ``backbone.pth``. Rank r of R has C // R
-classes, and one more if r < C % R; they follow one another.
+state_dict_softmax_fc {weight [C_local, D]}, state_optimizer. Older: ``rank_<rank>_softmax_weight.pt`` (or
+``<rank>_softmax_weight.pt``) and ``..._weight_mom.pt`` next to ``backbone.pth``. Rank r of R has C // R
+consecutive classes, and one more if r < C % R.
 https://github.com/deepinsight/insightface/tree/master/recognition/arcface_torch
 """
 
@@ -40,22 +40,22 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_insightface(path: Path) -> bool:
-    """Whether a folder holds files of these names; only names are looked at."""
+    """Return whether a folder has files with these names; their content is not read."""
     return path.is_dir() and any(
         pattern.fullmatch(name) for name in names_in(path) for pattern in (_STATES, _WEIGHTS)
     )
 
 
 def is_iresnet(state: Mapping[str, object]) -> bool:
-    """Whether a state dict has the names of an iresnet."""
+    """Return whether a state dict has the parameter names of an iresnet."""
     return {"conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"} <= set(state)
 
 
 def read_insightface(path: Path) -> Source:
-    """Return what a folder of these files holds, or one file with a backbone's state dict.
+    """Read a folder of these files, or one file with a backbone's state dict.
 
     Raises:
-        CheckpointError: files missing, doubled, damaged, malicious, or of different sizes.
+        CheckpointError: files are missing, duplicated, damaged, malicious, or of different sizes.
     """
     if not path.is_dir():
         return iresnet_source(read_state_dict(path, follow_links=True)[0], str(path))
@@ -64,10 +64,10 @@ def read_insightface(path: Path) -> Source:
 
 
 def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
-    """Return the source of an iresnet's state dict: its blocks say which one it is."""
+    """Return the source for an iresnet's state dict; its number of blocks gives the depth."""
     if not is_iresnet(state):
         raise CheckpointError(
-            f"{where} holds no iresnet; name its network with --model, and --layout state_dict"
+            f"{where} is not an iresnet; name its network with --model, and pass --layout state_dict"
         )
     blocks = tuple(
         len({name.split(".")[1] for name in state if name.startswith(f"layer{stage}.")})
@@ -77,14 +77,14 @@ def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
     weight = state.get("fc.weight")
     if depth is None or weight is None or len(weight.shape) != 2:
         raise CheckpointError(
-            f"{where} is an iresnet with {blocks} blocks, which is none of depth "
-            f"{', '.join(map(str, BLOCKS))}; name its network with --model, and --layout state_dict"
+            f"{where} is an iresnet with {blocks} blocks; expected a depth of "
+            f"{', '.join(map(str, BLOCKS))}, or name its network with --model and --layout state_dict"
         )
     emb_size, inputs = weight.shape
     side = square_side(inputs // WIDTHS[-1], DOWNSAMPLING) if inputs % WIDTHS[-1] == 0 else None
     channels = state["conv1.weight"].shape[1] if len(state["conv1.weight"].shape) == 4 else 3
     shape = (channels, side, side) if side else None
-    # Theirs has the option, and trains without.
+    # insightface has the option, but trains without it.
     options: dict[str, object] = {"model.dropout": 0.0}
     network = Network(f"IResNet{depth}", emb_size, shape)
     return Source(LAYOUT, network, state, is_whole=True, options=options)
@@ -99,7 +99,7 @@ def _read_states(files: dict[int, Path]) -> Source:
         head = content.get("state_dict_softmax_fc") if isinstance(content, dict) else None
         weight = head.get("weight") if isinstance(head, dict) else None
         if not isinstance(weight, Tensor):
-            raise CheckpointError(f"{path} has no class rows: expected state_dict_softmax_fc with a weight")
+            raise CheckpointError(f"{path} has no class weights (state_dict_softmax_fc); download it again")
         weights.append(weight)
         optimizer = _optimizer_state(content)
         momentum = optimizer[-1] if optimizer else None
@@ -112,17 +112,17 @@ def _read_states(files: dict[int, Path]) -> Source:
             steps = [content.get(name) for name in ("epoch", "global_step")]
             if all(type(number) is int for number in steps):
                 source.notes.append(f"saved at epoch {steps[0]}, step {steps[1]}")
-    assert source is not None  # files_by_rank: rank 0 is there
+    assert source is not None  # files_by_rank guarantees rank 0
     _add_rows(source, weights, momenta, files[0].parent)
     return source
 
 
 def _read_weights(path: Path) -> Source:
-    files = files_by_rank(path, _WEIGHTS, "class rows")
+    files = files_by_rank(path, _WEIGHTS, "class weights")
     if not files:
         raise CheckpointError(
             f"{path} has neither checkpoint_gpu_<rank>.pt nor rank_<rank>_softmax_weight.pt; give a folder "
-            "with all of one kind, or the file of a backbone"
+            "with the files of all ranks, or the file of a backbone"
         )
     source = iresnet_source(read_state_dict(_backbone_in(path))[0], str(_backbone_in(path)))
     momenta = files_by_rank(path, _MOMENTA, "momentum")
@@ -135,10 +135,10 @@ def _read_weights(path: Path) -> Source:
 
 
 def _backbone_in(path: Path) -> Path:
-    """Return the backbone's file; of those of several steps the last one."""
+    """Return the backbone's file; the last one if there are several steps."""
     found = [(int(m[1] or -1), m[0]) for m in map(_BACKBONE.fullmatch, names_in(path)) if m]
     if not found:
-        raise CheckpointError(f"{path} has no backbone.pth beside its class rows; put it there")
+        raise CheckpointError(f"{path} has class weights but no backbone.pth; copy it there")
     named = [name for number, name in found if number < 0]
     return path / (named[0] if named else max(found)[1])
 
@@ -146,7 +146,7 @@ def _backbone_in(path: Path) -> Path:
 def _one_tensor(path: Path) -> Tensor:
     tensor = read_tensors(path)
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{path} holds a {type(tensor).__name__}; expected one tensor of rows")
+        raise CheckpointError(f"{path} contains a {type(tensor).__name__}; expected one tensor")
     return tensor
 
 
@@ -157,27 +157,27 @@ def _add_rows(source: Source, weights: list[Tensor], momenta: list[Tensor], wher
     if -1 in sizes or sizes != expected:
         odd = next(rank for rank in range(ranks) if -1 in sizes or sizes[rank] != expected[rank])
         raise CheckpointError(
-            f"{where}: {str(list(weights[odd].shape))[:80]} are not the class rows of rank {odd} of {ranks}, "
-            f"beside {str(sizes)[:80]}; files are missing, or of different runs"
+            f"{where}: {str(list(weights[odd].shape))[:80]} does not fit the class weights of rank {odd} of "
+            f"{ranks}, the others are {str(sizes)[:80]}; files are missing or from different runs"
         )
-    source.rows[WEIGHT] = join_rows(weights, f"the class rows of {where}")
+    source.rows[WEIGHT] = join_rows(weights, f"the class weights of {where}")
     if len(momenta) == ranks:
         source.rows[WEIGHT_MOMENTUM] = join_rows(momenta, f"the momentum of {where}")
 
 
 def _optimizer_state(content: Any) -> list[Tensor | None]:
-    """Return SGD's momentum for each parameter, in the order of the parameters; the head's is the last."""
+    """Return SGD's momentum per parameter, in the order of the parameters; the head's is the last."""
     try:
         state = content["state_optimizer"]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         buffers = [state["state"].get(number, {}).get("momentum_buffer") for number in numbers]
-    except (LookupError, TypeError, AttributeError):  # there is none, or of another optimizer
+    except (LookupError, TypeError, AttributeError):  # missing, or of another optimizer
         return []
     return [buffer if isinstance(buffer, Tensor) else None for buffer in buffers]
 
 
 def _backbone_momentum(state: Mapping[str, Tensor], momenta: list[Tensor | None]) -> dict[str, Tensor]:
-    """Return the momentum by parameter. A state dict names the parameters in their order, and the buffers."""
+    """Return the momentum by parameter name; a state dict has parameters and buffers in their order."""
     names = [name for name in state if not name.endswith(_BUFFERS)]
     if len(momenta) != len(names) + 1:
         return {}

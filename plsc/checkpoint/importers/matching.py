@@ -1,4 +1,4 @@
-"""Put tensors of a file into a network where name and shape agree, and tell what did not."""
+"""Copy tensors of a file into a network where name and shape match, and report the rest."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from plsc.checkpoint.load import StoredTensor
 from plsc.errors import CheckpointError
 from plsc.parallel.backbone import copy_into
 
-_SHOWN = 5  # names a list
+_SHOWN = 5  # names per list
 _LONGEST_NAME = 80
 
 
 @dataclass
 class Match:
-    """What of a file went into a network.
+    """The result of `match_into`.
 
-    matched: names here; missing: here, but not in the file; unused: in the file, but not here;
-    shapes: name: (shape here, shape in the file). share: of the network's numbers, what came from the file.
+    Attributes:
+        matched: names of the network's tensors that were in the file.
+        missing: names that are only in the network.
+        unused: names that are only in the file.
+        shapes: by name the (shape in the network, shape in the file) that differ.
+        share: fraction of the network's numbers that came from the file.
     """
 
     matched: list[str] = field(default_factory=list)
@@ -31,7 +35,7 @@ class Match:
     share: float = 0.0
 
     def lines(self) -> list[str]:
-        """Return the summary, a few lines of bounded length."""
+        """Return a summary of a few lines."""
         total = len(self.matched) + len(self.missing) + len(self.shapes)
         lines = [
             f"{len(self.matched)} of the network's {total} tensors match ({self.share:.1%} of its numbers)"
@@ -42,23 +46,23 @@ class Match:
             lines.append(f"not in the network: {shorten(self.unused)}")
         if self.shapes:
             pairs = [
-                f"{printable(name)} {list(here)} here, {str(list(there))[:80]} there"
+                f"{printable(name)} {list(here)} in the network, {str(list(there))[:80]} in the file"
                 for name, (here, there) in self.shapes.items()
             ]
-            lines.append(f"of another shape: {shorten(pairs, longest=240)}")
+            lines.append(f"different shape: {shorten(pairs, longest=240)}")
         return lines
 
 
 def match_into(
     target: Mapping[str, Tensor], found: Mapping[str, StoredTensor | Tensor], source: str
 ) -> Match:
-    """Copy what agrees into the tensors of ``target``, in place, and return what did.
+    """Copy tensors with the same name and shape into ``target``, in place; return what matched.
 
-    Names of the target may lie one level deeper (``network.``, the adapters' own). Numbers are converted to
-    the target's type. All is read and checked before the first tensor changes.
+    Names of the target may have the additional prefix ``network.`` of an adapter. Values are converted to
+    the target's dtype. Everything is read and checked before the first tensor changes.
 
     Raises:
-        CheckpointError: a number is not finite.
+        CheckpointError: a value is not finite.
     """
     match = Match()
     taken: dict[str, Tensor] = {}
@@ -78,15 +82,15 @@ def match_into(
     match.unused = list(left)
     for name, value in taken.items():
         copy_into(target[name], value)
-    # Not counted: how many batches a batch norm has seen, which every network has alike.
+    # Not counted: batch norm's num_batches_tracked, which all networks have.
     total = sum(tensor.numel() for tensor in target.values() if tensor.is_floating_point())
     learnt = sum(value.numel() for value in taken.values() if value.is_floating_point())
     match.share = learnt / max(1, total)
     return match
 
 
-def refuse_nothing(match: Match, source: str, advice: str) -> None:
-    """Raise CheckpointError if nothing that is learnt came from the file."""
+def refuse_no_match(match: Match, source: str, advice: str) -> None:
+    """Raise CheckpointError if no parameter came from the file."""
     if not match.share:
         raise CheckpointError(
             f"nothing in {source} matches the network: {'; '.join(match.lines()[1:])}; {advice}"
@@ -94,20 +98,20 @@ def refuse_nothing(match: Match, source: str, advice: str) -> None:
 
 
 def check_finite(value: Tensor, what: str) -> Tensor:
-    """Return the tensor; CheckpointError if it holds a NaN or an infinity."""
+    """Return the tensor; CheckpointError if it contains NaN or infinity."""
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-        raise CheckpointError(f"{what} holds numbers that are not finite; choose another file")
+        raise CheckpointError(f"{what} contains values that are not finite; choose another file")
     return value
 
 
 def shorten(names: list[str], longest: int = _LONGEST_NAME) -> str:
-    """Return the first names and how many more there are."""
+    """Return the first names and the number of the others."""
     shown = ", ".join(printable(name, longest) for name in names[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def printable(name: str, longest: int = _LONGEST_NAME) -> str:
-    """Return a name out of a file as it can be shown: cut short, without control characters."""
+    """Return a name from a file, cut short and without control characters."""
     text = name if name.isprintable() else ascii(name)[1:-1]
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -1,8 +1,8 @@
-"""What PLSC 0.1 saved with Paddle 1.x: a folder with one file a variable.
+"""Read checkpoints of PLSC 0.1, saved by Paddle 1.x: a folder with one file per variable.
 
-``dist@arcface@rank@00000.w_0`` [D, C_local] are the class columns of a rank (softmax: also ``.b_0``
-[C_local]), ``..._velocity_0`` their momentum, ``meta.json`` the counts. The backbone's layers are numbered by
-kind in the order in which they were made: ``conv2d_0.w_0``, ``batch_norm_0.{w_0,b_0,w_1,w_2}``,
+``dist@arcface@rank@00000.w_0`` [D, C_local] holds the class weights of a rank as columns (softmax: also
+``.b_0`` [C_local]), ``..._velocity_0`` their momentum, ``meta.json`` the counts. The backbone's layers are
+numbered per kind in the order of creation: ``conv2d_0.w_0``, ``batch_norm_0.{w_0,b_0,w_1,w_2}``,
 ``prelu_0.w_0``, ``fc_0.{w_0,b_0}``. https://github.com/PaddlePaddle/PLSC, plsc/models/dist_algo.py and
 plsc/utils/parameter_converter.py of version 0.1.
 """
@@ -39,7 +39,7 @@ LAYOUT = "plsc1"
 _ROWS = re.compile(r"dist@([A-Za-z0-9_]+)@rank@(\d{1,6})\.([wb])_0(_velocity_0)?")
 _VELOCITY = "_velocity_0"
 _LONGEST_META = 1 << 16
-# Of each kind of layer, Paddle's name and the suffixes of our tensors' names beside theirs.
+# Per kind of layer: Paddle's name, and Paddle's suffix for each of our suffixes.
 _KINDS: dict[type[nn.Module], tuple[str, dict[str, str]]] = {
     nn.Conv2d: ("conv2d", {"weight": "w_0", "bias": "b_0"}),
     nn.PReLU: ("prelu", {"weight": "w_0"}),
@@ -52,15 +52,15 @@ _KINDS: dict[type[nn.Module], tuple[str, dict[str, str]]] = {
 
 
 def is_plsc1(path: Path) -> bool:
-    """Whether a folder holds class columns of these names; only names are looked at."""
+    """Return whether a folder has class weights with these names; their content is not read."""
     return path.is_dir() and any("dist@" in name and "@rank@" in name for name in names_in(path))
 
 
 def read_plsc1(path: Path, given: Network) -> Source:
-    """Return what such a folder holds. given: the network, if it is not a ResNet of PLSC.
+    """Read such a folder. given: the network, if it is not a ResNet of PLSC.
 
     Raises:
-        CheckpointError: files missing, doubled, damaged, or of sizes that do not go together.
+        CheckpointError: files are missing, duplicated, damaged, or of inconsistent sizes.
     """
     loss, kind = _loss_type(path)
     rows = {}
@@ -82,15 +82,15 @@ def read_plsc1(path: Path, given: Network) -> Source:
                     )
             rows[key] = join_rows([t.t() for t in tensors], f"the variable {key} of {path}")
     if WEIGHT not in rows:
-        raise CheckpointError(f"{path} has no class columns dist@{kind}@rank@<rank>.w_0")
+        raise CheckpointError(f"{path} has no class weights dist@{kind}@rank@<rank>.w_0")
     class_num, emb_size = rows[WEIGHT].shape
     _check_meta(path, class_num, emb_size, len(rows[WEIGHT].parts))
     notes = _drop_partial(path, rows)
     if (path / "meta.pickle").exists():
-        notes.append("meta.pickle was not read: a pickle can run code")
+        notes.append("meta.pickle was not read, because a pickle can run code")
     network, backbone, momentum = _read_backbone(path, given, emb_size)
     if not backbone:
-        notes.append("no backbone was found, only the head")
+        notes.append("no backbone found, only the head")
     if loss != "dist_softmax":
         rows.pop(BIAS, None)
         rows.pop(BIAS_MOMENTUM, None)
@@ -103,14 +103,14 @@ def _loss_type(path: Path) -> tuple[str, str]:
     if len(kinds) != 1:
         found = f"those of {', '.join(kinds)[:80]}" if kinds else "none"
         raise CheckpointError(
-            f"{path}: expected the columns dist@<loss>@rank@<rank>.w_0 of one loss, found {found}; files of "
-            "paddle.save (.pdparams) are pickles and are not read"
+            f"{path}: expected files dist@<loss>@rank@<rank>.w_0 of one loss, found {found}; files of "
+            "paddle.save (.pdparams) are pickles and are not supported"
         )
     return ("dist_softmax" if kinds[0] == "softmax" else "dist_arcface"), kinds[0]
 
 
 def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
-    """Compare with meta.json, where it is there; without it a missing last file cannot be noticed."""
+    """Compare with meta.json, if it exists; without it a missing last file cannot be detected."""
     if "meta.json" not in names_in(path):
         return
     file = check_regular(path / "meta.json")
@@ -124,12 +124,12 @@ def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
     for name, number in found.items():
         if wanted[name] != number:
             raise CheckpointError(
-                f"{file} says {name} {str(wanted[name])[:40]}, the files have {number}; some are missing"
+                f"{file} says {name} {str(wanted[name])[:40]}, the files have {number}; are files missing?"
             )
 
 
 def _drop_partial(path: Path, rows: dict[str, Any]) -> list[str]:
-    """Take out what does not go with the class columns; return notes."""
+    """Remove state that does not cover all classes; return notes."""
     notes = []
     for key in (WEIGHT_MOMENTUM, BIAS, BIAS_MOMENTUM):
         wanted = rows[WEIGHT].shape[: 1 if key != WEIGHT_MOMENTUM else 2]
@@ -137,14 +137,14 @@ def _drop_partial(path: Path, rows: dict[str, Any]) -> list[str]:
             if key == BIAS:
                 raise CheckpointError(f"{path}: {rows[key].shape[0]} biases for {wanted[0]} classes")
             del rows[key]
-            notes.append(f"{key} is not there for all classes; it starts afresh")
+            notes.append(f"{key} does not cover all classes; it starts at zero")
     return notes
 
 
 def _read_backbone(
     path: Path, given: Network, emb_size: int
 ) -> tuple[Network, dict[str, Tensor], dict[str, Tensor]]:
-    """Return the network, its tensors by our names, and their momentum. Read at once: they are many files."""
+    """Return the network, its tensors and their momentum by our names. The many files are read at once."""
     names = set(names_in(path))
     convolutions = sum(re.fullmatch(r"conv2d_\d+\.w_0", name) is not None for name in names)
     if not convolutions and given.name is None:
@@ -161,7 +161,7 @@ def _read_backbone(
 
 
 def _recognise(path: Path, names: set[str], convolutions: int, emb_size: int) -> Network:
-    """Return which ResNet of PLSC this is, from the number of its convolutions and its last layer."""
+    """Return which ResNet of PLSC this is, from its number of convolutions and its last layer."""
     for depth in DEPTHS:
         with torch.device("meta"):
             model = build_model(f"ResNet{depth}", emb_size)
@@ -177,11 +177,11 @@ def _recognise(path: Path, names: set[str], convolutions: int, emb_size: int) ->
 
 
 def _variables(network: Network) -> list[tuple[str, str, bool]]:
-    """Return our name, Paddle's name, and whether it is a matrix, which Paddle keeps transposed."""
+    """Return per variable our name, Paddle's name, and whether Paddle stores it transposed."""
     if network.name is None or network.emb_size is None or network.image_shape is None:
         raise CheckpointError(
-            "the backbone is none of PLSC's ResNets for square images; name the network with --model, "
-            "and its --image_shape"
+            "the backbone is not a PLSC ResNet for square images; name the network with --model and "
+            "--image_shape"
         )
     with torch.device("meta"):
         model = build_model(network.name, network.emb_size, network.image_shape)

@@ -1,4 +1,4 @@
-"""What the reader of a layout finds: a network's tensors, class rows in parts, momentum."""
+"""What every importer returns: a network's tensors, class weights in parts, momentum."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Network:
-    """Which network the weights belong to; None: not known."""
+    """The network that the weights belong to; None for unknown fields."""
 
     name: str | None = None
     emb_size: int | None = None
     image_shape: tuple[int, ...] | None = None
 
     def or_else(self, other: Network) -> Network:
-        """Return this one, with what is not known here taken from another."""
+        """Return this network; its unknown fields are taken from `other`."""
         return Network(
             self.name or other.name,
             self.emb_size or other.emb_size,
@@ -38,13 +38,13 @@ class Network:
 
 @dataclass(frozen=True)
 class RowParts:
-    """Rows one after another: those of the first part, then those of the second, and so on."""
+    """The rows of a tensor in consecutive parts."""
 
     parts: tuple[Tensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Shape of the whole tensor."""
         if not self.parts[0].shape:
             return ()
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
@@ -54,7 +54,7 @@ class RowParts:
         return torch.cat(self.parts) if len(self.parts) > 1 else self.parts[0].contiguous()
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows [start, stop) in order, some MiB at a time, each with its first row's number."""
+        """Yield the rows [start, stop) in order, a few MiB at a time, each with its first row's index."""
         row_bytes = max(1, math.prod(self.shape[1:]) * self.parts[0].dtype.itemsize)
         step = max(1, _PIECE_BYTES // row_bytes)
         first = 0
@@ -67,14 +67,14 @@ class RowParts:
 
 
 def join_rows(parts: Sequence[Tensor], what: str) -> RowParts:
-    """Return the parts as one tensor; CheckpointError unless all rows are of the same size and kind."""
+    """Return the parts as one tensor; CheckpointError unless all are floats with the same row shape."""
     first = parts[0]
     for part in parts:
         fits = len(part.shape) >= 1 and part.shape[1:] == first.shape[1:] and part.dtype.is_floating_point
         if not fits:
             raise CheckpointError(
-                f"{what} is {part.dtype} of shape {str(list(part.shape))[:80]} in one file, {first.dtype} "
-                f"{str(list(first.shape))[:80]} in the first; expected floating rows of one size"
+                f"{what} is {part.dtype} of shape {str(list(part.shape))[:80]} in one file, but "
+                f"{first.dtype} {str(list(first.shape))[:80]} in the first; expected floats of one row shape"
             )
     return RowParts(tuple(parts))
 
@@ -83,9 +83,14 @@ def join_rows(parts: Sequence[Tensor], what: str) -> RowParts:
 class Source:
     """Weights to import.
 
-    network: what they say of it. backbone: its tensors, by our names; is_whole: nothing of it may be
-    missing. momentum: of its parameters, by the same names. rows: of the head, by checkpoint key. options:
-    of the run, such as model.dropout. notes: what a user should know.
+    Attributes:
+        network: as far as the files name it.
+        backbone: its tensors, by our names.
+        is_whole: no backbone tensor may be missing.
+        rows: class weights, biases and their momentum, by checkpoint key.
+        momentum: of the backbone's parameters, by the same names.
+        options: of the run, such as model.dropout.
+        notes: for the user.
     """
 
     layout: str
@@ -100,10 +105,10 @@ class Source:
 
 
 def files_by_rank(folder: Path, pattern: re.Pattern[str], what: str) -> dict[int, Path]:
-    """Return the files of a folder whose whole name matches, by the rank that its first group gives.
+    """Return the files whose whole name matches, by rank (the pattern's first group).
 
     Raises:
-        CheckpointError: a rank has two of them, or one between 0 and the highest has none.
+        CheckpointError: a rank has two files, or a rank below the highest has none.
     """
     found: dict[int, Path] = {}
     for name in names_in(folder):
@@ -119,8 +124,7 @@ def files_by_rank(folder: Path, pattern: re.Pattern[str], what: str) -> dict[int
     missing = [rank for rank in range(len(found)) if rank not in found]
     if missing:
         raise CheckpointError(
-            f"{folder} has {what} of {len(found)} ranks, but none of rank {missing[0]}; fetch the "
-            "missing file"
+            f"{folder} has {what} of {len(found)} ranks, but none of rank {missing[0]}; add the missing file"
         )
     return dict(sorted(found.items()))
 
@@ -134,6 +138,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 def square_side(cells: int, downsampling: int) -> int | None:
-    """Return the side of a square image that ends in so many cells, or None if there is none."""
+    """Return the side of a square image whose final feature map has so many cells, or None."""
     side = round(cells**0.5)
     return side * downsampling if side * side == cells else None

@@ -1,9 +1,9 @@
-"""Tensors in other programs' files, mapped into memory: only what is used is read.
+"""Read tensor files of other programs, memory-mapped: only used tensors are read.
 
-safetensors; torch.save (its pickle is read by torch's unpickler for weights alone, which imports and calls
-nothing else); and Paddle 1.x (fluid.io.save_vars, one LoDTensor a file): uint32 version 0; uint64 number of
-levels; uint32 version 0; int32 size of a protobuf TensorDesc {data_type = 1; repeated int64 dims = 2}; the
-numbers, little-endian. Format: paddle/fluid/framework/lod_tensor.cc, tensor_util.cc and framework.proto.
+Formats: safetensors; torch.save, read with ``weights_only=True``, which runs no code; and Paddle 1.x
+(fluid.io.save_vars, one LoDTensor per file): uint32 version 0; uint64 number of levels; uint32 version 0;
+int32 size of a protobuf TensorDesc {data_type = 1; repeated int64 dims = 2}; the values, little-endian.
+See paddle/fluid/framework/lod_tensor.cc, tensor_util.cc and framework.proto.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from torch import Tensor
 
 from plsc.errors import CheckpointError
 
-# Under which names people keep the network's state dict among other things.
+# Usual keys of the network's state dict within a larger checkpoint.
 _WRAPPERS = ("state_dict", "state_dict_backbone", "model", "backbone", "model_state_dict", "net")
-# What DDP, torch.compile and classes around a network put before every name.
+# Prefixes added by DDP, torch.compile and wrapper classes.
 _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
 _BACKBONE, _HEAD = "backbone.", "head."
-# The description of thousands of tensors takes some hundred KiB; while it is read it takes up to 100 times
-# as much memory.
+# Thousands of tensors are described in a few hundred KiB. Reading them needs up to 100 times that memory.
 _LONGEST_PICKLE = 4 << 20
-_ADVICE = "keep its tensors with safetensors.torch.save_file, and import that file"
-_LONGEST_DESCRIPTION = 1024  # bytes of a variable of Paddle
+_ADVICE = "save its tensors with safetensors.torch.save_file, and import that file"
+_LONGEST_DESCRIPTION = 1024  # bytes, of a Paddle variable
 _PADDLE_TYPES = {2: "<i4", 3: "<i8", 4: "<f2", 5: "<f4", 6: "<f8", 22: "<i2"}
 _PADDLE_BFLOAT16 = 22
 
@@ -43,18 +42,18 @@ _PADDLE_BFLOAT16 = 22
 def read_state_dict(
     path: str | os.PathLike[str], follow_links: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the backbone's tensors by name, and those of the class rows.
+    """Return the backbone's tensors and the class weights, each by name.
 
-    The latter are named ``head.``, and then the former ``backbone.``, as in checkpoints of ours: where there
-    is no such prefix, a head is a layer of the network (of many vision transformers, the last).
+    Only tensors named ``head.`` next to others named ``backbone.`` are class weights, as in checkpoints of
+    plsc. Otherwise "head" is a layer of the network, such as the last one of many vision transformers.
 
     Raises:
-        CheckpointError: no such file, a damaged or malicious one, or no tensors in it.
+        CheckpointError: the file is missing, damaged or malicious, or has no tensors.
     """
     state = strip(unwrap(read_tensors(path, follow_links)))
     if not state:
         raise CheckpointError(
-            f"{path} holds no state dict: expected tensors by name, perhaps under {', '.join(_WRAPPERS)}"
+            f"{path} has no state dict; expected tensors by name, possibly under {', '.join(_WRAPPERS)}"
         )
     inside = {name: tensor for name, tensor in state.items() if name.startswith(_BACKBONE)}
     if not inside:
@@ -64,7 +63,7 @@ def read_state_dict(
 
 
 def unwrap(value: Any) -> dict[str, Tensor]:
-    """Return the tensors by name, wherever among the usual wrappers they are; empty if nowhere."""
+    """Return the tensors by name, also from within the usual wrapper keys; empty if there are none."""
     for _ in range(4):
         if not isinstance(value, Mapping):
             return {}
@@ -76,7 +75,7 @@ def unwrap(value: Any) -> dict[str, Tensor]:
 
 
 def strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict without a prefix that all of its names share."""
+    """Return the state dict without prefixes that all names share."""
     for prefix in _PREFIXES * 2:
         if state and all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
@@ -84,11 +83,11 @@ def strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: str | os.PathLike[str], follow_links: bool = False) -> Any:
-    """Return what a .safetensors file holds, or a file of torch.save (any other name).
+    """Return the content of a .safetensors file, or of a torch.save file (any other name).
 
     Raises:
-        CheckpointError: no such file, no regular one (follow_links: nor a link to one), a damaged one, or one
-            that asks for anything but tensors in plain containers.
+        CheckpointError: the file is missing, not a regular one (with follow_links: nor a link to one),
+            damaged, or requests anything but tensors in plain containers.
     """
     file = check_regular(path, follow_links)
     if file.suffix == ".safetensors":
@@ -106,9 +105,9 @@ def check_regular(path: str | os.PathLike[str], follow_links: bool = False) -> P
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if stat.S_ISLNK(status.st_mode):
-        raise CheckpointError(f"{path} is a link; copy the file that it leads to")
+        raise CheckpointError(f"{path} is a link; copy the file it points to")
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is no regular file; expected one that holds weights")
+        raise CheckpointError(f"{path} is not a regular file; expected a file with weights")
     return file
 
 
@@ -118,7 +117,8 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{file} is no whole safetensors file: {' '.join(str(error).split())[:200]}; fetch it again"
+            f"{file} is not a complete safetensors file: {' '.join(str(error).split())[:200]}; "
+            "download it again"
         ) from error
 
 
@@ -131,39 +131,39 @@ def _read_torch_file(file: Path) -> Any:
             longest = max((r.file_size for r in records if r.filename.endswith(".pkl")), default=0)
             if longest > _LONGEST_PICKLE:
                 raise CheckpointError(
-                    f"{file} describes its tensors in {longest} bytes, expected at most {_LONGEST_PICKLE}; "
+                    f"{file} describes its tensors in {longest} bytes; expected at most {_LONGEST_PICKLE}; "
                     f"{_ADVICE}"
                 )
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-                raise CheckpointError(f"{file} is compressed or damaged, which torch.save never does")
+                raise CheckpointError(f"{file} is compressed or damaged; torch.save never compresses")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of storages and TorchScript
+            warnings.simplefilter("ignore")  # about storages and TorchScript
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file fails in many ways
-        # torch's own message advises to run the code.
+        # torch's own message advises to disable the protection.
         asked = re.search(r"GLOBAL:? ([\w.]{1,100})", str(error))
         raise CheckpointError(
-            f"{file} asks for {asked[1]}, which a file of tensors never needs; it is malicious, or holds "
-            f"more than tensors: then {_ADVICE}"
+            f"{file} requests {asked[1]}, which tensors never need; it is malicious, or contains more than "
+            f"tensors: then {_ADVICE}"
             if asked
-            else f"{file} is damaged or not a file of torch.save; fetch it again"
+            else f"{file} is damaged or not a torch.save file; download it again"
         ) from error
 
 
 def _check_tensors(value: Any, file: Path) -> None:
-    """Refuse a tensor that repeats the bytes of the file: it takes far more memory when it is used."""
+    """Refuse a tensor that is larger than its storage in the file: using it would take far more memory."""
     left, seen = [value], set()
     while left:
         value = left.pop()
         if isinstance(value, Tensor):
-            value.requires_grad_(False)  # of a parameter
+            value.requires_grad_(False)  # set for parameters
             there = value.untyped_storage().nbytes()
             if value.nbytes > there:
                 raise CheckpointError(
-                    f"{file}: a tensor of shape {str(list(value.shape))[:80]} does not fit into its {there} "
-                    "bytes of the file; fetch it again"
+                    f"{file}: a tensor of shape {str(list(value.shape))[:80]} needs more than its {there} "
+                    "bytes in the file; download it again"
                 )
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
@@ -171,10 +171,10 @@ def _check_tensors(value: Any, file: Path) -> None:
 
 
 def read_paddle_file(path: Path) -> Tensor:
-    """Return the tensor of one file.
+    """Return the tensor of one Paddle file.
 
     Raises:
-        CheckpointError: no such file, not this format, or more or fewer bytes than its dimensions say.
+        CheckpointError: the file is missing, of another format, or its size does not match its dimensions.
     """
     file = check_regular(path)
     size = file.stat().st_size
@@ -184,26 +184,26 @@ def read_paddle_file(path: Path) -> Tensor:
         kind, shape, begin = _paddle_header(head)
     except (ValueError, struct.error) as error:
         raise CheckpointError(
-            f"{path} is no variable of Paddle 1.x: {error}; expected a file of fluid.io.save_vars"
+            f"{path} is not a Paddle 1.x variable: {error}; expected a file of fluid.io.save_vars"
         ) from error
     dtype = np.dtype(_PADDLE_TYPES[kind])
     needed = begin + math.prod(shape) * dtype.itemsize
     if needed != size:
         raise CheckpointError(
-            f"{path} has {size} bytes, its dimensions {str(list(shape))[:80]} need {needed}; it is "
-            "truncated or damaged; fetch it again"
+            f"{path} has {size} bytes, but its dimensions {str(list(shape))[:80]} need {needed}; it is "
+            "truncated or damaged; download it again"
         )
     if 0 in shape:
         found = torch.from_numpy(np.empty(shape, dtype))
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: not writable
+            warnings.simplefilter("ignore")  # about memory that is not writable
             found = torch.from_numpy(np.memmap(file, dtype, "r", begin, shape))
     return found.view(torch.bfloat16) if kind == _PADDLE_BFLOAT16 else found
 
 
 def _paddle_header(head: bytes) -> tuple[int, tuple[int, ...], int]:
-    """Return the type, the dimensions and where the data begin."""
+    """Return the type code, the dimensions and the offset of the data."""
     version, levels, inner, length = struct.unpack_from("<IQIi", head)
     if version or levels or inner or not 0 < length <= _LONGEST_DESCRIPTION:
         raise ValueError(f"it begins with {head[:20].hex(' ')}")
@@ -216,9 +216,9 @@ def _paddle_header(head: bytes) -> tuple[int, tuple[int, ...], int]:
         elif tag == 0x10:
             dims.append(value)
         else:
-            raise ValueError(f"its description has a field {tag:#x}")
+            raise ValueError(f"its description has an unknown field {tag:#x}")
     if kind not in _PADDLE_TYPES:
-        raise ValueError(f"its numbers are of type {kind}")
+        raise ValueError(f"its values have the unknown type {kind}")
     if len(dims) > 8 or any(size >= 1 << 48 for size in dims):
         raise ValueError(f"its dimensions are {str(dims)[:80]}")
     return kind, tuple(dims), 20 + length

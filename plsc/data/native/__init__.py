@@ -1,8 +1,8 @@
-"""The C parts of the data tools (the .c files beside this one), built with the package.
+"""The C library of the data tools (the .c files in this folder), built with the package.
 
-Each has a plain counterpart in Python that says what it must return, and that is used where the library
-is not: on other platforms, or where no C compiler was found. In a checkout
-``python setup.py build_ext --inplace`` builds it.
+Each function has a Python counterpart, the reference implementation. It is used where the library is missing:
+on other platforms, or without a C compiler. In a source checkout,
+``python setup.py build_ext --inplace`` builds the library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIBRARY = Path(__file__).with_name("libdata.so")
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, or None where there is none of this version."""
+    """Return the library, or None if it is missing or of another version."""
     try:
         loaded = ctypes.CDLL(str(_LIBRARY))
         abi = loaded.plsc_data_abi()
@@ -35,7 +35,7 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def function(name: str, argument_types: tuple[Any, ...]) -> Any:
-    """Return a function of the library, which returns an int64; None where there is no library."""
+    """Return a function of the library, which returns an int64; None if the library is missing."""
     loaded = library()
     if loaded is None:
         return None
@@ -49,7 +49,7 @@ _READ = (c_void_p, c_int64, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 6)
 
 
 def find_newlines(data: np.ndarray) -> np.ndarray | None:
-    """Return the positions of the newlines in uint8 data, int64; None where there is no library."""
+    """Return the positions of newlines in uint8 data, int64; None if the library is missing."""
     call = function("plsc_find_newlines", _FIND)
     if call is None:
         return None
@@ -67,7 +67,7 @@ def read_lines(
 ) -> tuple[np.ndarray, int] | None:
     """Return (int64 [5, n]: starts, ends, tabs, labels, numbers; how many tabs are -1), or None.
 
-    Raises ValueError if the newlines are not places in the data in rising order.
+    Raises ValueError if the newlines are not ascending positions in the data.
     """
     call = function("plsc_read_lines", _READ)
     if call is None:
@@ -78,24 +78,24 @@ def read_lines(
     what = (newlines.ctypes.data, len(newlines), first_number, longest)
     kept = call(data.ctypes.data, len(data), begin, *what, *places, suspects.ctypes.data)
     if kept < 0:
-        raise ValueError(f"the ends of lines do not rise within {len(data)} bytes")
+        raise ValueError(f"the line ends are not ascending positions within {len(data)} bytes")
     return rows[:, :kept], int(suspects[0])
 
 
 _BUFFER = (c_void_p, c_int64, c_void_p)
 _BUFFER_BYTES = 2**20
-_memory = threading.local()  # a buffer per thread: a new one's pages would cost more than the call
+_memory = threading.local()  # a buffer per thread: allocating a new one costs more than the call
 
 
 def read_files(
     folder: bytes, text: np.ndarray, ends: np.ndarray, chosen: np.ndarray
 ) -> Iterator[bytes | None]:
-    """Yield the bytes of the chosen files of a table of paths below a folder, read by one call for many.
+    """Yield the bytes of chosen files below a folder, many files per call.
 
-    None stands for what cannot be read so: missing, empty, no plain file, longer than the memory, or there is
-    no library. The plain way then reads it, or says what is wrong with it.
+    None stands for a file that cannot be read this way: missing, empty, not a plain file, larger than the
+    buffer, or the library is missing. The caller then reads it in Python, which reports the error.
 
-    text: uint8, all paths; ends: int64 [paths + 1], from 0, where each ends in it; chosen: int64 [n].
+    text: uint8, all paths; ends: int64 [paths + 1], from 0, end of each path in it; chosen: int64 [n].
     """
     call = function(
         "plsc_read_files",
@@ -106,9 +106,9 @@ def read_files(
 
 
 def read_ranges(descriptors: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> Iterator[bytes | None]:
-    """Yield lengths[i] bytes at offsets[i] of the open file descriptors[i] (int32; -1: none); else None.
+    """Yield lengths[i] bytes at offsets[i] of the open file descriptors[i] (int32; -1: none), or None.
 
-    The caller keeps the files open until the last value has come.
+    The caller must keep the files open until the last value is yielded.
     """
     call = function("plsc_read_ranges", (c_void_p, c_void_p, c_void_p, c_int64, *_BUFFER))
     places = tuple(np.ascontiguousarray(array, np.int64) for array in (offsets, lengths))
@@ -128,7 +128,7 @@ def _read(call: Any, table: tuple[Any, ...], wanted: tuple[np.ndarray, ...]) -> 
         places = [array[done:].ctypes.data for array in wanted]
         room = (buffer.ctypes.data, len(buffer), sizes.ctypes.data)
         more = call(*table, *places, count - done, *room)
-        # All of it at once: before the next value is asked for, the buffer may be in other use.
+        # Copy all of it now: before the next value is requested, the buffer may be reused.
         yield from _cut(buffer, sizes[:more].tolist())
         done += more
 
@@ -143,13 +143,13 @@ def _cut(buffer: np.ndarray, sizes: list[int]) -> list[bytes | None]:
 
 
 _CRC = (c_void_p, c_int64, c_uint32)
-_SMALLEST_CRC = 4096  # bytes for which the call is worth its while
+_SMALLEST_CRC = 4096  # bytes; below, zlib is faster
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """Return zlib's CRC-32 of contiguous bytes; `value` is that of the bytes before them.
+    """Return zlib's CRC-32 of contiguous bytes; `value` is the CRC of the preceding bytes.
 
-    Several times as fast where the processor multiplies without carry, and without the interpreter lock.
+    Several times faster on processors with carry-less multiplication, and releases the interpreter lock.
     """
     view = memoryview(data)
     call = function("plsc_crc32", _CRC) if view.nbytes >= _SMALLEST_CRC else None

@@ -1,4 +1,4 @@
-/* The copying of a partition: lines to a file in a new order, and the checksum of files. The Python
+/* Copy lines to a file in a new order, and compute the checksum of files, for a partition. The Python
    counterparts are in plsc/data/partition/parts.py. */
 #include "native.h"
 
@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #define FACTORS 32768 /* _WORDS of parts.py */
-#define CAPACITY ((int64_t)FACTORS * 8) /* put together, summed and written while it is in the cache */
+#define CAPACITY ((int64_t)FACTORS * 8) /* collected, summed and written at a time, while in the cache */
 
 static inline uint64_t splitmix64(uint64_t value) {
     uint64_t z = value + UINT64_C(0x9E3779B97F4A7C15);
@@ -26,8 +26,8 @@ static inline uint64_t word_at(const uint8_t *data) {
     return word;
 }
 
-/* The sum of `count` words, each times its factor. Compilers make of 64-bit products in vectors something
-   slower than the scalar ones. */
+/* Return the sum of `count` words, each times its factor. GCC would vectorise the 64-bit products, which is
+   slower than scalar code. */
 #if defined(__GNUC__) && !defined(__clang__)
 __attribute__((optimize("no-tree-vectorize")))
 #endif
@@ -45,14 +45,14 @@ static uint64_t weighted(const uint8_t *data, const uint64_t *factors, int64_t c
     return a + b + c + d;
 }
 
-/* What `size` bytes at `offset` of a file add to its checksum. factors: FACTORS of them. */
+/* Return the contribution of `size` bytes at `offset` of a file to its checksum. factors: FACTORS of them. */
 PLSC_API uint64_t plsc_checksum(const uint8_t *data, int64_t size, int64_t offset,
                                 const uint64_t *factors) {
     uint64_t total = 0;
     while (size > 0) {
         int64_t word = offset / 8, inside = word % FACTORS, lead = offset % 8, taken;
         uint64_t sum;
-        if (lead || size < 8) { /* a part of a word, zeros around it */
+        if (lead || size < 8) { /* part of a word, padded with zeros */
             uint8_t padded[8] = {0};
             taken = size < 8 - lead ? size : 8 - lead;
             memcpy(padded + lead, data, (size_t)taken);
@@ -70,17 +70,17 @@ PLSC_API uint64_t plsc_checksum(const uint8_t *data, int64_t size, int64_t offse
     return total;
 }
 
-/* A file that is written from an offset on, in pieces that end at multiples of CAPACITY. */
+/* A file that is written from an offset, in pieces that end at multiples of CAPACITY. */
 struct output {
     int handle;
     int64_t base;       /* offset of buffer[0] in the file, a multiple of CAPACITY */
-    int64_t lead, fill; /* buffer[lead, fill) waits to be written */
+    int64_t lead, fill; /* buffer[lead, fill) is not written yet */
     uint8_t *buffer;
-    const uint64_t *factors; /* NULL: no checksum is wanted */
+    const uint64_t *factors; /* NULL: no checksum */
     uint64_t checksum;
 };
 
-/* Sums and writes what waits; returns errno. */
+/* Sum and write the buffered bytes; return 0 or errno. */
 static int flush(struct output *out) {
     int64_t at = out->lead;
     if (out->factors)
@@ -112,8 +112,8 @@ static int put(struct output *out, const uint8_t *from, int64_t size) {
     return 0;
 }
 
-/* Writes the lines order[0, count), which are lengths[i] bytes at places[i], each with a newline, to a file
-   from `offset` on. *checksum: what they add to the file's; not summed without factors. Returns errno. */
+/* Write the lines order[0, count) to a file from `offset`, each with a newline. Line i is lengths[i] bytes at
+   places[i]. *checksum: contribution to the file's checksum, if factors are given. Return 0 or errno. */
 PLSC_API int64_t plsc_copy_lines(const uint8_t *const *places, const int64_t *lengths,
                                  const int64_t *order, int64_t count, int32_t handle, int64_t offset,
                                  const uint64_t *factors, uint64_t *checksum) {

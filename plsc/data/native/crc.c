@@ -1,6 +1,6 @@
-/* CRC-32, that of zlib (reflected polynomial 0xEDB88320), by carry-less products: Gopal et al., "Fast CRC
+/* zlib's CRC-32 (reflected polynomial 0xEDB88320) by carry-less multiplication: Gopal et al., "Fast CRC
    Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009. The Python counterpart is
-   zlib.crc32. The constants are the paper's: x^n mod P for the distances that are folded, bits reversed. */
+   zlib.crc32. The constants are the paper's: x^n mod P for the folding distances, bit-reflected. */
 #include "native.h"
 
 #if defined(__x86_64__)
@@ -9,14 +9,14 @@
 
 #define TARGET __attribute__((target("pclmul,sse4.1")))
 
-/* `low` and `high` halves of a, moved on by the distance of k, onto what lies there. */
+/* Multiply the `low` and `high` halves of a by the constants k (folding) and add them to `there`. */
 TARGET static inline __m128i folded(__m128i a, __m128i k, __m128i there) {
     __m128i low = _mm_clmulepi64_si128(a, k, 0x00);
     __m128i high = _mm_clmulepi64_si128(a, k, 0x11);
     return _mm_xor_si128(_mm_xor_si128(low, high), there);
 }
 
-/* The checksum of `size` bytes, a multiple of 16 and at least 64; crc before and after without inversion. */
+/* The CRC of `size` bytes, a multiple of 16 and at least 64; crc before and after without inversion. */
 TARGET static uint32_t crc_of_blocks(const uint8_t *data, int64_t size, uint32_t crc) {
     const __m128i by_512 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
     const __m128i by_128 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
@@ -36,7 +36,7 @@ TARGET static uint32_t crc_of_blocks(const uint8_t *data, int64_t size, uint32_t
         sum = folded(sum, by_128, lane[i]);
     for (; size >= 16; size -= 16)
         sum = folded(sum, by_128, _mm_loadu_si128(next++));
-    /* 128 bits to 64, then Barrett's reduction to 32 */
+    /* 128 bits to 64, then Barrett reduction to 32 */
     sum = _mm_xor_si128(_mm_srli_si128(sum, 8), _mm_clmulepi64_si128(sum, by_128, 0x10));
     part = _mm_clmulepi64_si128(_mm_and_si128(sum, words), by_64, 0x00);
     sum = _mm_xor_si128(_mm_srli_si128(sum, 4), part);
@@ -52,7 +52,7 @@ static int has_products(void) {
 }
 #endif
 
-/* zlib's crc32 of the bytes, a multiple of 16 and at least 64; -1 where the processor cannot. */
+/* Return zlib's crc32 of the bytes, a multiple of 16 and at least 64; -1 if the processor lacks PCLMULQDQ. */
 PLSC_API int64_t plsc_crc32(const uint8_t *data, int64_t size, uint32_t crc) {
 #if defined(__x86_64__)
     if (size >= 64 && has_products())

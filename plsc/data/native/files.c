@@ -1,6 +1,6 @@
-/* Read many small files, or many ranges of open files, in one call: the interpreter lock is given up once
-   for all of them, and not several times for each. Nothing here explains a fault: what cannot be read at
-   once is marked with -1, and the caller reads it again by the way that does explain. */
+/* Read many small files, or many ranges of open files, in one call: the interpreter lock is released once for
+   all of them, not several times for each. Errors are not reported here: what cannot be read is marked with
+   -1, and the caller reads it again in Python, which reports the error. */
 #include "native.h"
 
 #include <errno.h>
@@ -30,10 +30,10 @@ static int read_whole(int descriptor, unsigned char *to, int64_t length, int64_t
     return 1;
 }
 
-/* Returns the bytes of the file that are now at `to`; -1 if it cannot be read at once; -2 for want of room. */
+/* Return the size of the file, now at `to`; -1 if it cannot be read in one go; -2 if it exceeds `room`. */
 static int64_t read_file(const char *path, unsigned char *to, int64_t room) {
     struct stat status;
-    /* A named pipe would wait for a writer without O_NONBLOCK. */
+    /* Without O_NONBLOCK, opening a named pipe would block. */
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     int64_t result = -1;
     if (descriptor < 0) return -1;
@@ -47,9 +47,9 @@ static int64_t read_file(const char *path, unsigned char *to, int64_t room) {
     return result;
 }
 
-/* Reads the files `chosen` [count] of a table of paths below a folder: path i is text[ends[i]..ends[i + 1]).
-   They follow each other in the buffer; sizes [count] are their bytes, or -1. Returns how many of the chosen
-   were dealt with, which are fewer than `count` when the buffer is full. */
+/* Read the files `chosen` [count] of a table of paths below a folder: path i is text[ends[i]..ends[i + 1]).
+   They are stored consecutively in the buffer. sizes [count]: their bytes, or -1. Return how many of the
+   chosen files were processed, fewer than `count` if the buffer is full. */
 int64_t plsc_read_files(const char *folder, int64_t folder_bytes, const char *text,
                         const int64_t *ends, int64_t paths, const int64_t *chosen, int64_t count,
                         unsigned char *buffer, int64_t capacity, int64_t *sizes) {
@@ -81,7 +81,7 @@ int64_t plsc_read_files(const char *folder, int64_t folder_bytes, const char *te
     return count;
 }
 
-/* The same for ranges of open files: lengths[i] bytes at offsets[i] of descriptors[i]. */
+/* Do the same for ranges of open files: lengths[i] bytes at offsets[i] of descriptors[i]. */
 int64_t plsc_read_ranges(const int32_t *descriptors, const int64_t *offsets, const int64_t *lengths,
                          int64_t count, unsigned char *buffer, int64_t capacity, int64_t *sizes) {
     int64_t used = 0;

@@ -1,13 +1,13 @@
-/* Lines of <base64>TAB<label>: where they end, and what their labels are. The Python counterparts are
-   find_newlines and read_lines of plsc/data/lines.py. */
+/* Parse lines of <base64>TAB<label>: their ends and labels. The Python counterparts are find_newlines and
+   read_lines of plsc/data/lines.py. */
 #include "native.h"
 
 #include <string.h>
 
-#define MOST_DIGITS 18 /* MAX_LABEL_DIGITS of lines.py: all such numbers fit int64 */
+#define MOST_DIGITS 18 /* MAX_LABEL_DIGITS of lines.py: such numbers fit int64 */
 
-/* Writes the positions of newlines in data[begin, end) to found, at most `room` of them, and returns how
-   many; *next is where to go on: `end` when all of it was searched. */
+/* Write the positions of newlines in data[begin, end) to found, at most `room`, and return their number.
+   *next: where to continue, `end` if everything was searched. */
 PLSC_API int64_t plsc_find_newlines(const uint8_t *data, int64_t begin, int64_t end, int64_t *found,
                                     int64_t room, int64_t *next) {
     const uint8_t *at = data + begin, *stop = data + end;
@@ -25,8 +25,8 @@ PLSC_API int64_t plsc_find_newlines(const uint8_t *data, int64_t begin, int64_t 
     return count;
 }
 
-/* Reads the digits at the end of data[start, end) and the tab before them. Returns where the tab is, or -1
-   if the line is not that simple: then the naive reader tells what it is. */
+/* Read the digits at the end of data[start, end) and the tab before them. Return the position of the tab, or
+   -1 if the line has another form: then parse_line of lines.py parses it or reports the error. */
 static int64_t read_label(const uint8_t *data, int64_t start, int64_t end, int64_t *label) {
     int64_t at = end, value = 0, scale = 1;
     while (at > start && end - at < MOST_DIGITS) {
@@ -43,11 +43,10 @@ static int64_t read_label(const uint8_t *data, int64_t start, int64_t end, int64
     return at - 1;
 }
 
-/* Takes the lines that begin at `begin` and end at the `count` newlines, blank ones left out, the first of
-   them number `first_number`. newlines may hold `size` where the last one is missing. Each output has room
-   for `count`. tabs is -1 for lines over `longest` and for those that the naive reader must see; *suspects
-   is how many they are. Returns how many lines there are, -1 if the newlines are not places in the data in
-   rising order. */
+/* Parse the lines that begin at `begin` and end at the `count` newlines, without blank lines. The first line
+   has number `first_number`. The last newline may be `size` if it is missing. Each output has room for
+   `count` values. tabs is -1 for lines longer than `longest` and for those left to parse_line; *suspects is
+   their number. Return the number of lines, or -1 if the newlines are not ascending positions in the data. */
 PLSC_API int64_t plsc_read_lines(const uint8_t *data, int64_t size, int64_t begin,
                                  const int64_t *newlines, int64_t count, int64_t first_number,
                                  int64_t longest, int64_t *starts, int64_t *ends, int64_t *tabs,

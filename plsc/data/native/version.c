@@ -1,4 +1,4 @@
-/* Which version of the functions this library holds. */
+/* The ABI version of this library. */
 #include "native.h"
 
 PLSC_API int plsc_data_abi(void);

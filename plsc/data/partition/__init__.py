@@ -1,4 +1,4 @@
-"""Shuffle a set of base64 lines over all of its files and split it into parts of equal line count."""
+"""Shuffle a dataset of base64 lines over all files, and split it into parts with equal numbers of lines."""
 
 from __future__ import annotations
 

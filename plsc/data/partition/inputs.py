@@ -1,4 +1,4 @@
-"""The files that are partitioned: plain, gzip or zstd, local or behind an fsspec URL; and what is in them."""
+"""The input files of a partition (plain, gzip or zstd, local or remote), and counts of their content."""
 
 from __future__ import annotations
 
@@ -28,53 +28,53 @@ from plsc.storage.urls import is_url, shown
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 MOST_MESSAGES = 20
-_HEAVY = 64  # bytes: lines shorter than this have numbers that weigh more than they do
+_HEAVY = 64  # bytes: the line numbers of shorter lines take more memory than the lines
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Input:
-    """One data file, and what shows whether it is still the one that was listed."""
+    """An input file, and its fingerprint at the time it was listed."""
 
     location: str
     fingerprint: Fingerprint
 
     @property
     def size(self) -> int:
-        """Bytes as stored."""
+        """Stored size in bytes."""
         return self.fingerprint.size
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Name for messages."""
         return shown(self.location)
 
     @property
     def compression(self) -> str | None:
-        """Return 'gzip', 'zstd' or None, by the name's ending."""
+        """'gzip', 'zstd' or None, from the file's suffix."""
         return _COMPRESSED.get(posixpath.splitext(self.location)[1].lower())
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are lines, on this machine."""
+        """Whether it is a local file without compression."""
         return self.compression is None and not is_url(self.location)
 
     @contextmanager
-    def open(self) -> Iterator[_Told]:
-        """Open it for reading, decompressed. What goes wrong, here or later, is DataError with its name."""
+    def open(self) -> Iterator[_NamedStream]:
+        """Open the file for reading, decompressed. Errors, here or later, are DataError with its name."""
         with ExitStack() as stack:
-            with self._telling():
+            with self._errors_named():
                 stream = self._open(stack)
-            yield _Told(stream, self)
+            yield _NamedStream(stream, self)
 
     def check_unchanged(self) -> None:
-        """Raise DataError if the file is not what it was when it was listed."""
+        """Raise DataError if the file changed since it was listed."""
         if fingerprint_of(self.location) != self.fingerprint:
             raise self.changed()
 
     def changed(self) -> DataError:
-        """Return the error for a file that is not what it was when it was listed."""
-        return DataError(f"{self.name} changed while it was read; start again when it is whole")
+        """Return the error for a file that changed since it was listed."""
+        return DataError(f"{self.name} changed while being read; start again when it is complete")
 
     def _open(self, stack: ExitStack) -> Any:
         if is_url(self.location):
@@ -91,35 +91,35 @@ class Input:
         return raw
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _errors_named(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: pyarrow's
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError is from pyarrow
             reason = getattr(error, "strerror", None) or reason_of(error)
             raise DataError(f"{self.name} cannot be read: {reason}; check the file") from error
 
 
 @dataclass(frozen=True)
-class _Told:
+class _NamedStream:
     """A stream whose errors name its file."""
 
     stream: Any
     source: Input
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        with self.source._telling():
+        with self.source._errors_named():
             return self.stream.readinto(buffer)
 
     def seek(self, position: int) -> None:
-        """Go to a byte of the content; of a compressed file that takes as long as reading it."""
-        with self.source._telling():
+        """Go to an offset in the content; for a compressed file this reads everything before it."""
+        with self.source._errors_named():
             self.stream.seek(position)
 
 
 def list_inputs(data_dir: str, file_list: str) -> list[Input]:
     """Return the files that `file_list` names, in its order. Raises DataError as read_file_list does.
 
-    A file that is listed under two names is refused too.
+    A file that is listed under two names is an error, too.
     """
     locations = read_file_list(data_dir, file_list)
     inputs = [Input(location, fingerprint_of(location)) for location in locations]
@@ -131,7 +131,7 @@ def list_inputs(data_dir: str, file_list: str) -> list[Input]:
         identity = (status.st_dev, status.st_ino)
         if identity in seen:
             raise DataError(
-                f"{one.name} is the same file as {seen[identity].name}; take one out of {file_list}"
+                f"{one.name} is the same file as {seen[identity].name}; remove one from {file_list}"
             )
         seen[identity] = one
     return inputs
@@ -139,7 +139,7 @@ def list_inputs(data_dir: str, file_list: str) -> list[Input]:
 
 @dataclass
 class InputCount:
-    """What inputs hold: samples, blank and skipped lines, bytes and checksum of the content.
+    """Counts of inputs: samples, blank and skipped lines, bytes and checksum of the content.
 
     messages: about the first bad lines that were skipped.
     """
@@ -152,12 +152,12 @@ class InputCount:
     messages: list[str] = field(default_factory=list)
 
     def see(self, piece: np.ndarray | bytes, offset: int) -> None:
-        """Count and sum a piece of the content."""
+        """Add a piece of the content to the byte count and the checksum."""
         self.content_bytes += len(piece)
         self.checksum = (self.checksum + checksum(piece, offset)) % 2**64
 
     def add(self, more: InputCount) -> None:
-        """Add what another piece, or another input, holds."""
+        """Add the counts of another piece, or of another input."""
         for name in ("lines", "blanks", "skipped", "content_bytes"):
             setattr(self, name, getattr(self, name) + getattr(more, name))
         self.checksum = (self.checksum + more.checksum) % 2**64
@@ -165,7 +165,7 @@ class InputCount:
 
 
 def total_of(counts: list[InputCount]) -> InputCount:
-    """Return the sum over all inputs."""
+    """Return the sum of the counts of all inputs."""
     total = InputCount()
     for one in counts:
         total.add(one)
@@ -181,7 +181,7 @@ def read_counted(
     on_bytes: Callable[[int], object] | None = None,
     start: int = 0,
 ) -> Iterator[Lines]:
-    """Yield the samples of a stream as LineReader does, and add to `count` what they are.
+    """Yield the samples of a stream as LineReader does, and add them to `count`.
 
     on_bytes: called with the size of each piece that was read.
     """
@@ -195,21 +195,21 @@ def read_counted(
     for lines in reader:
         count.lines += len(lines)
         yield lines
-        del lines  # as the reader does
+        del lines  # as in LineReader, to free the memory
     count.blanks, count.skipped = reader.blanks, len(reader.skipped)
     count.messages = reader.skipped[:MOST_MESSAGES]
 
 
-def share_out(
+def map_lines(
     samples: Iterable[Lines],
     first: int,
     pool: Executor,
     buffers: Buffers,
     work: Callable[[Lines, int], Result],
 ) -> Iterator[Result]:
-    """Yield the results of work(lines, number of the first of them), in order; threads of the pool run it.
+    """Yield the results of work(lines, index of the first line), in order, computed by threads of the pool.
 
-    first: number of the first sample. Gives the data of lines back to buffers.
+    first: index of the first sample. The data of lines are given back to `buffers`.
     """
     under_way: deque[Future[Result]] = deque()
 
@@ -222,7 +222,7 @@ def share_out(
     for some in samples:
         under_way.append(pool.submit(run, some, first))
         first += len(some)
-        # What takes more memory than a buffer is waited for: numbers of short lines, a long line.
+        # Wait for work that takes more memory than a buffer: line numbers of short lines, or a long line.
         is_heavy = len(some) * _HEAVY > buffers.block_bytes or len(some.data) > 2 * buffers.block_bytes
         del some
         while under_way and (is_heavy or under_way[0].done()):
@@ -233,7 +233,7 @@ def share_out(
 
 @contextmanager
 def pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that, when the block fails, begins nothing more and waits for what has begun."""
+    """A thread pool that, when the block fails, starts no more work and waits for running work."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="partition")
     try:
         yield pool
@@ -242,7 +242,7 @@ def pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def progress_bar(what: str, total: int | None) -> tqdm:
-    """Return a bar of bytes on a terminal, nothing elsewhere."""
+    """Return a progress bar in bytes; it shows nothing if the output is not a terminal."""
     return tqdm(
         total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024,
         dynamic_ncols=True, disable=None,

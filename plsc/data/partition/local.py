@@ -1,8 +1,8 @@
-"""The shuffle on one machine: in memory, or, for what does not fit, by bucket files.
+"""Shuffle on one machine: in memory, or with bucket files if the data do not fit.
 
-In memory, the files are mapped. Otherwise their lines are spread over bucket files by the first
-bits of their keys, and the buckets are read one after another. Either way lines at hand are sorted by their
-keys and copied to the parts.
+In memory, the input files are mapped. Otherwise their lines are distributed to bucket files by the first bits
+of their keys, and the buckets are processed one after another. In both cases the lines in memory are sorted
+by their keys and copied to the parts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from plsc.data.partition.inputs import (
     MOST_MESSAGES,
     Input,
     InputCount,
+    map_lines,
     pool_of,
     read_counted,
-    share_out,
 )
 from plsc.data.partition.options import BYTES_PER_LINE, Budget, PartitionOptions
 from plsc.data.partition.order import line_keys
@@ -41,34 +41,34 @@ from plsc.errors import DataError
 OnBytes = Callable[[int], object]
 
 _SPARE = 10 * 2**20
-_MOST_FILES = 512  # mapped at once: each keeps a file open
-_PIECE_BYTES = 2**22  # of a file, searched by one thread
-_BLOCK_BYTES = 2**19  # summed, then searched while it is in the cache
+_MOST_FILES = 512  # mapped at a time; each keeps a file open
+_PIECE_BYTES = 2**22  # part of a file that one thread searches
+_BLOCK_BYTES = 2**19  # checksum, then search this much while it is in the cache
 _MOST_BUCKETS = 256
-_RECORD = np.dtype([("number", "<u8"), ("size", "<u4")])  # of a line in a bucket; with newline
+_RECORD = np.dtype([("number", "<u8"), ("size", "<u4")])  # per line in a bucket; size with newline
 
 
 @dataclass
 class Loaded:
-    """Lines at hand, and their numbers, int64 [n]."""
+    """Lines in memory, and their line numbers, int64 [n]."""
 
     lines: LinePlaces
     numbers: np.ndarray
 
 
 class Writer:
-    """Writes lines to the parts in the order of their keys, then `padding`, copies of some of them."""
+    """Write lines to the parts in the order of their keys, then `padding`, copies of some lines."""
 
     def __init__(self, seed: int, parts: Parts, padding: np.ndarray) -> None:
         self._seed = seed
         self._parts = parts
         self._padding = padding
         self._wanted = np.unique(padding)
-        self._places: dict[int, tuple[int, int, int]] = {}  # of those: rank, offset and size
+        self._places: dict[int, tuple[int, int, int]] = {}  # of padding lines: rank, offset and size
         self._position = 0
 
     def write(self, batch: list[Loaded], pool: Executor) -> None:
-        """Write lines whose keys come after those of the batch before; a pool's threads sort and copy."""
+        """Write lines whose keys follow those of the previous batch; threads of the pool sort and copy."""
         tasks = []
         for loaded, order in zip(batch, pool.map(self._sort, batch), strict=True):
             runs = self._claim(loaded.numbers[order], loaded.lines.lengths[order] + 1)
@@ -77,7 +77,7 @@ class Writer:
             pass
 
     def pad(self) -> None:
-        """Write the padding; all lines have been written."""
+        """Write the padding, after all lines."""
         for number in self._padding.tolist():
             rank, offset, size = self._places[number]
             (run,) = self._parts.claim(self._position, np.array([size]))
@@ -88,7 +88,7 @@ class Writer:
         return np.argsort(line_keys(self._seed, loaded.numbers))
 
     def _claim(self, numbers: np.ndarray, sizes: np.ndarray) -> list[Run]:
-        """Return the runs of the next lines, and note where those are written that padding copies."""
+        """Return the runs of the next lines, and remember where lines needed for padding are written."""
         runs = self._parts.claim(self._position, sizes)
         self._position += len(numbers)
         for run in runs if len(self._wanted) else ():
@@ -105,11 +105,11 @@ class Writer:
 
 
 class TooManyLines(Exception):
-    """There are more lines than the memory has room for."""
+    """The memory cannot hold the positions of all lines."""
 
 
 def fits(inputs: list[Input], budget: Budget) -> bool:
-    """Whether the inputs fit the memory as a whole; their lines may still turn out too many."""
+    """Return whether the memory can hold the inputs; map_inputs may still raise TooManyLines."""
     is_mappable = len(inputs) <= _MOST_FILES and all(one.is_plain for one in inputs)
     return is_mappable and sum(one.size for one in inputs) <= budget.total - _SPARE
 
@@ -117,7 +117,7 @@ def fits(inputs: list[Input], budget: Budget) -> bool:
 def map_inputs(
     inputs: list[Input], options: PartitionOptions, on_bytes: OnBytes, pool: Executor
 ) -> tuple[Loaded, list[InputCount]]:
-    """Map plain files and find their lines. Raises DataError for a bad one, TooManyLines."""
+    """Map plain files and find their lines. Raises DataError for a bad line, and TooManyLines."""
     files = [_map(one) for one in inputs]
     room = (options.budget.total - _SPARE - sum(map(len, files))) // BYTES_PER_LINE
     pieces = [
@@ -140,7 +140,7 @@ def map_inputs(
 
 
 def _search(file: np.ndarray, first: int, on_bytes: OnBytes) -> tuple[np.ndarray, InputCount]:
-    """Return (where newlines are, bytes and checksum) of the piece of a file that begins at `first`."""
+    """Return (newline positions, bytes and checksum) of the piece of a file that begins at `first`."""
     piece, newlines, count = file[first : first + _PIECE_BYTES], [], InputCount()
     for begin in range(0, len(piece), _BLOCK_BYTES):
         block = piece[begin : begin + _BLOCK_BYTES]
@@ -173,51 +173,51 @@ def _map(one: Input) -> np.ndarray:
         raise DataError(f"{one.name} cannot be read: {error.strerror}; check the file") from error
 
 
-# By buckets.
+# With buckets.
 
 
 @dataclass
 class Bucket:
-    """The lines whose keys start with `prefix` (its `bits` first bits).
+    """The lines whose keys start with `prefix` (of `bits` bits).
 
-    Two files: of each line its number and size (_RECORD), and, in the same order, the lines, each with a
-    newline.
+    It has two files: `records` with the number and size of each line (_RECORD), and `lines` with the lines in
+    the same order, each with a newline.
     """
 
     folder: Path
     prefix: int
     bits: int
     lines: int = 0
-    size: int = 0  # of the lines
+    size: int = 0  # bytes of the lines
 
     def path(self, kind: str) -> Path:
-        """Return the path of its `records` or `lines`."""
+        """Return the path of its `records` or `lines` file."""
         return self.folder / f"bucket_{self.bits}_{self.prefix:x}.{kind}"
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes once it is read, its numbers included."""
+        """Bytes of memory after `load`, including the line numbers."""
         return self.size + BYTES_PER_LINE * self.lines
 
     def load(self) -> Loaded:
-        """Read it."""
+        """Read the bucket into memory."""
         records = np.fromfile(self.path("records"), _RECORD)
         numbers, sizes = (records[name].astype(np.int64) for name in ("number", "size"))
         data = map_file(self.path("lines"), self.size, populates=True)
         if len(records) != self.lines or sizes.sum() != self.size:
-            raise DataError(f"{self.path('lines')} was changed while in use; start again")
+            raise DataError(f"{self.path('lines')} changed while in use; start again")
         return Loaded(LinePlaces.within(data, np.cumsum(sizes) - sizes, sizes - 1), numbers)
 
     def remove(self) -> None:
-        """Delete the files."""
+        """Delete its files."""
         self.path("records").unlink()
         self.path("lines").unlink()
 
 
-class Spread:
-    """Appends lines to 2**bits buckets below `parent`; threads may add at once.
+class BucketWriter:
+    """Distribute lines to 2**bits buckets below `parent`; `add` is thread-safe.
 
-    Used as a context: the files are open in it, and their buckets know their sizes when it is left.
+    A context manager: the files are open inside it, and the sizes of the buckets are known after it.
     """
 
     def __init__(self, folder: Path, seed: int, bits: int, parent: Bucket | None = None) -> None:
@@ -231,7 +231,7 @@ class Spread:
         self._lock = threading.Lock()
         self._stack = ExitStack()
 
-    def __enter__(self) -> Spread:
+    def __enter__(self) -> BucketWriter:
         with ExitStack() as stack:
             self._handles = [
                 [
@@ -249,7 +249,7 @@ class Spread:
             bucket.lines, bucket.size = int(lines), int(size)
 
     def add(self, lines: LinePlaces, numbers: np.ndarray) -> None:
-        """Append lines with their numbers, int64. A full disk raises OSError."""
+        """Append lines with their numbers, int64. Raises OSError if the disk is full."""
         which, sizes = self._which(numbers), lines.lengths + 1
         order = np.argsort(which, kind="stable")
         counts = np.bincount(which, minlength=len(self.buckets))
@@ -267,13 +267,13 @@ class Spread:
             begin = end
 
     def _which(self, numbers: np.ndarray) -> np.ndarray:
-        if self._bits == 0:  # one bucket; a shift by all bits is undefined
+        if self._bits == 0:  # one bucket; shifting by all 64 bits is undefined
             return np.zeros(len(numbers), dtype=np.uint16)
         keys = line_keys(self._seed, numbers) >> np.uint64(64 - self._above - self._bits)
         return (keys & np.uint64(2**self._bits - 1)).astype(np.uint16)
 
     def _claim(self, lines: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each bucket, how many lines and bytes come before these."""
+        """Return for each bucket how many lines and bytes it has before these lines."""
         with self._lock:
             before = self._lines.copy(), self._sizes.copy()
             self._lines += lines
@@ -282,19 +282,19 @@ class Spread:
 
 
 def bits_for(size: int, budget: Budget) -> int:
-    """Return the b of 2**b buckets that `size` bytes want: a few more than would just fit."""
+    """Return b for 2**b buckets of `size` bytes in total, with some spare memory."""
     wanted = max(1, -(-size * 5 // (4 * budget.bucket)))
     return min((wanted - 1).bit_length(), _MOST_BUCKETS.bit_length() - 1)
 
 
-def spread_inputs(
+def distribute_inputs(
     inputs: list[Input],
     options: PartitionOptions,
     expected_bytes: int,
     folder: Path,
     on_bytes: OnBytes,
 ) -> tuple[list[Bucket], list[InputCount]]:
-    """Read all inputs and add their lines to buckets: one thread reads, the others write."""
+    """Read all inputs and distribute their lines to buckets: one thread reads, the others write."""
     budget, counts, first = options.budget, [], 0
     buffers = budget.buffers(budget.workers + 1)
 
@@ -303,12 +303,12 @@ def spread_inputs(
         spread.add(places, np.arange(number, number + len(lines)))
 
     bits = bits_for(expected_bytes, budget)
-    with Spread(folder, options.seed, bits) as spread, pool_of(budget.workers) as pool:
+    with BucketWriter(folder, options.seed, bits) as spread, pool_of(budget.workers) as pool:
         for one in inputs:
             count = InputCount()
             with one.open() as stream:
                 samples = read_counted(stream, one.name, count, buffers, options.skip_bad, on_bytes)
-                for _ in share_out(samples, first, pool, buffers, add):
+                for _ in map_lines(samples, first, pool, buffers, add):
                     pass
             counts.append(count)
             first += count.lines
@@ -316,9 +316,9 @@ def spread_inputs(
 
 
 def batches(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[list[Bucket]]:
-    """Yield buckets in key order, as many as the memory holds; what does not fit is split.
+    """Yield buckets in key order, as many at a time as the memory can hold; split those that do not fit.
 
-    A single line that does not fit is a batch of its own.
+    A single line that does not fit is yielded as a batch of its own.
     """
     batch: list[Bucket] = []
     for bucket in _fitting(buckets, seed, budget):
@@ -342,8 +342,8 @@ def _fitting(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[Bucke
 
 
 def _split(bucket: Bucket, seed: int, budget: Budget) -> list[Bucket]:
-    """Spread a bucket over new ones, remove it, and return them in key order."""
-    spread = Spread(bucket.folder, seed, max(1, bits_for(bucket.memory, budget)), bucket)
+    """Distribute a bucket over new ones, remove it, and return them in key order."""
+    spread = BucketWriter(bucket.folder, seed, max(1, bits_for(bucket.memory, budget)), bucket)
     at, some = 0, max(1, budget.block // 64)
     with (
         bucket.path("records").open("rb") as file,
@@ -357,8 +357,10 @@ def _split(bucket: Bucket, seed: int, budget: Budget) -> list[Bucket]:
     return spread.buckets
 
 
-def _move(spread: Spread, source: int, at: int, numbers: np.ndarray, sizes: np.ndarray, block: int) -> int:
-    """Add lines that follow each other in a file from `at` on, about a block at once; return their end."""
+def _move(
+    spread: BucketWriter, source: int, at: int, numbers: np.ndarray, sizes: np.ndarray, block: int
+) -> int:
+    """Add consecutive lines of a file from `at`, about one block at a time; return their end."""
     stops = np.cumsum(sizes)
     begin = 0
     while begin < len(sizes):
@@ -368,13 +370,13 @@ def _move(spread: Spread, source: int, at: int, numbers: np.ndarray, sizes: np.n
         data = read_exactly(source, int(stops[end - 1]) - before, at + before)
         places = LinePlaces.within(np.frombuffer(data, np.uint8), starts, sizes[begin:end] - 1)
         spread.add(places, numbers[begin:end])
-        del data, places  # the next line may be as long
+        del data, places  # free the memory; the next line may be as long
         begin = end
     return at + int(stops[-1])
 
 
 def write_buckets(buckets: list[Bucket], writer: Writer, seed: int, budget: Budget, pool: Executor) -> None:
-    """Write the lines of all buckets, which are removed on the way."""
+    """Write the lines of all buckets, and remove the buckets."""
     for batch in batches(buckets, seed, budget):
         writer.write(list(pool.map(Bucket.load, batch)), pool)
         for bucket in batch:

@@ -1,4 +1,4 @@
-"""The options of a partition, once: name, type, default and meaning; and how its memory is shared out."""
+"""The options of plsc data partition, and how it divides its memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from plsc.storage.urls import is_url
 MOST_RANKS = 65_536
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 LEAST = 32 * 2**20
-LEAST_OF_WORKER = 16 * 2**20  # with less, the fixed parts of a worker would break the bound
+LEAST_OF_WORKER = 16 * 2**20  # bytes; with less, a worker's fixed memory would exceed its share
 
 BYTES_PER_LINE = 112
-"""What the number, key, place and order of a line in memory take, copies on the way included."""
+"""Bytes of memory per line for its number, key, position and order, including temporary copies."""
 
 
 def read_size(text: str | int) -> int:
-    """Return '512M' as bytes; K, M, G, T are powers of 1024. Raises OptionError for anything else."""
+    """Convert a size such as '512M' to bytes (K, M, G, T are powers of 1024). Raises OptionError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     if match is None:
         raise OptionError(f"--memory is {text!r}; expected a size such as 512M or 4G")
@@ -37,9 +37,9 @@ def read_size(text: str | int) -> int:
 class Budget:
     """Shares of the memory, in bytes.
 
-    block: half a buffer of a reader. There are workers + 1 of them, and where lines are as short as can be (4
-    bytes) numbers of up to 35 blocks for one of them. bucket: what a bucket may take once it is read, its
-    numbers included; each worker reads one at a time.
+    block: half a reader's buffer. There are workers + 1 buffers. With the shortest possible lines (4 bytes)
+    the line numbers of one buffer take up to 35 blocks. bucket: the memory of a bucket after it is read,
+    including its line numbers; each worker reads one bucket at a time.
     """
 
     total: int
@@ -47,13 +47,13 @@ class Budget:
 
     @property
     def block(self) -> int:
-        """Bytes that are read at once."""
+        """Bytes read at a time."""
         share = self.total // (16 * (self.workers + 3))
         return max(2**18, min(4 * 2**20, share // 2**18 * 2**18))
 
     @property
     def bucket(self) -> int:
-        """Bytes that a bucket may take."""
+        """Bytes of memory per bucket."""
         return max(2**20, int(0.6 * self.total) // self.workers)
 
     def buffers(self, count: int) -> Buffers:
@@ -63,53 +63,53 @@ class Budget:
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """What is partitioned, into what, and with what. Raises OptionError for values that make no sense."""
+    """The options of a partition. Raises OptionError for invalid values."""
 
     data_dir: str = declare(MISSING, "folder or fsspec URL of the data files", check=not_empty)
-    nranks: int = declare(MISSING, "number of parts, one for each rank", check=between(1, MOST_RANKS))
-    file_list: str = declare("file_list.txt", "list of the data files, in data_dir or a path of its own")
+    nranks: int = declare(MISSING, "number of parts, one per rank", check=between(1, MOST_RANKS))
+    file_list: str = declare("file_list.txt", "list of the data files: a name in data_dir, or a path")
     output_dir: str | None = declare(
-        None, "folder or fsspec URL to make; when not set, <data_dir>/partition_<nranks>"
+        None, "output folder or fsspec URL; default: <data_dir>/partition_<nranks>"
     )
-    seed: int = declare(0, "of the shuffle")
-    memory: str = declare("512M", "bound on the memory used beyond the interpreter's, such as 512M or 8G")
+    seed: int = declare(0, "seed of the shuffle")
+    memory: str = declare("512M", "memory limit, not counting the interpreter, such as 512M or 8G")
     workers: int | None = declare(
-        None, "threads; when not set, one per core, at most 8", check=between(1, 64)
+        None, "number of threads; default: one per core, at most 8", check=between(1, 64)
     )
     tmp_dir: str | None = declare(
         None,
-        "folder for temporary files; when not set, next to the output (for a URL, the system's)",
+        "folder for temporary files; default: next to the output (for a URL, the system's)",
     )
     engine: str = declare(
         "local",
-        "local, or spark for sets beyond one machine (pip install 'plsc[spark]')",
+        "local, or spark for datasets too large for one machine (pip install 'plsc[spark]')",
         check=one_of("local", "spark"),
     )
     master: str | None = declare(
         None,
-        "of engine spark: URL of the cluster, such as local[2]; when not set, Spark's own configuration",
+        "with engine spark: URL of the cluster, such as local[2]; default: Spark's configuration",
     )
     bad_lines: str = declare(
         "stop",
-        "what to do about a line that is no sample: stop or skip",
+        "what to do with an invalid line: stop or skip",
         check=one_of("stop", "skip"),
     )
     no_sync: bool = declare(
         False,
-        "do not wait until the parts are on the disk, as cp does not: a loss of power soon afterwards may "
-        "damage them, which --verify reports",
+        "do not wait until the parts are flushed to the disk; after a power loss they may be damaged, which "
+        "--verify detects",
     )
-    delete_inputs: bool = declare(False, "delete the data files once the output is published")
-    dry_run: bool = declare(False, "read and check the inputs, say what would be written, write nothing")
-    verify: bool = declare(False, "check an existing output folder against its inputs, write nothing")
+    delete_inputs: bool = declare(False, "delete the data files after the output is published")
+    dry_run: bool = declare(False, "read and check the inputs and report the counts; write nothing")
+    verify: bool = declare(False, "check an existing output folder against its inputs; write nothing")
 
     def __post_init__(self) -> None:
         for name, spec in specs_of("", PartitionOptions).items():
             object.__setattr__(self, name, spec.checked(getattr(self, name)))
         if self.no_sync and self.engine == "spark":
-            raise OptionError("--no_sync is for --engine local; the executors of spark sync their parts")
+            raise OptionError("--no_sync requires --engine local; with spark, the executors sync their parts")
         if self.master and self.engine != "spark":
-            raise OptionError("--master is set, but not --engine spark; pass both")
+            raise OptionError("--master requires --engine spark; pass both")
         for first, second in (
             ("verify", "delete_inputs"),
             ("verify", "dry_run"),
@@ -117,23 +117,23 @@ class PartitionOptions:
             ("no_sync", "delete_inputs"),
         ):
             if getattr(self, first) and getattr(self, second):
-                raise OptionError(f"--{first} and --{second} exclude each other; give one of them")
+                raise OptionError(f"--{first} and --{second} cannot be combined; pass one of them")
         read_size(self.memory)
 
     @property
     def output(self) -> str:
-        """The folder or URL of the output."""
+        """Folder or URL of the output."""
         given = self.output_dir or posixpath.join(self.data_dir, f"partition_{self.nranks}")
         return given if is_url(given) else str(Path(given).expanduser().absolute())
 
     @property
     def budget(self) -> Budget:
-        """The memory, shared out over the workers."""
+        """The memory, divided among the workers."""
         cores = len(os.sched_getaffinity(0))
         memory = read_size(self.memory)
         return Budget(memory, min(self.workers or min(8, cores), memory // LEAST_OF_WORKER))
 
     @property
     def skip_bad(self) -> bool:
-        """Whether bad lines are left out."""
+        """Whether invalid lines are skipped."""
         return self.bad_lines == "skip"

@@ -1,12 +1,12 @@
-"""Where a line goes: a pure function of the seed, its number and how many there are.
+"""The position of each line: a pure function of the seed, the line's number and the number of lines.
 
-Line i has the key ``plsc.seeds.hash_key(seed, i)``. For one seed that is a bijection of 64 bits, so no two
-lines share a key; the lines sorted by key are the shuffle. Rank r of R gets positions [rL, (r + 1)L) of it,
+Line i has the key ``plsc.seeds.hash_key(seed, i)``. For a fixed seed this is a bijection of 64-bit numbers,
+so keys are unique. The shuffled order is the order of the keys. Rank r of R gets positions [rL, (r + 1)L),
 L = ceil(N / R).
 
-The R L - N positions left at the end are filled from a second shuffle of the same lines, with keys
-``hash_key(seed, PADDING, i)``: its first ones, so that every line is as likely as any other, and none comes
-twice unless there are more places than lines; then the second shuffle is gone through again.
+The R L - N positions left at the end are padded with the first lines of a second shuffle, with the keys
+``hash_key(seed, PADDING, i)``. All lines are equally likely, and none is repeated unless there are more
+positions than lines; then the second shuffle is repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plsc.data.order import splitmix64_of
 from plsc.seeds import hash_key
 
 ALGORITHM = "splitmix64-order-1"
-"""Changes whenever the same seed and lines would give other output."""
+"""Must change whenever the output for the same seed and lines changes."""
 
 PADDING = 0x70616464696E67  # "padding"
 
@@ -35,15 +35,15 @@ def line_keys(seed: int, numbers: np.ndarray) -> np.ndarray:
 
 
 def lines_per_rank(lines: int, nranks: int) -> int:
-    """Return L: how many lines each rank gets."""
+    """Return L, the number of lines per rank."""
     return -(-lines // nranks)
 
 
 def rank_bounds(seed: int, lines: int, nranks: int) -> np.ndarray:
-    """Return the lowest key of each rank but the first, uint64; ranks without lines of their own have none.
+    """Return the lowest key of each rank but the first, uint64; ranks that only have padding get none.
 
-    Goes through the keys of all numbers twice, in bounded memory: a histogram, then the keys of the bins
-    where ranks begin.
+    Computes the keys of all lines twice, in bounded memory: for a histogram, then for the bins in which ranks
+    begin.
     """
     positions = np.arange(1, nranks) * lines_per_rank(lines, nranks)
     positions = positions[positions < lines]
@@ -56,7 +56,7 @@ def rank_bounds(seed: int, lines: int, nranks: int) -> np.ndarray:
     is_wanted[bins] = True
     found = [keys[is_wanted[keys >> _BIN_SHIFT]] for keys in _all_keys(seed, lines)]
     wanted = np.sort(np.concatenate(found))
-    # A position in all keys becomes one in those that were kept: without the bins left out before it.
+    # Convert a position among all keys to one among the kept keys: subtract the bins left out before it.
     left_out = np.cumsum(np.where(is_wanted, 0, counts))
     return wanted[positions - left_out[bins]]
 
@@ -67,9 +67,9 @@ def _all_keys(seed: int, lines: int) -> Iterator[np.ndarray]:
 
 
 def padding_lines(seed: int, lines: int, nranks: int) -> np.ndarray:
-    """Return the numbers of the lines that fill the positions from `lines` on, in order, int64.
+    """Return the numbers of the padding lines, in order, int64.
 
-    Takes memory for a multiple of nranks numbers, whatever `lines` is.
+    The memory is proportional to nranks, independent of `lines`.
     """
     places = lines_per_rank(lines, nranks) * nranks - lines
     if places == 0:

@@ -1,12 +1,12 @@
-"""The files of the ranks, while they are written: who writes where, their sizes and checksums.
+"""Write the part files of the ranks: positions, sizes and checksums.
 
-The checksum keeps up with copying and can be summed in any order. The file is taken as little-endian 64-bit
-words, the last one filled with zeros. Word j counts ``word[j] * c(j)`` modulo 2**64, with odd factors
-c(j) = splitmix64(j mod 32768) | 1 times splitmix64(j div 32768) | 1; the checksum is the sum. Changing one
-word always changes it; other damage goes unnoticed with a chance of about 2**-60. It is no protection against
-intent. (zlib.crc32 and sha256 would take longer than the shuffle.)
+The checksum is as fast as copying, and can be summed in any order. The file is read as little-endian 64-bit
+words, the last one padded with zeros. Word j contributes ``word[j] * c(j)`` modulo 2**64, with odd factors
+c(j) = splitmix64(j mod 32768) | 1 times splitmix64(j div 32768) | 1. Changing one word always changes the
+checksum; other damage is missed with a probability of about 2**-60. It does not protect against intentional
+changes. (zlib.crc32 and sha256 would take longer than the shuffle.)
 
-`plsc/data/native/copying.c` sums and copies where it is built, the plain functions here elsewhere.
+`plsc/data/native/copying.c` does the summing and copying if it is built; the Python functions here if not.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
 
 _WORDS = 2**15
-_CHUNK_BYTES = 2**18  # written at once: put together, summed and written while it is in the cache
-_LINES_AT_ONCE = 2**14  # copied by one call; the progress bar moves in between
+_CHUNK_BYTES = 2**18  # collected, summed and written at a time, while in the cache
+_LINES_AT_ONCE = 2**14  # copied per call; the progress bar is updated in between
 _MODULUS = 2**64
 _FACTORS = splitmix64_of(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)  # c(j) of the first words
 
@@ -38,20 +38,20 @@ _COPY = ("plsc_copy_lines", (*[_pointer] * 3, _long, _int, _long, *[_pointer] * 
 
 
 def checksum(data: np.ndarray | bytes | bytearray | memoryview, offset: int = 0) -> int:
-    """Return what the bytes that lie at `offset` of a file add to its checksum.
+    """Return the contribution of the bytes at `offset` of a file to its checksum.
 
     The checksum of the file is the sum over its pieces modulo 2**64.
     """
     array = np.frombuffer(data, dtype=np.uint8)
     native = function(*_CHECKSUM)
     if native is None:
-        return checksum_plainly(array, offset)
+        return checksum_reference(array, offset)
     total: int = native(array.ctypes.data, len(array), offset, _FACTORS.ctypes.data)
     return total % _MODULUS
 
 
-def checksum_plainly(array: np.ndarray, offset: int) -> int:
-    """Do the same, for uint8, without the library."""
+def checksum_reference(array: np.ndarray, offset: int) -> int:
+    """Compute `checksum` for uint8 without the library (reference implementation)."""
     lead = offset % 8
     if lead or len(array) % 8:
         padded = np.zeros(-(-(lead + len(array)) // 8) * 8, dtype=np.uint8)
@@ -70,9 +70,9 @@ def checksum_plainly(array: np.ndarray, offset: int) -> int:
 
 @dataclass(frozen=True)
 class LinePlaces:
-    """Where lines lie in memory: addresses and lengths, newline excluded, int64 [n].
+    """Positions of lines in memory: addresses and lengths without newline, int64 [n].
 
-    arrays: what holds the lines.
+    arrays: the arrays that contain the lines.
     """
 
     addresses: np.ndarray
@@ -86,9 +86,10 @@ class LinePlaces:
 
 
 def map_file(path: str | Path, size: int, *, populates: bool = False) -> np.ndarray:
-    """Return the first `size` bytes of a file, mapped, uint8. populates: all of them are read now.
+    """Map the first `size` bytes of a file, uint8. populates: read all of them now.
 
-    Raises OSError, and ValueError if the file is shorter. If it is cut short later, reading it is SIGBUS.
+    Raises OSError, and ValueError if the file is shorter. If the file is truncated later, reading the map
+    causes SIGBUS.
     """
     if size == 0:  # cannot be mapped
         return np.empty(0, dtype=np.uint8)
@@ -100,13 +101,13 @@ def map_file(path: str | Path, size: int, *, populates: bool = False) -> np.ndar
 def copy_lines(
     lines: LinePlaces, order: np.ndarray, handle: int, offset: int, *, is_summed: bool = True
 ) -> int:
-    """Write the lines `order` (int64), each closed by a newline, to an open file from `offset` on.
+    """Write the lines `order` (int64), each followed by a newline, to an open file from `offset`.
 
-    Returns what they add to the file's checksum, if `is_summed`. Raises OSError if they cannot be written.
+    Returns their contribution to the file's checksum, if `is_summed`. Raises OSError if writing fails.
     """
     native = function(*_COPY)
     if native is None:
-        return copy_lines_plainly(lines, order, handle, offset)
+        return copy_lines_reference(lines, order, handle, offset)
     order = np.ascontiguousarray(order)
     total = ctypes.c_uint64()
     error = native(
@@ -119,8 +120,8 @@ def copy_lines(
     return total.value
 
 
-def copy_lines_plainly(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:
-    """Do the same without the library."""
+def copy_lines_reference(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:
+    """Do what `copy_lines` does, without the library (reference implementation)."""
     total, waiting, size = 0, [], 0
     for line in order.tolist():
         address, length = int(lines.addresses[line]), int(lines.lengths[line])
@@ -136,7 +137,7 @@ def copy_lines_plainly(lines: LinePlaces, order: np.ndarray, handle: int, offset
 
 
 def put(handle: int, data: bytes, offset: int) -> int:
-    """Write data at `offset`; return what they add to the checksum. A full disk raises OSError."""
+    """Write data at `offset`; return their contribution to the checksum. OSError if the disk is full."""
     view, at = memoryview(data), offset
     while len(view):
         count = os.pwrite(handle, view, at)
@@ -145,16 +146,16 @@ def put(handle: int, data: bytes, offset: int) -> int:
 
 
 def read_exactly(handle: int, size: int, offset: int) -> bytes:
-    """Return `size` bytes at `offset` of a file of our own. Raises DataError if they are not there."""
+    """Return `size` bytes at `offset` of a temporary file. Raises DataError if the file is shorter."""
     data = os.pread(handle, size, offset)
     if len(data) < size:
-        raise DataError("a temporary file was cut short while it was in use; start again")
+        raise DataError("a temporary file was truncated while in use; start again")
     return data
 
 
 @dataclass(frozen=True)
 class Run:
-    """Lines [begin, end) of those at hand go to a part, one after another, from byte `offset` on."""
+    """Lines [begin, end) of the lines in memory, to be written consecutively to a part from byte `offset`."""
 
     rank: int
     offset: int
@@ -163,13 +164,13 @@ class Run:
 
 
 def part_names(nranks: int) -> list[str]:
-    """Return the names of the parts: part_0.txt and so on, all as long as the last one's."""
+    """Return the names of the parts, such as part_0.txt, with numbers of equal width."""
     width = len(str(nranks - 1))
     return [f"part_{rank:0{width}d}.txt" for rank in range(nranks)]
 
 
 class Parts:
-    """One file per rank, each with `lines_each` lines. Several threads may write runs at once."""
+    """One file per rank, each with `lines_each` lines. Threads may write runs concurrently."""
 
     def __init__(self, folder: Path, nranks: int, lines_each: int, on_bytes: Callable[[int], object]) -> None:
         self.paths = [folder / name for name in part_names(nranks)]
@@ -180,9 +181,9 @@ class Parts:
         self._lock = threading.Lock()
 
     def claim(self, position: int, lengths: np.ndarray) -> list[Run]:
-        """Return the runs for lines of these lengths (int64 [n], newline included) from `position` on.
+        """Return the runs for lines of these lengths (int64 [n], with newline), starting at `position`.
 
-        Calls must come in the order of the positions: a part's bytes are given out one after another.
+        Calls must be in the order of the positions, because the bytes of a part are assigned consecutively.
         """
         ends = np.concatenate([[0], np.cumsum(lengths)])
         runs, begin = [], 0
@@ -195,7 +196,7 @@ class Parts:
         return runs
 
     def write(self, run: Run, lines: LinePlaces, order: np.ndarray) -> None:
-        """Write a run of the lines at hand, which are `order` (int64) of `lines`. OSError if it cannot."""
+        """Write a run of the lines in memory, `order` (int64) of `lines`. Raises OSError if that fails."""
         handle, offset = self._open(run.rank), run.offset
         try:
             for begin in range(run.begin, run.end, _LINES_AT_ONCE):
@@ -207,7 +208,7 @@ class Parts:
             os.close(handle)
 
     def copy(self, run: Run, rank: int, offset: int, size: int) -> None:
-        """Write a run of one line: `size` bytes from `offset` on in the part of `rank`, newline included."""
+        """Write a run of one line, copied from `offset` in the part of `rank` (`size` bytes with newline)."""
         with self.paths[rank].open("rb") as source:
             line = read_exactly(source.fileno(), size, offset)
         handle = self._open(run.rank)

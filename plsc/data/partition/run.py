@@ -1,4 +1,4 @@
-"""A partition from its options to the published folder."""
+"""Run a partition: from its options to the published folder."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FILE_LIST = "file_list.txt"
 FORMAT = "plsc-partition-1"
-_EXPANSION = 4  # how much larger compressed inputs are taken to be, until they have been read
-_SILENCE = 300.0  # seconds in which a client may say nothing of a large piece that it sends
+_EXPANSION = 4  # assumed compression ratio of compressed inputs, until they have been read
+_SILENCE = 300.0  # seconds without progress before the upload of a large piece is abandoned
 _PART = re.compile(rf"(part_\d+\.txt|{re.escape(FILE_LIST)})$")
 
 
 def partition(options: PartitionOptions) -> dict[str, Any]:
-    """Shuffle the lines of the inputs and write them to nranks files of equal line count.
+    """Shuffle the lines of the inputs and write them to nranks files with equal numbers of lines.
 
-    Returns the manifest, which also stands in the output folder. That folder appears under its name when all
-    of it is written, or not at all; inputs are only read. Raises DataError (a bad line, a file missing, an
-    output that exists, a disk that is full) and OptionError.
+    Returns the manifest, which is also in the output folder. The folder is published atomically. Inputs are
+    only deleted with ``delete_inputs``. Raises DataError (bad line, missing file, existing output, full disk)
+    and OptionError.
     """
     inputs = list_inputs(options.data_dir, options.file_list)
     _refuse_existing(options.output)
     if options.dry_run:
-        return _survey(options, inputs)
+        return _dry_run(options, inputs)
     with _full_disk_reported(options.output), ExitStack() as stack:
         workspace, temporary = _claim(options, stack)
         if workspace.cleaned:
-            logger.warning(f"removed what a run that was stopped had left in {workspace.path}")
+            logger.warning(f"removed the files of an earlier, interrupted run in {workspace.path}")
         if options.engine == "spark":
             manifest = _run_on_spark(options, inputs, workspace)
         else:
@@ -77,8 +77,8 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     return manifest
 
 
-def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
-    """Read and check all lines, write nothing; return the counts of a manifest."""
+def _dry_run(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
+    """Read and check all lines without writing; return the counts of a manifest."""
     buffers, counts = options.budget.buffers(1), []
     with progress_bar("reading", None) as progress:
         for one in inputs:
@@ -93,7 +93,7 @@ def _survey(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
 
 
 def _write(options: PartitionOptions, inputs: list[Input], folder: Path, temporary: Path) -> dict[str, Any]:
-    """Write the parts, their list and the manifest into `folder`, which is not published yet."""
+    """Write the parts, their list and the manifest to `folder`, which is not published yet."""
     budget = options.budget
     expected = sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
     with pool_of(budget.workers) as pool:
@@ -101,12 +101,14 @@ def _write(options: PartitionOptions, inputs: list[Input], folder: Path, tempora
         buckets: list[local.Bucket] = []
         with progress_bar("reading", expected) as progress:
             if local.fits(inputs, budget):
-                _check_room(folder, None, expected, 0)
+                _check_space(folder, None, expected, 0)
                 with contextlib.suppress(local.TooManyLines):
                     loaded, counts = local.map_inputs(inputs, options, progress.update, pool)
             if loaded is None:
-                _check_room(folder, temporary, expected, budget.workers * budget.bucket)
-                buckets, counts = local.spread_inputs(inputs, options, expected, temporary, progress.update)
+                _check_space(folder, temporary, expected, budget.workers * budget.bucket)
+                buckets, counts = local.distribute_inputs(
+                    inputs, options, expected, temporary, progress.update
+                )
         lines = _report(counts, options).lines
         padding = padding_lines(options.seed, lines, options.nranks)
         with progress_bar("writing", sum(one.content_bytes for one in counts)) as progress:
@@ -124,15 +126,15 @@ def _write(options: PartitionOptions, inputs: list[Input], folder: Path, tempora
 
 
 def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Workspace) -> dict[str, Any]:
-    """Let the executors write the parts where they will stay, then add the manifest and publish."""
-    from plsc.data.partition import spark  # an extra
+    """Let the Spark executors write the parts to their final place, then add the manifest and publish."""
+    from plsc.data.partition import spark  # optional extra
 
     def finish(target: str) -> dict[str, Any]:
         counts, sizes, checksums = spark.write(options, inputs, target)
         _check_unchanged(inputs)
         _report(counts, options)
         for stray in workspace.path.glob(f"{SAVING}part_*"):
-            stray.unlink()  # of a task that was killed, and run again elsewhere
+            stray.unlink()  # left by a killed task that was run again elsewhere
         manifest = _manifest(options, inputs, counts, sizes, checksums)
         _write_manifest(workspace.path, manifest)
         return manifest
@@ -148,7 +150,7 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
 
 
 def _counts_of(options: PartitionOptions, total: InputCount) -> dict[str, int]:
-    """Return the counts of a manifest. total: of all inputs."""
+    """Return the counts of a manifest. total: counts of all inputs."""
     each = lines_per_rank(total.lines, options.nranks)
     return {
         "seed": options.seed,
@@ -203,25 +205,25 @@ def _check_unchanged(inputs: list[Input]) -> None:
 
 
 def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
-    """Log what was left out, and a warning if more places are filled with repeats than there are lines.
+    """Log skipped lines, and a warning if most lines of the parts are padding. Return the sum of the counts.
 
-    Returns the sum of the counts. Raises DataError if there are no samples.
+    Raises DataError if there are no samples.
     """
     total, nranks = total_of(counts), options.nranks
     if total.lines == 0:
         raise DataError(
-            f"the files of {options.file_list} hold no samples; expected lines of '<base64>TAB<label>'"
+            f"the files of {options.file_list} contain no samples; expected lines of '<base64>TAB<label>'"
         )
     each = lines_per_rank(total.lines, nranks)
     repeats = each * nranks - total.lines
     if repeats > total.lines:
         logger.warning(
-            f"{nranks} parts hold {each} line{'s' if each > 1 else ''} each, of which "
-            f"{repeats / (each * nranks):.0%} are repeats: there are {total.lines} lines only; a smaller "
-            "--nranks has fewer"
+            f"{nranks} parts have {each} line{'s' if each > 1 else ''} each, of which "
+            f"{repeats / (each * nranks):.0%} are repeats of the {total.lines} input lines; use a smaller "
+            "--nranks to repeat fewer"
         )
     if total.blanks:
-        logger.warning(f"{total.blanks} blank lines were left out")
+        logger.warning(f"skipped: {total.blanks} blank lines")
     for message in total.messages:
         logger.warning(f"skipped: {message}")
     if total.skipped > len(total.messages):
@@ -229,28 +231,28 @@ def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
     return total
 
 
-def _check_room(output: Path, temporary: Path | None, size: int, spare: int) -> None:
-    """Raise DataError if the disks have no room for `size` bytes of output, and as much again in buckets.
+def _check_space(output: Path, temporary: Path | None, size: int, spare: int) -> None:
+    """Raise DataError if the disks lack space for `size` bytes of output and as much for buckets.
 
-    Buckets are removed while the output grows: on one disk both together need `size` and `spare`.
+    Buckets are removed while the output grows. On one disk, both together need `size` + `spare`.
     """
     if temporary is not None and output.stat().st_dev != temporary.stat().st_dev:
-        _require_room(temporary, size)
+        _require_space(temporary, size)
         spare = 0
-    _require_room(output, size + spare)
+    _require_space(output, size + spare)
 
 
-def _require_room(folder: Path, size: int) -> None:
+def _require_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise DataError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free, {size / 1e9:.2f} GB are needed; "
-            f"free some, or choose another one with --output_dir or --tmp_dir"
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, but {size / 1e9:.2f} GB are needed; "
+            "free some space, or choose another disk with --output_dir or --tmp_dir"
         )
 
 
 def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path]:
-    """Return the folder that becomes the output, and one for temporary files."""
+    """Return the workspace of the output, and a folder for temporary files."""
     output = options.output
     digest = hashlib.sha256(output.encode()).hexdigest()[:16]
     if is_url(output):
@@ -267,14 +269,14 @@ def _refuse_existing(output: str) -> None:
     if is_url(output):
         store = _open_store(output)
         if not store.can_rename:
-            store.make_folder()  # makes none: fails before the work if the bucket does not exist
+            store.make_folder()  # fails early if the bucket does not exist
             if all(_PART.match(name) for name in store.names()):
-                return  # parts without a manifest are what a run that was killed left: nothing
+                return  # a killed run left parts without a manifest, which do not count as output
     refuse_existing(output)
 
 
 def _open_store(url: str) -> Store:
-    """Return the folder at a path or URL."""
+    """Return the store for a path or URL."""
     from plsc.storage.store import Store  # imports fsspec
 
     return Store(url, silence=_SILENCE)
@@ -299,7 +301,7 @@ def _full_disk_reported(output: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(
-                f"the disk is full ({error.strerror}) while {shown(output)} was written; what was written is "
-                "removed again. Free some space or choose another --output_dir or --tmp_dir"
+                f"the disk is full ({error.strerror}) while writing {shown(output)}; nothing was published. "
+                "Free some space, or choose another disk with --output_dir or --tmp_dir"
             ) from error
         raise DataError(f"{shown(output)} cannot be written: {error.strerror or error}") from error

@@ -1,8 +1,8 @@
-"""The same partition on a Spark cluster: for sets beyond one machine's disk or patience.
+"""Run a partition on a Spark cluster, for datasets too large for one machine.
 
-Three steps. The inputs are read once, in splits of some megabytes, to count and check their lines, so that
-every line's number is known. From the count alone follow the keys at which each rank begins. Then the splits
-are read again, every line is sent to its rank, sorted there by its key, and written: one shuffle of the data.
+1. Count: the inputs are read in splits of a few MiB to count and check their lines. Then every line's number,
+and the lowest key of each rank, are known. 2. Write: the splits are read again. Every line is sent to its
+rank, sorted there by its key, and written, with a single Spark shuffle of the data.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from plsc.storage.urls import is_url, open_filesystem
 
 _BLOCK = 4 * 2**20
 _SPLIT_BYTES = 64 * 2**20
-_LOOK = 2**16  # bytes at a time, in search of a newline
+_LOOK = 2**16  # bytes read at a time when searching a newline
 Key = tuple[int, int, int]  # rank, 1 for padding, order within that
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a task needs to know to send lines to their ranks; it travels to every executor."""
+    """What a task needs to send lines to their ranks; it is sent to every executor."""
 
     seed: int
     lines_each: int
     bounds: np.ndarray
-    padding: dict[int, list[int]]  # number of a line: the positions that it fills at the end
+    padding: dict[int, list[int]]  # by line number: the positions that the line pads
     skip_bad: bool
 
 
 @dataclass(frozen=True)
 class Written:
-    """A part that a task has written."""
+    """A part written by a task."""
 
     rank: int
     lines: int
@@ -58,20 +58,20 @@ class Written:
 def write(
     options: PartitionOptions, inputs: list[Input], target: str
 ) -> tuple[list[InputCount], list[int], list[int]]:
-    """Write the parts into `target`, a folder that all executors see, or a URL.
+    """Write the parts to `target`, a folder that all executors share, or a URL.
 
-    Returns (what was read of each input, sizes of the parts, their checksums). Raises DataError for a bad
-    line, and when Spark fails; OptionError if PySpark is not installed.
+    Returns (counts of each input, sizes of the parts, their checksums). Raises DataError for a bad line, and
+    when Spark fails; OptionError if PySpark is not installed.
     """
     try:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
     except ImportError:
-        raise OptionError("--engine spark needs PySpark; pip install 'plsc[spark]'") from None
+        raise OptionError("--engine spark requires PySpark; run pip install 'plsc[spark]'") from None
     builder = SparkSession.builder.appName("plsc data partition")
     if options.master and options.master.startswith("local"):
-        # The same interpreter, which has plsc; a cluster's is for its configuration to say.
+        # Use this interpreter, which has plsc. For a cluster, its configuration decides.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if options.master:
         builder = builder.master(options.master)
@@ -95,7 +95,7 @@ def _write(
     splits = split_inputs(inputs)
     numbered = context.parallelize(list(enumerate(splits)), len(splits))
     counts = [InputCount() for _ in inputs]
-    firsts, lines = [], 0  # the number of each split's first line
+    firsts, lines = [], 0  # number of the first line of each split
     for split, (count, problem) in zip(
         splits, numbered.map(lambda item: _count(item[1], skip_bad)).collect(), strict=True
     ):
@@ -105,7 +105,7 @@ def _write(
         lines += count.lines
         counts[split.number].add(count)
     if lines == 0:
-        raise DataError(f"the files of {options.file_list} hold no samples")
+        raise DataError(f"the files of {options.file_list} contain no samples")
     plan = _plan(options, lines)
     shared = context.broadcast(plan)
     names = part_names(options.nranks)
@@ -117,7 +117,7 @@ def _write(
     )
     written.sort(key=lambda part: part.rank)
     if [part.lines for part in written] != [plan.lines_each] * options.nranks:
-        raise DataError("Spark wrote parts of other sizes than planned; did an input change?")
+        raise DataError("the parts written by Spark have unexpected sizes; did an input change?")
     return counts, [part.size for part in written], [part.checksum for part in written]
 
 
@@ -132,19 +132,19 @@ def _plan(options: PartitionOptions, lines: int) -> _Plan:
 
 
 def _count(split: Split, skip_bad: bool) -> tuple[InputCount, str]:
-    """Return (what a split holds, the error if there is one)."""
+    """Return (counts of a split, the error message if there is one)."""
     count, buffers = InputCount(), Buffers(1, _BLOCK)
     try:
         with open_split(split) as (stream, start):
             for lines in read_counted(stream, split.name, count, buffers, skip_bad, start=start):
                 buffers.give_back(lines.data)
-    except DataError as error:  # as a value: an exception would arrive as a page of Java
+    except DataError as error:  # as a value: an exception would arrive as a long Java traceback
         return count, str(error)
     return count, ""
 
 
 def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
-    """Yield the lines of a split, newline included, with where they go; padding again for its places."""
+    """Yield the lines of a split, with newline and sort key; padding lines once more per position."""
     buffers = Buffers(1, _BLOCK)
     with open_split(split) as (stream, start):
         reader = LineReader(stream, split.name, buffers, skip_bad=plan.skip_bad, start=start)
@@ -164,7 +164,7 @@ def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
 
 
 def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str) -> Iterator[Written]:
-    """Write a part; a task that is run twice, or by two executors at once, does no harm."""
+    """Write a part. Safe if a task is run twice, or by two executors at once."""
     with contextlib.ExitStack() as stack:
         if is_url(target):
             temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()), name)
@@ -187,7 +187,7 @@ def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str)
 
 @dataclass(frozen=True)
 class Split:
-    """The lines of input `number` that start in bytes [begin, end); all of them if it is compressed."""
+    """The lines of input `number` that start in bytes [begin, end); all lines if it is compressed."""
 
     source: Input
     number: int
@@ -196,7 +196,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """What messages call it: line numbers in it count from its beginning."""
+        """Name for messages; line numbers count from the beginning of the split."""
         return f"{self.source.name} from byte {self.begin}" if self.begin else self.source.name
 
 
@@ -224,7 +224,7 @@ def open_split(split: Split) -> Iterator[tuple[Any, int]]:
 
 
 def _start_of_line(stream: Any, position: int, size: int) -> int:
-    """Return where the first line starts that starts at `position` or after it."""
+    """Return the start of the first line at or after `position`."""
     if position == 0 or position >= size:
         return min(position, size)
     stream.seek(position - 1)

@@ -1,4 +1,4 @@
-"""Whether an output holds what its inputs hold: the same lines, the padding, as many in each part."""
+"""Verify that an output has the lines of its inputs and the padding, with equal numbers per part."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from plsc.data.lines import Lines, Stream
 from plsc.data.partition.inputs import (
     InputCount,
     list_inputs,
+    map_lines,
     pool_of,
     progress_bar,
     read_counted,
-    share_out,
 )
 from plsc.data.partition.options import Budget, PartitionOptions
 from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
@@ -30,9 +30,9 @@ _MOST_MANIFEST = 256 * 2**20  # bytes
 
 
 class Digest:
-    """Reads lines and sums a 128-bit hash (BLAKE2b) of each: a digest that does not depend on their order.
+    """Sum a 128-bit hash (BLAKE2b) of each line: a digest that does not depend on their order.
 
-    `extra` maps the number of a line, counted over all files that are read, to how many times more it counts.
+    extra: maps line numbers, counted over all files read, to how many additional times they count.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Digest:
         self._on_bytes = on_bytes
 
     def add(self, stream: Stream, name: str) -> InputCount:
-        """Read a file; return what it holds."""
+        """Read a file; return its counts."""
         count = InputCount()
         samples = read_counted(stream, name, count, self._buffers, self._skip_bad, self._on_bytes)
         with pool_of(self._workers) as pool:
-            hashes = share_out(samples, self._lines, pool, self._buffers, self._hash)
+            hashes = map_lines(samples, self._lines, pool, self._buffers, self._hash)
             self.total = (self.total + sum(hashes)) % _MODULUS
         self._lines += count.lines
         return count
@@ -80,14 +80,14 @@ def _hash_line(data: memoryview) -> int:
 def verify(options: PartitionOptions) -> dict[str, Any]:
     """Check the output against the inputs; return its manifest.
 
-    Raises DataError that names the part that is damaged, the input that has changed, or what does not agree.
+    Raises DataError that names the damaged part, the changed input, or the mismatch.
     """
     output = options.output
     location = join(output, MANIFEST)
     if not exists(location):
         raise DataError(
-            f"{shown(location)} does not exist: there is no output to verify; make it first, without verify, "
-            "or name it by output_dir"
+            f"{shown(location)} does not exist; run the partition without --verify first, or pass another "
+            "--output_dir"
         )
     with streamed(location) as file:
         manifest = _parsed(file.read(_MOST_MANIFEST), shown(location))
@@ -100,7 +100,7 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
     expected = _digest_inputs(options, manifest)
     if written != expected:
         raise DataError(
-            f"the lines of {shown(output)} are not those of its inputs and their padding; partition again"
+            f"the lines of {shown(output)} differ from its inputs and padding; run the partition again"
         )
     return manifest
 
@@ -116,7 +116,7 @@ def _digest_parts(options: PartitionOptions, manifest: dict[str, Any]) -> int:
             if found.lines != manifest["lines_per_rank"]:
                 raise DataError(f"{name} has {found.lines} lines, expected {manifest['lines_per_rank']}")
             if (found.content_bytes, found.checksum) != (part["size"], int(part["checksum"], 16)):
-                raise DataError(f"{name} is damaged: its size or checksum is not the manifest's")
+                raise DataError(f"{name} is damaged: its size or checksum differs from the manifest")
     return digest.total
 
 
@@ -124,7 +124,7 @@ def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any]) -> int:
     inputs = list_inputs(options.data_dir, options.file_list)
     if len(inputs) != len(manifest["inputs"]):
         raise DataError(
-            f"{options.file_list} names {len(inputs)} files, {len(manifest['inputs'])} were partitioned"
+            f"{options.file_list} names {len(inputs)} files, but {len(manifest['inputs'])} were partitioned"
         )
     padding = padding_lines(manifest["seed"], manifest["lines"], manifest["nranks"])
     numbers, times = np.unique(padding, return_counts=True)
@@ -142,14 +142,14 @@ def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any]) -> int:
                 int(known["checksum"], 16),
             ):
                 raise DataError(
-                    f"{one.name} is not what was partitioned ({known['name']}, {known['lines']} lines): it "
-                    "has changed since, or the list names other files now"
+                    f"{one.name} differs from the partitioned file {known['name']} ({known['lines']} lines); "
+                    "either it or the file list has changed"
                 )
     return digest.total
 
 
 def _parsed(data: bytes, name: str) -> dict[str, Any]:
-    """Return a manifest whose every entry has its type. Raises DataError for anything else."""
+    """Parse a manifest and check the type of every entry. Raises DataError."""
     try:
         manifest = json.loads(data)
         _check(manifest)
@@ -157,7 +157,7 @@ def _parsed(data: bytes, name: str) -> dict[str, Any]:
         raise DataError(f"{name} is not the manifest of a partition ({error})") from error
     if manifest["algorithm"] != ALGORITHM:
         raise DataError(
-            f"{name} was made by {manifest['algorithm']!r}, this version of plsc has {ALGORITHM!r}"
+            f"{name} was made with {manifest['algorithm']!r}, but this version of plsc uses {ALGORITHM!r}"
         )
     return manifest
 
@@ -183,7 +183,7 @@ def _check(manifest: Any) -> None:
             int(entry["checksum"], 16)
     for entry in manifest["parts"]:
         if "/" in entry["name"] or entry["name"] in ("", ".", ".."):
-            raise ValueError(f"part {entry['name']!r} is not a name in the folder")
+            raise ValueError(f"part {entry['name']!r} is not a plain file name")
 
 
 def _require(value: Any, kind: type, key: str) -> None:

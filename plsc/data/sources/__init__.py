@@ -1,4 +1,4 @@
-"""Sources of labelled images: each answers ``len()``, ``source[i]``, ``name(i)`` and ``labels()``."""
+"""Sources of labelled images: each implements ``len()``, ``source[i]``, ``name(i)`` and ``labels()``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of all sources, and what the sources that read stored images share."""
+"""The protocol of all sources, and the base classes of sources that read stored images."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from plsc.errors import DataError
 
 
 class Source(Protocol):
-    """An indexed set of labelled images. It must be picklable: worker processes get a copy."""
+    """An indexed dataset of labelled images. It must be picklable: worker processes get a copy."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[Image, int]:
-        """Return the image, encoded or not, and its label; DataError if it cannot be read."""
+        """Return the image, encoded or decoded, and its label; DataError if it cannot be read."""
         ...
 
     def name(self, index: int) -> str:
@@ -37,14 +37,14 @@ class Source(Protocol):
 
 
 class IndexedSource:
-    """A source whose labels are known; the base of those that read something stored for a sample.
+    """Base of sources with known labels and stored samples.
 
-    A format gives `name`; and `_files`, `_offsets` and `_lengths`, which say where samples are stored
-    (`_file_numbers`, too, if there are several files), or else `_stored_at`. `_image_in` takes the image out
-    of what is stored.
+    A format implements `name`, and sets `_files`, `_offsets` and `_lengths`, which locate the samples (and
+    implements `_file_numbers` if there are several files); or it implements `_stored_at`. `_image_in`
+    extracts the image from what is stored.
 
-    class_names: the sorted names whose ranks are the labels; None if labels are numbers, or a label map gives
-    them.
+    class_names: the sorted names whose ranks are the labels; None if labels are numbers or come from a label
+    map.
     """
 
     _labels: np.ndarray  # int64 [N]
@@ -68,9 +68,9 @@ class IndexedSource:
         return image, self._labels.item(index)
 
     def read_many(self, indices: np.ndarray) -> Iterator[tuple[bytes, int] | None]:
-        """Yield what ``self[index]`` gives for each index, int64 [n], read by far fewer calls.
+        """Yield ``self[index]`` for each index, int64 [n], with far fewer calls.
 
-        None stands for a sample that has to be asked for by its index: that gives it, or says its fault.
+        None stands for a sample that must be read individually, which returns it or reports the error.
         """
         labels = self._labels[indices].tolist()
         for label, stored in zip(labels, self._stored_many(indices), strict=False):
@@ -88,34 +88,34 @@ class IndexedSource:
         return self._labels
 
     def renumber(self, numbers: np.ndarray) -> None:
-        """Give the samples of each label, as it is now, another one; numbers: int64 [labels]."""
+        """Replace each label by ``numbers[label]``; numbers: int64 [labels]."""
         self._labels = numbers[self._labels]
 
     def _stored_at(self, index: int) -> bytes:
-        """Return what is stored for a sample; DataError, which need not name it, if it cannot be had."""
+        """Return the stored bytes of a sample; DataError, which need not name it, if they cannot be read."""
         file, length = self._file_numbers(np.array([index])).item(), self._lengths.item(index)
         if length > self._most_stored:
-            check_image_bytes(length)  # before memory is taken for it
+            check_image_bytes(length)  # before memory is allocated
         return self._files[file].read_at(self._offsets.item(index), length)
 
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
-        """Yield what is stored for each sample; None for what cannot be read together with others."""
+        """Yield the stored bytes of each sample; None for those that must be read individually."""
         if not hasattr(self, "_files"):
             return itertools.repeat(None)
         files = self._file_numbers(indices)
         return self._files.read_many(files, self._offsets[indices], self._lengths[indices])
 
     def _file_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Return which of the files holds each sample, int64 [n]."""
+        """Return the number of the file that contains each sample, int64 [n]."""
         return np.zeros(len(indices), np.int64)
 
     def _image_in(self, stored: bytes) -> bytes:
-        """Return the image in what is stored."""
+        """Return the image in the stored bytes."""
         return stored
 
 
 class FileSource(IndexedSource):
-    """Image files below one folder, with a label each; the base of the sources that read files."""
+    """Base of sources of image files below one folder, each with a label."""
 
     def __init__(self, root: Path, paths: PathTable, labels: np.ndarray) -> None:
         self.root = root
@@ -141,7 +141,7 @@ class FileSource(IndexedSource):
 def read_image_file(path: bytes | str | Path) -> bytes:
     """Return a file's bytes; DataError if it is missing, not a plain file, empty, or over 64 MiB.
 
-    The size is asked first, so that a huge (or sparse) file is never read.
+    The size is checked first, so that a huge (or sparse) file is never read.
     """
     try:
         with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
@@ -151,13 +151,13 @@ def read_image_file(path: bytes | str | Path) -> bytes:
             check_image_bytes(status.st_size)
             return file.readall()
     except FileNotFoundError:
-        raise DataError("the image file is missing; add it or take its entry out", kind="missing") from None
+        raise DataError("the image file is missing; add it or remove its entry", kind="missing") from None
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror}); check the file") from error
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a named pipe waits for a writer
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # opening a named pipe would block
 
 
 def check_labels(source: Source, class_num: int) -> None:
@@ -177,11 +177,11 @@ def check_labels(source: Source, class_num: int) -> None:
 
 
 class PathTable:
-    """A list of paths as one run of bytes and its offsets.
+    """A list of paths as one byte array with offsets.
 
-    Ten million paths as Python strings take over a gigabyte, and reading them in forked workers
-    copies that memory again, because each use writes a reference count. Here they take their own
-    length plus eight bytes each, and reading writes nothing.
+    Ten million paths as Python strings take over a gigabyte, and reading them in forked workers copies that
+    memory, because each use writes a reference count. Here each path takes its length plus eight bytes, and
+    reading writes nothing.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class PathTable:
         self._ends = array("q", [0])
 
     def append(self, path: bytes) -> None:
-        """Add a path at the end."""
+        """Append a path."""
         self._text += path
         self._ends.append(len(self._text))
 
@@ -199,7 +199,7 @@ class PathTable:
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of all paths, uint8, and where each ends in them, int64 [paths + 1], from 0.
 
-        They are the table's own memory: nothing can be added to it while they are in use.
+        These are views of the table's memory: do not append while they are in use.
         """
         return np.frombuffer(self._text, np.uint8), np.frombuffer(self._ends, np.int64)
 
@@ -208,7 +208,7 @@ class PathTable:
 
 
 def printable(text: bytes | str) -> str:
-    """Return a path as one line of text that any terminal can show."""
+    """Return a path as one line of text without control characters."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

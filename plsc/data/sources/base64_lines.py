@@ -1,4 +1,4 @@
-"""Lines of ``<base64>TAB<label>`` in any number of files: the parts of a partition, or any list."""
+"""Read lines of ``<base64>TAB<label>`` in any number of files, such as the parts of a partition."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _COMPRESSED = (".gz", ".zst")
 
 
 class Base64Source(IndexedSource):
-    """The samples of the files that ``file_list`` names, in its order: a local folder or an fsspec URL.
+    """The samples of the files that ``file_list`` names, in its order, in a local folder or at an fsspec URL.
 
-    ``files``: their paths or URLs, instead of what the list names.
+    All files are read once, to index the lines and labels; the index is stored (`index_store`). Blank lines
+    are ignored. Compressed files have no random access; `plsc data partition` can read them.
 
-    All files are read through once, to find the lines and their labels; the index is kept (`index_store`).
-    Blank lines are passed over. Raises DataError that names file and line for a
-    line without a label, or with one that is not a whole number of 0 or more, and, when a sample is read, for
-    one that is not base64. Compressed files have no random access: `plsc data partition` reads them.
+    Args:
+        files: paths or URLs to use instead of those in the list.
+
+    Raises:
+        DataError: names file and line of a missing label, a label that is not an integer of 0 or more, or,
+            when a sample is read, invalid base64.
     """
 
     _most_stored = MAX_LINE_BYTES
@@ -45,8 +48,8 @@ class Base64Source(IndexedSource):
         for location in self.locations:
             if location.lower().endswith(_COMPRESSED):
                 raise DataError(
-                    f"{shown(location)} is compressed, its lines cannot be read in any order; unpack it, or "
-                    "run plsc data partition, which reads it and writes plain parts"
+                    f"{shown(location)} is compressed and has no random access; decompress it, or run "
+                    "plsc data partition, which reads it and writes plain parts"
                 )
         self._files = Shards(self.locations)
         index = load_or_build(self.locations, KIND, self._build)
@@ -61,14 +64,14 @@ class Base64Source(IndexedSource):
 
     @property
     def lines_per_file(self) -> np.ndarray:
-        """Samples of each file, int64: what ranks that read a part each must agree on."""
+        """Number of samples per file, int64; ranks that each read a part need equal numbers."""
         return np.diff(self._firsts)
 
     def _file_numbers(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._firsts, indices, side="right") - 1
 
     def _image_in(self, stored: bytes) -> bytes:
-        try:  # the checking decoder is the fast one
+        try:  # the validating decoder is the faster one
             return pybase64.b64decode(stored, validate=True)
         except (binascii.Error, ValueError) as error:
             raise DataError(
@@ -76,10 +79,10 @@ class Base64Source(IndexedSource):
             ) from None
 
     def _build(self) -> dict[str, np.ndarray]:
-        """Read all files: of each sample its place, the length of its base64, its label and line."""
+        """Read all files; return the place, base64 length, label and line number of each sample."""
         buffers = Buffers(1, _BLOCK)
         found: list[tuple[np.ndarray, ...]] = []
-        firsts = [0]  # the first sample of each file
+        firsts = [0]  # first sample of each file
         for number, location in enumerate(self.locations):
             stream = BytesFile(self._files[number])
             reader = LineReader(stream, base_name(shown(location)), buffers)
@@ -92,7 +95,7 @@ class Base64Source(IndexedSource):
                 buffers.give_back(lines.data)
         if not firsts[-1]:
             raise DataError(
-                f"the files of {shown(self.locations[0])} and others hold no samples; expected lines of "
+                f"the files of {shown(self.locations[0])} and others contain no samples; expected lines of "
                 "'<base64>TAB<label>'"
             )
         names = ("offsets", "lengths", "labels", "lines")

@@ -1,4 +1,4 @@
-"""Columns by name; labels that are numbers or names of classes; label maps."""
+"""Sources with named columns; labels that are integers or class names; label maps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LABEL_COLUMNS = (*("label", "labels", "class", "cls", "class_id", "identity", "i
 
 
 Label = bytes | str | int
-_MAX_DIGITS = 18  # all such numbers fit int64
+_MAX_DIGITS = 18  # such numbers fit int64
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?")
 
 
 def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str], what: str) -> str:
-    """Return the column `given`, or else the first of the `known` names that is there.
+    """Return the column `given`, or the first of the `known` names that exists.
 
-    what: ``image`` or ``label``, for the message. Raises OptionError that lists the columns there are.
+    what: ``image`` or ``label``, for the message. Raises OptionError that lists the existing columns.
     """
     shown = ", ".join(printable(str(column)) for column in list(columns)[:50]) or "none"
     if given is not None:
@@ -40,15 +40,15 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
         if name in lower:
             return lower[name]
     raise OptionError(
-        f"no column is named like one of {what}s; the columns are: {shown}; "
-        f"name the right one by set_{what}_column()"
+        f"no column has one of the usual names of {what}s; the columns are: {shown}; "
+        f"name the right one with set_{what}_column()"
     )
 
 
 class LabelReader:
-    """Collects the labels of rows, in their order: all whole numbers, or all names.
+    """Collect the labels of rows, in their order: either all integers or all class names.
 
-    The first row says which of the two, unless `names_wanted` (for a label map): then all are names.
+    The first row decides which, unless `names_wanted` (for a label map): then all are names.
     """
 
     def __init__(self, names_wanted: bool) -> None:
@@ -59,8 +59,8 @@ class LabelReader:
     def extend(self, values: Iterable[Label], place: Callable[[int], str]) -> None:
         """Add the labels of some rows.
 
-        place: returns where the row at a position of `values` is. Raises DataError that begins with it,
-        for a label that is missing, or is a number but not a whole one of 0 or more.
+        place: returns the location of the row at a position of `values`, with which error messages begin.
+        Raises DataError for a label that is missing, or a number that is not an integer of 0 or more.
         """
         for position, value in enumerate(values):
             if self._codes is None and _is_class_id(value):
@@ -69,7 +69,7 @@ class LabelReader:
             try:
                 self._add(value.decode() if isinstance(value, bytes) else str(value))
             except (DataError, UnicodeDecodeError) as error:
-                fault = error if isinstance(error, DataError) else "the label is no UTF-8 text"
+                fault = error if isinstance(error, DataError) else "the label is not UTF-8 text"
                 raise DataError(f"{place(position)}: {fault}; fix it") from error
 
     def _add(self, text: str) -> None:
@@ -81,7 +81,7 @@ class LabelReader:
                 self._numbers.append(int(text))
                 return
             if len(self._numbers) or _NUMBER.fullmatch(text):
-                raise DataError(f"a label must be a whole number of 0 or more, got '{printable(text[:100])}'")
+                raise DataError(f"a label must be an integer of 0 or more, got '{printable(text[:100])}'")
             self._codes = {}
         self._numbers.append(self._codes.setdefault(text, len(self._codes)))
 
@@ -91,8 +91,8 @@ class LabelReader:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return ``labels``, int64 [N].
 
-        Where they are names, a label is the rank of its name, and ``names`` and ``name_ends`` hold the
-        sorted names (`names_in`).
+        If they are names, a label is the rank of its name; ``names`` and ``name_ends`` contain the sorted
+        names (see `names_in`).
         """
         labels = np.array(self._numbers, np.int64)
         if self._codes is None:
@@ -112,7 +112,7 @@ def _is_class_id(value: Label) -> bool:
 
 
 def with_label_map(labels: np.ndarray, names: list[str] | None, label_map: str | Path | None) -> np.ndarray:
-    """Return the labels, int64 [N], by a label map where one is given; DataError if it lacks a name."""
+    """Return the labels, int64 [N], mapped by a label map if given; DataError if it lacks a name."""
     if label_map is None:
         return labels
     ids = read_label_map(Path(label_map))
@@ -126,10 +126,10 @@ def with_label_map(labels: np.ndarray, names: list[str] | None, label_map: str |
 
 
 def read_label_map(path: Path) -> dict[str, int]:
-    """Return class name -> id from a ``.json`` object, or else from lines of ``name<TAB>id``.
+    """Return class name -> id from a ``.json`` object, or from lines of ``name<TAB>id``.
 
-    Raises DataError if the file cannot be read or an id is not a whole number of 0 or more. Several
-    names may share an id.
+    Several names may share an id. Raises DataError if the file cannot be read or an id is not an integer of 0
+    or more.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -144,7 +144,7 @@ def read_label_map(path: Path) -> dict[str, int]:
         if isinstance(class_id, bool) or not isinstance(class_id, int) or not 0 <= class_id < 2**62:
             raise DataError(
                 f"the label map {path} gives '{printable(name)}' the id {class_id!r}; "
-                "expected a whole number of 0 or more"
+                "expected an integer of 0 or more"
             )
     return found
 
@@ -159,24 +159,24 @@ def _parse_lines(path: Path, text: str) -> dict[str, int]:
         if not name or not (label.isascii() and label.isdigit() and len(label) <= 18):
             raise DataError(f"{path}:{number}: expected 'name<TAB>id', got '{printable(line[:200])}'")
         if name in ids:
-            raise DataError(f"{path}:{number}: the name '{printable(name)}' comes a second time")
+            raise DataError(f"{path}:{number}: the name '{printable(name)}' is repeated; remove one")
         ids[name] = int(label)
     return ids
 
 
 def pack_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return texts as one run of bytes, uint8, and where each ends in it, int64 [N]."""
+    """Return byte strings as one array, uint8, and where each ends in it, int64 [N]."""
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     return np.frombuffer(b"".join(texts), np.uint8), ends
 
 
 def text_at(text: np.ndarray, ends: np.ndarray, index: int) -> bytes:
-    """Return one of the texts of `pack_texts`."""
+    """Return one of the strings packed by `pack_texts`."""
     return text[ends.item(index - 1) if index else 0 : ends.item(index)].tobytes()
 
 
 def names_in(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
-    """Return the sorted class names in what `LabelReader.arrays` gave; None if labels are numbers."""
+    """Return the sorted class names in the result of `LabelReader.arrays`; None if labels are numbers."""
     if "names" not in arrays:
         return None
     text, ends = arrays["names"], arrays["name_ends"]
@@ -184,17 +184,17 @@ def names_in(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
 
 
 class NamedLabelSource(IndexedSource):
-    """A source whose labels may be names."""
+    """A source whose labels may be class names."""
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
-        """Take over what `LabelReader.arrays` gave."""
+        """Set the labels and class names from the result of `LabelReader.arrays`."""
         names = names_in(found)
         self.class_names = names if label_map is None else None
         self._labels = with_label_map(found["labels"], names, label_map)
 
 
 class ColumnSource(NamedLabelSource):
-    """A source of an image column and a label column, by name; ``label_map`` gives ids to labels."""
+    """A source with an image column and a label column; ``label_map`` maps class names to ids."""
 
     def __init__(
         self,
@@ -210,5 +210,5 @@ class ColumnSource(NamedLabelSource):
     def _open(
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
-        """Open it with these columns; return what `labels`, or a kept index, has of labels."""
+        """Open it with these columns; return the label arrays, from `labels` or a stored index."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Folders of images: with a label.txt, as the original has it, or with a folder for each class."""
+"""Read folders of images: with a label.txt, or with one folder per class."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _MAX_LINE_BYTES = 8192  # of a label.txt
 
 
 class LabelFileSource(FileSource):
-    """``label.txt``: a path and a label per line, separated by spaces or a tab.
+    """Images listed in ``label.txt``: a path and a label per line, separated by spaces or a tab.
 
-    A path may hold spaces: the line is split at its last run of blanks. Paths are relative to the
-    folder, or to its ``images/`` if the first line's file is found only there. Blank lines, CRLF and
-    a UTF-8 byte order mark are accepted. Raises DataError that names the line otherwise.
+    A path may contain spaces: the line is split at its last run of blanks. Paths are relative to the folder,
+    or to its ``images/`` if the first line's file exists only there. Blank lines, CRLF and a UTF-8 byte order
+    mark are accepted. Raises DataError that names the line.
     """
 
     def __init__(self, dataset_dir: str | Path) -> None:
         folder = Path(dataset_dir)
-        self._blank_lines = array("q")  # how many samples precede each blank line
+        self._blank_lines = array("q")  # number of samples before each blank line
         paths, labels = self._read(folder / "label.txt")
         root = folder
         first = os.fsdecode(paths[0])
@@ -43,7 +43,7 @@ class LabelFileSource(FileSource):
         super().__init__(root, paths, labels)
 
     def line(self, index: int) -> int:
-        """Return the number of the sample's line in label.txt, from 1."""
+        """Return the line number of a sample in label.txt, from 1."""
         return index + 1 + bisect_right(self._blank_lines, index)
 
     def name(self, index: int) -> str:
@@ -55,11 +55,11 @@ class LabelFileSource(FileSource):
         number = 0
         try:
             with label_file.open("rb") as lines:
-                # readline with a bound: a file without line ends must not fill the memory
+                # readline with a limit: a file without line ends must not fill the memory
                 while line := lines.readline(_MAX_LINE_BYTES):
                     number += 1
                     if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-                        raise DataError(f"label.txt:{number} is over {_MAX_LINE_BYTES} bytes long; fix it")
+                        raise DataError(f"label.txt:{number} is longer than {_MAX_LINE_BYTES} bytes; fix it")
                     if number == 1:
                         line = line.removeprefix(b"\xef\xbb\xbf")
                     line = line.strip()
@@ -72,7 +72,7 @@ class LabelFileSource(FileSource):
         except OSError as error:
             raise DataError(f"{label_file} cannot be read: {error.strerror}") from error
         if len(paths) == 0:
-            raise DataError(f"{label_file} holds no samples; expected lines of '<path> <label>'")
+            raise DataError(f"{label_file} contains no samples; expected lines of '<path> <label>'")
         return paths, np.frombuffer(labels, dtype=np.int64)
 
 
@@ -80,7 +80,7 @@ def _parse(line: bytes, number: int) -> tuple[bytes, int]:
     try:
         path, label = line.rsplit(None, 1)
     except ValueError:
-        raise _error(number, "expected '<path> <label>', the label is missing in", line) from None
+        raise _error(number, "expected '<path> <label>', but the label is missing in", line) from None
     try:
         found = parse_label(label)
     except ValueError as problem:
@@ -88,7 +88,7 @@ def _parse(line: bytes, number: int) -> tuple[bytes, int]:
     if path[:1] == b"/":
         raise _error(number, "a path must be relative to the dataset folder, got", path)
     if b"\0" in path:
-        raise _error(number, "a path must not hold a zero byte, got", path)
+        raise _error(number, "a path must not contain a zero byte, got", path)
     if b".." in path:
         path = posixpath.normpath(path)
         if path == b".." or path.startswith(b"../"):
@@ -101,14 +101,16 @@ def _error(number: int, problem: str, text: bytes) -> DataError:
 
 
 class ImageFolderSource(FileSource):
-    """``<folder>/<class>/<image>``; class ids are the ranks of the sorted class names.
+    """Images in ``<folder>/<class>/<image>``; class ids are the ranks of the sorted class names.
 
-    class_depth: None: class folders hold their images directly, and folders in them are refused; n: the
-    folders at depth n are the classes, with all images in and below them. A class is named by its path below
-    the folder: ``alphabet/character``. ``label_map``, a JSON object or lines of ``name<TAB>id``, gives the
-    ids instead. Hidden folders and files are passed over; ``ignored_files`` counts the files in class
-    folders that do not end like an image. A link to a file inside the folder is followed; a link that leads
-    out, or to a folder, raises DataError.
+    Hidden folders and files are ignored; ``ignored_files`` counts the files in class folders without an image
+    suffix. A link to a file inside the folder is followed; other links raise DataError.
+
+    Args:
+        class_depth: None: class folders contain images and no folders. n: the folders at depth n are the
+            classes, with all images below them. A class is named by its path, such as
+            ``alphabet/character``.
+        label_map: class ids: a JSON object, or lines of ``name<TAB>id``.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class ImageFolderSource(FileSource):
         root = Path(dataset_dir).resolve()
         self.ignored_files = 0
         paths = PathTable()
-        counts: dict[str, int] = {}  # images in each folder, by its path below the root
+        counts: dict[str, int] = {}  # number of images per folder, by its path below the root
         for folder, names in _walk(root, ""):
             before = len(paths)
             for name in names if folder else ():
@@ -131,7 +133,7 @@ class ImageFolderSource(FileSource):
             counts[folder] = len(paths) - before
         if len(paths) == 0:
             raise DataError(
-                f"{root} holds no images; expected <class>/<image> files that end in "
+                f"{root} contains no images; expected <class>/<image> files that end in "
                 + ", ".join(sorted(IMAGE_SUFFIXES))
             )
         depth = _checked_depth(root, counts, class_depth)
@@ -145,7 +147,7 @@ class ImageFolderSource(FileSource):
 
 
 def holds_image(root: Path, folder: str) -> bool:
-    """Whether there is an image in a folder below ``root``, at any depth."""
+    """Return whether a folder below ``root`` contains an image, at any depth."""
     return any(_is_image(name) for _, names in _walk(root, folder) for name in names)
 
 
@@ -162,30 +164,30 @@ def _folders_at(folders: Iterable[str], depth: int) -> list[str]:
 
 
 def _checked_depth(root: Path, counts: Mapping[str, int], class_depth: int | None) -> int:
-    """Return the depth of the class folders; DataError for images above it, or unless it is clear."""
+    """Return the depth of the class folders; DataError if it is ambiguous, or for images above it."""
     filled = [folder for folder, count in counts.items() if count]
     shallowest = min(filled, key=_depth)
     if class_depth is not None:
         if _depth(shallowest) < class_depth:
             raise DataError(
-                f"{root}/{printable(shallowest)} holds images above the class folders, which are at depth "
-                f"{class_depth}; move them, or set_class_depth({_depth(shallowest)})"
+                f"{root}/{printable(shallowest)} contains images above the class folders, which are at depth "
+                f"{class_depth}; move them, or call set_class_depth({_depth(shallowest)})"
             )
         return class_depth
     nested = {folder.partition("/")[0] for folder in filled if "/" in folder}
     if nested:
         choices = range(1, min(5, _depth(shallowest)) + 1)
         classes = {n: len(_folders_at(counts, n)) for n in choices}
-        there = [f"with set_class_depth({n}) there are {count} classes" for n, count in classes.items()]
+        there = [f"set_class_depth({n}) gives {count} classes" for n, count in classes.items()]
         raise DataError(
-            f"in {len(nested)} of {classes[1]} class folders of {root} images lie in further folders; "
+            f"{len(nested)} of the {classes[1]} class folders of {root} contain further folders with images; "
             f"{', '.join(there)}"
         )
     return 1
 
 
 def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder's path below the root, and the names of its files, both sorted; `folder` first."""
+    """Yield each folder's path below the root, and its file names, both sorted; `folder` first."""
     folders, files = _entries(root, root / folder)
     yield folder, files
     for name in folders:
@@ -193,7 +195,7 @@ def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entries(root: Path, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the sorted names of the folders and of the files in a folder, hidden ones left out."""
+    """Return the sorted names of the folders and files in a folder, without hidden ones."""
     _check_link(root, folder)
     folders: list[str] = []
     files: list[str] = []
@@ -215,7 +217,7 @@ def _check_link(root: Path, path: Path) -> None:
     if not path.is_symlink():
         return
     shown = printable(str(path))
-    if path.is_dir():  # following these could walk in circles
-        raise DataError(f"{shown} is a link to a folder; put the folder itself there")
+    if path.is_dir():  # following it could loop
+        raise DataError(f"{shown} is a link to a folder; replace it by the folder itself")
     if not path.resolve().is_relative_to(root):
         raise DataError(f"{shown} is a link that leaves the dataset folder; copy the image instead")

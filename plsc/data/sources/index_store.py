@@ -1,9 +1,9 @@
-"""Indexes of data files: built once, kept next to the data, mapped into memory, never trusted.
+"""Store indexes of data files next to the data. They are built once, memory-mapped, and validated on use.
 
-An index is a handful of named arrays, such as the place and label of every record. It is kept in one
-file: the magic, the length and CRC-32 of a JSON header, the header, then the raw arrays, each at a
-multiple of 64 bytes. The header has the names and fingerprints of the data files, and of each array its
-type, shape, place and CRC-32. No part of it can run code.
+An index is a set of named arrays, such as the offset and label of every record. Its file has the magic, the
+length and CRC-32 of a JSON header, the header, then the raw arrays, each aligned to 64 bytes. The header
+has the names and fingerprints of the data files, and the dtype, shape, offset and CRC-32 of each array.
+Nothing in it can run code.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _DTYPES = ("|u1", "<i4", "<u4", "<i8", "<u8", "<f4", "<f8")
 
 
 class MappedArray(np.ndarray):
-    """A read-only array in an index file: its pages are shared by all processes that use it.
+    """A read-only array in an index file; its pages are shared by all processes that use it.
 
-    Its pickle is the file's name and place, so that a worker process maps it again; the pickle of a
-    part of it (a slice, a copy) holds the numbers, as usual.
+    It is pickled as file name and offset, and a worker process maps it again. A part of it (slice, copy) is
+    pickled with its values, as usual.
     """
 
     where: tuple[Any, ...] | None = None
@@ -52,18 +52,20 @@ class MappedArray(np.ndarray):
 def load_or_build(
     files: Sequence[str | Path], kind: str, build: Callable[[], Arrays]
 ) -> dict[str, np.ndarray]:
-    """Return the index of `files`, from its file if that is sound and fits them, else from ``build()``.
+    """Return the index of `files`: from its index file if that is valid and current, else from ``build()``.
 
-    files: local paths or fsspec URLs, in their order. kind: what the index holds, with a number that
-    changes when its meaning does, such as ``base64-1``. build: returns named arrays, C-contiguous, of
-    uint8, or of 32- or 64-bit integers or floats.
+    The index file is ``.<name>.<kind>.plsc-index`` next to the first file; in the cache folder if the data
+    are remote or their folder is not writable. It is rebuilt when a file's name, size or fingerprint changed,
+    or when it is damaged. Several processes may build it concurrently: each publishes the same content by a
+    rename. If it cannot be stored anywhere, the arrays stay in memory.
 
-    The index lies next to the first file as ``.<name>.<kind>.plsc-index``; in the cache folder when the
-    data are remote or their folder cannot be written. It is built again when a file's name, size or
-    fingerprint is another one, or when it is damaged. Several processes may build it at once: each publishes
-    the same content by a rename. When it can be kept nowhere, the arrays stay in memory.
+    Args:
+        files: local paths or fsspec URLs, in order.
+        kind: content and version of the index, such as ``base64-1``.
+        build: returns named arrays, C-contiguous, of uint8, or of 32- or 64-bit integers or floats.
 
-    Raises DataError when a data file is missing, or changed while it was being read.
+    Raises:
+        DataError: a data file is missing, or changed while being read.
     """
     names = _names(files)
     fingerprints = [fingerprint_of(file) for file in files]
@@ -86,9 +88,9 @@ def load_or_build(
 
 
 def _names(files: Sequence[str | Path]) -> list[str]:
-    """Return the files' names below their common folder, so that a folder may be moved with its index."""
+    """Return the files' names below their common folder, so that the folder may be moved with its index."""
     if any(is_url(file) for file in files):
-        return [shown(str(file)) for file in files]  # an index holds no secrets
+        return [shown(str(file)) for file in files]  # without secrets
     paths = [Path(file).absolute() for file in files]
     folder = os.path.commonpath([path.parent for path in paths])
     return [path.relative_to(folder).as_posix() for path in paths]
@@ -101,7 +103,7 @@ def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
     name = f"{base_name(shown(first))[:100]}.{kind}"
     places = []
     if not is_url(files[0]):
-        # Lists of several files differ in more than their first name.
+        # Lists of several files may differ in more than the first name.
         of_list = "" if len(files) == 1 else f".{_digest_of_names(files)}"
         places.append(Path(first).absolute().parent / f".{name}{of_list}.plsc-index")
     with contextlib.suppress(DataError):
@@ -117,7 +119,7 @@ def _digest_of_names(files: Sequence[str | Path]) -> str:
 def _check_unchanged(files: Sequence[str | Path], before: list[Fingerprint]) -> None:
     for file, fingerprint in zip(files, before, strict=True):
         if fingerprint_of(file) != fingerprint:
-            raise DataError(f"{file} changed while its index was built; start again when it is whole")
+            raise DataError(f"{file} changed while being indexed; start again when it is complete")
 
 
 def _save(path: Path, kind: str, identity: list[list[Any]], arrays: Arrays) -> None:
@@ -137,7 +139,7 @@ def _save(path: Path, kind: str, identity: list[list[Any]], arrays: Arrays) -> N
 
 
 def _load(path: Path, kind: str, identity: list[list[Any]]) -> dict[str, np.ndarray] | None:
-    """Return the arrays of an index file, or None if it is missing, stale or damaged in any way."""
+    """Return the arrays of an index file, or None if it is missing, outdated or damaged."""
     try:
         with path.open("rb") as file:
             length = os.fstat(file.fileno()).st_size
@@ -163,12 +165,12 @@ def _load(path: Path, kind: str, identity: list[list[Any]]) -> dict[str, np.ndar
 
 
 def _read_header(mapped: mmap.mmap) -> tuple[dict[str, Any], int, int]:
-    """Return (header, where the arrays begin, CRC-32 of the header); ValueError if it is damaged."""
+    """Return (header, offset of the arrays, CRC-32 of the header); ValueError if it is damaged."""
     if len(mapped) < _FRAME.size:
         raise ValueError("too short")
     magic, length, crc = _FRAME.unpack_from(mapped)
     if magic != _MAGIC or length > min(_MAX_HEADER, len(mapped) - _FRAME.size):
-        raise ValueError("no index")
+        raise ValueError("not an index")
     text = mapped[_FRAME.size : _FRAME.size + length]
     if zlib.crc32(text) != crc:
         raise ValueError("damaged header")
@@ -198,10 +200,10 @@ def _map_again(path: str, offset: int, dtype: str, shape: tuple[int, ...], crc: 
             length = os.fstat(file.fileno()).st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if _read_header(mapped)[2] != crc:
-            raise ValueError("another index took its place")
+            raise ValueError("another index replaced it")
         array = _view(mapped, length, offset, dtype, shape)
     except (OSError, ValueError) as error:
-        raise DataError(f"the index {path} changed while it was in use ({error})") from error
+        raise DataError(f"the index {path} changed while in use ({error})") from error
     array.where = (path, offset, dtype, shape, crc)
     return array
 

@@ -1,4 +1,4 @@
-"""LMDB environments with the keys ``num-samples``, ``image-000000001``.. and ``label-000000001``.."""
+"""Read LMDB environments with the keys ``num-samples``, ``image-000000001``.. and ``label-000000001``.."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from plsc.storage.urls import base_name, is_url
 
 
 class LmdbSource(NamedLabelSource):
-    """An LMDB folder, or file, of this machine, in the layout that sets for text recognition made common.
+    """A local LMDB folder or file, in the layout common for text recognition datasets.
 
-    Keys count from 1, in 9 digits. Images are encoded; labels are texts: whole numbers, or names as in
-    `RowSource`. The library maps the file and trusts it: unlike with the other formats, a file that was
-    tampered with can end the process. Raises DataError for a missing entry, and where the extra ``lmdb`` is
-    not installed.
+    Keys count from 1, with 9 digits. Images are encoded. Labels are strings: integers, or class names as in
+    `RowSource`. The lmdb library maps the file and does not validate it: unlike with other formats, a
+    manipulated file can crash the process. Raises DataError for a missing entry, and if ``lmdb`` is not
+    installed.
     """
 
     def __init__(self, location: str | Path, *, label_map: str | Path | None = None) -> None:
@@ -30,8 +30,8 @@ class LmdbSource(NamedLabelSource):
             entries = transaction.stat()["entries"]
             if not text.isdigit() or len(text) > 18 or not 0 < int(text) <= entries:
                 raise DataError(
-                    f"{location}: 'num-samples' is {text[:40]!r} of {entries} entries; expected the "
-                    "number of samples"
+                    f"{location}: 'num-samples' is {text[:40]!r}, but there are {entries} entries; expected "
+                    "the number of samples"
                 )
             count = int(text)
             labels = LabelReader(names_wanted=label_map is not None)
@@ -56,13 +56,13 @@ class LmdbSource(NamedLabelSource):
 
 @functools.lru_cache(maxsize=16)
 def _environment(process: int, path: str) -> Any:
-    """Open an environment: the library allows one a process, and none that a fork brought along."""
+    """Open an environment: the library allows one per process, and none inherited by a fork."""
     try:
         import lmdb
     except ImportError as error:
-        raise DataError(f"{path} needs the package lmdb; pip install 'plsc[lmdb]'") from error
+        raise DataError(f"{path} needs the package lmdb; run pip install 'plsc[lmdb]'") from error
     is_folder = Path(path).is_dir()
     try:
         return lmdb.open(path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False)
     except lmdb.Error as error:
-        raise DataError(f"{path} is no LMDB environment ({error})") from error
+        raise DataError(f"{path} is not an LMDB environment ({error})") from error

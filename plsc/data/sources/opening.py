@@ -1,4 +1,4 @@
-"""The registry of formats, and how a set is recognised: by a file's suffix, by what a folder holds."""
+"""The registry of formats, and how the format of a dataset is recognised from its files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _COLUMNS = ("image_column", "label_column", "label_map")
 
 
 class Format(NamedTuple):
-    """The source of a suffix, the options it takes, and whether other files in its folder belong to it."""
+    """The source class of a suffix, its options, and whether several files of a folder form one dataset."""
 
     make: Callable[..., Source]
     options: tuple[str, ...] = ()
     has_shards: bool = False
 
 
-# To add a format: a line here, by its suffix.
+# To add a format, add a line here, by its suffix.
 FORMATS = {
     ".rec": Format(RecordIOSource),
     ".csv": Format(CsvSource, _COLUMNS),
@@ -43,9 +43,9 @@ FORMATS = {
     ".lmdb": Format(LmdbSource, ("label_map",)),
 }
 _LAYOUTS = (
-    "expected a folder with label.txt (lines of '<path> <label>') and its images, one with file_list.txt and "
-    "files of '<base64>TAB<label>' lines, or one with a folder of images for each class, or a file or folder "
-    f"of {', '.join(FORMATS)}"
+    "expected a folder with label.txt (lines of '<path> <label>') and images, a folder with file_list.txt "
+    "and files of '<base64>TAB<label>' lines, a folder with one folder of images per class, or a file or "
+    f"folder of {', '.join(FORMATS)}"
 )
 
 
@@ -59,12 +59,17 @@ def open_source(
 ) -> Source:
     """Return the source for a file, a pattern of shards, or a folder, local or remote.
 
-    A file is known by its suffix. A folder with a label.txt is one of images and labels, with a file_list.txt
-    one of base64 lines; one that holds Parquet, tar or LMDB files, or one single file of another format, is
-    that set; else each folder in it is a class. Of two such readings the one with two classes or more counts;
-    if both have, an option that only one of them takes decides. Options that are None are left to the format.
-    Raises DataError, which says what is accepted, if there is nothing, nothing that is known, or two sets,
-    and OptionError for an option that the format does not take.
+    A file is recognised by its suffix. A folder is read, in this order, as: images with a label.txt; base64
+    lines with a file_list.txt; its Parquet, tar or LMDB files, or its only file of another format; otherwise
+    one class per folder in it. If both the file and the class folders are possible, the one with at least two
+    classes is used; if both have, an option that only one of them accepts decides.
+
+    Args:
+        options: of the format; None means not given.
+
+    Raises:
+        DataError: nothing is there, the format is unknown, or two formats are possible.
+        OptionError: the format does not accept an option.
     """
     given: dict[str, Any] = {
         "image_column": image_column,
@@ -78,7 +83,7 @@ def open_source(
     if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
         return _make(suffix, str(location), options)
     if not is_url(location) and not folder.is_dir():
-        raise DataError(f"{folder} {_why_none(folder)}; {_LAYOUTS}")
+        raise DataError(f"{folder} {_describe_unknown(folder)}; {_LAYOUTS}")
     names = _names_in(str(location))
     if "label.txt" in names and not is_url(location):
         _refuse(options, ())
@@ -89,10 +94,10 @@ def open_source(
     if "data.mdb" in names:
         return _make(".lmdb", str(location), options)
     folders = [] if is_url(location) else [name for name in names if _is_class_folder(folder, name)]
-    found = None if folders and "class_depth" in options else _only_set(str(location), names)
+    found = None if folders and "class_depth" in options else _only_dataset(str(location), names)
     if found is not None and not _is_overruled(found, folder, folders, options):
         return _make(_suffix(found), found, options)
-    # `images/` alone is the first layout with its label.txt forgotten, not a set of one class.
+    # A folder with only `images/` is likely the first format without its label.txt, not one class.
     if folders in ([], ["images"]):
         raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
     _refuse(options, ("label_map", "class_depth"))
@@ -104,12 +109,12 @@ def _is_class_folder(folder: Path, name: str) -> bool:
 
 
 def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[str, Any]) -> bool:
-    """Whether the class folders next to a file are the set. Raises DataError if both could be."""
+    """Return whether the class folders next to a file are the dataset. DataError if both are possible."""
     if not options.keys() <= {"label_map"} or len(folders) < 2:
         return False
     try:
         filled = sum(holds_image(folder, name) for name in folders)
-    except DataError:  # links, say, which class folders may not hold
+    except DataError:  # such as links, which class folders must not contain
         return False
     if filled < 2:
         return False
@@ -120,19 +125,19 @@ def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[st
     if classes < 2:
         return True
     raise DataError(
-        f"{folder} holds {filled} folders of images and {base_name(found)}, a set of {classes} classes; give "
-        "the path of the file, or set_class_depth(1) for the folders"
+        f"{folder} has {filled} folders of images and {base_name(found)}, a dataset of {classes} classes; "
+        "give the path of the file, or call set_class_depth(1) for the folders"
     )
 
 
-def _why_none(path: Path) -> str:
-    """Return why something that is no folder, and has no suffix of a format, is no set."""
+def _describe_unknown(path: Path) -> str:
+    """Return why a path that is neither a folder nor a known file is not a dataset."""
     if not path.exists():
         return "does not exist"
     if path.name in ("label.txt", "file_list.txt"):
-        return f"lists a set; give the folder that it is in, {path.parent}"
+        return f"is a file list; give the folder that contains it, {path.parent}"
     suffix = f" with the suffix {path.suffix}" if path.suffix else " without a suffix"
-    return f"is no set of images: no format has files{suffix}"
+    return f"is not a dataset: no format has files{suffix}"
 
 
 def _make(suffix: str, location: str, options: dict[str, Any]) -> Source:
@@ -144,12 +149,12 @@ def _make(suffix: str, location: str, options: dict[str, Any]) -> Source:
 def _refuse(options: dict[str, Any], accepted: tuple[str, ...]) -> None:
     for name in options:
         if name not in accepted:
-            known = f"it takes {', '.join(accepted)}" if accepted else "it takes none of these"
-            raise OptionError(f"{name} is set, but this kind of data has no such option; {known}")
+            known = f"it accepts {', '.join(accepted)}" if accepted else "it accepts no such options"
+            raise OptionError(f"{name} is set, but this data format has no such option; {known}")
 
 
-def _only_set(location: str, names: list[str]) -> str | None:
-    """Return the one file of a known format in a folder, or the folder if it has shards of one."""
+def _only_dataset(location: str, names: list[str]) -> str | None:
+    """Return the only file of a known format in a folder, or the folder if it contains shards of one."""
     by_suffix: dict[str, list[str]] = {}
     for name in names:
         if _suffix(name) in FORMATS and not name.startswith("."):

@@ -1,4 +1,4 @@
-"""Parquet files: an image column and a label column, by name."""
+"""Read Parquet files with an image column and a label column."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ from plsc.storage.urls import base_name, shown
 CACHE_BYTES = 256 * 2**20
 GROUP_BYTES = 2**30
 _MOST_OPEN = 16
-# What pyarrow raises for a file that is damaged.
+# Exceptions of pyarrow for damaged files.
 _FAULTS = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError)
 
 
 class ParquetSource(ColumnSource):
-    """Samples of a Parquet file or of several (`shard_files`), local or remote.
+    """The samples of one or several Parquet files (`shard_files`), local or remote.
 
-    The image column holds encoded images: binary, or a struct with ``bytes`` (as Hugging Face's datasets
-    write it). The label column, read alone, holds whole numbers; or names, as in `RowSource`.
+    The image column has encoded images: binary, or a struct with ``bytes``, as Hugging Face datasets write
+    it. The label column has integers, or class names as in `RowSource`.
 
-    A row group is decoded as a whole, and 256 MiB of decoded groups are kept: read neighbours together
-    (block order), or write small groups (`plsc data convert` does). Raises OptionError for a column that is
-    not there or of another type, DataError for a damaged file and for a label that is missing.
+    A row group is decoded as a whole, and up to 256 MiB of decoded groups are cached. For fast reads use
+    block order, or small groups as `plsc data convert` writes.
+
+    Raises:
+        OptionError: a column is missing or of an unsupported type.
+        DataError: a file is damaged, or a label is missing.
     """
 
     def _open(
@@ -51,7 +54,7 @@ class ParquetSource(ColumnSource):
         self._groups = RowGroups(Shards(shard_files(location, ".parquet")))
         self._choose(image, label)
         self._place_of_group: list[tuple[int, int]] = []  # (file, row group in it)
-        self._ends: list[int] = []  # of each row group, in rows of the whole set
+        self._ends: list[int] = []  # of each row group, in rows of the whole dataset
         self._first_rows: list[int] = []  # of each file
         rows = 0
         for shard in range(len(self._groups.shards.locations)):
@@ -62,13 +65,13 @@ class ParquetSource(ColumnSource):
                 self._ends.append(rows)
             self._read_labels(shard, labels)
             if len(labels) != rows:
-                raise DataError(f"{self._groups.title(shard)}: its row groups do not add up; write it anew")
+                raise DataError(f"{self._groups.title(shard)} has inconsistent row groups; write it again")
         if not rows:
-            raise DataError(f"{self._groups.title(0)} holds no rows")
+            raise DataError(f"{self._groups.title(0)} contains no rows")
         return labels.arrays()
 
     def name(self, index: int) -> str:
-        """Return ``train.parquet row 12``, counted from 0 in its file."""
+        """Return ``train.parquet row 12``; rows count from 0 in their file."""
         shard = bisect_right(self._first_rows, index) - 1
         title = base_name(self._groups.title(shard))
         return f"{title} row {index - self._first_rows[shard]}"
@@ -78,7 +81,7 @@ class ParquetSource(ColumnSource):
         row = index - (self._ends[group - 1] if group else 0)
         image: bytes | None = self._groups.group(*self._place_of_group[group], self._leaf)[row].as_py()
         if image is None:
-            raise DataError("the image is missing; fill it in, or take the row out", kind="missing")
+            raise DataError("the image is missing; add it, or remove the row", kind="missing")
         return image
 
     def _choose(self, image_column: str | None, label_column: str | None) -> None:
@@ -90,7 +93,7 @@ class ParquetSource(ColumnSource):
             kind = schema.field(self._label).type
             if not (kinds.is_integer(kind) or kinds.is_string(_plain(kind))):
                 raise OptionError(
-                    f"the label column {self._label!r} is {kind}; expected whole numbers or names"
+                    f"the label column {self._label!r} is {kind}; expected integers or class names"
                 )
         except OptionError as error:
             raise OptionError(f"{self._groups.title(0)}: {error}") from error
@@ -104,17 +107,19 @@ class ParquetSource(ColumnSource):
         if column.null_count:
             first = column.is_null().to_numpy().argmax()
             raise DataError(
-                f"{place(int(first))}: the label {self._label!r} is missing ({column.null_count} are)"
+                f"{place(int(first))}: the label {self._label!r} is missing (in {column.null_count} rows)"
             )
         if not (kinds.is_integer(column.type) or kinds.is_string(_plain(column.type))):
-            raise DataError(f"{self._groups.title(shard)}: the labels are {column.type} here")
+            raise DataError(
+                f"{self._groups.title(shard)}: its labels are {column.type}, unlike those of other files"
+            )
         for chunk in column.chunks:
             labels.extend(chunk.to_pylist(), place)
             start += len(chunk)
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values: a dictionary's are behind its codes."""
+    """Return the type of the values, also of a dictionary-encoded column."""
     kind = kind.value_type if kinds.is_dictionary(kind) else kind
     return pa.string() if kinds.is_large_string(kind) else kind
 
@@ -132,10 +137,10 @@ def _image_leaf(name: str, kind: pa.DataType) -> str:
 
 
 class RowGroups:
-    """The row groups of some files. Threads may share it, one of them decodes at a time; it is picklable.
+    """The row groups of some files. Thread-safe, but one thread decodes at a time; picklable.
 
-    Decoded groups are kept while they take at most 256 MiB. Raises DataError for a damaged file, and for a
-    group of over 1 GiB, which would have to be decoded for each single image in it.
+    Up to 256 MiB of decoded groups are cached. Raises DataError for a damaged file, and for a group of over 1
+    GiB, which would have to be decoded for every single image in it.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -151,7 +156,7 @@ class RowGroups:
             return self._open(shard).schema_arrow
 
     def rows(self, shard: int) -> list[int]:
-        """Return the number of rows of each group of a file."""
+        """Return the number of rows in each group of a file."""
         with self._lock, self._faults(shard):
             metadata = self._open(shard).metadata
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -160,7 +165,7 @@ class RowGroups:
             if rows < 0 or not 0 <= size <= GROUP_BYTES:
                 raise DataError(
                     f"{self.title(shard)}: row group {number} of {rows} rows takes {size} bytes; "
-                    f"expected at most {GROUP_BYTES}: write it anew with smaller groups, as "
+                    f"expected at most {GROUP_BYTES}: write the file again with smaller groups, as "
                     "`plsc data convert` does"
                 )
         return [rows for rows, _ in found]
@@ -171,7 +176,7 @@ class RowGroups:
             file = self._open(shard)
             found = file.read(columns=[name], use_threads=False).column(0)
             if len(found) != file.metadata.num_rows:
-                raise ValueError(f"{len(found)} rows of {file.metadata.num_rows} could be read")
+                raise ValueError(f"only {len(found)} of {file.metadata.num_rows} rows could be read")
             return found
 
     def group(self, shard: int, number: int, leaf: str) -> pa.ChunkedArray:
@@ -201,7 +206,7 @@ class RowGroups:
             column = pc.struct_field(column, name)
         expected = file.metadata.row_group(number).num_rows
         if len(column) != expected:
-            raise ValueError(f"{len(column)} rows of {expected} of row group {number} could be read")
+            raise ValueError(f"only {len(column)} of {expected} rows of row group {number} could be read")
         return column
 
     def _open(self, shard: int) -> pq.ParquetFile:
@@ -227,7 +232,7 @@ class RowGroups:
         except _FAULTS as error:
             reason = " ".join(str(error).split())[:200]
             raise DataError(
-                f"{self.title(shard)} is damaged, or no Parquet file ({reason}); copy or write it anew"
+                f"{self.title(shard)} is damaged or not a Parquet file ({reason}); copy or write it again"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

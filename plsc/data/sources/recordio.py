@@ -1,11 +1,11 @@
-"""RecordIO files of images, ``.rec`` with or without its ``.idx``, also in insightface's layout.
+"""Read RecordIO files of images: ``.rec`` with or without its ``.idx``, also in insightface's layout.
 
-The format is dmlc-core's (``recordio.h``). A record is one or more parts. A part: magic (u32), flag and
-length (u32; the flag in the upper 3 bits), the bytes, zeros up to a multiple of 4; all little-endian.
-Flag 0: the whole record; 1, 2, 3: the first part, a middle one, the last. A record is cut where the magic
-stands in it at a multiple of 4; the reader puts it back.
+The format is that of dmlc-core (``recordio.h``). A record has one or more parts. A part: magic (u32), flag
+and length (u32; the flag in the upper 3 bits), the bytes, zeros up to a multiple of 4; all little-endian.
+Flag 0: a whole record; 1, 2, 3: its first part, a middle one, the last. A record is split where it contains
+the magic at a multiple of 4; the reader inserts it again.
 
-The header of an image record is ``IfQQ``: flag, label, two ids. With flag > 0 that many float32 labels
+The header of an image record is ``IfQQ``: flag, label, two ids. With flag > 0, that many float32 labels
 follow and replace the one in the header. The rest is the encoded image.
 """
 
@@ -34,9 +34,9 @@ LENGTH_MASK = 2**29 - 1
 WHOLE, FIRST, MIDDLE, LAST = range(4)
 PART = struct.Struct("<II")
 HEADER = struct.Struct("<IfQQ")
-_HEAD = struct.Struct("<IIIfQQf")  # a part, an image header, the first label behind it
+_HEAD = struct.Struct("<IIIfQQf")  # a part, an image header, the first label after it
 _FLOAT = struct.Struct("<f")
-_MAX_JOINED = MAX_FILE_BYTES + 2**20  # of a record in several parts
+_MAX_JOINED = MAX_FILE_BYTES + 2**20  # bytes of a record in several parts
 _MAX_IDX_LINE = 1000
 _IDX_LINE = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})\s*")  # such numbers fit int64
 
@@ -44,13 +44,13 @@ _IDX_LINE = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})\s*")  # such numbers 
 class RecordIOSource(IndexedSource):
     """Images of a ``.rec`` file: a local path or an fsspec URL.
 
-    The order is that of its ``.idx``, or of the file when there is none. A record with several
-    labels has the first as its class. In insightface's layout record 0 holds no image but the number of
-    the first record that is none; the records from there on, one a person, are left out.
+    The order is that of its ``.idx``, or of the file if there is none. For a record with several labels, the
+    first one is its class. In insightface's layout, record 0 has no image but the number of the first record
+    without one; the records from there, one per identity, are left out.
 
-    The file is read through once, to find records and labels; the index is kept (`index_store`). Raises
-    DataError that names the record for a file that is damaged, truncated, or no RecordIO, for an .idx that
-    does not fit it, and for a label that is no whole number of 0 or more.
+    The file is read once, to index records and labels; the index is stored (`index_store`). Raises DataError
+    that names the record if the file is damaged, truncated or not RecordIO, if the .idx does not match, and
+    for a label that is not an integer of 0 or more.
     """
 
     def __init__(self, location: str | Path) -> None:
@@ -64,7 +64,7 @@ class RecordIOSource(IndexedSource):
         self._labels, self._keys = index["labels"], index["keys"]
 
     def name(self, index: int) -> str:
-        """Return ``train.rec record 12``, with the number from the .idx where there is one."""
+        """Return ``train.rec record 12``, with the number from the .idx if there is one."""
         return f"{self._title} record {self._keys[index]}"
 
     def _image_in(self, stored: bytes) -> bytes:
@@ -80,13 +80,13 @@ class RecordIOSource(IndexedSource):
         if chosen is not None:
             keys, rows = keys[chosen], rows[chosen]
         if len(rows) == 0:
-            raise DataError(f"{shown(self.location)} holds no image records")
+            raise DataError(f"{shown(self.location)} contains no image records")
         labels = records.labels[rows]
         bad = np.flatnonzero(~((labels >= 0) & (labels == np.floor(labels)) & (labels < 2**62)))
         if len(bad):
             raise DataError(
                 f"{shown(self.location)} record {keys[bad[0]]}: the label is {labels[bad[0]]:g} "
-                f"({len(bad)} such records); expected a whole number of 0 or more"
+                f"({len(bad)} such records); expected an integer of 0 or more"
             )
         return {
             "offsets": records.offsets[rows],
@@ -97,10 +97,13 @@ class RecordIOSource(IndexedSource):
 
 
 class Records(NamedTuple):
-    """What a scan finds, one entry a record, in the order of the file.
+    """The result of a scan: arrays with one entry per record, in the order of the file.
 
-    offsets, lengths: int64, in bytes, of the whole record. labels: float32, the first one of each.
-    flags: the number of labels in front of the image. image_bytes: 0 for a record that holds none.
+    Attributes:
+        offsets, lengths: int64, in bytes, of the whole record.
+        labels: float32, the first label of each.
+        flags: number of labels in front of the image.
+        image_bytes: 0 for a record without an image.
     """
 
     offsets: np.ndarray
@@ -111,7 +114,7 @@ class Records(NamedTuple):
 
 
 def scan(data: Bytes) -> Records:
-    """Find all records of a file, from their lengths; DataError names the record that is damaged."""
+    """Find all records of a file from their lengths; DataError names a damaged record."""
     found: list[tuple[int, int, float, int, int]] = []
     file = buffered(data)
     read, seek, size = file.read, file.seek, data.size
@@ -140,17 +143,17 @@ def scan(data: Bytes) -> Records:
 
 
 def _join(data: Bytes, position: int, number: int) -> tuple[int, bytes]:
-    """Return where a record of several parts ends, and its content."""
+    """Return the end of a record of several parts, and its content."""
     start, flag, parts = position, -1, 0
     while flag not in (WHOLE, LAST):
         head = data.read_at(position, 8) if position + 8 <= data.size else bytes(8)
         magic, word = PART.unpack(head)
         flag, end = word >> 29, position + 8 + ((word & LENGTH_MASK) + 3 & ~3)
         if magic != MAGIC or end > data.size or not fits(flag, parts > 0):
-            fault = f"begins a part, at byte {position}, with {head.hex(' ')}, which is none"
+            fault = f"has an invalid part at byte {position}, starting with {head.hex(' ')}"
             raise _broken(data, number, start, fault)
         if end - start > _MAX_JOINED:
-            raise _broken(data, number, start, f"is over {_MAX_JOINED} bytes long")
+            raise _broken(data, number, start, f"is longer than {_MAX_JOINED} bytes")
         position, parts = end, parts + 1
     return position, unframe(data.read_at(start, position - start))
 
@@ -161,23 +164,28 @@ def _damaged(data: Bytes, position: int, number: int, end: int, content_bytes: i
     elif content_bytes < HEADER.size:
         fault = f"has {content_bytes} bytes, fewer than the {HEADER.size} of an image header"
     else:
-        fault = f"has {content_bytes} bytes, but its header announces {flag} labels"
+        fault = f"has {content_bytes} bytes, too few for the {flag} labels in its header"
     return _broken(data, number, position, fault)
 
 
 def _broken(data: Bytes, number: int, position: int, fault: str) -> DataError:
     return DataError(
         f"{shown(data.location)}: record {number} at byte {position} {fault}; "
-        "fetch the file again or write it anew"
+        "download the file again, or write it again"
     )
 
 
 def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (keys, rows) of an .idx file, whose lines are ``key<TAB>offset``.
 
-    offsets: int64 [R], rising, where the records begin; rows: which record each key means. Raises
-    DataError that names the line, for a line that is none, an offset where no record begins, and a key
-    that comes twice.
+    Args:
+        offsets: int64 [R], ascending, where the records begin.
+
+    Returns:
+        keys, and for each key the index of its record (rows).
+
+    Raises:
+        DataError: names an invalid line, an offset where no record begins, or a repeated key.
     """
     name = shown(data.location)
     numbers = array("q")
@@ -197,20 +205,22 @@ def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(bad):
         raise DataError(
             f"{name}: key {all_keys[bad[0]]} is at byte {all_found[bad[0]]}, where no record begins "
-            f"({len(bad)} such keys); remove the .idx, it is not needed"
+            f"({len(bad)} such keys); remove the .idx, which is optional"
         )
     unique, counts = np.unique(all_keys, return_counts=True)
     if len(unique) < len(all_keys):
-        raise DataError(f"{name}: key {unique[counts > 1][0]} comes twice; remove the .idx, it is not needed")
+        raise DataError(
+            f"{name}: key {unique[counts > 1][0]} is repeated; remove the .idx, which is optional"
+        )
     return all_keys, rows
 
 
 def insightface_images(records: Records, keys: np.ndarray, rows: np.ndarray, name: str) -> np.ndarray | None:
-    """Return which entries of `keys` are images, in the order of their keys; None for other layouts.
+    """Return which of `keys` are images, in the order of their keys; None for other layouts than insightface.
 
-    insightface: record 0 has two labels and no image. Its first label is the key after the last image; a
-    float32, so rounded where there are more than 2^24 images, and then the end is where the image-less
-    records of the persons begin.
+    In insightface's layout, record 0 has two labels and no image. Its first label is the key after the last
+    image. It is a float32, so it is rounded above 2^24 images; the end is then where the image-less records
+    of the identities begin.
     """
     zero = np.flatnonzero(keys == 0)
     if len(zero) != 1:
@@ -229,8 +239,8 @@ def insightface_images(records: Records, keys: np.ndarray, rows: np.ndarray, nam
         chosen = chosen[: with_image[-1] + 1 if len(with_image) else 0]
     elif len(chosen) != end - 1:
         raise DataError(
-            f"{name}: record 0 says that records 1 to {end - 1:g} are images, {len(chosen)} of them "
-            "are there; fetch the file again"
+            f"{name}: record 0 says that records 1 to {end - 1:g} are images, but only {len(chosen)} of them "
+            "exist; download the file again"
         )
     return chosen
 
@@ -258,7 +268,7 @@ def frame(content: bytes) -> bytes:
 
 
 def unframe(record: bytes) -> bytes:
-    """Return the content of one whole record, as `frame` makes it; DataError if it is none."""
+    """Return the content of one whole record, as made by `frame`; DataError if it is invalid."""
     parts: list[bytes] = []
     position = 0
     while True:
@@ -278,32 +288,32 @@ def unframe(record: bytes) -> bytes:
 
 
 def fits(flag: int, inside: bool) -> bool:
-    """Whether a part with this flag may come at the start of a record, or inside one."""
+    """Return whether a part with this flag is valid at the start of a record, or inside one."""
     return flag in ((MIDDLE, LAST) if inside else (WHOLE, FIRST))
 
 
 def image_of(content: bytes) -> bytes:
-    """Return the image in a record's content; DataError if the header does not fit, or none follows."""
+    """Return the image in a record's content; DataError if the header is invalid or no image follows."""
     if len(content) < HEADER.size:
         raise DataError(f"has {len(content)} bytes; an image header has {HEADER.size}")
     flag = HEADER.unpack_from(content)[0]
     start = HEADER.size + 4 * flag
     if start > len(content):
-        raise DataError(f"has {len(content)} bytes, but its header announces {flag} labels")
+        raise DataError(f"has {len(content)} bytes, too few for the {flag} labels in its header")
     if start == len(content):
-        raise DataError("holds no image (0 bytes after its header); take the record out", kind="empty")
+        raise DataError("contains no image (0 bytes after its header); remove the record", kind="empty")
     return content[start:]
 
 
 def pack_image(image: bytes, label: int, number: int) -> bytes:
     """Return an image record's content, with the label in its header.
 
-    Raises DataError for a label that float32 cannot hold, which are the odd ones above 2^24.
+    Raises DataError for a label that float32 cannot represent: odd numbers above 2^24.
     """
     header = HEADER.pack(0, label, number, 0) if 0 <= label < 2**62 else b""
     if not header or HEADER.unpack(header)[1] != label:
         raise DataError(
-            f"label {label} cannot be written: .rec keeps labels as 32-bit floats, whole up to "
+            f"label {label} cannot be written: .rec stores labels as 32-bit floats, exact up to "
             f"{2**24}; write .parquet or .tar"
         )
     return header + image

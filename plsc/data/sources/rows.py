@@ -1,4 +1,4 @@
-"""Samples that are rows of a text file: CSV (RFC 4180, with a header) and JSON lines (jsonlines.org)."""
+"""Read samples from the rows of a text file: CSV (RFC 4180, with a header) and JSON lines (jsonlines.org)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 
-# How the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files begins.
+# First characters of the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files.
 _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
 _QUOTE = b'"'
-_MAX_LINES = 2**20  # of one row
-MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the longest image in base64, and some more
+_MAX_LINES = 2**20  # per row
+MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the largest image in base64, and some more
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
     """Yield (number from 1, offset in bytes, the line with its LF) of each line, without a byte order mark.
 
-    Raises DataError that names the line for one of over 85 MiB.
+    Raises DataError that names the line if it is over 85 MiB.
     """
     file, offset = buffered(data), 0
     for number in itertools.count(1):
@@ -50,20 +50,20 @@ def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
         if not line:
             return
         if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{shown(data.location)}:{number} is over {MAX_LINE_BYTES} bytes long; fix it")
+            raise DataError(f"{shown(data.location)}:{number} is longer than {MAX_LINE_BYTES} bytes; fix it")
         mark = len(_BYTE_ORDER_MARK) if number == 1 and line.startswith(_BYTE_ORDER_MARK) else 0
         yield number, offset + mark, line[mark:]
         offset += len(line)
 
 
 class RowSource(ColumnSource):
-    """Samples that are rows of one text file, local or remote: a column of images, and one of labels.
+    """The rows of one text file, local or remote, with a column of images and one of labels.
 
-    An image is a path below the file's folder, or base64; the first row shows which. Labels are whole
-    numbers; or names, whose ids are their ranks in sorted order, or those of `label_map`. The file is
-    read through once; the index is kept (`index_store`). `class_names` has the sorted names, or None.
+    An image is a path below the file's folder, or base64; the first row decides which. Labels are integers,
+    or class names, whose ids are their ranks in sorted order or come from `label_map`. The file is read once;
+    the index is stored (`index_store`). `class_names` has the sorted names, or None.
 
-    A format gives the methods that find rows and take them apart.
+    A format implements the methods that find and parse rows.
     """
 
     _most_stored = MAX_LINE_BYTES
@@ -94,11 +94,11 @@ class RowSource(ColumnSource):
         return index
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield (first line, offset, row) of each row, a header too; rows may have their LF at the end."""
+        """Yield (first line, offset, row) of each row, including a header; rows may end with their LF."""
         raise NotImplementedError
 
     def _columns_in(self, first: bytes) -> list[str]:
-        """Return the names of the columns by the first row; DataError if it is not sound."""
+        """Return the column names from the first row; DataError if it is invalid."""
         raise NotImplementedError
 
     def _index_kind(self) -> str:
@@ -106,11 +106,11 @@ class RowSource(ColumnSource):
         raise NotImplementedError
 
     def _label_in(self, row: bytes) -> Label:
-        """Return the label of a row; DataError if the row is not sound."""
+        """Return the label of a row; DataError if the row is invalid."""
         raise NotImplementedError
 
     def _image_text(self, row: bytes) -> str:
-        """Return the image column of a row; DataError if it is not there."""
+        """Return the image column of a row; DataError if it is missing."""
         raise NotImplementedError
 
     def name(self, index: int) -> str:
@@ -129,7 +129,7 @@ class RowSource(ColumnSource):
         if not path or "\0" in path or normal.startswith(("/", "../")) or normal == "..":
             raise DataError(
                 f"the image '{printable(path[:200])}' is not below the folder of {self._title}; "
-                "expected a relative path that stays in it"
+                "expected a relative path inside it"
             )
         if not is_url(self._folder):
             return read_image_file(Path(self._folder, path))
@@ -152,7 +152,7 @@ class RowSource(ColumnSource):
 
         labels.extend(found(), lambda _: f"{name}:{places[-1]}")
         if not places:
-            raise DataError(f"{name} holds no samples")
+            raise DataError(f"{name} contains no samples")
         offsets, lengths, lines = np.frombuffer(places, np.int64).reshape(-1, 3).T
         return {"offsets": offsets, "lengths": lengths, "lines": lines, **labels.arrays()}
 
@@ -165,17 +165,18 @@ def _decode_base64(text: str) -> bytes:
     try:
         return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"the image is no base64 ({error}); fix the line", kind="base64") from error
+        raise DataError(f"the image is not base64 ({error}); fix the line", kind="base64") from error
 
 
 class CsvSource(RowSource):
-    """A CSV or TSV file with a header: see `RowSource` for images and labels.
+    """A CSV or TSV file with a header; see `RowSource` for images and labels.
 
-    Columns are separated by the one of comma, semicolon, tab and bar that the header holds most of.
-    Fields may be quoted, with line ends inside. CRLF, blank lines and a byte order mark are accepted.
+    The separator is the most frequent one of comma, semicolon, tab and bar in the header. Fields may be
+    quoted and then contain line ends. CRLF, blank lines and a byte order mark are accepted.
 
-    Raises OptionError for a column that is not there, DataError that names the line for a row with too
-    many or too few fields, or with a label that is none.
+    Raises:
+        OptionError: a column is missing.
+        DataError: names the line of a row with too many or too few fields, or with an invalid label.
     """
 
     _header_rows = 1
@@ -191,38 +192,38 @@ class CsvSource(RowSource):
         return f"csv-1-{self._columns.index(self._label)}"
 
     def _split(self, row: bytes) -> list[str]:
-        """Return the fields of a row; DataError if it is no UTF-8, or its quotes do not close."""
+        """Return the fields of a row; DataError if it is not UTF-8, or its quotes do not close."""
         try:
             text = row.decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"is no UTF-8 text ({error.reason})") from error
+            raise DataError(f"is not UTF-8 text ({error.reason})") from error
         if _QUOTE not in row:
             return text.removesuffix("\r").split(self._delimiter)
-        # The limit of the module is for the whole process: raised, never lowered.
+        # The csv module's limit is global: only raise it, never lower it.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         try:
             rows = list(csv.reader([text], delimiter=self._delimiter, strict=True))
         except csv.Error as error:
-            raise DataError(f"is no CSV ({error})") from error
+            raise DataError(f"is not CSV ({error})") from error
         return rows[0] if rows else []
 
     def _label_in(self, row: bytes) -> Label:
         fields = self._split(row)
         if len(fields) != len(self._columns):
             raise DataError(
-                f"has {len(fields)} fields, the header {len(self._columns)}: '{printable(row[:100])}'"
+                f"has {len(fields)} fields, but the header has {len(self._columns)}: '{printable(row[:100])}'"
             )
         return fields[self._columns.index(self._label)]
 
     def _image_text(self, row: bytes) -> str:
         fields = self._split(row)
         if len(fields) != len(self._columns):
-            raise DataError("the image column is missing; the file changed while it was in use")
+            raise DataError("the image column is missing; the file changed while in use")
         return fields[self._columns.index(self._image)].strip()
 
 
 def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (first line, offset, row) of all rows but blank ones: the lines up to where no quote is open."""
+    """Yield (first line, offset, row) of all rows but blank ones; a row continues while a quote is open."""
     held = bytearray()  # a row whose quote is still open
     first = start = 0
     for number, offset, line in text_lines(data):
@@ -240,21 +241,24 @@ def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
         elif not line.isspace():
             yield number, offset, line
     if held:
-        raise DataError(f"{shown(data.location)}:{first}: a quote that opens here does not close; fix it")
+        raise DataError(f"{shown(data.location)}:{first}: a quote opened here is not closed; fix it")
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 class JsonLinesSource(RowSource):
-    """A file of JSON objects, one per line: see `RowSource` for images and labels.
+    """A file of JSON objects, one per line; see `RowSource` for images and labels.
 
-    Blank lines, CRLF and a byte order mark are accepted. Raises OptionError for a name that the first
-    object does not have, DataError that names the line for one that is no object, or lacks the label.
+    Blank lines, CRLF and a byte order mark are accepted.
+
+    Raises:
+        OptionError: the first object lacks a name.
+        DataError: names a line that is not an object, or lacks the label.
     """
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
@@ -264,7 +268,7 @@ class JsonLinesSource(RowSource):
         return list(_object(first or b"{}"))
 
     def _index_kind(self) -> str:
-        # A hash of the name, which may hold what a file's name may not.
+        # A hash of the name, which may contain characters that a file name cannot.
         return f"json-1-{self._label.encode().hex()[:40]}"
 
     def _label_in(self, row: bytes) -> Label:
@@ -286,7 +290,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error).split(": ", 1)[0]
         raise DataError(
-            f"is no JSON ({reason}): '{printable(line[:60])}'; expected one object per line"
+            f"is not JSON ({reason}): '{printable(line[:60])}'; expected one object per line"
         ) from error
     if not isinstance(found, dict):
         raise DataError(f"is {_kind(found)}; expected an object")

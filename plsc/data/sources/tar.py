@@ -1,4 +1,4 @@
-"""WebDataset tar files: members whose names differ in what follows the first dot are one sample."""
+"""Read WebDataset tar files: members with the same name up to the first dot form one sample."""
 
 from __future__ import annotations
 
@@ -27,21 +27,25 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.urls import base_name, shown
 
-_LABEL_BYTES = 2**20  # the most that a .cls or .json may have
-_MOST_REMARKS = 2**20  # bytes of a long name, or of the remarks of pax
+_LABEL_BYTES = 2**20  # largest size of a .cls or .json
+_MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
 _REFUSED = {b"12": "a link", b"34": "a device", b"6": "a pipe", b"0S": "a sparse file"}
 
 
 class TarSource(ColumnSource):
-    """Samples of a tar file or of several shards (`shard_files`), local or remote, not compressed.
+    """The samples of one or several tar shards (`shard_files`), local or remote, not compressed.
 
-    ``a/17.jpg`` and ``a/17.cls`` are the sample ``a/17``. image_column: which suffix holds the image, such
-    as ``input.png``; when not given, the only one that ends like an image. label_column: which suffix holds
-    the label as text, or which entry of the ``.json``; when not given, ``.cls``, else ``label`` of the
-    ``.json``. Labels are whole numbers; or names, as in `RowSource`.
+    ``a/17.jpg`` and ``a/17.cls`` form the sample ``a/17``. Labels are integers, or class names as in
+    `RowSource`. The files are read once; the index is stored.
 
-    The files are read through once; the index is kept. Raises DataError that names the sample or member for
-    a damaged archive, a link, a name that climbs out, and a sample without image or label.
+    Args:
+        image_column: suffix of the image, such as ``input.png``; default: the only image suffix.
+        label_column: suffix of the label as text, or key in the ``.json``; default: ``.cls``, or ``label`` in
+            the ``.json``.
+
+    Raises:
+        DataError: names the sample or member: a damaged archive, a link, a name that leads out of the
+            folder, or a sample without image or label.
     """
 
     def _open(
@@ -83,8 +87,8 @@ class TarSource(ColumnSource):
             labels.extend(found(shard, shown(location)), place)
         if not keys:
             raise DataError(
-                f"{shown(self._files.locations[0])} holds no samples; expected members such as a/17.jpg and "
-                "a/17.cls"
+                f"{shown(self._files.locations[0])} contains no samples; expected members such as a/17.jpg "
+                "and a/17.cls"
             )
         shards, offsets, lengths = np.array(places, np.int64).reshape(-1, 3).T
         text, ends = pack_texts(keys)
@@ -100,9 +104,9 @@ class TarSource(ColumnSource):
             return sample.members[found[0]]
         there = ", ".join(f".{printable(suffix)}" for suffix in sorted(sample.members))
         if found:
-            raise OptionError(f"{sample.place} has several images ({there}); name one: image_column")
+            raise OptionError(f"{sample.place} has several images ({there}); choose one with image_column")
         raise DataError(
-            f"{sample.place} has no image {self._image or ''}; it has {there}; add it, or take them out"
+            f"{sample.place} has no image {self._image or ''}; it has {there}; add it, or remove the sample"
         )
 
     def _label_of(self, sample: Sample) -> Label:
@@ -117,13 +121,13 @@ class TarSource(ColumnSource):
         if isinstance(label, str) or type(label) is int:
             return label
         raise DataError(
-            f"{sample.place} has no label: no .{wanted}, and no {name!r} in a .json; add one, or name it: "
+            f"{sample.place} has no label: no .{wanted}, and no {name!r} in a .json; add one, or choose it: "
             "label_column"
         )
 
 
 class Sample(NamedTuple):
-    """The members of one sample by their suffix, and the content of those that are small and no image."""
+    """The members of one sample by suffix, and the content of small members that are not images."""
 
     key: str
     title: str
@@ -132,12 +136,12 @@ class Sample(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Location for messages."""
         return f"{self.title}:{printable(self.key)}"
 
 
 def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
-    """Yield the samples of one tar file; members without a suffix, or that are hidden, are left out."""
+    """Yield the samples of one tar file; hidden members and those without a suffix are ignored."""
     file = buffered(data)
     sample: Sample | None = None
     for member in read_members(file, title):
@@ -146,7 +150,7 @@ def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
         if member.isdir() or not stem or not dot:
             continue
         if member.offset_data + member.size > data.size:
-            raise DataError(f"{title} is truncated in '{printable(member.name)}'; copy or write it anew")
+            raise DataError(f"{title} is truncated in '{printable(member.name)}'; copy or write it again")
         key, suffix = f"{folder}{slash}{stem}", suffix.lower()
         if sample is None or key != sample.key:
             if sample is not None:
@@ -162,18 +166,21 @@ def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
 
 
 def is_image(suffix: str) -> bool:
-    """Whether members with this suffix are images, by what follows its last dot."""
+    """Return whether members with this suffix are images, from the text after its last dot."""
     return f".{suffix.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES
 
 
 def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[TarInfo]:
-    """Yield the files and folders of a plain tar, in their order, with names that stay below a folder.
+    """Yield the files and folders of an uncompressed tar, in order, with names that stay below a folder.
 
-    file: has read, tell and seek, forwards at least. title: its name, for messages. has_end: whether to check
-    that the archive ends with its end mark, and that nothing follows it (which would be lost silently).
+    Args:
+        file: has read, tell and seek, at least forwards.
+        title: file name for messages.
+        has_end: check that the archive has its end mark, and that nothing follows (which would be ignored).
 
-    Raises DataError for a damaged or truncated archive; for a link, device or sparse file; and for a name
-    that is absolute or climbs out.
+    Raises:
+        DataError: a damaged or truncated archive; a link, device or sparse file; or a name that is absolute
+            or leads out of the folder.
     """
     try:
         bounded: Any = _Bounded(file)
@@ -186,24 +193,24 @@ def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[Tar
                 _check_end(file)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(
-            f"{title} is truncated, damaged, compressed or no tar ({printable(str(error))[:100]}); copy or "
-            "write it anew"
+            f"{title} is truncated, damaged, compressed or not a tar ({printable(str(error))[:100]}); "
+            "copy or write it again"
         ) from error
 
 
 def _check_end(file: Any) -> None:
-    """Raise TarError unless zeros follow: tarfile takes whatever is no header for the end."""
+    """Raise TarError unless zeros follow: tarfile takes an invalid header for the end."""
     found = file.read(2**16)
     if len(found) < tarfile.BLOCKSIZE:
         raise tarfile.ReadError("it has no end mark")
     if found[: tarfile.BLOCKSIZE].strip(b"\0"):
         raise tarfile.ReadError("the checksum of a header is wrong")
     if found.strip(b"\0"):
-        raise tarfile.ReadError("it goes on behind its end mark; give joined archives as shards")
+        raise tarfile.ReadError("data follow its end mark; give joined archives as shards")
 
 
 class _Bounded:
-    """A file of which a header cannot ask for much at once, as that would take as much memory."""
+    """A file whose headers cannot request large reads, which would take as much memory."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -212,17 +219,17 @@ class _Bounded:
     def read(self, length: int) -> bytes:
         """Read up to `length` bytes."""
         if not 0 <= length <= _MOST_REMARKS:
-            raise tarfile.ReadError(f"a header announces {length} bytes of names or remarks")
+            raise tarfile.ReadError(f"a header announces {length} bytes of names or pax headers")
         data: bytes = self._file.read(length)
         return data
 
 
 def _checked(member: TarInfo, title: str) -> TarInfo:
-    """Return a member, its name made a relative path; DataError for one that is no plain file or folder."""
+    """Return a member with a relative path as its name; DataError if it is not a plain file or folder."""
     is_plain = member.type == tarfile.REGTYPE and member.sparse is None  # the usual case
     if not (is_plain or member.isdir() or (member.isreg() and not member.issparse())) or member.size < 0:
-        what = next((name for kinds, name in _REFUSED.items() if member.type in kinds), "no plain file")
-        raise DataError(f"{title}: '{printable(member.name)}' is {what}; only files can be read")
+        what = next((name for kinds, name in _REFUSED.items() if member.type in kinds), "not a plain file")
+        raise DataError(f"{title}: '{printable(member.name)}' is {what}; only plain files are supported")
     if not is_plain and member.isdir():
         member.size = 0
     name = member.name
@@ -230,7 +237,7 @@ def _checked(member: TarInfo, title: str) -> TarInfo:
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if name.startswith("/") or ".." in parts or "\0" in name or (not parts and "." not in name):
             raise DataError(
-                f"{title}: the name '{printable(name[:200])}' leads out of the archive; it is refused"
+                f"{title}: the name '{printable(name[:200])}' leads out of the archive; rename the member"
             )
         member.name = "/".join(parts)
     return member

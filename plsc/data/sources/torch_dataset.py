@@ -1,4 +1,4 @@
-"""Any map-style torch Dataset that yields (image, label)."""
+"""Use any map-style torch Dataset that returns (image, label)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from plsc.errors import DataError, add_note
 
 
 class TorchDatasetSource:
-    """Wraps a dataset with ``len()`` and ``[index] -> (image, label)``.
+    """Wrap a dataset with ``len()`` and ``[index] -> (image, label)``.
 
-    The image is a Pillow image, a uint8 array [H, W, C], or a tensor [C, H, W], uint8 or float; floats
-    are taken as already normalised. Raises DataError for anything else. OSError, which is what image
-    loaders raise for a bad file, becomes DataError, too, with the line of the dataset's code; other
-    exceptions are the dataset's own mistakes and pass, with a note that names the sample.
+    The image is a Pillow image, a uint8 array [H, W, C], or a tensor [C, H, W], uint8 or float (taken as
+    normalised). Anything else raises DataError. An OSError, which image loaders raise for a bad file, becomes
+    a DataError with the line of the dataset's code. Other exceptions are bugs of the dataset: they pass, with
+    a note that names the sample.
     """
 
     def __init__(self, dataset: Any, title: str = "dataset") -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"expected a map-style dataset with len() and [index], got "
-                f"{type(dataset).__name__}; give an iterable one as train_reader"
+                f"{type(dataset).__name__}; pass an iterable dataset as train_reader"
             )
         self.dataset = dataset
         self.title = title
@@ -60,9 +60,9 @@ class TorchDatasetSource:
     def labels(self) -> np.ndarray:
         """Return all labels, int64 [N].
 
-        Taken from the dataset's ``targets`` or ``labels`` where that is a flat list of N whole
-        numbers and no ``target_transform`` changes them. Otherwise every item is read once, images
-        included, which takes as long as an epoch; the result is remembered.
+        Taken from the dataset's ``targets`` or ``labels`` if that is a flat list of N integers and no
+        ``target_transform`` changes them. Otherwise every item is read once, including its image, which takes
+        as long as an epoch; the result is cached.
         """
         if self._labels is None:
             self._labels = self._declared_labels()
@@ -88,16 +88,16 @@ class TorchDatasetSource:
 
 
 def whole_number(label: Any, name: str) -> int:
-    """Return a label as an integer; DataError, with the sample's name, for what is none."""
+    """Return a label as an integer; DataError, with the sample's name, if it is not one."""
     try:
-        return operator.index(label)  # int, numpy integer, integer tensor of one element
+        return operator.index(label)  # accepts int, numpy integer, integer tensor of one element
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
-            f"{name}: the label must be a whole number, got {type(label).__name__}", kind="label"
+            f"{name}: the label must be an integer, got {type(label).__name__}", kind="label"
         ) from None
 
 
 def _place_in_dataset(error: Exception) -> str:
-    """Return where the dataset's code was, as the traceback does not get through to the user."""
-    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first one is ours
+    """Return the location in the dataset's code, because the user does not see the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first frame is ours
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)

@@ -1,5 +1,5 @@
-"""Kernels for the softmax over the class weights: C for x86-64 processors, Triton for CUDA devices.
+"""Kernels for the softmax over the class weights: C for x86-64 CPUs, Triton for CUDA GPUs.
 
-Each backend derives from `plsc.heads.softmax.TorchBackend` and does the same with fewer memory accesses.
-Where one cannot be used, its module says why (`unavailable()`), and the head runs in plain PyTorch.
+Each backend derives from `plsc.heads.softmax.TorchBackend` and computes the same with fewer memory accesses.
+If a backend cannot be used, its `unavailable()` returns the reason, and the head runs in plain PyTorch.
 """

@@ -1,7 +1,7 @@
-/* Products of bfloat16 with float sums: the packed layouts, for whichever instructions multiply.
+/* bfloat16 products with float sums: the packed layouts of both engines, and the AVX512-BF16 engine.
  *
- * A packed tile holds 16 x 32 numbers in 1 KiB. As a left factor: 16 rows of 32 k. As a right factor:
- * 16 pairs of k, each with its 16 columns x 2. A factor is [tiles of rows or columns][tiles of k].
+ * A packed tile holds 16 x 32 values in 1 KiB. Left factor: 16 rows of 32 k. Right factor: 16 pairs of k,
+ * each with 16 columns x 2. A factor is [tiles of rows or columns][tiles of k].
  */
 #include "pass.h"
 
@@ -76,7 +76,7 @@ void plsc_bf16_pack_queries(const struct plan *plan, int64_t panel) {
   }
 }
 
-/* Unit rows as a left factor (k is d) and, for the sums of rows, as a right factor (k is the row). */
+/* Unit rows as a left factor (k is d) and, for the weighted sum, as a right factor (k is the row). */
 INLINE void pack_pair(const struct plan *plan, struct scratch *scratch, int64_t r, const char *const row[2],
                       const float inverse[2], int is_bf16, int both_ways) {
   int64_t dimension = plan->rows.dimension, depth = plan->padded_dimension / DEPTH;
@@ -126,10 +126,10 @@ void plsc_bf16_logits(plsc_multiply *multiply, const struct plan *plan, struct s
       .result = scratch->logits, .result_m = TILE, .result_n = plan->capacity * LANES,
       .m = (block.rows + 15) / 16, .n = panels, .k = (int)depth, .adds = 0,
   };
-  multiply(&factors, &scratch->ahead);
+  multiply(&factors, &scratch->prefetch);
 }
 
-/* The terms as a left factor with samples as rows: [panels][capacity / 32]. */
+/* The exponentials as a left factor with samples as rows: [panels][capacity / 32]. */
 static void pack_terms_by_sample(const struct plan *plan, struct scratch *scratch, struct block block,
                                  int panels) {
   char *out = scratch->operand;
@@ -148,7 +148,7 @@ static void pack_terms_by_sample(const struct plan *plan, struct scratch *scratc
     }
 }
 
-void plsc_bf16_mix(plsc_multiply *multiply, const struct plan *plan, struct scratch *scratch,
+void plsc_bf16_weighted_sum(plsc_multiply *multiply, const struct plan *plan, struct scratch *scratch,
                    struct block block, int64_t panel, int panels) {
   int64_t tiles = plan->padded_dimension / LANES;
   size_t bytes = plan->capacity / DEPTH * FACTOR_TILE;
@@ -159,10 +159,10 @@ void plsc_bf16_mix(plsc_multiply *multiply, const struct plan *plan, struct scra
       .result = scratch->result + panel * tiles * TILE, .result_m = tiles * TILE, .result_n = TILE,
       .m = panels, .n = (int)tiles, .k = (block.rows + DEPTH - 1) / DEPTH, .adds = 1,
   };
-  multiply(&factors, &scratch->ahead);
+  multiply(&factors, &scratch->prefetch);
 }
 
-/* The coefficients as a left factor with class rows as rows: [rows / 16][samples / 32]. */
+/* The coefficients as a left factor with class weights as rows: [rows / 16][samples / 32]. */
 static void pack_coefficients_by_row(const struct plan *plan, struct scratch *scratch, struct block block,
                                      int panels) {
   char *out = scratch->operand;
@@ -175,7 +175,7 @@ static void pack_coefficients_by_row(const struct plan *plan, struct scratch *sc
     }
 }
 
-void plsc_bf16_combine(plsc_multiply *multiply, const struct plan *plan, struct scratch *scratch,
+void plsc_bf16_row_gradient(plsc_multiply *multiply, const struct plan *plan, struct scratch *scratch,
                        struct block block, int64_t panel, int panels) {
   int64_t tiles = plan->padded_dimension / LANES;
   pack_coefficients_by_row(plan, scratch, block, panels);
@@ -186,10 +186,10 @@ void plsc_bf16_combine(plsc_multiply *multiply, const struct plan *plan, struct 
       .result = scratch->result, .result_m = tiles * TILE, .result_n = TILE,
       .m = (block.rows + 15) / 16, .n = (int)tiles, .k = panels / 2, .adds = panel > 0,
   };
-  multiply(&factors, &scratch->ahead);
+  multiply(&factors, &scratch->prefetch);
 }
 
-/* What follows multiplies with AVX512-BF16, for processors without tiles: 8 rows x 2 vectors. */
+/* The AVX512-BF16 engine, for CPUs without AMX: 8 rows x 2 vectors. */
 #define HEIGHT 8
 
 INLINE void multiply_some(const struct factors *f, int m, int n, int width) {
@@ -223,15 +223,15 @@ INLINE void multiply_some(const struct factors *f, int m, int n, int width) {
     for (int v = 0; v < width; v++) _mm512_store_ps(result + v * f->result_n + i * LANES, sum[i][v]);
 }
 
-static void multiply(const struct factors *f, struct ahead *ahead) {
-  int64_t lines = lines_a_step(ahead, (int64_t)(f->n + 1) / 2 * 2 * f->m);
+static void multiply(const struct factors *f, struct prefetch *prefetch) {
+  int64_t lines = lines_per_step(prefetch, (int64_t)(f->n + 1) / 2 * 2 * f->m);
   for (int n = 0; n < f->n; n += 2)
     for (int m = 0; m < 16 * f->m; m += HEIGHT) {
       if (n + 1 < f->n)
         multiply_some(f, m, n, 2);
       else
         multiply_some(f, m, n, 1);
-      fetch_ahead(ahead, lines);
+      prefetch_lines(prefetch, lines);
     }
 }
 
@@ -240,14 +240,14 @@ static void logits(const struct plan *plan, struct scratch *scratch, struct bloc
   plsc_bf16_logits(multiply, plan, scratch, block, panel, panels);
 }
 
-static void mix(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
+static void weighted_sum(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
                 int panels) {
-  plsc_bf16_mix(multiply, plan, scratch, block, panel, panels);
+  plsc_bf16_weighted_sum(multiply, plan, scratch, block, panel, panels);
 }
 
-static void combine(const struct plan *plan, struct scratch *scratch, struct block block,
+static void row_gradient(const struct plan *plan, struct scratch *scratch, struct block block,
                     int64_t panel, int panels) {
-  plsc_bf16_combine(multiply, plan, scratch, block, panel, panels);
+  plsc_bf16_row_gradient(multiply, plan, scratch, block, panel, panels);
 }
 
 static const struct engine engine = {
@@ -259,8 +259,8 @@ static const struct engine engine = {
     .pack_queries = plsc_bf16_pack_queries,
     .pack_rows = plsc_bf16_pack_rows,
     .logits = logits,
-    .mix = mix,
-    .combine = combine,
+    .weighted_sum = weighted_sum,
+    .row_gradient = row_gradient,
 };
 
 const struct engine *plsc_vector_engine(void) { return &engine; }

@@ -1,12 +1,12 @@
-/* What happens to logits element by element: exponentials, sums, masks, the gradient's factors. */
+/* Element-wise operations on logits: exponentials, sums, masks, gradient coefficients. */
 #include "pass.h"
 
 #if defined(__AVX512F__)
 #include "vector.h"
 
-#define NEVER (-__builtin_inff())
+#define MINUS_INFINITY (-__builtin_inff())
 
-/* In a block, rows r of class r / K; the constants of a vector of 16 samples. */
+/* Constants of a vector of 16 samples. In a block, row r belongs to class r / K. */
 struct lanes {
   __m512 shift, threshold, scale, hard_factor;
   __m512i target_class;
@@ -46,7 +46,7 @@ static void add_bias(const struct plan *plan, struct block block, float *panel) 
   }
 }
 
-/* Leaves each class its highest row, the first of equal ones; the others get -inf. NaN counts as high. */
+/* Keeps the highest row of each class, sets the others to -inf. The first wins a tie; NaN is highest. */
 static void keep_winners(float *panel, int rows, int centers) {
   for (int start = 0; start < rows; start += centers) {
     float *at = panel + start * LANES;
@@ -61,12 +61,12 @@ static void keep_winners(float *panel, int rows, int centers) {
     }
     for (int k = 0; k < centers; k++) {
       __mmask16 wins = _mm512_cmpeq_epi32_mask(winner, _mm512_set1_epi32(k));
-      _mm512_store_ps(at + k * LANES, _mm512_mask_mov_ps(_mm512_set1_ps(NEVER), wins, best));
+      _mm512_store_ps(at + k * LANES, _mm512_mask_mov_ps(_mm512_set1_ps(MINUS_INFINITY), wins, best));
     }
   }
 }
 
-/* Multiplies what samples of a panel have summed so far. */
+/* Multiplies the sums so far of the samples of a panel. */
 static void rescale_weighted(const struct plan *plan, struct scratch *scratch, int64_t panel, __m512 by,
                           __mmask16 which) {
   float factors[LANES];
@@ -81,7 +81,7 @@ static void rescale_weighted(const struct plan *plan, struct scratch *scratch, i
       }
 }
 
-/* Raises the running maximum of a panel's samples, and brings their sums to it. */
+/* Raises the running maximum of a panel's samples, and rescales their sums. */
 static void raise_maximum(const struct plan *plan, struct scratch *scratch, struct block block,
                           int64_t panel, const float *at, int has_hard) {
   float *maximum = scratch->maximum + panel * LANES;
@@ -100,7 +100,7 @@ static void raise_maximum(const struct plan *plan, struct scratch *scratch, stru
   __mmask16 raised = _mm512_cmp_ps_mask(highest, lanes.shift, _CMP_NEQ_UQ);
   if (!raised) return;
   _mm512_storeu_ps(maximum, highest);
-  __mmask16 summed = _mm512_cmp_ps_mask(lanes.shift, _mm512_set1_ps(NEVER), _CMP_GT_OQ);
+  __mmask16 summed = _mm512_cmp_ps_mask(lanes.shift, _mm512_set1_ps(MINUS_INFINITY), _CMP_GT_OQ);
   raised &= summed;
   if (!raised) return;
   __m512 by = exp_vector(_mm512_sub_ps(lanes.shift, highest));
@@ -113,13 +113,13 @@ static void raise_maximum(const struct plan *plan, struct scratch *scratch, stru
   if (plan->want_weighted) rescale_weighted(plan, scratch, panel, by, raised);
 }
 
-/* Products become terms exp(z - shift) slope; their sums without the slope are added to the totals. */
+/* Replaces products by exp(z - shift) slope, and adds the sums of exp(z - shift) to the totals. */
 INLINE void exponentials(const struct plan *plan, struct scratch *scratch, struct block block,
                          int64_t panel, float *at, int has_hard, int keeps) {
   const float *shift = plan->fixed ? plan->shift : scratch->maximum;
   struct lanes lanes = load_lanes(plan, panel, shift);
-  /* A sample that has seen no class but its own has nothing to take off. */
-  __mmask16 finite = _mm512_cmp_ps_mask(lanes.shift, _mm512_set1_ps(NEVER), _CMP_NEQ_UQ);
+  /* A sample without any class other than its label has no maximum to subtract. */
+  __mmask16 finite = _mm512_cmp_ps_mask(lanes.shift, _mm512_set1_ps(MINUS_INFINITY), _CMP_NEQ_UQ);
   lanes.shift = _mm512_maskz_mov_ps(finite, lanes.shift);
   uint16_t *kept = keeps ? plan->kept + (panel * plan->rows.count + block.first) * LANES : 0;
   __m512 sum = _mm512_setzero_ps();
@@ -134,7 +134,7 @@ INLINE void exponentials(const struct plan *plan, struct scratch *scratch, struc
                           : _mm512_fmsub_ps(c, lanes.scale, lanes.shift);
       __m512 p = _mm512_maskz_mov_ps(other, exp_vector(z));
       sum = _mm512_add_ps(sum, p);
-      /* A loser among sub-centres has c = -inf and p = 0; it is never hard. */
+      /* A losing sub-centre has c = -inf and p = 0; it is never hard. */
       if (has_hard) p = _mm512_mul_ps(p, slope(&lanes, c));
       _mm512_store_ps(at + r * LANES, p);
       if (keeps) _mm256_storeu_si256((__m256i *)(kept + r * LANES), narrow_bf16(p));
@@ -147,14 +147,13 @@ INLINE void exponentials(const struct plan *plan, struct scratch *scratch, struc
   _mm512_storeu_pd(total + 8, _mm512_add_pd(_mm512_loadu_pd(total + 8), high));
 }
 
-/* Rows that fill up the last 32 count for nothing. */
 static void clear_padding(struct block block, float *at) {
   int64_t padded = round_up(block.rows, 32);
   for (int64_t r = block.rows; r < padded; r++)
     _mm512_store_ps(at + r * LANES, _mm512_setzero_ps());
 }
 
-/* What comes before the logit: biases, sub-centres. */
+/* Adds biases and selects sub-centres. */
 static void prepare(const struct plan *plan, struct block block, float *at) {
   if (plan->rows.bias) add_bias(plan, block, at);
   if (plan->rows.centers > 1) keep_winners(at, block.rows, (int)plan->rows.centers);
@@ -177,10 +176,10 @@ void plsc_exponentials(const struct plan *plan, struct scratch *scratch, struct 
   }
 }
 
-/* Products, or kept terms, become weight_i G_ij. */
+/* Replaces products, or kept exponentials, by weight_i G_ij. */
 INLINE void coefficients(const struct plan *plan, struct scratch *scratch, struct block block,
                          int64_t panel, float *at, int has_hard, int has_kept) {
-  struct lanes lanes = load_lanes(plan, panel, plan->shift); /* log of the whole sum */
+  struct lanes lanes = load_lanes(plan, panel, plan->shift); /* log of the sum over all classes */
   __m512 factor = _mm512_loadu_ps(plan->factor + panel * LANES);
   __m512 weight = _mm512_loadu_ps(plan->weight + panel * LANES);
   __m512i target_row = _mm512_loadu_si512(plan->target_row + panel * LANES);
@@ -233,13 +232,13 @@ void plsc_coefficients(const struct plan *plan, struct scratch *scratch, struct 
   }
 }
 
-/* Adds up, in the order of the threads, what they have summed for the samples of a panel. */
+/* Adds the sums of all threads, in thread order, for the samples of a panel. */
 void plsc_reduce_panel(const struct plan *plan, int64_t panel) {
   int64_t first = panel * LANES, dimension = plan->rows.dimension;
   int64_t samples = plan->queries.count - first < LANES ? plan->queries.count - first : LANES;
   int64_t tiles = plan->padded_dimension / LANES;
   for (int64_t b = first; b < first + samples; b++) {
-    float highest = NEVER;
+    float highest = MINUS_INFINITY;
     for (int t = 0; t < plan->threads && !plan->fixed; t++) {
       float mine = plan->scratch[t].maximum[b];
       if (!(mine <= highest)) highest = mine;
@@ -250,7 +249,7 @@ void plsc_reduce_panel(const struct plan *plan, int64_t panel) {
       const struct scratch *scratch = &plan->scratch[t];
       float by = 1;
       if (!plan->fixed) {
-        if (scratch->maximum[b] == NEVER) continue; /* it has seen no class but the sample's own */
+        if (scratch->maximum[b] == MINUS_INFINITY) continue; /* no class but the label in this thread */
         by = _mm512_cvtss_f32(exp_vector(_mm512_set1_ps(scratch->maximum[b] - highest)));
       }
       total += scratch->total[b] * by;

@@ -1,7 +1,7 @@
-/* Products of floats on AVX-512: 8 rows x 3 vectors of results stay in registers.
+/* float products on AVX-512: 8 rows x 3 vectors of results stay in registers.
  *
  * Layouts. Queries for logits: panels [B / 16][D][16]. Queries for the update: panels [D / 16][B][16].
- * Rows: unit rows [capacity][D + 16] (the 16 keep rows from falling on the same cache sets).
+ * Rows: unit rows [capacity][D + 16] (the padding of 16 avoids cache set conflicts).
  */
 #include "pass.h"
 
@@ -12,7 +12,7 @@
 
 static int64_t leading(const struct plan *plan) { return plan->padded_dimension + LANES; }
 
-/* The left factor A(m, k): k runs over `panels` panels, `panel` floats apart, of `steps` steps each. */
+/* The left factor A(m, k): k iterates over `panels` panels, `panel` floats apart, of `steps` steps each. */
 struct left {
   const float *at;
   int64_t steps, panels, panel;
@@ -47,12 +47,12 @@ INLINE void multiply(const struct left *a, int64_t a_row, int64_t a_step, const 
     for (int v = 0; v < width; v++) _mm512_store_ps(c + v * c_vector + m * LANES, sum[m][v]);
 }
 
-/* Products of 8 rows with one to three vectors in a larger one. */
+/* Products of 8 rows with one to three vectors. */
 static int64_t count_steps(int64_t rows, int64_t vectors) {
   return (rows + HEIGHT - 1) / HEIGHT * ((vectors + 2) / 3);
 }
 
-/* The vectors of a line of results, three at a time; the last two or four as twos. */
+/* Processes a row of result tiles three vectors at a time; the last two or four in pairs. */
 INLINE int next_width(int64_t left) { return left == 1 ? 1 : left == 2 || left == 4 ? 2 : 3; }
 
 INLINE void multiply_some(const struct left *a, int64_t a_row, int64_t a_step, const float *b,
@@ -106,7 +106,7 @@ static void logits(const struct plan *plan, struct scratch *scratch, struct bloc
                    int panels) {
   int64_t line = leading(plan), column = plan->padded_dimension * LANES;
   int64_t stride = plan->capacity * LANES;
-  int64_t lines = lines_a_step(&scratch->ahead, count_steps(block.rows, panels));
+  int64_t lines = lines_per_step(&scratch->prefetch, count_steps(block.rows, panels));
   for (int m = 0; m < block.rows; m += HEIGHT) {
     struct left a = {(float *)scratch->rows + m * line, plan->padded_dimension, 1, 0};
     const float *b = (float *)plan->packed + panel * column;
@@ -114,15 +114,15 @@ static void logits(const struct plan *plan, struct scratch *scratch, struct bloc
     for (int v = 0, width; v < panels; v += width) {
       width = next_width(panels - v);
       multiply_some(&a, line, 1, b + v * column, LANES, column, c + v * stride, stride, width, 0);
-      fetch_ahead(&scratch->ahead, lines);
+      prefetch_lines(&scratch->prefetch, lines);
     }
   }
 }
 
-static void mix(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
+static void weighted_sum(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
                 int panels) {
   int64_t line = leading(plan), tiles = plan->padded_dimension / LANES;
-  int64_t lines = lines_a_step(&scratch->ahead, count_steps(panels * LANES, tiles));
+  int64_t lines = lines_per_step(&scratch->prefetch, count_steps(panels * LANES, tiles));
   for (int64_t v = 0, width; v < tiles; v += width) {
     width = next_width(tiles - v);
     for (int m = 0; m < panels * LANES; m += HEIGHT) {
@@ -131,15 +131,15 @@ static void mix(const struct plan *plan, struct scratch *scratch, struct block b
       float *c = scratch->result + ((panel + m / LANES) * tiles + v) * TILE + (m % LANES) * LANES;
       const float *b = (float *)scratch->rows + v * LANES;
       multiply_some(&a, 1, LANES, b, line, LANES, c, TILE, width, 1);
-      fetch_ahead(&scratch->ahead, lines);
+      prefetch_lines(&scratch->prefetch, lines);
     }
   }
 }
 
-static void combine(const struct plan *plan, struct scratch *scratch, struct block block,
+static void row_gradient(const struct plan *plan, struct scratch *scratch, struct block block,
                     int64_t panel, int panels) {
   int64_t tiles = plan->padded_dimension / LANES, column = plan->panels * TILE;
-  int64_t lines = lines_a_step(&scratch->ahead, count_steps(block.rows, tiles));
+  int64_t lines = lines_per_step(&scratch->prefetch, count_steps(block.rows, tiles));
   for (int64_t v = 0, width; v < tiles; v += width) {
     width = next_width(tiles - v);
     for (int m = 0; m < block.rows; m += HEIGHT) {
@@ -150,7 +150,7 @@ static void combine(const struct plan *plan, struct scratch *scratch, struct blo
         multiply_some(&a, LANES, 1, b, LANES, column, c, TILE, width, 1);
       else
         multiply_some(&a, LANES, 1, b, LANES, column, c, TILE, width, 0);
-      fetch_ahead(&scratch->ahead, lines);
+      prefetch_lines(&scratch->prefetch, lines);
     }
   }
 }
@@ -163,8 +163,8 @@ static const struct engine engine = {
     .pack_queries = pack_queries,
     .pack_rows = pack_rows,
     .logits = logits,
-    .mix = mix,
-    .combine = combine,
+    .weighted_sum = weighted_sum,
+    .row_gradient = row_gradient,
 };
 
 const struct engine *plsc_fp32_engine(void) { return &engine; }

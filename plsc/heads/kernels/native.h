@@ -1,7 +1,7 @@
-/* What plsc/heads/kernels/native.py hands to the library, and what it gets back.
+/* The interface between plsc/heads/kernels/native.py and the library.
  *
- * Notation of docs/life_of_a_step.md and plsc/heads/softmax.py: B samples, D embedding size, n rows in play.
- * Every array is contiguous. PLSC_ABI must grow whenever a structure or a function here changes.
+ * Notation of docs/life_of_a_step.md and plsc/heads/softmax.py: B samples, D embedding size, n selected class
+ * weights (rows). All arrays are contiguous. Increase PLSC_ABI whenever a structure or function here changes.
  */
 #ifndef PLSC_NATIVE_H
 #define PLSC_NATIVE_H
@@ -11,7 +11,7 @@
 #define PLSC_ABI 1
 #define PLSC_API __attribute__((visibility("default")))
 
-/* What multiplies the matrices. */
+/* Instruction sets for matrix products. */
 enum plsc_engine { PLSC_FP32 = 0, PLSC_BF16_VECTOR = 1, PLSC_BF16_TILES = 2 };
 
 enum plsc_status { PLSC_OK = 0, PLSC_NO_MEMORY = 1, PLSC_NO_ENGINE = 2 };
@@ -20,9 +20,9 @@ enum plsc_rule_kind { PLSC_NO_RULE = 0, PLSC_SGD = 1, PLSC_ADAMW = 2, PLSC_ADAGR
 
 struct plsc_rows {
   void *weight;            /* [rows, D], float or bfloat16 */
-  const float *bias;       /* one number for each row of weight, or NULL */
-  const int64_t *position; /* [n] where the rows in play lie in weight; NULL: 0..n-1 */
-  const int64_t *number;   /* [n] their numbers before first_row is added; NULL: 0..n-1 */
+  const float *bias;       /* one per row of weight, or NULL */
+  const int64_t *position; /* [n] indices of the selected rows in weight; NULL: 0..n-1 */
+  const int64_t *number;   /* [n] their global indices minus first_row; NULL: 0..n-1 */
   int64_t count;           /* n, a multiple of centers */
   int64_t dimension;       /* D */
   int64_t centers;         /* K */
@@ -33,7 +33,7 @@ struct plsc_rows {
 
 struct plsc_queries {
   const float *unit;       /* [B, D] */
-  const int64_t *target;   /* [B] class in play, or -1 */
+  const int64_t *target;   /* [B] index among the selected classes, or -1 */
   const float *threshold;  /* [B] or NULL */
   int64_t count;           /* B */
   float scale;
@@ -43,9 +43,9 @@ struct plsc_queries {
 struct plsc_gradient {
   const float *log_total;          /* [B] */
   const float *weight;             /* [B] */
-  const int64_t *target_row;       /* [B] row in play, or -1 */
+  const int64_t *target_row;       /* [B] index among the selected rows, or -1 */
   const float *target_coefficient; /* [B] */
-  const float *shift;              /* [B], with kept */
+  const float *shift;              /* [B], used with kept */
   const uint16_t *kept;            /* [panels, n, 16], or NULL */
   float factor;
 };
@@ -54,13 +54,13 @@ struct plsc_rule {
   int32_t kind;
   int32_t nesterov;
   double lr, momentum, weight_decay, beta1, beta2, eps;
-  uint32_t key;       /* of the rows; the states use key + 1, key + 2 */
+  uint32_t key;       /* of the class weights; the states use key + 1, key + 2 */
   int32_t state_is_bf16[2];
   void *state[2];     /* as in plsc/heads/rules.py */
   int32_t *steps;     /* adamw */
 };
 
-/* How the call is carried out. */
+/* How to execute a call. */
 struct plsc_run {
   int32_t engine;
   int32_t threads;
@@ -68,17 +68,17 @@ struct plsc_run {
 
 PLSC_API int32_t plsc_abi(void);
 
-/* Whether an engine can run on this processor. */
+/* Returns whether this CPU supports an engine. */
 PLSC_API int32_t plsc_supports(int32_t engine);
 
-/* First pass. fixed: whether shift [B] is given; otherwise it is the running maximum, and written.
+/* Forward. fixed: shift [B] is an input; otherwise it is an output, the running maximum.
  * total [B]; weighted [B, D] or NULL; kept [2 ceil(B / 32), n, 16] bfloat16 or NULL (only if fixed). */
 PLSC_API int32_t plsc_forward(const struct plsc_rows *, const struct plsc_queries *,
                               const struct plsc_run *, int32_t fixed, float *shift, float *total,
                               float *weighted, uint16_t *kept);
 
-/* Second pass over the rows [begin, end). With a rule rows and states change; with kind PLSC_NO_RULE
- * the gradients go to out [end - begin, D]. bias_out [end - begin] or NULL. */
+/* Update of the selected rows [begin, end). Updates class weights and states in place; with kind PLSC_NO_RULE
+ * writes the gradients to out [end - begin, D] instead. bias_out [end - begin] or NULL. */
 PLSC_API int32_t plsc_update(const struct plsc_rows *, const struct plsc_queries *,
                              const struct plsc_gradient *, const struct plsc_rule *,
                              const struct plsc_run *, int64_t begin, int64_t end, float *out,

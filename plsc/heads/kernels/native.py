@@ -1,10 +1,11 @@
-"""The softmax over the class weights on x86-64 processors, in C (the .c files in this folder).
+"""The softmax over the class weights on x86-64 CPUs, in C (the .c files in this folder).
 
-Each row is read once per call: the rows of a block are read, normalised, multiplied with the batch, and
-what the logits become is multiplied again while all of it is in the cache; the update also applies the
-optimizer's rule and writes rows and states back. float32 products need AVX-512 (F, BW, DQ, VL), bfloat16
-products AMX-BF16 or AVX512-BF16. Installing the package builds the library; in a checkout
-``python setup.py build_ext --inplace`` does.
+A call reads each class weight once. A block of class weights stays in the cache while it is normalised,
+multiplied with the batch, and multiplied with the exponentials of its logits. The update also applies the
+optimizer and writes class weights and states.
+
+float32 products need AVX-512 (F, BW, DQ, VL), bfloat16 products AMX-BF16 or AVX512-BF16. Installing the
+package builds the library; in a checkout, run ``python setup.py build_ext --inplace``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from plsc.heads.weights import Rows, States
 
 _ABI = 1  # PLSC_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libnative.so")
-_PANEL = 16  # samples in a panel; there is an even number of panels
+_PANEL = 16  # samples per panel; the number of panels is even
 _FP32, _BF16_VECTOR, _BF16_TILES = 0, 1, 2
 _ENGINES = {torch.float32: (_FP32,), torch.bfloat16: (_BF16_TILES, _BF16_VECTOR)}
 _KINDS = {"sgd": 1, "adamw": 2, "adagrad": 3}
@@ -80,20 +81,20 @@ class _Run(ctypes.Structure):
 
 @functools.cache
 def unavailable(products: torch.dtype = torch.float32) -> str | None:
-    """Return None where the kernels can be used, with products of this type, else the reason in words."""
+    """Return why the kernels cannot be used with products of this dtype; None if they can."""
     if not _LIBRARY.exists():
-        return f"{_LIBRARY.name} has not been built: install the package where there is a C compiler"
+        return f"{_LIBRARY.name} is not built: install the package on a machine with a C compiler"
     try:
         library = _library()
         abi = library.plsc_abi()
     except (OSError, AttributeError) as error:
         return f"{_LIBRARY} cannot be loaded: {error}"
     if abi != _ABI:
-        return f"{_LIBRARY} is of another version ({abi}, not {_ABI}): install the package again"
+        return f"{_LIBRARY} has ABI version {abi}, expected {_ABI}: reinstall the package"
     if not library.plsc_supports(_FP32):
-        return "this processor (or its operating system) has no AVX-512"
+        return "this CPU or operating system does not support AVX-512"
     if _engine(products) is None:
-        return f"this processor has no instructions for {products} products"
+        return f"this CPU has no instructions for {products} products"
     return None
 
 
@@ -107,18 +108,18 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _engine(products: torch.dtype) -> int | None:
-    """Return the fastest engine for products of this type, None without one."""
+    """Return the fastest supported instruction set for products of this dtype, or None."""
     engines = (engine for engine in _ENGINES[products] if _library().plsc_supports(engine))
     return next(engines, None)
 
 
 @dataclass(frozen=True)
 class NativeBackend(TorchBackend):
-    """The softmax in C, on rows in this machine's memory, float32 or bfloat16.
+    """The softmax in C, for float32 or bfloat16 class weights in CPU memory.
 
-    tile: rows in a tile, for those who go over the rows by tiles; a call chooses its own. threads: how many
-    work on a call. The sums of the forward pass are added up in an order that depends on that number alone,
-    so the same number gives the same bits; row gradients and updates do not depend on it.
+    tile: class weights per tile for callers that iterate over tiles; forward and update use their own blocks.
+    threads: number of threads per call. The order of the forward pass's sums depends only on the number of
+    threads, so equal numbers give equal bits; gradients of class weights and updates do not depend on it.
     """
 
     name = "native"
@@ -133,7 +134,7 @@ class NativeBackend(TorchBackend):
         want_weighted: bool = True,
         keep: bool = False,
     ) -> Sums:
-        """See `TorchBackend.forward`. Raises ValueError for tensors that C cannot read."""
+        """See `TorchBackend.forward`. Raises ValueError for a wrong dtype, shape, layout or device."""
         unit = queries.unit
         batch = len(unit)
         c_rows, c_queries = _rows(rows), _queries(queries, rows)
@@ -155,7 +156,7 @@ class NativeBackend(TorchBackend):
         return out, self._update(context, tile, _Rule(), out)
 
     def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-        """See `TorchBackend.update`: here in one call, where there is a kernel for rule and states."""
+        """See `TorchBackend.update`; a single C call if there is a kernel for rule and states."""
         weight = context.rows.weight
         used = kernel_states(rule, states, weight)
         if used is None:
@@ -175,7 +176,7 @@ class NativeBackend(TorchBackend):
 
 
 def _call(function: str, *arguments: ctypes.Structure | Tensor | int | None) -> None:
-    """Call a function of native.h, and raise what its status means."""
+    """Call a function of native.h; raise MemoryError or RuntimeError if its status is not 0."""
     passed = [
         ctypes.byref(argument)
         if isinstance(argument, ctypes.Structure)
@@ -186,9 +187,9 @@ def _call(function: str, *arguments: ctypes.Structure | Tensor | int | None) -> 
     ]
     status = getattr(_library(), function)(*passed)
     if status == _STATUS_NO_MEMORY:
-        raise MemoryError("no memory for the kernels of the head")
+        raise MemoryError("the native kernels of the head could not allocate memory")
     if status:
-        raise RuntimeError(f"the kernels of the head failed with status {status}")
+        raise RuntimeError(f"the native kernels of the head failed with status {status}")
 
 
 def _rows(rows: Rows) -> _Rows:
@@ -197,7 +198,7 @@ def _rows(rows: Rows) -> _Rows:
     row_dtype = torch.bfloat16 if is_bf16 else torch.float32
     number = _checked("selected", selected, torch.int64, (len(rows),))
     return _Rows(
-        weight=_checked("rows", weight, row_dtype, tuple(weight.shape)),
+        weight=_checked("class weights", weight, row_dtype, tuple(weight.shape)),
         bias=_checked("biases", rows.bias, torch.float32, (len(weight),)),
         position=None if rows.is_compact else number,
         number=number,
@@ -244,7 +245,7 @@ def _kept_shape(batch: int, rows: Rows) -> tuple[int, int, int]:
 
 
 def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, weight: Tensor) -> _Rule:
-    """Return a rule for C; states: of `kernel_states`."""
+    """Return the C structure of a rule; states: from `kernel_states`."""
     shape = (len(weight),) if rule.kind == "adagrad" else tuple(weight.shape)
     c_rule = _Rule(
         kind=_KINDS[rule.kind],
@@ -265,7 +266,7 @@ def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, weight: Tensor
 
 
 def _checked(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
-    """Return the address of a tensor; ValueError unless C may read it as a plain array of this shape."""
+    """Return the address of a tensor; ValueError unless it is a contiguous CPU tensor of dtype and shape."""
     if tensor is None:
         return None
     is_plain = tensor.dtype is dtype and tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -1,13 +1,13 @@
-/* The two passes: what is allocated for a call, and how its threads go over the rows. */
+/* The entry points plsc_forward and plsc_update: memory allocation, and how threads iterate over the rows. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
 #include "pass.h"
 
-#define ALIGNMENT ((size_t)1 << 21) /* large pages, where the system has them */
+#define ALIGNMENT ((size_t)1 << 21) /* huge pages, if available */
 
-/* One allocation that is handed out in pieces: first counted, then for real. */
+/* One allocation that is divided into pieces: the first run only adds up the sizes. */
 struct arena {
   char *base;
   size_t used;
@@ -57,8 +57,7 @@ static void take_scratch(const struct plan *plan, struct scratch *scratch, struc
   if (arena->base) *scratch = mine;
 }
 
-/* Fresh memory comes in large pages then, where the system has them: faults would take longer than
- * writing it. */
+/* Requests huge pages: page faults would take longer than writing the memory. */
 static void use_large_pages(void *memory, size_t bytes) {
   uintptr_t start = ((uintptr_t)memory + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   uintptr_t stop = ((uintptr_t)memory + bytes) / ALIGNMENT * ALIGNMENT;
@@ -103,7 +102,7 @@ static void plan_shapes(struct plan *plan, const struct plsc_rows *rows, const s
   if (plan->threads > blocks) plan->threads = blocks > 0 ? (int)blocks : 1;
 }
 
-/* Samples that fill up the last panel: rows never have their targets, and nothing of them is used. */
+/* Fills the per-sample arrays; the padding samples of the last panel have no target and are not used. */
 static void fill_samples(struct plan *plan, const float *shift) {
   const struct plsc_gradient *gradient = &plan->gradient;
   for (int64_t b = 0; b < plan->panels * LANES; b++) {
@@ -120,7 +119,7 @@ static void fill_samples(struct plan *plan, const float *shift) {
   }
 }
 
-/* The share of a thread: every threads-th panel of samples. */
+/* Thread t processes the panels t, t + threads, t + 2 threads, ... */
 static void pack_share(void *context, int thread) {
   struct plan *plan = context;
   for (int64_t panel = thread; panel < plan->panels; panel += plan->threads)
@@ -133,7 +132,7 @@ static void reduce_share(void *context, int thread) {
     plsc_reduce_panel(plan, panel);
 }
 
-/* Threads of their own only where there is something to share. */
+/* Starts threads only if there is enough work. */
 static void over_panels(struct plan *plan, void (*work)(void *, int)) {
   if (plan->panels * plan->padded_dimension >= 1 << 14) {
     plsc_parallel(work, plan, plan->threads);
@@ -154,30 +153,31 @@ static int64_t count_blocks(const struct plan *plan) {
   return (plan->end - plan->begin + plan->block_rows - 1) / plan->block_rows;
 }
 
-/* Lets the rows of the block after this one, and their states, come while this one is computed. Only
- * for selected rows: where all of them follow each other, the processor foresees it better. */
-static void look_ahead(const struct plan *plan, struct ahead *ahead, int64_t number, int64_t blocks) {
+/* Plans the prefetch of the next block's rows and states. Only for selected rows: for consecutive rows the
+ * hardware prefetcher is better. */
+static void plan_prefetch(const struct plan *plan, struct prefetch *prefetch, int64_t number,
+                          int64_t blocks) {
   size_t width = (size_t)plan->rows.dimension * (plan->rows.is_bf16 ? 2 : 4);
-  memset(ahead, 0, sizeof *ahead);
+  memset(prefetch, 0, sizeof *prefetch);
   if (number >= blocks || !plan->rows.position) return;
   struct block block = block_at(plan, number);
-  ahead->base[0] = plan->rows.weight;
-  ahead->row_bytes[0] = width;
-  ahead->arrays = 1;
+  prefetch->base[0] = plan->rows.weight;
+  prefetch->row_bytes[0] = width;
+  prefetch->arrays = 1;
   int wide_states = plan->rule.kind == PLSC_SGD || plan->rule.kind == PLSC_ADAMW ? 2 : 0;
   for (int i = 0; plan->is_update && i < wide_states; i++)
     if (plan->rule.state[i]) {
-      ahead->base[ahead->arrays] = plan->rule.state[i];
-      ahead->row_bytes[ahead->arrays++] =
+      prefetch->base[prefetch->arrays] = plan->rule.state[i];
+      prefetch->row_bytes[prefetch->arrays++] =
           (size_t)plan->rows.dimension * (plan->rule.state_is_bf16[i] ? 2 : 4);
     }
-  ahead->position = plan->rows.position;
+  prefetch->position = plan->rows.position;
   int64_t lines = 0, chunks = (plan->panels * LANES + CHUNK - 1) / CHUNK;
-  for (int i = 0; i < ahead->arrays; i++) lines += (int64_t)(ahead->row_bytes[i] + 63) / 64;
+  for (int i = 0; i < prefetch->arrays; i++) lines += (int64_t)(prefetch->row_bytes[i] + 63) / 64;
   int two = plan->is_update ? !plan->gradient.kept : plan->want_weighted;
-  if (chunks) ahead->lines_a_product = lines * block.rows / (chunks * (1 + two)) + 1;
-  ahead->row = block.first;
-  ahead->end = block.first + block.rows;
+  if (chunks) prefetch->lines_per_product = lines * block.rows / (chunks * (1 + two)) + 1;
+  prefetch->row = block.first;
+  prefetch->end = block.first + block.rows;
 }
 
 static void forward_share(void *context, int thread) {
@@ -195,14 +195,14 @@ static void forward_share(void *context, int thread) {
   if (engine->uses_tiles) plsc_tiles_begin();
   for (int64_t number = blocks * thread / plan->threads; number < stop; number++) {
     struct block block = block_at(plan, number);
-    look_ahead(plan, &scratch->ahead, number + 1, stop);
+    plan_prefetch(plan, &scratch->prefetch, number + 1, stop);
     engine->pack_rows(plan, scratch, block);
     for (int64_t panel = 0; panel < plan->panels; panel += CHUNK / LANES) {
       int64_t left = plan->panels - panel;
       int panels = (int)(left < CHUNK / LANES ? left : CHUNK / LANES);
       engine->logits(plan, scratch, block, panel, panels);
       plsc_exponentials(plan, scratch, block, panel, panels);
-      if (plan->want_weighted) engine->mix(plan, scratch, block, panel, panels);
+      if (plan->want_weighted) engine->weighted_sum(plan, scratch, block, panel, panels);
     }
   }
   if (engine->uses_tiles) plsc_tiles_end();
@@ -214,23 +214,23 @@ static void update_share(void *context, int thread) {
   struct scratch *scratch = &plan->scratch[thread];
   int64_t blocks = count_blocks(plan);
   if (engine->uses_tiles) plsc_tiles_begin();
-  /* Rows do not depend on each other, so a fast thread may take more of them. */
+  /* Rows are independent, so threads take blocks dynamically. */
   int64_t number = __atomic_fetch_add(&plan->next_block, 1, __ATOMIC_RELAXED);
   while (number < blocks) {
     struct block block = block_at(plan, number);
     number = __atomic_fetch_add(&plan->next_block, 1, __ATOMIC_RELAXED);
-    look_ahead(plan, &scratch->ahead, number, blocks);
+    plan_prefetch(plan, &scratch->prefetch, number, blocks);
     if (!plan->gradient.kept) engine->pack_rows(plan, scratch, block);
     if (scratch->bias_sums)
       memset(scratch->bias_sums, 0, (size_t)plan->capacity * LANES * sizeof(float));
-    if (!plan->panels) /* no sample: only what the rule does by itself */
+    if (!plan->panels) /* empty batch: the gradient is 0 */
       memset(scratch->result, 0, (size_t)(plan->capacity * plan->padded_dimension) * sizeof(float));
     for (int64_t panel = 0; panel < plan->panels; panel += CHUNK / LANES) {
       int64_t left = plan->panels - panel;
       int panels = (int)(left < CHUNK / LANES ? left : CHUNK / LANES);
       if (!plan->gradient.kept) engine->logits(plan, scratch, block, panel, panels);
       plsc_coefficients(plan, scratch, block, panel, panels);
-      engine->combine(plan, scratch, block, panel, panels);
+      engine->row_gradient(plan, scratch, block, panel, panels);
     }
     plsc_finish_rows(plan, scratch, block);
   }

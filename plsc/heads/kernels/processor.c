@@ -1,4 +1,4 @@
-/* Which engines this processor and its operating system can run. */
+/* Detects which engines the CPU and the operating system support. */
 #include "pass.h"
 
 #if defined(__x86_64__)
@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #define ARCH_REQ_XCOMP_PERM 0x1023
-#define TILE_DATA 18 /* the state component of the tile registers */
+#define TILE_DATA 18 /* the XSAVE state component of the tile registers */
 
 static uint64_t enabled_state(void) {
   uint32_t low, high;
@@ -17,7 +17,7 @@ static uint64_t enabled_state(void) {
 
 static int has_bits(uint32_t value, uint32_t bits) { return (value & bits) == bits; }
 
-/* AVX-512 F, DQ, BW, VL, with all vector state saved by the system. */
+/* AVX-512 F, DQ, BW, VL, with all vector state saved by the operating system. */
 static int has_vectors(void) {
   uint32_t a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !has_bits(c, 1u << 27)) return 0; /* xgetbv */
@@ -38,7 +38,7 @@ static int has_tiles(void) {
   if (!has_bf16_vectors() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
   if (!has_bits(d, 1u << 22 | 1u << 24)) return 0;
   if (!has_bits((uint32_t)enabled_state(), 3u << 17)) return 0;
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0; /* Linux lends them on request */
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0; /* Linux requires a request */
 }
 
 int32_t plsc_supports(int32_t engine) {

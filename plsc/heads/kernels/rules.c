@@ -1,7 +1,7 @@
-/* From the gradient of unit rows to changed rows: the way through the normalisation, and the rules.
+/* Backward of the normalisation, and the update formulas of the optimizers.
  *
- * All in float, in one visit of a row, which is still in the cache from the products. The rules sgd,
- * adamw and adagrad are those of plsc/heads/rules.py and triton_kernels.py, with the same names.
+ * All in float, in one pass over a class weight while it is in the cache. sgd, adamw and adagrad are those of
+ * plsc/heads/rules.py and triton_kernels.py, with the same names.
  */
 #include "pass.h"
 
@@ -11,10 +11,10 @@
 
 #include "vector.h"
 
-/* A row and its gradient with regard to the stored row: factor (dw - along W / |W|) / |W|. */
+/* A row W and its gradient, factor (dw - along W / |W|) / |W|. */
 struct row {
   char *weight;
-  const float *result; /* its first 16 elements; the next 16 are a tile away */
+  const float *result; /* the first 16 elements; the next 16 are one tile further */
   __m512 by, back;     /* g = by (dw - back W) */
   int64_t dimension;
   int is_bf16;
@@ -69,7 +69,7 @@ INLINE void sgd(const struct row *row, const struct plsc_rule *rule, char *state
   }
 }
 
-/* 1 - beta^t for the rows of a thread, most of which have the same t. */
+/* Caches 1 - beta^t, because most rows of a thread have the same t. */
 struct corrections {
   int32_t steps;
   double first, second;
@@ -110,7 +110,7 @@ INLINE void adamw(const struct row *row, const struct plsc_rule *rule,
   }
 }
 
-/* One number of a row's own: column 0 to the noise. */
+/* One value per row; it uses column 0 of the noise. */
 static float read_number(const void *at, int is_bf16) {
   if (!is_bf16) return *(const float *)at;
   uint32_t bits = (uint32_t)*(const uint16_t *)at << 16;
@@ -169,7 +169,7 @@ static char *state_of(const struct plan *plan, int which, int64_t position, int6
   return (char *)rule->state[which] + position * width * (rule->state_is_bf16[which] ? 2 : 4);
 }
 
-/* The loops are built once for each combination of types, which the compiler then knows. */
+/* The loops are compiled once per combination of types. */
 static void apply(const struct plan *plan, const struct row *row, int64_t position, int64_t number,
                   struct corrections *corrections) {
   const struct plsc_rule *rule = &plan->rule;

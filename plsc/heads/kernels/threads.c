@@ -1,4 +1,4 @@
-/* Threads for the length of one call: none is left behind for a fork to trip over. */
+/* Threads that live for one call only, so that fork() is safe between calls. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -7,7 +7,7 @@
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
-/* Denormal numbers count as zero: they are slow, and mean nothing here. */
+/* Treat denormal numbers as zero: they are slow and irrelevant here. */
 static unsigned enter(void) {
   unsigned before = _mm_getcsr();
   _mm_setcsr(0x9fc0); /* exceptions masked, round to nearest, flush to zero, denormals are zero */
@@ -34,13 +34,13 @@ static void *start(void *argument) {
   return 0;
 }
 
-/* The caller does job 0, and those for which the system has no thread. */
+/* The caller runs job 0, and the jobs for which no thread could be created. */
 void plsc_parallel(void (*work)(void *, int), void *context, int count) {
   struct job here = {work, context, 0, 0};
   struct job *jobs = count > 1 ? calloc((size_t)count, sizeof *jobs) : 0;
   int started = 1;
   if (jobs) {
-    /* Signals are the caller's affair. */
+    /* Only the calling thread handles signals. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

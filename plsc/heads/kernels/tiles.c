@@ -1,4 +1,4 @@
-/* Products of bfloat16 on AMX tiles: 2 x 2 tiles of results stay in registers. */
+/* bfloat16 products on AMX: 2 x 2 result tiles stay in registers. */
 #include "pass.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -10,7 +10,7 @@ struct tile_configuration {
   uint8_t rows[16];
 };
 
-/* Eight tiles of 16 rows of 64 bytes. Static: gcc 12 drops the stores to a local one. */
+/* Eight tiles of 16 rows of 64 bytes. Static, because gcc 12 drops the stores to a local one. */
 static const struct tile_configuration configuration = {
     .palette = 1,
     .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
@@ -23,7 +23,7 @@ void plsc_tiles_end(void) { _tile_release(); }
 
 static inline __attribute__((always_inline)) void multiply_some(const struct factors *f, int m, int n,
                                                                 int two_m, int two_n,
-                                                                struct ahead *ahead, int64_t lines) {
+                                                                struct prefetch *prefetch, int64_t lines) {
   const char *left = f->left + m * f->left_stride, *right = f->right + n * f->right_stride;
   float *result = f->result + m * f->result_m + n * f->result_n;
   float *below = result + f->result_m;
@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) void multiply_some(const struct fac
     _tile_loadd(6, right, 64);
     if (two_n) _tile_loadd(7, right + f->right_stride, 64);
     if (two_m) _tile_loadd(5, left + f->left_stride, 64);
-    fetch_ahead(ahead, lines);
+    prefetch_lines(prefetch, lines);
     _tile_dpbf16ps(0, 4, 6);
     if (two_n) _tile_dpbf16ps(1, 4, 7);
     if (two_m) _tile_dpbf16ps(2, 5, 6);
@@ -55,19 +55,19 @@ static inline __attribute__((always_inline)) void multiply_some(const struct fac
   if (two_m && two_n) _tile_stored(3, below + f->result_n, 64);
 }
 
-static void multiply(const struct factors *f, struct ahead *ahead) {
-  int64_t lines = lines_a_step(ahead, (int64_t)((f->n + 1) / 2) * ((f->m + 1) / 2) * f->k);
+static void multiply(const struct factors *f, struct prefetch *prefetch) {
+  int64_t lines = lines_per_step(prefetch, (int64_t)((f->n + 1) / 2) * ((f->m + 1) / 2) * f->k);
   for (int n = 0; n < f->n; n += 2)
     for (int m = 0; m < f->m; m += 2) {
       int two_m = m + 1 < f->m, two_n = n + 1 < f->n;
       if (two_m && two_n)
-        multiply_some(f, m, n, 1, 1, ahead, lines);
+        multiply_some(f, m, n, 1, 1, prefetch, lines);
       else if (two_m)
-        multiply_some(f, m, n, 1, 0, ahead, lines);
+        multiply_some(f, m, n, 1, 0, prefetch, lines);
       else if (two_n)
-        multiply_some(f, m, n, 0, 1, ahead, lines);
+        multiply_some(f, m, n, 0, 1, prefetch, lines);
       else
-        multiply_some(f, m, n, 0, 0, ahead, lines);
+        multiply_some(f, m, n, 0, 0, prefetch, lines);
     }
 }
 
@@ -76,14 +76,14 @@ static void logits(const struct plan *plan, struct scratch *scratch, struct bloc
   plsc_bf16_logits(multiply, plan, scratch, block, panel, panels);
 }
 
-static void mix(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
+static void weighted_sum(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
                 int panels) {
-  plsc_bf16_mix(multiply, plan, scratch, block, panel, panels);
+  plsc_bf16_weighted_sum(multiply, plan, scratch, block, panel, panels);
 }
 
-static void combine(const struct plan *plan, struct scratch *scratch, struct block block,
+static void row_gradient(const struct plan *plan, struct scratch *scratch, struct block block,
                     int64_t panel, int panels) {
-  plsc_bf16_combine(multiply, plan, scratch, block, panel, panels);
+  plsc_bf16_row_gradient(multiply, plan, scratch, block, panel, panels);
 }
 
 static const struct engine engine = {
@@ -96,8 +96,8 @@ static const struct engine engine = {
     .pack_queries = plsc_bf16_pack_queries,
     .pack_rows = plsc_bf16_pack_rows,
     .logits = logits,
-    .mix = mix,
-    .combine = combine,
+    .weighted_sum = weighted_sum,
+    .row_gradient = row_gradient,
 };
 
 const struct engine *plsc_tiles_engine(void) { return &engine; }

@@ -1,8 +1,8 @@
-"""The softmax over the class weights on CUDA devices: products by cuBLAS, everything between them in Triton.
+"""The softmax over the class weights on CUDA GPUs: matrix products by cuBLAS, everything else in Triton.
 
-The forward pass has four launches per tile of rows (unit rows, their products with the batch, exponentials
-and their sums, products with the rows), the update five; no [B, tile] matrix is read or written more often
-than that. The kernels are in `triton_kernels`.
+The forward pass launches four kernels per tile: normalise the class weights, multiply them with the batch,
+compute the exponentials and their sums, multiply the exponentials with the class weights. The update launches
+five. The Triton kernels are in `triton_kernels`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from plsc.heads.rules import Rule, kernel_states
 from plsc.heads.softmax import ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.weights import Rows, States
 
-_COLUMNS = 1024  # of a [B, tile] matrix in a program
+_COLUMNS = 1024  # columns of a [B, tile] matrix per program
 _COLUMN_PROGRAM = {"size": _COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
-_LARGEST = 4096  # D: one program holds a row, its gradient and its states in registers
-_LEAST_CAPABILITY = (8, 0)  # has bfloat16
-_ALIGNED = 16  # numbers: cuBLAS and loads are slower with rows that start elsewhere
+_LARGEST = 4096  # D: one program holds a class weight, its gradient and its states in registers
+_LEAST_CAPABILITY = (8, 0)  # supports bfloat16
+_ALIGNED = 16  # elements: cuBLAS and loads are slower for rows that are not aligned
 _STORED = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
 def unavailable(device: torch.device) -> str | None:
-    """Return None where the kernels can be used on a device, else the reason in words."""
+    """Return why the kernels cannot be used on this device; None if they can."""
     if device.type != "cuda":
-        return f"rows are on {device.type}, not on a CUDA device"
+        return f"the head computes on {device.type}, not on a CUDA device"
     try:
         _kernels()
     except ImportError as error:
         return f"triton cannot be imported ({error}); it comes with torch's CUDA builds for Linux"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
-        return "this GPU is of compute capability {}.{}; 8.0 is needed".format(*capability)
-    try:  # Triton wants a C compiler and Python's headers, which many images of GPU machines lack
+        return "this GPU has compute capability {}.{}; 8.0 is required".format(*capability)
+    try:  # Triton needs a C compiler and Python headers, which many GPU images lack
         with _on(device):
-            TritonBackend()._directions(Rows(torch.zeros(1, 1, device=device)), slice(0, 1))
+            TritonBackend()._tile_weights(Rows(torch.zeros(1, 1, device=device)), slice(0, 1))
     except Exception as error:
         return f"triton cannot run a kernel here: {kind_and_line(error)}"
     return None
@@ -51,11 +51,11 @@ def unavailable(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class TritonBackend(TorchBackend):
-    """The softmax with fused kernels, for float32 and bfloat16 rows on a CUDA device.
+    """The softmax with fused kernels, for float32 and bfloat16 class weights on a CUDA device.
 
-    tile: rows in a tile; larger ones cost 4 to 6 bytes x B per row and save launches. Sub-centres, the
-    running maximum, and rows of more than 4096 numbers are left to `TorchBackend`. The same call gives the
-    same bits.
+    tile: class weights per tile; a larger tile needs 4 to 6 bytes x B more per class weight and saves
+    launches. `TorchBackend` handles sub-centres, unbounded logits, and D above 4096. Results are
+    deterministic.
     """
 
     name = "triton"
@@ -84,11 +84,11 @@ class TritonBackend(TorchBackend):
         with _on(unit.device):
             for tile in rows.tiles(self.tile):
                 count = tile.stop - tile.start
-                w = self._directions(rows, tile)
+                w = self._tile_weights(rows, tile)
                 c = self._product(factors, w.T)
                 p = None
                 if kept is not None and self.products is torch.bfloat16:
-                    p = kept[:, tile]  # what is kept is what is multiplied
+                    p = kept[:, tile]  # the product uses the kept values
                 elif kept is not None or weighted is not None:
                     p = _matrix(unit, batch, count, self.products)
                 partial = unit.new_empty(-(-count // _COLUMNS), batch)
@@ -115,13 +115,13 @@ class TritonBackend(TorchBackend):
             return super().gradients(context, tile)
         with _on(queries.unit.device):
             factors = queries.unit.to(self.products)
-            dw, bias = self._sums_of_rows(context, tile, factors)
+            dw, bias = self._weight_gradient(context, tile, factors)
             if rows.cosine:
                 self._launch_update(rows, tile, dw, Rule("none", lr=0.0), [], None)
         return dw, bias
 
     def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-        """See `TorchBackend.update`: with a fused kernel, where there is one for rows, rule and states."""
+        """See `TorchBackend.update`; uses a fused kernel if there is one for rows, rule and states."""
         rows, queries = context.rows, context.queries
         used = kernel_states(rule, states, rows.weight)
         if used is None or not _fits(rows, queries):
@@ -130,18 +130,18 @@ class TritonBackend(TorchBackend):
         with _on(queries.unit.device):
             factors = queries.unit.to(self.products)
             for tile in rows.tiles(self.tile):
-                dw, bias = self._sums_of_rows(context, tile, factors)
+                dw, bias = self._weight_gradient(context, tile, factors)
                 self._launch_update(rows, tile, dw, rule, used, states.get("steps"))
                 if bias is not None:
                     biases.append(bias)
         torch.autograd.graph.increment_version(rows.weight)
         return torch.cat(biases) if biases else None
 
-    def _directions(self, rows: Rows, tile: slice) -> Tensor:
-        """Return the rows of a tile [t, D] in the type of the products, of length 1 if they are to be."""
+    def _tile_weights(self, rows: Rows, tile: slice) -> Tensor:
+        """Return the class weights of a tile [t, D] in the products' dtype, normalised if `rows.cosine`."""
         dimension = rows.weight.shape[1]
         out = rows.weight.new_empty(tile.stop - tile.start, dimension, dtype=self.products)
-        _kernels().directions[(len(out),)](
+        _kernels().tile_weights[(len(out),)](
             rows.weight,
             _positions(rows),
             tile.start,
@@ -152,17 +152,17 @@ class TritonBackend(TorchBackend):
         )
         return out
 
-    def _sums_of_rows(
+    def _weight_gradient(
         self, context: ForwardContext, tile: slice, factors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return sum_i weight_i G_ij e_i [t, D], the gradient of the unit rows, and that of the biases."""
+        """Return the gradients of the unit class weights, sum_i weight_i G_ij e_i [t, D], and biases."""
         rows, unit, count = context.rows, context.queries.unit, tile.stop - tile.start
         c, kept = None, context.kept
         if kept is None:
-            c = self._product(factors, self._directions(rows, tile).T)
+            c = self._product(factors, self._tile_weights(rows, tile).T)
         else:
             kept = kept[:, tile]
-        # Biases take the sums of these numbers as they are, before they become factors.
+        # The gradient of the biases is the sum of these values before they are rounded to bfloat16.
         dtype = self.products if rows.bias is None else torch.float32
         g = _matrix(unit, len(unit), count, dtype)
         _kernels().coefficients[(len(unit), -(-count // _COLUMNS))](
@@ -220,7 +220,7 @@ class TritonBackend(TorchBackend):
 
 
 def _fits(rows: Rows, queries: Queries) -> bool:
-    """Return whether the kernels can work on these rows."""
+    """Return whether the kernels support these class weights and queries."""
     weight, bias = rows.weight, rows.bias
     return (
         rows.centers == 1
@@ -234,7 +234,7 @@ def _fits(rows: Rows, queries: Queries) -> bool:
 
 
 def _logit_arguments(c: Tensor | None, rows: Rows, queries: Queries, tile: slice) -> tuple[object, ...]:
-    """Return what both kernels that compute logits begin with."""
+    """Return the first arguments of both kernels that compute logits."""
     threshold = queries.threshold
     return (
         c,
@@ -250,20 +250,20 @@ def _logit_arguments(c: Tensor | None, rows: Rows, queries: Queries, tile: slice
 
 
 def _positions(rows: Rows) -> Tensor | None:
-    """Return where the rows in play lie in `weight`; None: in sequence."""
+    """Return the indices of the selected rows in `weight`; None: consecutive from 0."""
     return None if rows.is_compact else rows.selected
 
 
 def _matrix(like: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised matrix whose rows begin where cuBLAS likes it."""
+    """Return an uninitialised matrix with aligned rows."""
     stride = -(-width // _ALIGNED) * _ALIGNED
     return like.new_empty(height, stride, dtype=dtype)[:, :width]
 
 
 def _row_program(dimension: int) -> dict[str, int]:
-    """Return how to compile a program that holds a row: columns, a power of two, and warps.
+    """Return the compile options of a program that holds one class weight of `dimension` elements.
 
-    Products and sums are rounded one by one, as in PyTorch.
+    FP fusion is off, so products and sums are rounded separately, as in PyTorch.
     """
     size = 1 << (dimension - 1).bit_length()
     warps = min(16, max(1, size // 256))
@@ -271,18 +271,18 @@ def _row_program(dimension: int) -> dict[str, int]:
 
 
 def _signed(key: int) -> int:
-    """Return the low 32 bits of a key as a signed number: always of the same type for Triton."""
+    """Return the low 32 bits of a key as a signed integer, so that its Triton type is always the same."""
     low = key & 0xFFFFFFFF
     return low - 2**32 if low >= 2**31 else low
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Launch on the device of the tensors, not on the current one."""
+    """Make the device of the tensors current for kernel launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _kernels() -> ModuleType:
-    """Return the module of the kernels, which needs triton; plsc does not."""
+    """Import the module of the kernels; it needs triton, which plsc does not depend on."""
     from plsc.heads.kernels import triton_kernels
 
     return triton_kernels

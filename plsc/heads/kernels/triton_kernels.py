@@ -1,8 +1,8 @@
-"""The element-wise parts of the softmax as Triton kernels. Importing this needs triton.
+"""The element-wise parts of the softmax as Triton kernels. Importing this module needs triton.
 
-`triton_backend` launches them. Notation of docs/life_of_a_step.md. A launch is for a tile of `count` rows,
-the first of them at position `start` of the rows in play; c [B, count] are their products with the batch,
-in float32, columns side by side. An argument that may be None is left out of the compiled kernel where it is.
+`triton_backend` launches them. Notation of docs/life_of_a_step.md. A launch processes a tile of `count` class
+weights that starts at index `start` of the selected ones. c [B, count], row-major float32, are their products
+with the batch. Arguments that are None are removed from the compiled kernel.
 """
 
 # mypy: allow-untyped-defs
@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Numbers that change from step to step or from tile to tile must not lead to another compilation.
+# Arguments that change per step or tile must not trigger a recompilation.
 _CHANGING = ["start", "samples", "first_row", "key"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
-def directions(
+def tile_weights(
     weight,
     position,
     start,
@@ -26,9 +26,9 @@ def directions(
     is_cosine: tl.constexpr,
     size: tl.constexpr,
 ):
-    """Write row `start` + program, of length 1 if is_cosine, to row `program` of out [count, D].
+    """Write class weight `start` + program, normalised if is_cosine, to row `program` of out [count, D].
 
-    weight: [rows, D]; position: int64, where the rows in play lie in it, or None: in sequence.
+    weight: [rows, D]. position: int64, indices of the selected rows in weight; None: consecutive.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, size)
@@ -45,10 +45,10 @@ def exponentials(
     c, bias, position, start, count, target, scale, threshold, hard_factor,
     shift, partial, samples, out, out_stride, size: tl.constexpr,
 ):  # fmt: skip
-    """Sum exp(z - shift) over size columns of a sample, and write it times the slope to out [B, count].
+    """Write exp(z - shift) * slope of `size` columns of a sample to out, and the sum of exp to partial.
 
-    partial: [blocks of columns, B], written by one program each: the order of no sum is left to chance.
-    out: or None.
+    out: [B, count] or None. partial: [blocks of columns, B]; one program writes each element, so that the
+    sums are deterministic.
     """
     sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -69,7 +69,7 @@ def coefficients(
     log_total, kept, kept_stride, shift, target_row, target_coefficient, weight,
     out, out_stride, size: tl.constexpr,
 ):  # fmt: skip
-    """Write weight_i G_ij to out [B, count]: from c, or from the kept terms of `exponentials`."""
+    """Write weight_i G_ij to out [B, count], from c or from the kept output of `exponentials`."""
     sample = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * size + tl.arange(0, size)
     inside = column < count
@@ -95,12 +95,12 @@ def update(
     dimension: tl.constexpr, is_cosine: tl.constexpr, kind: tl.constexpr, nesterov: tl.constexpr,
     size: tl.constexpr,
 ):  # fmt: skip
-    """Apply a rule of plsc.heads.rules to row `start` + program and its states, in place.
+    """Apply a rule of plsc.heads.rules to class weight `start` + program and its states, in place.
 
-    dw: [count, D], gradients of the unit rows if is_cosine. kind: sgd, adamw, adagrad; 'none': only write the
-    gradient of the row itself over dw. number: int64, of the rows in play, without `first_row`; None:
-    in sequence. state: momentum, exp_avg or the sum of squares, or None; second_state: exp_avg_sq. rest1,
-    rest2: 1 - beta1 and 1 - beta2.
+    dw: [count, D], gradients of the unit class weights if is_cosine. kind: sgd, adamw, adagrad; 'none': only
+    replace dw by the gradient of the class weights. number: int64, indices of the selected rows, without
+    `first_row`; None: consecutive. state: momentum, exp_avg or sum of squares, or None. second_state:
+    exp_avg_sq. rest1, rest2: 1 - beta1 and 1 - beta2.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, size)
@@ -109,7 +109,7 @@ def update(
     place = row * dimension + column
     w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(dw + program * dimension + column, mask=inside, other=0.0)
-    if is_cosine:  # through the normalisation: (dw - (dw . w) w) / |W|
+    if is_cosine:  # backward of the normalisation: (dw - (dw . w) w) / |W|
         inverse = _inverse_length(w)
         unit = w * inverse
         g = (g - tl.sum(g * unit) * unit) * inverse
@@ -133,7 +133,7 @@ def update(
         _store(weight + place, w, inside, row_number, column, noise_key)
 
 
-# The rules, as in plsc/heads/rules.py and rules.c.
+# The update formulas, as in plsc/heads/rules.py and rules.c.
 
 
 @triton.jit
@@ -155,12 +155,12 @@ def _adamw(
     rest1, rest2, log_beta1, log_beta2, eps,
 ):  # fmt: skip
     t = tl.load(steps) + 1
-    tl.debug_barrier()  # every warp has read the number before one writes it
+    tl.debug_barrier()  # all warps must read the count before one writes it
     tl.store(steps, t)
     m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(second_state + place, mask=inside, other=0.0).to(tl.float32)
     m += rest1 * (g - m)
-    v = (1 - rest2) * v + rest2 * (g * g)  # which may overflow
+    v = (1 - rest2) * v + rest2 * (g * g)  # g * g may overflow
     _store(state + place, m, inside, row_number, column, key + 1)
     _store(second_state + place, v, inside, row_number, column, key + 2)
     w *= 1 - lr * weight_decay
@@ -180,7 +180,7 @@ def _adagrad(w, g, state, inside, row_number, key, lr, weight_decay, eps, dimens
 
 @triton.jit
 def _position(positions, index):
-    """Return positions[index], or the index where there are none."""
+    """Return positions[index], or index if positions is None."""
     if positions is not None:
         index = tl.load(positions + index)
     return index
@@ -190,7 +190,7 @@ def _position(positions, index):
 def _logits(
     c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
 ):  # fmt: skip
-    """Return z of some columns of a sample, and dz / dc / scale: `TorchBackend._logits`."""
+    """Return z and dz / dc / scale for some columns of a sample, as `TorchBackend._logits`."""
     cosine = tl.load(c + sample * count + column, mask=inside, other=0.0)
     if bias is not None:
         place = start + column
@@ -209,7 +209,7 @@ def _logits(
 
 @triton.jit
 def _inverse_length(w):
-    """Return 1 / |w|, and 0 for what has no direction: plsc/heads/geometry.py."""
+    """Return 1 / |w|, or 0 if |w| counts as zero, as plsc/heads/geometry.py."""
     length = tl.sqrt(tl.sum(w * w))
     if (length < 2.0**-40) | (length == float("inf")):
         by = tl.where(length < 1.0, 2.0**100, 2.0**-100)
@@ -219,7 +219,7 @@ def _inverse_length(w):
 
 @triton.jit
 def _one_minus_exp(x):
-    """Return 1 - exp(x) for x <= 0; near 0 by its series, as the difference would cancel."""
+    """Return 1 - exp(x) for x <= 0; near 0 by a series, to avoid cancellation."""
     series = 1.0 + x / 7 * (1.0 + x / 8 * (1.0 + x / 9))
     series = 1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6 * series))
     series = -x * (1.0 + x / 2 * (1.0 + x / 3 * series))
@@ -228,7 +228,7 @@ def _one_minus_exp(x):
 
 @triton.jit
 def _store(place, values, inside, row_number, column, key):
-    """Write float32 values in the type of `place`; bfloat16 is rounded as plsc/heads/rules.py does."""
+    """Store float32 values in the dtype of `place`; bfloat16 is rounded as in plsc/heads/rules.py."""
     if place.dtype.element_ty == tl.bfloat16:
         row_key = _mix((row_number >> 32).to(tl.uint32) ^ key)
         row_key = _mix(row_number.to(tl.uint32) ^ row_key)
@@ -242,7 +242,7 @@ def _store(place, values, inside, row_number, column, key):
 
 @triton.jit
 def _mix(x):
-    """Return a hash of unsigned 32-bit numbers; products wrap."""
+    """Hash unsigned 32-bit integers; products wrap."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)

@@ -1,4 +1,4 @@
-/* Small AVX-512 pieces: exp, bfloat16, noise. Included by files that are built for AVX-512 only. */
+/* AVX-512 functions: exp, bfloat16, noise. Included only by files that are compiled for AVX-512. */
 #ifndef PLSC_VECTOR_H
 #define PLSC_VECTOR_H
 
@@ -6,10 +6,10 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define SHORTEST 0x1p-120f /* of plsc/heads/geometry.py */
+#define SHORTEST 0x1p-120f /* as in plsc/heads/geometry.py */
 
-/* e^x with a relative error of 1e-7; 0 where the result would be below the normal range (denormal
- * numbers are slow), infinity above the range, NaN for NaN. */
+/* e^x with a relative error of 1e-7; 0 instead of denormal numbers (they are slow), infinity above the
+ * range, NaN for NaN. */
 INLINE __m512 exp_vector(__m512 x) {
   __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
   x = _mm512_min_ps(_mm512_set1_ps(128.0f), x); /* min returns its second operand for NaN */
@@ -17,7 +17,7 @@ INLINE __m512 exp_vector(__m512 x) {
                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  /* 1 + r + r^2 q(r), q fitted for the least relative error on |r| <= ln 2 / 2. */
+  /* 1 + r + r^2 q(r), with q fitted for minimal relative error on |r| <= ln 2 / 2. */
   __m512 q = _mm512_set1_ps(0.0013814320554956794f);
   q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0.00836885068565607f));
   q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0.041668400168418884f));
@@ -32,7 +32,7 @@ INLINE __m512 widen_bf16(__m256i bits) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-/* To the nearest bfloat16, ties to even; NaN stays NaN. */
+/* Rounds to the nearest bfloat16, ties to even; NaN stays NaN. */
 INLINE __m256i narrow_bf16(__m512 x) {
   __m512i bits = _mm512_castps_si512(x);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -42,19 +42,19 @@ INLINE __m256i narrow_bf16(__m512 x) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
-/* The elements [16 i, 16 i + 16) of a row, those outside `mask` 0. */
+/* Loads the elements [16 i, 16 i + 16) of a row; those outside `mask` are 0. */
 INLINE __m512 load_row(const void *row, int is_bf16, int64_t i, __mmask16 mask) {
   if (is_bf16) return widen_bf16(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)row + 16 * i));
   return _mm512_maskz_loadu_ps(mask, (const float *)row + 16 * i);
 }
 
-/* Which of the elements [16 i, 16 i + 16) of a row of D exist. */
+/* The mask of the elements [16 i, 16 i + 16) that are below D. */
 INLINE __mmask16 row_mask(int64_t i, int64_t dimension) {
   int64_t left = dimension - 16 * i;
   return left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
 }
 
-/* Squares in double: for rows that are very short, very long, zero or not finite. */
+/* The norm in double, for rows that are very short, very long, zero or not finite. */
 static __attribute__((noinline, unused)) float inverse_of_extreme(const void *row, int is_bf16,
                                                                   int64_t dimension) {
   __m512d squares = _mm512_setzero_pd();
@@ -68,7 +68,7 @@ static __attribute__((noinline, unused)) float inverse_of_extreme(const void *ro
   return length >= SHORTEST ? 1.0f / length : 0;
 }
 
-/* 1 / |row|, 0 for what has no direction: plsc/heads/geometry.py. */
+/* 1 / |row|, or 0 if |row| counts as zero, as plsc/heads/geometry.py. */
 INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   __m512 sum = _mm512_setzero_ps();
   for (int64_t i = 0; 16 * i < dimension; i++) {
@@ -80,7 +80,7 @@ INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   return inverse_of_extreme(row, is_bf16, dimension);
 }
 
-/* The hash of plsc/heads/rules.py. */
+/* The hash of plsc/heads/rules.py (_mix). */
 #define GOLDEN 0x9e3779b9u
 
 INLINE uint32_t mix_number(uint32_t x) {
@@ -104,7 +104,7 @@ INLINE __m512i mix_vector(__m512i x) {
   return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
 }
 
-/* Writes the elements [16 i, 16 i + 16) of a row; bfloat16 is rounded up or down by keyed noise. */
+/* Stores the elements [16 i, 16 i + 16) of a row; bfloat16 is rounded stochastically. */
 INLINE void store_row(void *row, int is_bf16, int64_t i, __mmask16 mask, __m512 x, uint32_t row_key) {
   if (!is_bf16) {
     _mm512_mask_storeu_ps((float *)row + 16 * i, mask, x);

@@ -1,4 +1,4 @@
-"""Random checkpoints whose classes are changed, and the naive way to change them: all in memory."""
+"""Random checkpoints for changes of classes, and the reference implementation: everything in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEED = 11
 
 
 def make_tensors(rng, classes, centers, dtype, kind, is_sharded):
-    """Return the class tensors of a head [C, ...], as it keeps them, and some that have no classes."""
+    """Return the class tensors of a head [C, ...], and tensors without classes."""
 
     def rows(*shape, dtype=torch.float32):
         return torch.from_numpy(rng.standard_normal((classes, *shape))).to(dtype)
@@ -53,7 +53,7 @@ def make_tensors(rng, classes, centers, dtype, kind, is_sharded):
 
 
 def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=()):
-    """Write a checkpoint whose file r holds the class rows up to ends[r]; whole tensors are in the first."""
+    """Write a checkpoint whose file r has the class rows up to ends[r]; whole tensors in the first file."""
     folder.mkdir(parents=True)
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
     classes = len(tensors["head.weight"])
@@ -127,7 +127,7 @@ def merged(tensors, pairs, rows):
 
 
 def mean_of(group):
-    """group [n, D] or [n, K, D], the class that stays first."""
+    """group: [n, D] or [n, K, D], the remaining class first."""
     if group.ndim == 2:
         unit = group / group.norm(dim=1, keepdim=True)
         mean = unit.mean(dim=0)

@@ -1,4 +1,4 @@
-"""Every change of classes against the naive one in memory, and what is refused."""
+"""Every change of classes compared with the reference implementation, and what is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Pieces of a few rows, so that their ends are among what is tried."""
+    """Use pieces of a few rows, so that piece boundaries are tested."""
     monkeypatch.setattr(reading, "PIECE_BYTES", 100)
 
 
@@ -87,7 +87,7 @@ def check(folder, before, expected, others, exact=True):
 
 
 @pytest.mark.parametrize(("case", "seed"), [*product(CASES, (1, 2))])
-def test_every_change_equals_the_naive_one(tmp_path, case, seed):
+def test_every_change_equals_the_reference_implementation(tmp_path, case, seed):
     files, centers, dtype, kind, is_sharded = case
     rng = np.random.default_rng(seed)
     count = int(rng.integers(files + 3, 40))
@@ -126,7 +126,7 @@ def test_every_change_equals_the_naive_one(tmp_path, case, seed):
     assert read_class_map(tmp_path / "reordered")[order].tolist() == list(range(count))
 
     assert {path.name: path.read_bytes() for path in source.iterdir()} == bytes_before
-    for rank in range(files):  # what belongs to a rank stays in its file
+    for rank in range(files):  # tensors of a rank stay in its file
         with safe_open(tmp_path / "grown" / sorted(before.files)[rank], framework="pt") as file:
             assert torch.equal(file.get_tensor(f"rank{rank}.backbone.mean"), torch.arange(4.0) + rank)
     assert load_weights(tmp_path / "grown").keys() == {"head.weight", "count", "empty"}
@@ -141,7 +141,7 @@ def small(tmp_path):
     return folder, tensors
 
 
-def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
+def test_the_lineage_has_each_change_and_new_rows_never_repeat(small):
     folder, _ = small
     ids = folder.parent / "ids.txt"
     ids.write_bytes(b"\xef\xbb\xbf9\r\n 3\t\n7\n\n\n")
@@ -155,9 +155,9 @@ def test_the_lineage_tells_each_change_and_new_rows_never_come_twice(small):
     assert (second["what"], second["source"], second["rows"]) == ("grow", "b", "initial")
     new = found["head.weight"][7:]
     assert 0.002 < float(new.std()) < 0.03
-    # A head of 10 classes began with other rows for classes 7, 8 and 9, which have moved since.
+    # A head of 10 classes initialised classes 7, 8 and 9 with other rows, which have moved since.
     assert not torch.isclose(new, initial_rows(SEED, 7, 10, 6)).any()
-    with pytest.raises(CheckpointError, match="moved no class"):
+    with pytest.raises(CheckpointError, match="did not renumber classes"):
         read_class_map(folder.parent / "c")
 
 
@@ -189,7 +189,7 @@ def test_new_rows_point_along_given_directions(small):
     assert not (folder.parent / "c").exists()
 
 
-def test_of_sub_centres_the_first_points_along_the_direction_and_the_others_are_random(tmp_path):
+def test_directions_set_the_first_sub_centre_and_the_others_are_random(tmp_path):
     rng = np.random.default_rng(0)
     tensors, others = make_tensors(rng, 7, 3, torch.float32, "int8", True)
     write_checkpoint(tmp_path / "5", tensors, others, [4, 7])
@@ -201,7 +201,7 @@ def test_of_sub_centres_the_first_points_along_the_direction_and_the_others_are_
     assert torch.equal(new[:, 1:], grown(tensors, 2)["head.weight"][7:, 1:])
 
 
-def test_rows_that_cancel_leave_a_merged_class_its_own(tmp_path):
+def test_a_merged_class_keeps_its_row_if_the_directions_cancel(tmp_path):
     rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     rows[4] = -3 * rows[1]
     write_checkpoint(tmp_path / "5", {"head.weight": rows}, {}, [5])
@@ -216,26 +216,26 @@ REFUSED = {
         "3\nab\n": "{list}:2: expected a class number, got 'ab'",
         "3 4\n": "{list}:1: expected a class number, got '3 4'",
         "3\n\n4\n": "{list}:2: expected a class number, got a blank line",
-        "3\n4\n5\n4\n": "{list}:4: class 4 comes again, after line 2",
+        "3\n4\n5\n4\n": "{list}:4: class 4 is repeated; its first line is 2",
         "1" * 19 + "\n": f"{{list}}:1: expected a class number, got '{'1' * 19}'",
         "1" + " " * 199 + "2\n": "{list}:1: expected a class number, got '1",
         "\0\udcff": "{list}:1: expected a class number",
-        "": "{list} names no class",
+        "": "{list} is empty",
         "".join(f"{c}\n" for c in range(10)): "leaves 0 of 10 classes",
-        "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10 classes; a classifier needs two",
+        "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10 classes; a classifier needs at least two",
     },
     "merge": {
         "3\n": "{list}:1: expected two class numbers, 'from to', got '3'",
-        "1 2\n3 3\n": "{list}:2: class 3 joins itself",
-        "1 2\n2 3\n": "{list}:1: class 1 joins 2, which itself joins 3; name where it ends",
-        "1 2\n2 1\n": "{list}:1: class 1 joins 2, which itself joins 1",
-        "1 2\n1 3\n": "{list}:2: class 1 comes again as one that joins another, after line 1",
+        "1 2\n3 3\n": "{list}:2: class 3 is merged into itself",
+        "1 2\n2 3\n": "{list}:1: class 1 is merged into 2, which is merged into 3; name the final target",
+        "1 2\n2 1\n": "{list}:1: class 1 is merged into 2, which is merged into 1",
+        "1 2\n1 3\n": "{list}:2: class 1 is repeated as a class to merge; its first line is 1",
         "1 12\n": "{list}:1: class 12 is outside 0..9",
         "".join(f"{c} 9\n" for c in range(9)): "leaves 1 of 10 classes",
     },
     "reorder": {
-        "0\n2\n": "{list} has 2 classes of 10; an order names each of them, the first that it lacks is 1",
-        "".join(f"{c % 9}\n" for c in range(10)): "{list}:10: class 0 comes again, after line 1",
+        "0\n2\n": "{list} has 2 of 10 classes; expected every class once, the first missing one is 1",
+        "".join(f"{c % 9}\n" for c in range(10)): "{list}:10: class 0 is repeated; its first line is 1",
     },
 }
 
@@ -244,7 +244,7 @@ REFUSED = {
     ("what", "text", "message"),
     [(what, text, message) for what, some in REFUSED.items() for text, message in some.items()],
 )
-def test_a_bad_list_is_refused_in_one_line_that_names_its_line(small, capsys, what, text, message):
+def test_a_bad_list_is_refused_with_its_line(small, capsys, what, text, message):
     folder, _ = small
     given = folder.parent / "list.txt"
     given.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -274,7 +274,7 @@ def refusal(*arguments, **settings):
     return str(caught.value)
 
 
-def test_strange_arguments_are_refused(small, tmp_path):
+def test_invalid_arguments_are_refused(small, tmp_path):
     folder, _ = small
     new = folder.parent / "b"
     assert "none of them" in refusal(folder, new)
@@ -282,24 +282,24 @@ def test_strange_arguments_are_refused(small, tmp_path):
     for count in (0, -1):
         assert "grow is" in refusal(folder, new, grow=count)
     assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
-    assert "give merge" in refusal(folder, new, drop=[1], rows="target")
-    assert "one for each new class" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
+    assert "use it only with merge" in refusal(folder, new, drop=[1], rows="target")
+    assert "one per new class" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
     for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], 3, [[1], [2, 3]], np.array([2**63], np.uint64)):
         assert "drop" in refusal(folder, new, drop=wrong)
-    assert "names no class" in refusal(folder, new, drop=[])
+    assert "is empty" in refusal(folder, new, drop=[])
     assert "drop:2: class 10 is outside" in refusal(folder, new, drop=[1, 10])
     assert "cannot be read" in refusal(folder, new, drop=tmp_path / "none.txt")
-    assert "no plain file" in refusal(folder, new, drop=tmp_path)
+    assert "is not a plain file" in refusal(folder, new, drop=tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "no plain file" in refusal(folder, new, drop=tmp_path / "pipe")
+    assert "is not a plain file" in refusal(folder, new, drop=tmp_path / "pipe")
     for taken in (folder, folder.parent):
-        assert "is there already" in refusal(folder, taken, grow=1)
+        assert "already exists" in refusal(folder, taken, grow=1)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert "is there already" in refusal(folder, tmp_path / "dangling", grow=1)
+    assert "already exists" in refusal(folder, tmp_path / "dangling", grow=1)
     assert "is inside" in refusal(folder, folder / "b", grow=1)
-    assert "there is no folder" in refusal(folder, tmp_path / "none" / "b", grow=1)
+    assert "is not a folder" in refusal(folder, tmp_path / "none" / "b", grow=1)
     assert "is a URL" in refusal(folder, "s3://bucket/b", grow=1)
-    assert "plain name" in refusal(folder, tmp_path / ".b", grow=1)
+    assert "choose another name" in refusal(folder, tmp_path / ".b", grow=1)
     assert "no checkpoint folder" in refusal(tmp_path / "none", new, grow=1)
     assert "bytes free" in refusal(folder, new, grow=10**12)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     write_checkpoint(folder.parent / "c", {"head.weight": torch.zeros(2, 6)}, {}, [2])
     file = folder.parent / "c" / "manifest.json"
     file.write_text(file.read_text().replace('"head.weight"', '"head.w"'))
-    assert "which has another key" in refusal(folder.parent / "c", new, grow=1)
+    assert "which does not match this key" in refusal(folder.parent / "c", new, grow=1)
     file.write_text(file.read_text().replace('"head.w"', '"heads.a.weight"').replace('"of": ""', '"of": "a"'))
     assert "not in the manifest" in refusal(folder.parent / "c", new, grow=1)
     broken = torch.zeros(4, 6)
@@ -337,7 +337,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     assert not new.exists()
 
 
-def test_a_disk_that_fills_up_leaves_nothing(small):
+def test_a_disk_that_becomes_full_leaves_nothing(small):
     folder, _ = small
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -358,11 +358,11 @@ def test_a_map_that_is_damaged_is_refused(small):
         with pytest.raises(CheckpointError, match="is damaged"):
             read_class_map(new)
     (new / "classes.tsv").unlink()
-    with pytest.raises(CheckpointError, match="take it from the checkpoint in which"):
+    with pytest.raises(CheckpointError, match="copy it from the checkpoint in which"):
         read_class_map(new)
 
 
-def test_what_an_epoch_had_is_forgotten_at_its_end_and_kept_within(tmp_path):
+def test_the_epoch_length_is_reset_at_its_end_and_kept_within_it(tmp_path):
     for step_in_epoch, left in ((0, None), (3, 7)):
         folder = tmp_path / str(step_in_epoch)
         write_checkpoint(folder, {"head.weight": torch.ones(4, 6)}, {}, [4])
@@ -375,7 +375,7 @@ def test_what_an_epoch_had_is_forgotten_at_its_end_and_kept_within(tmp_path):
         assert changed.scalars["steps_per_epoch"] == left
 
 
-def test_a_manifest_of_before_lineages_reads_as_one_without(small):
+def test_a_manifest_without_lineage_is_read(small):
     folder, _ = small
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -71,7 +71,7 @@ def die_at(moment, folder, action):
 
 
 def every_moment(tmp_path, prepare, action, check):
-    """Kill ``action`` at its first change of a file, at its second, and so on until it survives."""
+    """Kill ``action`` at its first change of a file, at its second, and so on until it completes."""
     for moment in range(1, 200):
         folder = tmp_path / str(moment)
         folder.mkdir()
@@ -85,7 +85,7 @@ def every_moment(tmp_path, prepare, action, check):
     raise AssertionError("the action never ended")
 
 
-# Forked children are safe only where no other thread runs: a process of their own.
+# Forking is safe only without other threads: use a separate process.
 def in_a_process_of_its_own(test, tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -136,11 +136,11 @@ def kill_a_prune(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("test", ["kill_a_replacing_save", "kill_a_new_save", "kill_a_prune"])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_every_name(test, tmp_path):
+def test_a_kill_at_any_moment_leaves_only_complete_checkpoints(test, tmp_path):
     in_a_process_of_its_own(test, tmp_path)
 
 
-def test_leftovers_go_and_a_hidden_old_version_comes_back(tmp_path):
+def test_leftovers_are_removed_and_a_hidden_old_version_is_restored(tmp_path):
     save(tmp_path, "7", 1).rename(tmp_path / ".replaced-7-0123abcd")
     save(tmp_path, "8", 2)
     save(tmp_path, "x", 1).rename(tmp_path / ".replaced-8-0123abcd")
@@ -158,7 +158,7 @@ def test_cleaning_where_nothing_was_saved_does_nothing(tmp_path):
     assert list_checkpoints(tmp_path / "absent") == []
 
 
-def test_checkpoints_are_listed_by_step_and_only_sound_ones(tmp_path):
+def test_only_valid_checkpoints_are_listed_in_order_of_steps(tmp_path):
     for name, step in (("b", 10), ("a", 9), ("c", 2)):
         save(tmp_path, name, step)
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""Weights of insightface, PLSC 0.1 and plain files become a checkpoint with the same numbers."""
+"""Weights of insightface, PLSC 0.1 and plain files are imported with the same numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plsc.checkpoint.remote import verify
 from plsc.cli import main
 from plsc.errors import PlscError
 from plsc.parallel.collectives import class_ranges
-from tests.unit.checkpoint.foreign_files import (
+from tests.unit.checkpoint.external_files import (
     names,
     random_network,
     save_arcface_torch,
@@ -32,7 +32,7 @@ MOMENTUM = torch.randn(CLASSES, EMB, generator=GENERATOR)
 
 @pytest.fixture(scope="module", autouse=True)
 def narrow_networks():
-    """The same layers, an eighth as wide: what is read and written is a fiftieth."""
+    """Use the same layers, but an eighth as wide, so that 1/50 of the data is read and written."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("plsc.models.iresnet", "plsc.checkpoint.importers.insightface"):
             patch.setattr(f"{module}.WIDTHS", (8, 16, 32, 64))
@@ -58,7 +58,7 @@ def resnet():
 
 
 def tensors_of(path):
-    """All tensors of a checkpoint, those of several files put together, and its manifest."""
+    """Return all tensors of a checkpoint, joined from its files, and its manifest."""
     manifest = verify(path)
     parts = {}
     for name in sorted(manifest.files):
@@ -85,7 +85,7 @@ def refusal(source, target, **options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_arcface_torch_comes_over_whole_for_any_number_of_ranks(arcface_torch, iresnet, tmp_path, ranks):
+def test_arcface_torch_is_imported_for_any_number_of_ranks(arcface_torch, iresnet, tmp_path, ranks):
     imported = import_checkpoint(arcface_torch, tmp_path / "ck", ranks=ranks)
     tensors, manifest = tensors_of(tmp_path / "ck")
     same_backbone(tensors, iresnet)
@@ -102,7 +102,7 @@ def test_arcface_torch_comes_over_whole_for_any_number_of_ranks(arcface_torch, i
 
 
 @pytest.mark.parametrize("prefix", ["", "rank_"])
-def test_the_older_shards_of_partial_fc_come_over_with_their_momentum(iresnet, tmp_path, prefix):
+def test_older_partial_fc_shards_are_imported_with_momentum(iresnet, tmp_path, prefix):
     folder = tmp_path / "old"
     folder.mkdir()
     for rank, part in enumerate([slice(0, 6), slice(6, 11)]):
@@ -110,7 +110,7 @@ def test_the_older_shards_of_partial_fc_come_over_with_their_momentum(iresnet, t
         torch.save(MOMENTUM[part].clone(), folder / f"{prefix}{rank}_softmax_weight_mom.pt")
     state = {f"module.{name}": value for name, value in iresnet.state_dict().items()}
     torch.save({"conv1.weight": torch.zeros(1)}, folder / "100backbone.pth")
-    torch.save(state, folder / "200backbone.pth")  # of the two steps the later one
+    torch.save(state, folder / "200backbone.pth")  # the later one of two steps
     import_checkpoint(folder, tmp_path / "ck", ranks=2)
     tensors, _ = tensors_of(tmp_path / "ck")
     same_backbone(tensors, iresnet)
@@ -118,7 +118,7 @@ def test_the_older_shards_of_partial_fc_come_over_with_their_momentum(iresnet, t
     assert torch.equal(tensors["rows.weight.momentum_buffer"], MOMENTUM)
 
 
-def test_momentum_that_a_layout_lacks_starts_at_zero_and_is_told(iresnet, tmp_path):
+def test_missing_momentum_starts_at_zero_and_is_reported(iresnet, tmp_path):
     folder = tmp_path / "old"
     folder.mkdir()
     torch.save(ROWS, folder / "rank_0_softmax_weight.pt")
@@ -127,13 +127,13 @@ def test_momentum_that_a_layout_lacks_starts_at_zero_and_is_told(iresnet, tmp_pa
     tensors, _ = tensors_of(tmp_path / "ck")
     assert not tensors["rows.weight.momentum_buffer"].any()
     assert imported.notes == [
-        "the backbone's momentum starts afresh",
-        "the momentum of head.weight starts afresh",
+        "no backbone momentum found; it starts at zero",
+        "no momentum of head.weight found; it starts at zero",
     ]
 
 
 @pytest.mark.parametrize("saved_by", [1, 3, 4])
-def test_plsc1_columns_and_its_resnet_come_over(resnet, tmp_path, saved_by):
+def test_plsc1_class_weights_and_resnet_are_imported(resnet, tmp_path, saved_by):
     source = save_plsc1(tmp_path / "old", ROWS, saved_by, momentum=MOMENTUM, backbone=resnet)
     imported = import_checkpoint(source, tmp_path / "ck", ranks=2)
     tensors, manifest = tensors_of(tmp_path / "ck")
@@ -145,18 +145,18 @@ def test_plsc1_columns_and_its_resnet_come_over(resnet, tmp_path, saved_by):
     assert imported.layout == "plsc1"
 
 
-def test_plsc1_softmax_brings_its_bias(tmp_path):
+def test_plsc1_softmax_is_imported_with_its_bias(tmp_path):
     bias = torch.arange(CLASSES).float()
     source = save_plsc1(tmp_path / "old", ROWS, 2, bias=bias, loss="softmax")
     imported = import_checkpoint(source, tmp_path / "ck", ranks=3)
     tensors, manifest = tensors_of(tmp_path / "ck")
     assert torch.equal(tensors["head.bias"], bias)
     assert manifest.options["head"]["loss_type"] == "dist_softmax"
-    assert "no backbone was found, only the head" in imported.notes
+    assert "no backbone found, only the head" in imported.notes
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth", "legacy"])
-def test_a_single_file_comes_over_by_name_and_says_what_did_not_match(tmp_path, suffix):
+def test_a_single_file_is_imported_by_name_and_mismatches_are_reported(tmp_path, suffix):
     network = random_network("torchvision/resnet18", EMB, (3, 32, 32))
     state = dict(network.network.state_dict())
     state["fc.weight"], state["fc.bias"] = torch.zeros(1000, 512), torch.zeros(1000)
@@ -177,7 +177,7 @@ def test_a_single_file_comes_over_by_name_and_says_what_did_not_match(tmp_path, 
     assert 0.99 < imported.match.share < 1
 
 
-def test_a_file_with_a_backbone_and_a_head_brings_both(tmp_path):
+def test_backbone_and_head_of_one_file_are_imported(tmp_path):
     network = random_network("SmallResNet", EMB, (1, 16, 16))
     state = {f"backbone.{name}": value for name, value in network.state_dict().items()}
     save_file({**state, "head.weight": ROWS.double()}, tmp_path / "a.safetensors")
@@ -188,20 +188,20 @@ def test_a_file_with_a_backbone_and_a_head_brings_both(tmp_path):
     assert torch.equal(tensors["head.weight"], ROWS)
 
 
-def test_half_precision_rows_are_widened(tmp_path):
+def test_half_precision_rows_are_converted_to_float32(tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS.half(), 2)
     import_checkpoint(source, tmp_path / "ck")
     assert torch.equal(tensors_of(tmp_path / "ck")[0]["head.weight"], ROWS.half().float())
 
 
-def test_the_command_prints_what_came_over(arcface_torch, tmp_path, capsys):
+def test_the_command_prints_what_was_imported(arcface_torch, tmp_path, capsys):
     assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck"), "--ranks", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "IResNet18, embeddings of 16" in printed
+    assert "IResNet18, embedding size 16" in printed
     assert "(100.0% of its numbers)" in printed
     assert "11 classes" in printed
     assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck")]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert (
         main(
             [
@@ -224,37 +224,37 @@ def broken(arcface_torch, tmp_path):
     return shutil.copytree(arcface_torch, tmp_path / "broken")
 
 
-def test_momentum_of_sampled_rows_only_is_not_taken(broken, tmp_path):
+def test_momentum_of_only_sampled_rows_is_not_imported(broken, tmp_path):
     path = broken / "checkpoint_gpu_0.pt"
     checkpoint = torch.load(path, weights_only=True)
     head = checkpoint["state_optimizer"]["param_groups"][-1]["params"][0]
     checkpoint["state_optimizer"]["state"][head]["momentum_buffer"] = torch.ones(2, EMB)
     torch.save(checkpoint, path)
     imported = import_checkpoint(broken, tmp_path / "ck")
-    assert "the momentum of head.weight starts afresh" in imported.notes
+    assert "no momentum of head.weight found; it starts at zero" in imported.notes
     tensors, _ = tensors_of(tmp_path / "ck")
     assert not tensors["rows.weight.momentum_buffer"].any()
     assert torch.equal(tensors["head.weight"], ROWS)
 
 
-def test_a_missing_shard_is_noticed(broken, tmp_path):
+def test_a_missing_shard_is_detected(broken, tmp_path):
     (broken / "checkpoint_gpu_1.pt").unlink()
     assert "none of rank 1" in refusal(broken, tmp_path / "ck")
 
 
-def test_the_last_shard_missing_is_noticed_by_its_size_or_by_the_number_of_classes(broken, tmp_path):
+def test_a_missing_last_shard_is_detected_by_size_or_number_of_classes(broken, tmp_path):
     (broken / "checkpoint_gpu_2.pt").unlink()
     assert "expected 11" in refusal(broken, tmp_path / "ck", class_num=11)
 
 
-def test_a_shard_twice_or_out_of_order_is_noticed(broken, tmp_path):
+def test_a_repeated_or_misplaced_shard_is_detected(broken, tmp_path):
     shutil.copy(broken / "checkpoint_gpu_2.pt", broken / "checkpoint_gpu_02.pt")
     assert "of rank 2 twice" in refusal(broken, tmp_path / "ck")
     (broken / "checkpoint_gpu_02.pt").unlink()
     (broken / "checkpoint_gpu_0.pt").rename(broken / "x")
     (broken / "checkpoint_gpu_2.pt").rename(broken / "checkpoint_gpu_0.pt")
     (broken / "x").rename(broken / "checkpoint_gpu_2.pt")
-    assert "files are missing, or of different runs" in refusal(broken, tmp_path / "ck")
+    assert "files are missing or from different runs" in refusal(broken, tmp_path / "ck")
 
 
 def test_a_link_among_the_shards_is_refused(broken, tmp_path):
@@ -264,29 +264,29 @@ def test_a_link_among_the_shards_is_refused(broken, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_refused_with_their_class(tmp_path, value):
+def test_rows_that_are_not_finite_are_reported_with_their_class(tmp_path, value):
     rows = ROWS.clone()
     rows[7, 3] = value
     source = save_plsc1(tmp_path / "old", rows, 2)
-    assert "head.weight from class 6 holds numbers that are not finite" in refusal(source, tmp_path / "ck")
+    assert "head.weight from class 6 contains values that are not finite" in refusal(source, tmp_path / "ck")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"num_classes": 12}, "says num_classes 12, the files have 11"),
-        ({"pretrain_nranks": 3}, "some are missing"),
+        ({"pretrain_nranks": 3}, "are files missing"),
         ({"emb_dim": None}, "says emb_dim None"),
     ],
 )
-def test_plsc1_files_that_contradict_meta_json_are_refused(tmp_path, change, said):
+def test_plsc1_files_that_contradict_meta_json_are_refused(tmp_path, change, message):
     source = save_plsc1(tmp_path / "old", ROWS, 2)
     meta = json.loads((source / "meta.json").read_text())
     (source / "meta.json").write_text(json.dumps({**meta, **change}))
-    assert said in refusal(source, tmp_path / "ck")
+    assert message in refusal(source, tmp_path / "ck")
 
 
-def test_plsc1_damage_is_refused_in_one_line(tmp_path):
+def test_damaged_plsc1_files_give_a_one_line_error(tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS, 2)
     column = source / "dist@arcface@rank@00001.w_0"
     whole = column.read_bytes()
@@ -305,31 +305,31 @@ def test_plsc1_damage_is_refused_in_one_line(tmp_path):
 def test_a_plsc1_backbone_with_a_layer_missing_is_refused(resnet, tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS, 1, backbone=resnet)
     (source / "batch_norm_3.w_1").unlink()
-    assert "is not a whole ResNet18" in refusal(source, tmp_path / "ck")
+    assert "is not a complete ResNet18" in refusal(source, tmp_path / "ck")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"layout": "onnx"}, "there is no layout 'onnx'"),
+        ({"layout": "onnx"}, "unknown layout 'onnx'"),
         ({"ranks": 0}, "expected at least 1"),
         ({"layout": "insightface"}, "has neither checkpoint_gpu_"),
-        ({}, "no layout known here"),
+        ({}, "no known layout"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path, options, said):
+def test_unsupported_imports_give_a_one_line_error(tmp_path, options, message):
     (tmp_path / "empty").mkdir()
-    assert said in refusal(tmp_path / "empty", tmp_path / "ck", **options)
+    assert message in refusal(tmp_path / "empty", tmp_path / "ck", **options)
 
 
-def test_a_file_that_does_not_say_its_network_asks_for_it(tmp_path):
+def test_a_file_without_network_name_requires_model(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
-    assert "name it with --model" in refusal(tmp_path / "a.safetensors", tmp_path / "ck")
+    assert "pass --model" in refusal(tmp_path / "a.safetensors", tmp_path / "ck")
     network = Network("SmallResNet", 8, (1, 16, 16))
     assert "nothing in" in refusal(tmp_path / "a.safetensors", tmp_path / "ck", network=network)
 
 
-def test_a_full_disk_leaves_nothing_and_says_so(arcface_torch, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_nothing_is_left(arcface_torch, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -342,7 +342,7 @@ import resource, sys
 from plsc.checkpoint.importers import import_checkpoint
 import plsc.models
 taken = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) << 10
-limit = taken + 90 * 2**20  # what is mapped from files does not count
+limit = taken + 90 * 2**20  # memory mapped from files does not count
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 import_checkpoint(sys.argv[1], sys.argv[2], ranks=3)
 """

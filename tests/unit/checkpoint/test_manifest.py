@@ -31,14 +31,14 @@ GOOD = Manifest(
 )
 
 
-def test_it_comes_back_as_it_was_written(tmp_path):
+def test_a_manifest_is_read_back(tmp_path):
     (tmp_path / "manifest.json").write_text(GOOD.to_json())
     assert read_manifest(tmp_path) == GOOD
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
-def test_what_json_cannot_hold_is_refused_before_it_is_written(value):
-    with pytest.raises(CheckpointError, match="plain finite JSON"):
+def test_values_that_json_cannot_represent_are_refused_before_writing(value):
+    with pytest.raises(CheckpointError, match="finite JSON values"):
         Manifest("0", 1, 1, 1, 1, 1, 1, [[0, 1]], scalars={"x": value}).to_json()
 
 
@@ -50,34 +50,34 @@ def refusal(folder):
     return str(caught.value)
 
 
-def test_a_missing_folder_a_file_and_a_folder_without_manifest_are_three_messages(tmp_path):
+def test_a_missing_folder_a_file_and_a_missing_manifest_have_distinct_messages(tmp_path):
     (tmp_path / "file").touch()
     assert "no checkpoint folder" in refusal(tmp_path / "absent")
     assert "no checkpoint folder" in refusal(tmp_path / "file")
     assert "has no manifest.json" in refusal(tmp_path)
 
 
-def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
+def test_a_manifest_that_is_a_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     assert "has no manifest.json" in refusal(tmp_path)
 
 
-def test_a_huge_manifest_is_refused_unread(tmp_path):
+def test_a_huge_manifest_is_refused_without_reading_it(tmp_path):
     with (tmp_path / "manifest.json").open("wb") as file:
         file.truncate(1 << 40)
     assert "is larger than" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', "[" * 200_000, "1" * 5000, "\xff"])
-def test_what_is_no_json_is_refused(text, tmp_path):
+def test_invalid_json_is_refused(text, tmp_path):
     (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
     assert "is not JSON" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
-        ("format_version", 4, "reads up to 3; upgrade plsc"),
+        ("format_version", 4, "reads only up to 3; upgrade plsc"),
         ("step", -1, "step is -1"),
         ("step", 1.0, "step is 1.0"),
         ("epoch", True, "epoch is True"),
@@ -97,19 +97,19 @@ def test_what_is_no_json_is_refused(text, tmp_path):
         ("tensors", {"w": {"shape": [1], "dtype": "f", "sharded": 1}}, "expected true or false"),
         ("files", {"../../etc/passwd": {"bytes": 1, "crc32": 1}}, "is not a plain file name"),
         ("files", {"..": {"bytes": 1, "crc32": 1}}, "is not a plain file name"),
-        ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, "holds control characters"),
+        ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, "contains control characters"),
         ("files", {"a": {"bytes": 1}}, "'crc32' is missing"),
     ],
 )
-def test_a_wrong_field_is_named(key, value, said, tmp_path):
+def test_an_invalid_field_is_reported(key, value, message, tmp_path):
     content = {**json.loads(GOOD.to_json()), key: value}
     (tmp_path / "manifest.json").write_text(json.dumps(content))
-    assert said in refusal(tmp_path)
+    assert message in refusal(tmp_path)
 
 
-# The lineage came later: without it there is none.
+# The lineage was added later: it may be missing.
 @pytest.mark.parametrize("key", sorted({*json.loads(GOOD.to_json())} - {"lineage"}))
-def test_a_missing_field_is_named(key, tmp_path):
+def test_a_missing_field_is_reported(key, tmp_path):
     content = json.loads(GOOD.to_json())
     del content[key]
     (tmp_path / "manifest.json").write_text(json.dumps(content))
@@ -124,7 +124,7 @@ anything = st.recursive(
 
 
 @given(key=st.sampled_from(sorted(json.loads(GOOD.to_json()))), value=anything)
-def test_any_value_in_any_field_is_read_or_refused_in_one_line(key, value, tmp_path_factory):
+def test_any_value_in_any_field_is_read_or_gives_a_one_line_error(key, value, tmp_path_factory):
     folder = tmp_path_factory.mktemp("manifest")
     content = {**json.loads(GOOD.to_json()), key: value}
     (folder / "manifest.json").write_text(json.dumps(content))

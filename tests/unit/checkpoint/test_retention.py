@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which is the best."""
+"""Which checkpoints are kept, and which is the best."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_latest_stay_and_the_protected(tmp_path):
+def test_the_latest_and_the_protected_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         save(tmp_path, str(step), step)
     assert prune(Store(tmp_path), Retention(-1)) == []
@@ -35,14 +35,14 @@ def test_the_latest_stay_and_the_protected(tmp_path):
     ("retention", "kept"),
     [
         (Retention(1, 1, "loss", "min"), ["3", "5"]),
-        (Retention(1, 2, "loss", "min"), ["1", "3", "5"]),  # of equals the older one
+        (Retention(1, 2, "loss", "min"), ["1", "3", "5"]),  # among equals the oldest
         (Retention(1, 2, "lfw accuracy", "max"), ["2", "5"]),  # only one has it
         (Retention(0, 1, "loss", "max"), ["4"]),
         (Retention(1, -1, "loss", "min"), ["1", "2", "3", "4", "5"]),
         (Retention(1, 3, None), ["5"]),
     ],
 )
-def test_the_best_by_a_metric_stay_besides(retention, kept, tmp_path):
+def test_the_best_by_a_metric_are_kept_too(retention, kept, tmp_path):
     save(tmp_path, "1", 1, loss=2.0)
     save(tmp_path, "2", 2, **{"lfw accuracy": 0.5})
     save(tmp_path, "3", 3, loss=1.0)
@@ -52,7 +52,7 @@ def test_the_best_by_a_metric_stay_besides(retention, kept, tmp_path):
     assert names(tmp_path) == kept
 
 
-def test_metrics_that_are_no_numbers_are_passed_over(tmp_path):
+def test_metrics_that_are_not_numbers_are_ignored(tmp_path):
     save(tmp_path, "1", 1, loss="small")
     save(tmp_path, "2", 2, loss=5.0)
     found = [(path.name, manifest) for path, manifest in list_checkpoints(tmp_path)]
@@ -62,11 +62,11 @@ def test_metrics_that_are_no_numbers_are_passed_over(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"last": 0}, {"last": -2}, {"top": -2}, {"mode": "best"}, {"last": 0, "top": 1}]
 )
-def test_what_would_keep_nothing_or_means_nothing_is_refused(wrong):
+def test_settings_that_keep_nothing_or_are_invalid_are_refused(wrong):
     with pytest.raises(OptionError, match=r"keep|kept|expected"):
         Retention(**wrong)
 
 
-def test_by_itself_the_loss_is_to_be_low_and_everything_else_high():
+def test_by_default_a_low_loss_and_high_other_metrics_are_best():
     asked = [("auto", "loss"), ("auto", "lfw accuracy"), ("max", "loss"), ("min", "lfw accuracy")]
     assert [mode_of(*one) for one in asked] == ["min", "max", "max", "min"]

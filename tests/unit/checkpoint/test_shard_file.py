@@ -47,26 +47,26 @@ def test_a_shard_reads_back_with_its_size_and_checksum(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("ends", [(2, 5, 9), (5, 9, 9, 9)])
-def test_torch_puts_the_parts_of_several_shards_together(tmp_path, ends):
+def test_torch_joins_the_parts_of_several_shards(tmp_path, ends):
     whole = torch.arange(27.0).view(9, 3).bfloat16()
     start = 0
     for rank, stop in enumerate(ends):
         part = entry_of("rows", whole[start:stop], start)
         write_shard(tmp_path / shard_name(rank), [part])
         start = stop
-    # As class_range splits; a part without rows may only follow those that have some.
+    # Like class_range; a part without rows may only follow parts with rows.
     state = {"rows": torch.zeros(9, 3, dtype=torch.bfloat16)}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert torch.equal(state["rows"], whole)
 
 
-def test_a_file_that_is_there_is_not_overwritten(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     write_shard(tmp_path / "c", [entry_of("w", torch.zeros(2))])
     with pytest.raises(FileExistsError):
         write_shard(tmp_path / "c", [entry_of("w", torch.zeros(2))])
 
 
-def test_the_names_of_shards_are_recognised_and_no_others():
+def test_only_names_of_shards_are_recognised():
     names = [shard_name(0), shard_name(123_456, "step7")]
     assert [rank_of_shard(name) for name in names] == [0, 123_456]
     others = [

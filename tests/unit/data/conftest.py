@@ -62,7 +62,7 @@ def hostile_images() -> dict[str, bytes]:
 
 @pytest.fixture
 def label_folder(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes ``images/0.jpg``.. and their label.txt and returns the folder."""
+    """Return a function that writes ``images/0.jpg``.. and label.txt, and returns the folder."""
 
     def make(count: int = 10, classes: int = 3) -> Path:
         folder = tmp_path / "train_data"

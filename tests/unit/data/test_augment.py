@@ -34,12 +34,12 @@ def test_splitmix64_gives_the_published_sequence():
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-def test_the_draws_of_a_seed_are_fixed_for_ever():
+def test_the_random_numbers_of_a_seed_never_change():
     assert Draws(7, 2, 9).uniform(Operation.FLIP) == (hash_key(7, 2, 9, Operation.FLIP) >> 11) / 2**53
     assert Draws(7, 2, 9).uniform(Operation.CROP, 1) == (hash_key(7, 2, 9, Operation.CROP, 1) >> 11) / 2**53
 
 
-def test_about_half_of_the_images_are_flipped_and_each_epoch_others():
+def test_about_half_of_the_images_are_flipped_and_others_in_each_epoch():
     flips = np.array([[is_mirrored(Draws(1, e, i)) for i in range(4000)] for e in (0, 1)])
     assert abs(flips.mean() - 0.5) < 0.03
     assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.05
@@ -52,11 +52,11 @@ def test_the_flips_of_a_batch_are_those_of_its_samples():
         assert are_mirrored(seed, epoch, samples).tolist() == expected
 
 
-def test_with_everything_off_the_image_is_untouched():
+def test_without_augmentation_the_image_is_unchanged():
     assert all(np.array_equal(augmented(IMAGE, Augmentation(flip=False), i), IMAGE) for i in range(9))
 
 
-def test_everything_together_is_a_function_of_sample_and_epoch():
+def test_all_augmentations_depend_only_on_sample_and_epoch():
     first = [augmented(PICTURE, EVERYTHING, i) for i in range(12)]
     random.random(), np.random.rand()
     again = [augmented(PICTURE, EVERYTHING, i) for i in range(12)]
@@ -88,7 +88,7 @@ def test_a_crop_beyond_the_image_is_black():
     assert any(not result.any() for result in results)
 
 
-def test_erasing_turns_one_rectangle_grey_in_the_asked_share():
+def test_erasing_makes_one_rectangle_grey_in_the_requested_fraction_of_images():
     augmentation = Augmentation(flip=False, erase=0.3)
     changed = 0
     for sample in range(400):
@@ -104,7 +104,7 @@ def test_erasing_turns_one_rectangle_grey_in_the_asked_share():
     assert abs(changed / 400 - 0.3) < 0.1
 
 
-def test_low_resolution_takes_away_detail_and_keeps_the_mean():
+def test_low_resolution_removes_detail_and_keeps_the_mean():
     checks = ((np.indices((40, 36)).sum(axis=0) % 2) * 200).astype(np.uint8)
     checks = np.repeat(checks[:, :, None], 3, axis=2)
     results = [augmented(checks, Augmentation(False, low_resolution=1.0), i) for i in range(9)]
@@ -112,7 +112,7 @@ def test_low_resolution_takes_away_detail_and_keeps_the_mean():
     assert all(abs(result.mean() - checks.mean()) < 5 for result in results)
 
 
-def test_colours_change_within_their_strengths():
+def test_colours_change_within_the_given_factors():
     flat = np.full((8, 8, 3), 100, dtype=np.uint8)
     values = [augmented(flat, Augmentation(False, colour=(0.2, 0, 0)), i)[0, 0, 0] for i in range(99)]
     assert 80 <= min(values) < 90
@@ -143,7 +143,7 @@ def transformed(transform, sample: int = 3) -> torch.Tensor:
     return apply_transform(transform, IMAGE, seed=1, epoch=2, sample=sample)
 
 
-def test_a_transform_draws_by_sample_and_leaves_the_global_generators_alone():
+def test_a_transform_is_seeded_by_sample_and_does_not_change_global_generators():
     def noise(image: torch.Tensor) -> torch.Tensor:
         return image.float() + sum(draws())
 
@@ -156,7 +156,7 @@ def test_a_transform_draws_by_sample_and_leaves_the_global_generators_alone():
     assert not torch.equal(first, transformed(noise, sample=4))
 
 
-def test_a_transform_gets_the_image_and_cannot_change_the_original():
+def test_a_transform_gets_a_copy_of_the_image():
     def blacken(image: torch.Tensor) -> torch.Tensor:
         assert torch.equal(image, torch.from_numpy(IMAGE).permute(2, 0, 1))
         return image.zero_()
@@ -167,7 +167,7 @@ def test_a_transform_gets_the_image_and_cannot_change_the_original():
 
 
 class Compose:
-    """As albumentations 2 has it: called by name, with a generator of its own."""
+    """Like in albumentations 2: called by name, with its own generator."""
 
     def __call__(self, *, image: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
         noise = self.generator.integers(0, 2, image.shape, dtype=np.uint8)
@@ -177,7 +177,7 @@ class Compose:
         self.generator = np.random.default_rng(seed)
 
 
-def test_a_transform_as_albumentations_is_called_by_name_with_arrays_and_seeded():
+def test_an_albumentations_transform_is_called_with_image_arrays_and_seeded():
     first = transformed(Compose())
     assert torch.equal(first, transformed(Compose()))
     assert not torch.equal(first, transformed(Compose(), sample=4))
@@ -185,7 +185,7 @@ def test_a_transform_as_albumentations_is_called_by_name_with_arrays_and_seeded(
     assert (first - mirrored).max() == 1
 
 
-def test_who_is_called_by_name():
+def test_which_transforms_are_called_with_the_argument_image():
     from torchvision.transforms import v2
 
     pretended = type("Blur", (), {"__module__": "albumentations.core", "__call__": lambda s, *a: 0})
@@ -196,7 +196,7 @@ def test_who_is_called_by_name():
     assert not takes_image_by_name(v2.Compose([v2.RandomHorizontalFlip()]))
 
 
-def test_torchvision_s_transforms_work_and_are_seeded():
+def test_torchvision_transforms_work_and_are_seeded():
     from torchvision.transforms import v2
 
     transform = v2.Compose(
@@ -223,13 +223,13 @@ def fail(image: torch.Tensor) -> torch.Tensor:
         (fail, r"raised ValueError: no such colour \(.*test_augment.py:\d+\)"),
     ],
 )
-def test_a_transform_that_gives_something_else_is_refused(transform, message):
+def test_an_invalid_result_of_a_transform_is_refused(transform, message):
     with pytest.raises(DataError, match=message) as caught:
         transformed(transform)
     assert "\n" not in str(caught.value)
 
 
-def test_an_isolated_stream_continues_where_it_stopped_also_after_an_error():
+def test_isolated_random_state_continues_also_after_an_exception():
     whole, parts = IsolatedRandom(9), IsolatedRandom(9)
     with whole.active():
         expected = [draws(), draws()]

@@ -43,7 +43,7 @@ def write_images(folder: Path, counts: dict[str, int], classes: int = 3) -> Path
     return write_set(folder, files)
 
 
-def test_names_are_those_of_file_and_line_whatever_is_between(tmp_path):
+def test_sample_names_are_file_and_line_despite_blank_lines(tmp_path):
     a, b, c, d = (line_of(bytes([n]), n) for n in range(4))
     files = {
         "one": b"\xef\xbb\xbf\n" + a + b"\r\n\r\n\n" + b + b"\n\n",
@@ -68,7 +68,7 @@ def test_lines_longer_than_a_block_are_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [b"QUJ", b"QU JD", b"QUJD!", b"QUJDQ===", b"\xff\xfe"])
-def test_what_is_not_base64_is_named_by_file_and_line(tmp_path, text):
+def test_invalid_base64_is_reported_with_file_and_line(tmp_path, text):
     folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n\n" + text + b"\t2\nQUJD\t3\n"})
     source = Base64Source(folder)
     with pytest.raises(DataError, match="a:3: the text before the tab is not base64"):
@@ -77,13 +77,13 @@ def test_what_is_not_base64_is_named_by_file_and_line(tmp_path, text):
 
 
 @pytest.mark.parametrize("line", [b"QUJD", b"QUJD 1", b"QUJD\tx", b"QUJD\t-1", b"\t1"])
-def test_a_line_without_a_good_label_is_named_when_the_index_is_built(tmp_path, line):
+def test_an_invalid_label_is_reported_when_the_index_is_built(tmp_path, line):
     with pytest.raises(DataError, match="b:2: "):
         Base64Source(write_set(tmp_path / "set", {"a": b"QUJD\t1\n", "b": b"QUJD\t1\n" + line}))
 
 
-def test_a_set_of_blank_lines_is_refused(tmp_path):
-    with pytest.raises(DataError, match="hold no samples"):
+def test_a_dataset_of_blank_lines_is_refused(tmp_path):
+    with pytest.raises(DataError, match="contain no samples"):
         Base64Source(write_set(tmp_path / "set", {"a": b"\n\n"}))
 
 
@@ -92,7 +92,7 @@ def test_compressed_files_are_refused_with_advice(tmp_path):
         Base64Source(write_set(tmp_path / "set", {"a.gz": b"QUJD\t1\n"}))
 
 
-def test_the_index_is_built_once_and_again_when_a_file_has_changed(tmp_path, monkeypatch):
+def test_the_index_is_rebuilt_only_when_a_file_has_changed(tmp_path, monkeypatch):
     folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n"})
     built = []
     read = lines.LineReader.__iter__
@@ -123,7 +123,7 @@ class TestReader:
         ]
         assert read == [[0, 1, 2], [3, 4, 5]]
 
-    def test_images_are_normalised_and_mirrored_at_random(self, tmp_path):
+    def test_images_are_normalised_and_randomly_mirrored(self, tmp_path):
         folder = write_images(tmp_path / "set", {"a": 20}, classes=20)
         mirrored = 0
         reader = base64_reader.train(str(folder), "file_list.txt", 20, image_shape=(3, 24, 20))
@@ -136,7 +136,7 @@ class TestReader:
             mirrored += is_mirrored
         assert 0 < mirrored < 20
 
-    def test_the_iterator_gives_plain_pixels(self, tmp_path):
+    def test_the_iterator_yields_unnormalised_pixels(self, tmp_path):
         folder = write_images(tmp_path / "set", {"a": 2})
         reader = base64_reader.arc_iterator(folder / "file_list.txt", 3, image_shape=(3, 24, 20))
         (first, label), _ = reader()
@@ -144,7 +144,7 @@ class TestReader:
         assert label == 0
 
     @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")])
-    def test_the_launcher_says_which_rank_it_is(self, tmp_path, monkeypatch, names):
+    def test_the_rank_is_read_from_the_launcher_s_environment(self, tmp_path, monkeypatch, names):
         for name, value in zip(names, ("1", "2"), strict=True):
             monkeypatch.setenv(name, value)
         folder = write_images(tmp_path / "set", {"a": 2, "b": 2}, classes=4)
@@ -152,21 +152,21 @@ class TestReader:
         assert [label for _, label in reader()] == [2, 3]
         assert [label for _, label in reader(0, 1)] == [0, 1, 2, 3]
 
-    def test_files_that_cannot_be_shared_out_equally_are_refused(self, tmp_path):
+    def test_files_that_ranks_cannot_share_equally_are_refused(self, tmp_path):
         folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 3})
         with pytest.raises(DataError, match=r"3 files .* 2 ranks; run .*--nranks 2"):
             base64_reader.train(folder, "file_list.txt", 3, rank=0, ranks=2)
         with pytest.raises(DataError, match="2, 1, 3 lines"):
             base64_reader.train(folder, "file_list.txt", 3, rank=0, ranks=3)
 
-    def test_labels_outside_and_unknown_augmentations_are_refused(self, tmp_path):
+    def test_labels_out_of_range_and_unknown_augmentations_are_refused(self, tmp_path):
         folder = write_images(tmp_path / "set", {"a": 3})
         with pytest.raises(DataError, match=r"label 2 at a:3 is outside 0\.\.1"):
             base64_reader.train(folder, "file_list.txt", 2)
         with pytest.raises(OptionError, match="rotate"):
             base64_reader.arc_iterator(folder / "file_list.txt", 3, rotate=True)
 
-    def test_an_image_that_cannot_be_decoded_is_named(self, tmp_path):
+    def test_an_image_that_cannot_be_decoded_is_reported_by_name(self, tmp_path):
         folder = write_set(tmp_path / "set", {"a": line_of(b"no image", 0)})
         with pytest.raises(DataError, match="a:1: "):
             next(base64_reader.train(folder, "file_list.txt", 1)())

@@ -25,7 +25,7 @@ def test_pixels_and_images_are_the_same_memory():
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_memory_is_used_again_once_nobody_holds_it():
+def test_memory_is_reused_once_nothing_refers_to_it():
     ring = BufferRing(8, SHAPE)
     _, images = ring.take(8)
     first = address(images)
@@ -34,7 +34,7 @@ def test_memory_is_used_again_once_nobody_holds_it():
     assert address(images) == first
 
 
-def test_whoever_holds_any_part_of_a_batch_keeps_all_of_it():
+def test_a_reference_to_any_part_of_a_batch_keeps_its_memory():
     ring = BufferRing(2, SHAPE)
     holders = {
         "the batch": lambda images: Batch(images, torch.zeros(2), []),
@@ -58,7 +58,7 @@ def test_whoever_holds_any_part_of_a_batch_keeps_all_of_it():
         assert np.asarray(images).min() == np.asarray(images).max() == value
 
 
-def test_what_waits_to_be_used_again_is_bounded():
+def test_the_number_of_free_buffers_is_bounded():
     ring = BufferRing(2, SHAPE)
     held = [ring.take(2)[1] for _ in range(100)]
     del held
@@ -68,7 +68,7 @@ def test_what_waits_to_be_used_again_is_bounded():
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_page_locked_memory_is_not_used_again_while_it_is_copied(device):
+def test_page_locked_memory_is_not_reused_while_it_is_copied(device):
     shape = (3, 1024, 1024)
     ring = BufferRing(8, shape, pin=True)
     arrived = []

@@ -66,12 +66,12 @@ def test_each_sample_is_read_once_and_the_batches_are_the_same(label_folder, tmp
 
 
 @given(st.lists(st.binary(max_size=300), max_size=30), st.integers(0, 4000))
-def test_the_bound_holds_and_what_is_kept_is_right(tmp_path_factory, entries, limit):
+def test_the_cache_limit_holds_and_cached_content_is_correct(tmp_path_factory, entries, limit):
     folder = tmp_path_factory.mktemp("cache")
     for kind, cache in caches(folder, limit, len(entries) + 1).items():
         for index, data in enumerate(entries):
             cache.put(index, data)
-            cache.put(index, data)  # taken once
+            cache.put(index, data)  # a second put is ignored
         kept = [cache.get(index) for index in range(len(entries))]
         assert all(found in (None, data) for found, data in zip(kept, entries, strict=True))
         assert sum(len(data) for data in kept if data is not None) <= cache.used <= limit
@@ -80,7 +80,7 @@ def test_the_bound_holds_and_what_is_kept_is_right(tmp_path_factory, entries, li
             assert os.fstat(cache._file.fileno()).st_size <= limit
 
 
-def test_what_does_not_fit_is_read_again_each_time(label_folder, tmp_path):
+def test_samples_that_do_not_fit_are_read_again_each_time(label_folder, tmp_path):
     source = open_source(label_folder(12))
     room = len(source[0][0]) * 5
     for cache in caches(tmp_path, room, 12).values():
@@ -93,14 +93,14 @@ def test_what_does_not_fit_is_read_again_each_time(label_folder, tmp_path):
         assert cache.used <= room
 
 
-def test_a_file_cut_short_is_noticed(tmp_path):
+def test_a_truncated_cache_file_is_detected(tmp_path):
     cache = DiskCache(tmp_path, BIG, 2)
     cache.put(0, b"x" * 1000)
     os.ftruncate(cache._file.fileno(), 500)
     assert cache.get(0) is None
 
 
-def test_a_full_disk_ends_the_taking_and_nothing_else(tmp_path):
+def test_a_full_disk_only_stops_caching(tmp_path):
     import resource
 
     cache = DiskCache(tmp_path, BIG, 9)
@@ -126,15 +126,15 @@ def test_the_disk_cache_leaves_no_file_behind(tmp_path):
     assert cache.get(0) == b"data"
 
 
-def test_a_folder_without_room_or_permission_is_refused(tmp_path):
+def test_a_folder_without_space_or_permission_is_refused(tmp_path):
     with pytest.raises(OptionError, match=r"less than data\.cache_bytes"):
         DiskCache(tmp_path, 2**60, 2)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match="cannot be written to"):
+    with pytest.raises(OptionError, match="is not writable"):
         DiskCache(tmp_path / "file", BIG, 2)
 
 
-def test_many_threads_keep_the_bound(tmp_path):
+def test_concurrent_threads_keep_the_cache_limit(tmp_path):
     for cache in caches(tmp_path, 50_000, 400).values():
 
         def fill(first: int, cache=cache) -> None:
@@ -152,7 +152,7 @@ def test_many_threads_keep_the_bound(tmp_path):
         assert cache.used <= 50_000
 
 
-def test_a_bad_image_is_named_and_never_kept(label_folder, tmp_path):
+def test_a_bad_image_is_reported_by_name_and_not_cached(label_folder, tmp_path):
     folder = label_folder(3)
     (folder / "images/1.jpg").write_bytes(b"\xff\xd8 no jpeg")
     cache = MemoryCache(BIG)
@@ -164,7 +164,7 @@ def test_a_bad_image_is_named_and_never_kept(label_folder, tmp_path):
     assert cache.used == 0
 
 
-def test_images_of_floats_pass_through(tmp_path):
+def test_float_images_are_not_cached(tmp_path):
     items = [(torch.full(SHAPE, 0.5), 3)]
     cached = CachedSource(TorchDatasetSource(items), MemoryCache(BIG), SHAPE, decoded=True)
     assert torch.equal(cached[0][0], items[0][0])

@@ -1,4 +1,4 @@
-"""Packed names of classes against lists of strings."""
+"""Packed class names compared with lists of strings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listed(names):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_names_are_taken_matched_and_put_as_a_list_would(seed):
+def test_class_names_behave_like_a_list_of_strings(seed):
     rng = np.random.default_rng(seed)
     letters = np.array(["a", "Zoë", "/", "字"])
     pool = sorted({"".join(rng.choice(letters, rng.integers(1, 6))) for _ in range(60)})

@@ -49,7 +49,7 @@ def read(path: Path, **options: str) -> list[tuple[bytes, int]]:
         'label,note,path\n1,"with ""quotes"" and\nlines\n\n",a.jpg\n0,,"b, c.jpg"\n',
     ],
 )
-def test_quotes_separators_blank_lines_and_line_ends_do_not_matter(tmp_path, text):
+def test_quotes_separators_blank_lines_and_line_ends_are_accepted(tmp_path, text):
     assert read(write(tmp_path, text)) == [(b"a.jpg", 1), (b"b, c.jpg", 0)]
 
 
@@ -66,15 +66,15 @@ def test_columns_are_chosen_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["image_column", "label_column"])
-def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, option):
+def test_a_missing_column_is_refused_with_a_list_of_the_columns(tmp_path, option):
     path = write(tmp_path, "path,label\na.jpg,1\n")
     with pytest.raises(OptionError, match=r"'who'; the columns are: path, label"):
         CsvSource(path, **{option: "who"})
-    with pytest.raises(OptionError, match=r"no column is named like one of labels.*a, b"):
+    with pytest.raises(OptionError, match=r"no column has one of the usual names of labels.*a, b"):
         CsvSource(write(tmp_path, "a,b\n1,2\n"), image_column="a")
 
 
-def test_names_get_the_ranks_of_their_sorted_order_or_the_ids_of_a_label_map(tmp_path):
+def test_class_names_get_their_sorted_rank_or_the_id_of_a_label_map(tmp_path):
     path = write(tmp_path, 'label,path\n"Zoë, the 2nd",a.jpg\nAda,a.jpg\n"Zoë, the 2nd",a.jpg\n')
     source = CsvSource(path)
     assert source.labels().tolist() == [1, 0, 1]
@@ -86,7 +86,7 @@ def test_names_get_the_ranks_of_their_sorted_order_or_the_ids_of_a_label_map(tmp
         CsvSource(path, label_map=tmp_path / "map.json")
 
 
-def test_numbers_are_names_where_a_label_map_is_given(tmp_path):
+def test_numeric_labels_are_names_with_a_label_map(tmp_path):
     path = write(tmp_path, "label,path\n10,a.jpg\n9,a.jpg\n")
     (tmp_path / "map.json").write_text('{"10": 0, "9": 1}')
     assert CsvSource(path, label_map=tmp_path / "map.json").labels().tolist() == [0, 1]
@@ -96,30 +96,30 @@ def test_numbers_are_names_where_a_label_map_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("a.jpg", "has 1 fields, the header 2"),
-        ("a.jpg,1,2", "has 3 fields, the header 2"),
+        ("a.jpg", "has 1 fields, but the header has 2"),
+        ("a.jpg,1,2", "has 3 fields, but the header has 2"),
         ("a.jpg,", "the label is missing"),
-        ("a.jpg,-1", "whole number of 0 or more, got '-1'"),
-        ("a.jpg,1.5", "whole number of 0 or more, got '1.5'"),
-        ("a.jpg,nan", "whole number of 0 or more, got 'nan'"),
-        ("a.jpg,1_0", "whole number"),
-        ("a.jpg,٣", "whole number"),
-        ("a.jpg," + "9" * 30, "whole number"),
-        ('"a"jpg,1', "is no CSV"),
-        (b'"a\xff",1', "no UTF-8"),
-        (b"a.jpg,\xff", "no UTF-8"),
+        ("a.jpg,-1", "integer of 0 or more, got '-1'"),
+        ("a.jpg,1.5", "integer of 0 or more, got '1.5'"),
+        ("a.jpg,nan", "integer of 0 or more, got 'nan'"),
+        ("a.jpg,1_0", "integer"),
+        ("a.jpg,٣", "integer"),
+        ("a.jpg," + "9" * 30, "integer"),
+        ('"a"jpg,1', "is not CSV"),
+        (b'"a\xff",1', "not UTF-8"),
+        (b"a.jpg,\xff", "not UTF-8"),
     ],
 )
-def test_a_bad_row_is_named_by_its_line(tmp_path, row, message):
+def test_a_bad_row_is_reported_with_its_line(tmp_path, row, message):
     data = row.encode() if isinstance(row, str) else row
     with pytest.raises(DataError, match=r"train\.csv:4[: ]") as caught:
         CsvSource(write(tmp_path, b"path,label\n\na.jpg,0\n" + data + b"\na.jpg,0\n"))
     assert message in str(caught.value)
 
 
-def test_a_quote_that_does_not_close_is_named(tmp_path):
+def test_an_unclosed_quote_is_reported_with_its_line(tmp_path):
     text = 'path,label\na.jpg,0\n"a.jpg,1\n' + "a.jpg,1\n" * 1000
-    with pytest.raises(DataError, match=r"train\.csv:3: a quote that opens here does not close"):
+    with pytest.raises(DataError, match=r"train\.csv:3: a quote opened here is not closed"):
         CsvSource(write(tmp_path, text))
 
 
@@ -136,10 +136,10 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path, path):
         source[1]
 
 
-def test_bad_base64_is_named_by_its_line(tmp_path):
+def test_bad_base64_is_reported_with_its_line(tmp_path):
     source = CsvSource(write(tmp_path, f"image,label\n{IN_BASE64},0\n/9j/{'*' * 99},1\n,1\n"))
     assert source[0] == (JPEG, 0)
-    with pytest.raises(DataError, match=r"train\.csv:3: the image is no base64"):
+    with pytest.raises(DataError, match=r"train\.csv:3: the image is not base64"):
         source[1]
     with pytest.raises(DataError, match=r"train\.csv:4: is empty"):
         source[2]
@@ -151,13 +151,13 @@ def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path, monkeypatch):
         file.write(b"path,label\na.jpg,0\n")
         file.truncate(2**30)
     tracemalloc.start()
-    with pytest.raises(DataError, match=r"train\.csv:3 is over 1048576 bytes"):
+    with pytest.raises(DataError, match=r"train\.csv:3 is longer than 1048576 bytes"):
         CsvSource(tmp_path / "train.csv")
     assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     tracemalloc.stop()
 
 
-def test_a_quoted_field_of_very_many_lines_is_read_without_reading_them_again_and_again(tmp_path):
+def test_a_quoted_field_of_many_lines_is_read_in_linear_time(tmp_path):
     note = "\n" * 300_000
     text = f'note,label,path\n"{note}",1,a.jpg\n"{note}",2,a.jpg\n'
     source = CsvSource(write(tmp_path, text))
@@ -165,11 +165,11 @@ def test_a_quoted_field_of_very_many_lines_is_read_without_reading_them_again_an
     assert source.name(1) == "train.csv:300003"
 
 
-def test_a_quote_left_open_before_very_many_lines_is_refused_in_bounded_memory(tmp_path):
+def test_an_unclosed_quote_before_many_lines_is_refused_in_bounded_memory(tmp_path):
     with (tmp_path / "train.csv").open("wb") as file:
         file.write(b'path,label\n"a.jpg,1\n' + b"\n" * 20_000_000)
     tracemalloc.start()
-    with pytest.raises(DataError, match="does not close"):
+    with pytest.raises(DataError, match="is not closed"):
         CsvSource(tmp_path / "train.csv")
     assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
     tracemalloc.stop()
@@ -179,9 +179,9 @@ field = st.text(st.sampled_from('a",\n\r; é'), max_size=6)
 
 
 @given(st.lists(st.tuples(field, st.integers(0, 9), field), min_size=1, max_size=8), st.booleans())
-def test_whatever_the_csv_module_writes_is_read_back(rows, crlf):
+def test_everything_the_csv_module_writes_is_read_back(rows, crlf):
     text = io.StringIO()
-    # A lone CR outside quotes ends no row by the standard; the module writes it there all the same.
+    # Outside quotes, a single CR does not end a row by the standard, but the module writes it there.
     has_cr = any("\r" in path + note for path, _, note in rows)
     quoting = csv.QUOTE_ALL if has_cr else csv.QUOTE_MINIMAL
     writer = csv.writer(text, lineterminator="\r\n" if crlf else "\n", quoting=quoting)
@@ -195,7 +195,7 @@ def test_whatever_the_csv_module_writes_is_read_back(rows, crlf):
     assert texts == [path.strip() for path, _, _ in rows]
 
 
-def test_a_remote_file_has_its_images_beside_it():
+def test_images_of_a_remote_file_are_read_from_its_folder():
     filesystem = fsspec.filesystem("memory")
     filesystem.pipe("/csvs/train.csv", b"path,label\nimages/a.jpg,3\nimages/gone.jpg,1\n")
     filesystem.pipe("/csvs/images/a.jpg", b"content")

@@ -54,7 +54,7 @@ def test_a_jpeg_is_decoded_as_pillow_decodes_it(mode, channels):
     assert difference.abs().max() <= 4  # decoders may round differently
 
 
-def test_without_torchvision_s_decoder_pillow_reads_jpeg(monkeypatch, hostile_images):
+def test_without_simplejpeg_pillow_decodes_jpeg(monkeypatch, hostile_images):
     data = encode(smooth_picture(3), "JPEG", quality=95, subsampling=0)
     expected = decode_image(data, SHAPE)
     monkeypatch.setattr("plsc.data.decode.decode_jpeg", None)
@@ -100,7 +100,7 @@ def test_arrays_tensors_and_pictures_give_the_same_image():
         assert torch.equal(decode_image(data, SHAPE), expected)
 
 
-def test_floats_stay_as_they_are():
+def test_float_images_are_unchanged():
     image = torch.randn(SHAPE)
     assert torch.equal(decode_image(image, SHAPE), image)
     assert torch.equal(decode_image(image.double().numpy(), SHAPE), image)
@@ -125,7 +125,7 @@ def test_another_size_is_resized_with_antialiasing():
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_bad_file_is_refused_in_one_line(kind, hostile_images):
+def test_a_bad_file_is_refused_with_a_one_line_message(kind, hostile_images):
     with pytest.raises(DataError) as caught:
         decode_image(hostile_images[kind], SHAPE)
     assert "\n" not in str(caught.value)
@@ -142,7 +142,7 @@ def test_a_declared_size_over_the_limit_is_refused_before_decoding(kind, hostile
 
 
 @pytest.mark.parametrize(("kind", "odd"), [("JPEG", 11), ("JPEG", None), ("PNG", None)])
-def test_a_damaged_header_gives_an_image_or_the_error_of_the_sample(kind, odd):
+def test_a_damaged_header_gives_an_image_or_a_data_error(kind, odd):
     generator = np.random.default_rng(0)
     good = encode(smooth_picture(0), kind)
     for position in range(2, min(len(good), 700)):
@@ -173,13 +173,13 @@ def test_a_damaged_header_gives_an_image_or_the_error_of_the_sample(kind, odd):
         (Image.new("F", (20, 24)), "32-bit"),
     ],
 )
-def test_an_image_of_another_form_is_refused_with_what_came(data, message):
+def test_an_image_of_unsupported_type_or_shape_is_refused(data, message):
     with pytest.raises(DataError, match=message):
         decode_image(data, SHAPE)
 
 
 def decoded_into(data, shape=SHAPE) -> torch.Tensor:
-    """What decode_into leaves in a slot of a batch, beyond which it must not write."""
+    """Return what decode_into leaves in a slot of a batch; it must not write beyond the slot."""
     channels, height, width = shape
     batch = np.full((3, height, width, channels), 7, dtype=np.uint8)
     floats = decode_into(data, batch[1])
@@ -207,7 +207,7 @@ def test_all_kinds_of_images_can_be_decoded_into_a_batch():
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_bad_file_is_refused_alike_when_decoded_into_a_batch(kind, hostile_images):
+def test_a_bad_file_is_refused_when_decoded_into_a_batch(kind, hostile_images):
     with pytest.raises(DataError) as whole:
         decode_image(hostile_images[kind], SHAPE)
     with pytest.raises(DataError) as into:
@@ -218,7 +218,7 @@ def test_a_bad_file_is_refused_alike_when_decoded_into_a_batch(kind, hostile_ima
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_damaged_jpeg_never_writes_outside_its_place(progressive):
+def test_a_damaged_jpeg_never_writes_outside_its_slot(progressive):
     generator = np.random.default_rng(5)
     good = encode(smooth_picture(5), "JPEG", progressive=progressive)
     for turn in range(600):
@@ -233,22 +233,22 @@ def test_a_damaged_jpeg_never_writes_outside_its_place(progressive):
             continue
 
 
-def test_a_jpeg_cut_anywhere_is_refused():
+def test_a_jpeg_truncated_anywhere_is_refused():
     good = encode(smooth_picture(6), "JPEG")
     for length in range(2, len(good)):
         with pytest.raises(DataError):
             decoded_into(good[:length])
 
 
-def test_a_jpeg_with_damaged_data_is_refused_and_not_passed_with_wrong_pixels():
+def test_a_jpeg_with_damaged_data_is_refused_instead_of_wrong_pixels():
     data = bytearray(encode(smooth_picture(6, 240, 200), "JPEG"))
     middle = len(data) // 2
-    data[middle : middle + 2] = b"\xff\xd9"  # an end where there is none
+    data[middle : middle + 2] = b"\xff\xd9"  # an early end marker
     with pytest.raises(DataError, match="damaged"):
         decoded_into(bytes(data))
 
 
-def test_what_libjpeg_only_wonders_about_is_decoded():
+def test_jpegs_with_harmless_libjpeg_warnings_are_decoded():
     good = encode(smooth_picture(6), "JPEG")
     odd = bytearray(good)
     odd[11] = 9  # JFIF 9.1
@@ -265,7 +265,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused():
 
 
 @pytest.mark.parametrize("size", [(12, 10), (48, 40), (10, 48)])
-def test_bytes_that_look_like_a_frame_header_of_the_wanted_size_do_no_harm(size):
+def test_bytes_that_look_like_a_frame_header_of_the_requested_size_are_harmless(size):
     picture = smooth_picture(1, *size)
     data = encode(picture, "JPEG", comment=b"\x08\x00\x18\x00\x14")
     out = np.empty((24, 20, 3), np.uint8)

@@ -53,11 +53,11 @@ def test_nested_class_folders_are_refused_with_the_classes_at_each_depth(alphabe
     with pytest.raises(DataError) as caught:
         open_source(alphabets)
     assert str(caught.value) == (
-        f"in 2 of 2 class folders of {alphabets} images lie in further folders; "
-        "with set_class_depth(1) there are 2 classes, with set_class_depth(2) there are 5 classes"
+        f"2 of the 2 class folders of {alphabets} contain further folders with images; "
+        "set_class_depth(1) gives 2 classes, set_class_depth(2) gives 5 classes"
     )
     (alphabets / "latin" / "0.png").write_bytes(b"directly in a folder: depth 2 is none")
-    with pytest.raises(DataError, match=r"with set_class_depth\(1\) there are 2 classes$"):
+    with pytest.raises(DataError, match=r"set_class_depth\(1\) gives 2 classes$"):
         open_source(alphabets)
 
 
@@ -72,7 +72,7 @@ def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
     for index in range(10):
         image, label = source[index]
         assert image.decode() == source.class_names[label]
-    with pytest.raises(DataError, match=r"latin/a holds images above .* depth 3; .*class_depth\(2\)"):
+    with pytest.raises(DataError, match=r"latin/a contains images above .* depth 3; .*class_depth\(2\)"):
         open_source(alphabets, class_depth=3)
 
 
@@ -80,7 +80,7 @@ def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
     ("file", "text"),
     [("map.json", '{"a": 10, "b": 5, "c": 0}'), ("map.txt", "a\t10\r\nb\t5\n\nc\t0\n")],
 )
-def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
+def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
     (tmp_path / file).write_text(text)
     source = ImageFolderSource(folder, tmp_path / file, class_depth=1)
     assert source.labels().tolist() == [10, 5, 5]
@@ -96,7 +96,7 @@ def test_a_label_map_gives_the_ids(folder, tmp_path, file, text):
         ("map.json", "{", "not valid"),
         ("map.json", "[" * 100_000, "not valid"),
         ("map.txt", "a 1\n", "map.txt:1: expected 'name<TAB>id'"),
-        ("map.txt", "a\t1\na\t2\n", "map.txt:2: the name 'a' comes a second time"),
+        ("map.txt", "a\t1\na\t2\n", "map.txt:2: the name 'a' is repeated"),
     ],
 )
 def test_a_bad_label_map_is_refused(folder, tmp_path, file, text, message):
@@ -123,19 +123,19 @@ def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
         ImageFolderSource(folder)
 
 
-def test_open_source_tells_the_layouts_apart(folder):
+def test_open_source_distinguishes_the_layouts(folder):
     assert isinstance(open_source(folder, class_depth=1), ImageFolderSource)
     (folder / "label.txt").write_text("a/1.jpg 0\n")
     assert isinstance(open_source(str(folder)), LabelFileSource)
 
 
-def test_a_folder_of_no_known_layout_is_refused_with_the_layouts(tmp_path):
+def test_a_folder_of_unknown_layout_is_refused_with_a_list_of_layouts(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "forgotten" / "images").mkdir(parents=True)
     (tmp_path / "file").write_text("x")
     (tmp_path / "bare" / "a").mkdir(parents=True)
     for name in ("empty", "forgotten", "file", "missing"):
-        with pytest.raises(DataError, match=r"label\.txt .*folder of images for each class"):
+        with pytest.raises(DataError, match=r"label\.txt .*folder of images per class"):
             open_source(tmp_path / name)
     with pytest.raises(DataError, match="no images"):
         open_source(tmp_path / "bare")

@@ -48,7 +48,7 @@ def index_file(data: Path) -> Path:
     return found
 
 
-def test_the_second_time_nothing_is_built_and_the_arrays_are_equal(data):
+def test_an_existing_index_is_reused(data):
     build = Builder()
     first, second = load_or_build([data], "test-1", build), load_or_build([data], "test-1", build)
     assert build.calls == 1
@@ -80,7 +80,7 @@ def test_a_pickle_whose_index_was_replaced_is_refused(data):
     text = pickle.dumps(load_or_build([data], "test-1", Builder())["starts"])
     data.write_bytes(b"other content")
     load_or_build([data], "test-1", Builder())
-    with pytest.raises(DataError, match="changed while it was in use"):
+    with pytest.raises(DataError, match="changed while in use"):
         pickle.loads(text)
 
 
@@ -93,14 +93,14 @@ def change_time(data: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_size, change_time])
-def test_a_changed_file_is_noticed(data, change):
+def test_a_changed_file_is_detected(data, change):
     build = Builder()
     load_or_build([data], "test-1", build)
     change(data)
     assert load_or_build([data], "test-1", build)["starts"][1] == 2
 
 
-def test_another_kind_or_another_list_of_files_has_an_index_of_its_own(data):
+def test_each_kind_and_list_of_files_has_its_own_index(data):
     other = data.with_name("other.txt")
     other.write_bytes(b"x")
     build = Builder()
@@ -111,7 +111,7 @@ def test_another_kind_or_another_list_of_files_has_an_index_of_its_own(data):
     assert build.calls == 5
 
 
-def test_a_folder_that_was_moved_keeps_its_index(data):
+def test_a_moved_folder_keeps_its_index(data):
     build = Builder()
     load_or_build([data], "test-1", build)
     moved = data.parent.rename(data.parent.with_name("moved"))
@@ -119,7 +119,7 @@ def test_a_folder_that_was_moved_keeps_its_index(data):
     assert build.calls == 1
 
 
-def test_no_bit_flip_or_truncation_is_believed(data):
+def test_every_bit_flip_or_truncation_of_an_index_is_detected(data):
     expected = Builder()()
     load_or_build([data], "test-1", Builder())
     path = index_file(data)
@@ -137,7 +137,7 @@ def test_no_bit_flip_or_truncation_is_believed(data):
         del found
 
 
-def test_random_bytes_and_foreign_headers_are_built_again(data):
+def test_an_index_of_random_bytes_or_invalid_headers_is_rebuilt(data):
     load_or_build([data], "test-1", Builder())
     path = index_file(data)
     rng = np.random.default_rng(1)
@@ -147,7 +147,7 @@ def test_random_bytes_and_foreign_headers_are_built_again(data):
         assert load_or_build([data], "test-1", Builder())["starts"][1] == 1
 
 
-def test_a_missing_data_file_is_named(tmp_path):
+def test_a_missing_data_file_is_reported_by_name(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt does not exist"):
         load_or_build([tmp_path / "gone.txt"], "test-1", Builder())
 
@@ -157,7 +157,7 @@ def test_a_file_that_grows_while_its_index_is_built_is_refused(data):
         change_size(data)
         return Builder()()
 
-    with pytest.raises(DataError, match="changed while its index was built"):
+    with pytest.raises(DataError, match="changed while being indexed"):
         load_or_build([data], "test-1", build)
     assert not list(data.parent.glob(".*.plsc-index"))
 
@@ -184,7 +184,7 @@ def _without_rights(data: Path, cache: Path, results: multiprocessing.Queue) -> 
 
 
 @pytest.mark.parametrize(("writable_cache", "calls"), [(True, 1), (False, 2)])
-def test_a_folder_that_cannot_be_written_is_no_obstacle(data, cache, writable_cache, calls):
+def test_a_read_only_data_folder_is_supported(data, cache, writable_cache, calls):
     cache.mkdir()
     cache.chmod(0o777 if writable_cache else 0o555)
     data.parent.chmod(0o555)
@@ -210,7 +210,7 @@ def _build_and_check(data: Path, barrier: multiprocessing.Barrier) -> None:
     assert np.array_equal(found["numbers"], np.arange(300_000))
 
 
-def test_many_processes_may_build_it_at_once(data):
+def test_many_processes_may_build_an_index_concurrently(data):
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)
     processes = [context.Process(target=_build_and_check, args=(data, barrier)) for _ in range(4)]

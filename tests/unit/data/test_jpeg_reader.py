@@ -18,7 +18,7 @@ def test_the_list_holds_paths_and_labels_in_file_order(label_folder):
     assert found == [(str(folder / f"images/{i}.jpg"), i % 3) for i in range(4)]
 
 
-def test_arc_train_yields_each_image_once_shuffled_normalised_and_mirrored_at_random(label_folder):
+def test_arc_train_yields_each_image_once_shuffled_normalised_and_randomly_mirrored(label_folder):
     folder = label_folder(12, classes=12)
     reader = jpeg_reader.arc_train(folder, 12, image_shape=(3, 24, 20))
     random.seed(0)
@@ -41,7 +41,7 @@ def test_arc_train_refuses_a_label_outside_the_classes(label_folder):
         jpeg_reader.arc_train(label_folder(4, classes=3), 2)
 
 
-def test_pair_files_are_loaded_plain_and_flipped(tmp_path):
+def test_pair_files_are_loaded_with_and_without_flip(tmp_path):
     images = [encode(smooth_picture(i), "PNG") for i in range(4)]
     for name in ("lfw", "cfp_fp"):
         write_pairs(tmp_path / f"{name}.bin", images, np.array([True, False]))
@@ -63,7 +63,7 @@ def test_a_missing_pair_file_or_no_name_is_refused(tmp_path):
         jpeg_reader.test(tmp_path, " , ")
 
 
-def test_a_bad_image_in_a_pair_file_is_named_by_its_number(tmp_path):
+def test_a_bad_image_in_a_pair_file_is_reported_with_its_number(tmp_path):
     images = [encode(smooth_picture(0), "PNG"), b"not an image"]
     write_pairs(tmp_path / "lfw.bin", images, np.array([True]))
     with pytest.raises(DataError, match=r"image 1 of .*lfw\.bin: is not a readable image"):

@@ -30,7 +30,7 @@ GOOD = '{"image": "a.jpg", "label": 4}'
     "text",
     [f"{GOOD}\n{GOOD}\n", f"\ufeff{GOOD}\r\n\r\n{GOOD}", f"\n\n {GOOD} \n\n{GOOD}\n\n"],
 )
-def test_blank_lines_and_line_ends_do_not_matter(tmp_path, text):
+def test_blank_lines_and_line_ends_are_accepted(tmp_path, text):
     source = JsonLinesSource(write(tmp_path, text))
     assert [source[i] for i in range(len(source))] == [(b"a.jpg", 4)] * 2
 
@@ -49,23 +49,23 @@ def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "is of type list; expected an object"),
         ("null", "is missing; expected an object"),
         ('{"image": "a.jpg"}', "the label 'label' is missing"),
         ('{"image": "a.jpg", "label": null}', "the label 'label' is missing"),
         ('{"image": "a.jpg", "label": 1.0}', "the label 'label' is of type float"),
         ('{"image": "a.jpg", "label": true}', "the label 'label' is of type bool"),
-        ('{"image": "a.jpg", "label": NaN}', "is no JSON"),
+        ('{"image": "a.jpg", "label": NaN}', "is not JSON"),
         ('{"image": "a.jpg", "label": [1]}', "the label 'label' is of type list"),
         ('{"image": "a.jpg", "label": -3}', "0 or more, got '-3'"),
         ('{"image": "a.jpg", "label": ""}', "the label is missing"),
-        ('{"image": "a.jpg", "label": %s}' % ("9" * 5000), "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        (b'{"image": "\xff"}', "is no JSON"),
+        ('{"image": "a.jpg", "label": %s}' % ("9" * 5000), "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (b'{"image": "\xff"}', "is not JSON"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
+def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
     data = line.encode() if isinstance(line, str) else line
     text = GOOD.encode() + b"\n\n" + data + b"\n" + GOOD.encode()
     with pytest.raises(DataError, match=r"train\.jsonl:3: ") as caught:
@@ -74,7 +74,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
 
 
 @pytest.mark.parametrize("image", ["null", "3", '["a.jpg"]'])
-def test_an_image_that_is_no_text_is_named_when_it_is_read(tmp_path, image):
+def test_an_image_that_is_not_a_string_is_reported_when_it_is_read(tmp_path, image):
     source = JsonLinesSource(write(tmp_path, f'{GOOD}\n{{"image": {image}, "label": 1}}'))
     with pytest.raises(DataError, match=r"train\.jsonl:2: 'image' is .*; expected a path or base64"):
         source[1]
@@ -94,7 +94,7 @@ values = st.recursive(
 
 
 @given(st.lists(values, max_size=5))
-def test_any_label_is_read_or_refused(tmp_path_factory, labels):
+def test_every_label_is_read_or_refused(tmp_path_factory, labels):
     folder = tmp_path_factory.mktemp("json")
     rows = [{"image": "a.jpg", "label": label} for label in [0, *labels]]
     path = write(folder, "\n".join(map(json.dumps, rows)))

@@ -36,19 +36,19 @@ def entries(source: LabelFileSource) -> list[tuple[str, int]]:
         "images/x/../a.jpg 3\nimages/b.jpg 04\n",
     ],
 )
-def test_blanks_line_ends_and_byte_order_marks_do_not_matter(tmp_path, content):
+def test_blanks_line_ends_and_byte_order_marks_are_accepted(tmp_path, content):
     source = LabelFileSource(write(tmp_path, content, "images/a.jpg"))
     assert entries(source) == [("images/a.jpg", 3), ("images/b.jpg", 4)]
     assert source[0] == (b"images/a.jpg", 3)
 
 
-def test_a_path_may_hold_spaces_and_letters_of_any_kind(tmp_path):
+def test_a_path_may_contain_spaces_and_any_letters(tmp_path):
     name = "images/été  на 1.jpg"
     source = LabelFileSource(write(tmp_path, f"{name} 7\n", name))
     assert source[0] == (name.encode(), 7)
 
 
-def test_a_path_that_is_not_unicode_is_read_and_named_in_one_printable_line(tmp_path):
+def test_a_path_that_is_not_unicode_is_read_and_has_a_printable_name(tmp_path):
     source = LabelFileSource(write(tmp_path, b"a\xff\x1b[2J.jpg 1\n"))
     (tmp_path / "x").write_bytes(b"data")
     (tmp_path / "x").rename(source.path(0))
@@ -56,7 +56,7 @@ def test_a_path_that_is_not_unicode_is_read_and_named_in_one_printable_line(tmp_
     assert source.name(0) == r"a\xff\x1b[2J.jpg (label.txt:1)"
 
 
-def test_paths_below_images_are_found_and_named_so(tmp_path):
+def test_paths_below_images_are_found_and_named(tmp_path):
     source = LabelFileSource(write(tmp_path, "a.jpg 1\nb.jpg 2\n", "images/a.jpg"))
     assert source[0] == (b"images/a.jpg", 1)
     assert source.name(1) == "images/b.jpg (label.txt:2)"
@@ -72,20 +72,20 @@ def test_a_name_counts_the_blank_lines_before_it(tmp_path):
     [
         ("images/a.jpg", "label is missing"),
         ("images/a.jpg -1", "0 or more, got '-1'"),
-        ("images/a.jpg one", "whole number, got 'one'"),
-        ("images/a.jpg 1.5", "whole number, got '1.5'"),
-        ("images/a.jpg 1_0", "whole number"),
-        ("images/a.jpg ٣", "whole number"),
+        ("images/a.jpg one", "integer, got 'one'"),
+        ("images/a.jpg 1.5", "integer, got '1.5'"),
+        ("images/a.jpg 1_0", "integer"),
+        ("images/a.jpg ٣", "integer"),
         ("images/a.jpg 9999999999999999999", "too large"),
         ("../a.jpg 1", "leaves the dataset folder"),
         ("images/../../a.jpg 1", "leaves the dataset folder"),
         (".. 1", "leaves the dataset folder"),
         ("/etc/passwd 1", "relative to the dataset folder"),
         ("a\0.jpg 1", "zero byte"),
-        ("x" * 9000 + " 1", "bytes long"),
+        ("x" * 9000 + " 1", "bytes"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
+def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
     folder = write(tmp_path, f"good.jpg 0\n\n{line}\n")
     with pytest.raises(DataError, match=r"label\.txt:3\b") as caught:
         LabelFileSource(folder)
@@ -95,7 +95,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
 
 @pytest.mark.parametrize("content", ["", "\n\n", "\ufeff", "  \r\n"])
 def test_an_empty_file_is_refused(tmp_path, content):
-    with pytest.raises(DataError, match=r"label\.txt holds no samples"):
+    with pytest.raises(DataError, match=r"label\.txt contains no samples"):
         LabelFileSource(write(tmp_path, content))
 
 
@@ -105,7 +105,7 @@ def test_a_label_file_that_cannot_be_read_is_refused(tmp_path):
         LabelFileSource(tmp_path)
 
 
-def test_a_missing_image_is_named_with_its_line_when_it_is_read(tmp_path):
+def test_a_missing_image_is_reported_with_its_line_when_it_is_read(tmp_path):
     source = LabelFileSource(write(tmp_path, "images/a.jpg 0\nimages/b.jpg 0\n", "images/a.jpg"))
     with pytest.raises(DataError, match=r"images/b\.jpg \(label\.txt:2\): the image file is missing"):
         source[1]
@@ -114,12 +114,12 @@ def test_a_missing_image_is_named_with_its_line_when_it_is_read(tmp_path):
 def test_a_huge_file_is_refused_without_reading_it(tmp_path):
     source = LabelFileSource(write(tmp_path, "a.jpg 0\n"))
     with (tmp_path / "a.jpg").open("wb") as file:
-        file.truncate(2**40)  # sparse: reading it would end in MemoryError
+        file.truncate(2**40)  # sparse: reading it would cause a MemoryError
     with pytest.raises(DataError, match=r"a\.jpg .*1099511627776 bytes, over the limit"):
         source[0]
 
 
-def test_the_first_label_out_of_range_is_named_with_what_to_do(tmp_path):
+def test_the_first_label_out_of_range_is_reported_with_advice(tmp_path):
     source = LabelFileSource(write(tmp_path, "a 0\nb 85741\nc 85742\nd 85743\n"))
     check_labels(source, 85744)
     with pytest.raises(DataError) as caught:
@@ -137,4 +137,4 @@ def test_a_line_takes_little_more_memory_than_its_text(tmp_path):
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(source) == count
-    assert held / count < 17 + 8 + 8 + 12  # path, offset, label, spare room of growing buffers
+    assert held / count < 17 + 8 + 8 + 12  # path, offset, label, spare capacity of growing buffers

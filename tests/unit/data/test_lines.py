@@ -12,8 +12,8 @@ from plsc.data.lines import BOM, MAX_LINE_BYTES, Buffers, LineReader, parse_line
 from plsc.errors import DataError
 
 
-def read_naively(data: bytes) -> list[tuple[int, bytes, int]]:
-    """(line number, content, label) of each sample; ValueError for a bad line."""
+def read_reference(data: bytes) -> list[tuple[int, bytes, int]]:
+    """Return (line number, content, label) of each sample; ValueError for a bad line."""
     found = []
     data = data.removeprefix(BOM)
     for number, line in enumerate(data.split(b"\n"), start=1):
@@ -56,12 +56,12 @@ ends = st.sampled_from([b"\n", b"\n", b"\r\n"])
     st.lists(st.tuples(any_line, ends), max_size=12), st.booleans(), st.booleans(),
     st.sampled_from([100, 128, 1000]),
 )  # fmt: skip
-def test_any_lines_are_read_as_the_naive_reader_does(pairs, has_bom, is_cut, block):
+def test_lines_are_read_as_the_reference_implementation_does(pairs, has_bom, is_cut, block):
     data = b"".join(line + end for line, end in pairs)
     data = BOM * has_bom + (data.removesuffix(b"\n") if is_cut else data)
     expected = problem = None
     try:
-        expected = read_naively(data)
+        expected = read_reference(data)
     except ValueError as error:
         problem = str(error)
     if problem is None:
@@ -75,11 +75,11 @@ def test_any_lines_are_read_as_the_naive_reader_does(pairs, has_bom, is_cut, blo
 @given(st.lists(st.tuples(good_line, ends), max_size=12), st.integers(1, 64))
 def test_blocks_shorter_than_lines_give_the_same_samples(pairs, block):
     data = b"".join(line + end for line, end in pairs)
-    assert read(data, block) == read_naively(data)
+    assert read(data, block) == read_reference(data)
 
 
 @given(st.lists(st.tuples(any_line, ends), max_size=12), st.sampled_from([100, 128, 1000]))
-def test_skipping_leaves_out_the_bad_lines_alone(pairs, block):
+def test_skipping_leaves_out_only_the_bad_lines(pairs, block):
     expected = []
     for number, (line, _) in enumerate(pairs, start=1):
         line = line.removesuffix(b"\r")
@@ -98,23 +98,23 @@ def test_skipping_leaves_out_the_bad_lines_alone(pairs, block):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"QUJD 5", r"there is no tab in 'QUJD 5'"),
-        (b"QUJD\tx", "a label must be a whole number, got 'x'"),
-        (b"QUJD\tnan", "a label must be a whole number, got 'nan'"),
-        (b"QUJD\t1.0", "a label must be a whole number, got '1.0'"),
+        (b"QUJD 5", r"a line without a tab: 'QUJD 5'"),
+        (b"QUJD\tx", "a label must be an integer, got 'x'"),
+        (b"QUJD\tnan", "a label must be an integer, got 'nan'"),
+        (b"QUJD\t1.0", "a label must be an integer, got '1.0'"),
         (b"QUJD\t-1", "a label must be 0 or more, got '-1'"),
         (b"QUJD\t1234567890123456789", "the label is too large"),
         (b"\t5", "nothing before the tab"),
-        (b"QUJD\t", "there is no tab"),
-        (b"\x00\x01\x02", r"there is no tab in '\\x00\\x01\\x02'"),
+        (b"QUJD\t", "a line without a tab"),
+        (b"\x00\x01\x02", r"a line without a tab: '\\x00\\x01\\x02'"),
     ],
 )
-def test_a_bad_line_is_named_by_file_and_line(line, problem):
+def test_a_bad_line_is_reported_with_file_and_line(line, problem):
     with pytest.raises(DataError, match=rf"a\.txt:3: .*{problem}"):
         read(b"QUJD\t1\n\n" + line + b"\nQUJD\t2\n", 1000)
 
 
-def test_a_line_longer_than_that_of_the_largest_image_is_refused_in_bounded_memory():
+def test_a_too_long_line_is_refused_in_bounded_memory():
     class Endless(io.RawIOBase):
         given = 0
 
@@ -124,18 +124,18 @@ def test_a_line_longer_than_that_of_the_largest_image_is_refused_in_bounded_memo
             return len(buffer)
 
     stream = Endless()
-    with pytest.raises(DataError, match=r"a\.txt:1: the line is over \d+ bytes long"):
+    with pytest.raises(DataError, match=r"a\.txt:1: the line is longer than \d+ bytes"):
         for _ in LineReader(stream, "a.txt", Buffers(1, 2**20)):
             pass
     assert stream.given < MAX_LINE_BYTES + 2**22
 
 
-def test_a_line_too_long_can_be_skipped(monkeypatch):
+def test_a_too_long_line_can_be_skipped(monkeypatch):
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 5000)
     data = b"QUJD\t1\n" + b"A" * 9000 + b"\t7\nQUJD\t2\n"
     for block in (64, 20_000):
         assert [label for *_, label in read(data, block, skip_bad=True)] == [1, 2]
 
 
-def test_the_longest_line_holds_the_largest_image_that_is_decoded():
+def test_the_longest_line_fits_the_largest_image():
     assert -(-MAX_FILE_BYTES // 3) * 4 + len("\t") + 18 <= MAX_LINE_BYTES

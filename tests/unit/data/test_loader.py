@@ -45,7 +45,7 @@ def same(left: list[Batch], right: list[Batch]) -> bool:
     )
 
 
-def test_batches_hold_the_images_labels_and_names_of_the_plan(label_folder):
+def test_batches_have_the_images_labels_and_names_of_the_plan(label_folder):
     source = open_source(label_folder(10))
     batches = loader(source, augmentation=PLAIN)
     assert batches.steps_per_epoch == 3
@@ -58,7 +58,7 @@ def test_batches_hold_the_images_labels_and_names_of_the_plan(label_folder):
         assert batch.skipped == 0
 
 
-def test_ranks_together_read_what_one_rank_reads_with_the_same_flips(label_folder):
+def test_all_ranks_together_read_the_same_samples_and_flips_as_one_rank(label_folder):
     source = open_source(label_folder(11))
     whole = list(loader(source, batch=4).epoch(1))
     parts = [list(loader(source, batch=4, rank=r, ranks=3).epoch(1)) for r in range(3)]
@@ -75,7 +75,7 @@ def test_a_rank_without_samples_gets_an_empty_batch(label_folder):
     assert batch.labels.shape == (0,)
 
 
-def test_a_small_set_is_padded_by_repeats(label_folder):
+def test_a_small_dataset_is_padded_by_repeats(label_folder):
     source = open_source(label_folder(3))
     (batch,) = loader(source, batch=8, last_batch="pad").epoch(0)
     assert len(batch) == 8
@@ -87,7 +87,7 @@ def add_noise(image: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transform", [None, add_noise])
-def test_worker_processes_change_nothing_in_any_epoch(label_folder, transform):
+def test_worker_processes_do_not_change_batches(label_folder, transform):
     source = open_source(label_folder(9))
     alone = loader(source, batch=2, transform=transform)
     helped = loader(source, batch=2, transform=transform, kind="processes", num_workers=2)
@@ -96,7 +96,7 @@ def test_worker_processes_change_nothing_in_any_epoch(label_folder, transform):
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_an_epoch_left_early_does_not_disturb_the_next(label_folder, kind, num_workers):
+def test_stopping_an_epoch_early_does_not_change_the_next(label_folder, kind, num_workers):
     source = open_source(label_folder(9))
     expected = list(loader(source, batch=1).epoch(4, start_step=3))
     used = loader(source, batch=1, kind=kind, num_workers=num_workers)
@@ -104,7 +104,7 @@ def test_an_epoch_left_early_does_not_disturb_the_next(label_folder, kind, num_w
     assert same(list(used.epoch(4, start_step=3)), expected)
 
 
-def test_epochs_have_other_flips(label_folder):
+def test_flips_differ_between_epochs(label_folder):
     source = open_source(label_folder(10))
 
     def by_name(epoch: int) -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ def test_epochs_have_other_flips(label_folder):
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_reading_leaves_the_global_generators_alone(label_folder):
+def test_reading_does_not_change_the_global_generators(label_folder):
     batches = loader(open_source(label_folder(4)), transform=add_noise)
     before = torch.get_rng_state()
     list(batches.epoch(0))
@@ -127,7 +127,7 @@ def test_reading_leaves_the_global_generators_alone(label_folder):
 
 @pytest.fixture
 def damaged(label_folder, hostile_images) -> Path:
-    """The first images are bad, each in its way; the last two are good."""
+    """The first images are bad, each in another way; the last two are good."""
     folder = label_folder(len(hostile_images) + 5)
     for index, data in enumerate(hostile_images.values()):
         (folder / f"images/{index}.jpg").write_bytes(data)
@@ -143,7 +143,7 @@ def damaged(label_folder, hostile_images) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_skip_leaves_bad_images_out_counts_and_names_them(damaged, kind, num_workers):
+def test_skip_leaves_out_counts_and_names_bad_images(damaged, kind, num_workers):
     source = open_source(damaged)
     skipping = loader(source, bad_images="skip", kind=kind, num_workers=num_workers)
     batches = list(skipping.epoch(0))
@@ -157,7 +157,7 @@ def test_skip_leaves_bad_images_out_counts_and_names_them(damaged, kind, num_wor
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_stop_names_the_bad_image_and_its_line_in_one_line(label_folder, kind, num_workers):
+def test_stop_reports_the_bad_image_and_its_line(label_folder, kind, num_workers):
     folder = label_folder(5)
     (folder / "images/3.jpg").write_bytes((folder / "images/3.jpg").read_bytes()[:200])
     batches = loader(open_source(folder), batch=2, kind=kind, num_workers=num_workers)
@@ -166,7 +166,7 @@ def test_stop_names_the_bad_image_and_its_line_in_one_line(label_folder, kind, n
     assert "\n" not in str(caught.value)
 
 
-def test_a_transform_s_fault_is_never_skipped(label_folder):
+def test_an_error_of_a_transform_is_never_skipped(label_folder):
     source = open_source(label_folder(3))
     batches = loader(source, bad_images="skip", transform=lambda image: image[:1])
     with pytest.raises(DataError, match="must keep the shape"):
@@ -180,13 +180,13 @@ def test_float_images_of_a_dataset_stay_float():
     assert batch.images[:, 0, 0, 0].tolist() == batch.labels.tolist()
 
 
-def test_a_mixture_of_floats_and_bytes_is_refused():
+def test_mixed_float_and_uint8_images_are_refused():
     items = [(torch.zeros(SHAPE), 0), (np.zeros((24, 20, 3), dtype=np.uint8), 1)]
-    with pytest.raises(DataError, match="make them one"):
+    with pytest.raises(DataError, match="convert them to one type"):
         list(loader(TorchDatasetSource(items)).epoch(0))
 
 
-def test_bytes_are_normalised_and_floats_are_not():
+def test_uint8_images_are_normalised_and_floats_are_not():
     images = torch.tensor([[[[0, 127, 128, 255]]]], dtype=torch.uint8)
     assert to_input(images, "cpu").flatten().tolist() == [(x - 127.5) / 128 for x in (0, 127, 128, 255)]
     floats = torch.tensor([0.0, 300.0])
@@ -208,7 +208,7 @@ batches = SourceLoader(
 )
 count = 0
 for batch in batches.epoch(0):
-    if count == 0:  # the first worker runs by now, the second may be starting
+    if count == 0:  # the first worker is running, the second may be starting
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: signals.append(number))
         print("ready", flush=True)
@@ -242,7 +242,7 @@ class DiesAtOne:
         return torch.zeros(SHAPE), 0
 
 
-def test_a_worker_that_dies_ends_in_one_line():
+def test_a_dead_worker_gives_a_one_line_error():
     batches = loader(TorchDatasetSource(DiesAtOne()), batch=1, num_workers=1)
     with pytest.raises(DataError, match="a data worker process died") as caught:
         list(batches.epoch(0))
@@ -254,7 +254,7 @@ EVERYTHING = Augmentation(crop_padding=2, low_resolution=0.5, colour=(0.3, 0.3, 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING[1:])
 @pytest.mark.parametrize("bad_images", ["skip", "replace"])
-def test_threads_and_processes_of_any_number_give_equal_batches(damaged, kind, num_workers, bad_images):
+def test_batches_do_not_depend_on_the_kind_and_number_of_workers(damaged, kind, num_workers, bad_images):
     source = open_source(damaged)
     options = {"batch": 3, "augmentation": EVERYTHING, "bad_images": bad_images}
     if bad_images == "replace":
@@ -281,7 +281,7 @@ def test_images_of_another_size_and_format_are_the_same_in_threads_and_processes
     )
 
 
-def test_a_batch_that_is_kept_stays_as_it_was(label_folder):
+def test_a_batch_that_is_kept_does_not_change(label_folder):
     source = open_source(label_folder(30))
     reading = loader(source, batch=2, num_workers=2)
     kept, copies = [], []
@@ -292,12 +292,12 @@ def test_a_batch_that_is_kept_stays_as_it_was(label_folder):
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
 
 
-def test_memory_of_batches_is_used_again(label_folder):
+def test_memory_of_batches_is_reused(label_folder):
     source = open_source(label_folder(40))
     reading = loader(source, batch=2, num_workers=2)
     addresses = [batch.images.data_ptr() for batch in reading.epoch(0)]
     assert len(addresses) == 20
-    assert len(set(addresses)) <= 8  # those ahead, those in work, the one in use
+    assert len(set(addresses)) <= 8  # prefetched, in work, and in use
 
 
 def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):
@@ -313,9 +313,7 @@ def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_replacement_keeps_the_batch_full_and_is_a_function_of_seed_epoch_and_index(
-    label_folder, kind, num_workers
-):
+def test_replacements_fill_the_batch_and_depend_only_on_seed_epoch_and_index(label_folder, kind, num_workers):
     folder = label_folder(12)
     for index in (2, 5, 7):
         (folder / f"images/{index}.jpg").write_bytes(b"\xff\xd8 no jpeg")
@@ -343,17 +341,17 @@ def test_replacement_keeps_the_batch_full_and_is_a_function_of_seed_epoch_and_in
     assert standing_in[:3] != standing_in[3:]
 
 
-def test_when_all_samples_are_bad_replacing_them_ends_in_one_line(label_folder):
+def test_when_all_samples_are_bad_replacing_them_gives_a_one_line_error(label_folder):
     folder = label_folder(6)
     for index in range(6):
         (folder / f"images/{index}.jpg").unlink()
-    with pytest.raises(DataError, match="is bad, and so are 16 samples drawn") as caught:
+    with pytest.raises(DataError, match="is bad, and so are its 16 replacements") as caught:
         list(loader(open_source(folder), bad_images="replace").epoch(0))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("policy", "skipped"), [("skip", 4), ("replace", 0)])
-def test_a_label_outside_the_classes_is_a_bad_sample_of_its_own_kind(label_folder, policy, skipped):
+def test_a_label_out_of_range_is_a_bad_sample_of_kind_label(label_folder, policy, skipped):
     source = open_source(label_folder(12))  # labels 0, 1, 2 in turn
     batches = list(loader(source, bad_images=policy, class_num=2).epoch(0))
     assert sum(batch.skipped for batch in batches) == skipped
@@ -363,14 +361,14 @@ def test_a_label_outside_the_classes_is_a_bad_sample_of_its_own_kind(label_folde
         list(loader(source, class_num=2).epoch(0))
 
 
-def test_bad_samples_are_told_by_kind(damaged):
+def test_bad_samples_have_their_kind(damaged):
     batches = loader(open_source(damaged), bad_images="skip").epoch(0)
     kinds = {problem.kind for batch in batches for problem in batch.problems}
     assert kinds == {"undecodable", "missing", "empty", "too large", "unreadable"}
 
 
 class Noisy:
-    """A dataset with random draws of its own, as torchvision's with transforms have."""
+    """A dataset with random transforms, as those of torchvision."""
 
     targets = tuple(range(9))
 
@@ -382,7 +380,7 @@ class Noisy:
         return noise, index
 
 
-def test_what_a_dataset_draws_depends_on_sample_and_epoch_alone():
+def test_random_numbers_of_a_dataset_depend_only_on_sample_and_epoch():
     source = TorchDatasetSource(Noisy())
     alone = loader(source, batch=2)
     helped = loader(source, batch=4, num_workers=2)
@@ -403,14 +401,14 @@ def test_what_a_dataset_draws_depends_on_sample_and_epoch_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_kind_of_loader_is_chosen_by_what_the_pipeline_holds(label_folder):
+def test_the_kind_of_loader_is_chosen_from_the_pipeline(label_folder):
     files = open_source(label_folder(3))
     assert loader(files, num_workers=2).kind == "threads"
     assert loader(files, num_workers=2, transform=add_noise).kind == "processes"
     own = loader(TorchDatasetSource(Noisy()), num_workers=2)
     assert own.kind == "processes"
-    assert own.describe() == "data: 2 processes a rank read ahead, for the Dataset of your own"
-    assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process a")
+    assert own.describe() == "data: 2 processes per rank prefetch batches, because of your Dataset"
+    assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process per rank")
     with pytest.raises(OptionError, match="which threads share"):
         loader(files, kind="threads", num_workers=2, transform=add_noise)
     loader(files, kind="threads", num_workers=0, transform=add_noise)
@@ -424,7 +422,7 @@ class Buggy(Noisy):
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_a_dataset_s_own_exception_keeps_its_type_and_traceback(kind, num_workers):
+def test_exceptions_of_a_dataset_keep_type_and_traceback(kind, num_workers):
     batches = loader(TorchDatasetSource(Buggy()), kind=kind, num_workers=num_workers)
     with pytest.raises(KeyError, match="a mistake of mine") as caught:
         list(batches.epoch(0))

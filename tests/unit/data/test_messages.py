@@ -1,4 +1,4 @@
-"""What a stranger is told of data that cannot be used: what it is, where, and what to do."""
+"""Messages about unusable data: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ def tar(label: str = "cls") -> bytes:
 
 
 ROW = '{"image": "a.jpg", "label": 1}\n'
-WRITE = "copy or write it anew"
+WRITE = "copy or write it again"
 CASES = [
-    # name, content, what is said: of the file, and what to do
-    ("a.parquet", parquet()[:500], " is damaged, or no Parquet file (", WRITE),
-    ("a.parquet", b"hello", " is damaged, or no Parquet file (", WRITE),
+    # name, content, expected message: about the file, and what to do
+    ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", WRITE),
+    ("a.parquet", b"hello", " is damaged or not a Parquet file (", WRITE),
     ("a.tar", tar()[:514], " is truncated in '1.jpg'", WRITE),
-    ("a.tar", tar()[:1500], " is truncated, damaged, compressed or no tar (", WRITE),
-    ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or no tar (", WRITE),
+    ("a.tar", tar()[:1500], " is truncated, damaged, compressed or not a tar (", WRITE),
+    ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or not a tar (", WRITE),
     ("a.tar", tar("txt"), ":1 has no label: no .cls", "label_column"),
-    ("a.jsonl", ROW + '{"image": "a', ":2: is no JSON (", "one object per line; fix the line"),
+    ("a.jsonl", ROW + '{"image": "a', ":2: is not JSON (", "one object per line; fix the line"),
     ("a.jsonl", ROW + '{"image": "a"}', ":2: the label 'label' is missing", "fix the line"),
-    ("a.jsonl", '{"image":\n' + ROW, ": the first line is no JSON (", "fix the line"),
-    ("a.csv", b"\xff,label\n1,2\n", ": the first line is no UTF-8", "fix the line"),
+    ("a.jsonl", '{"image":\n' + ROW, ": the first line is not JSON (", "fix the line"),
+    ("a.csv", b"\xff,label\n1,2\n", ": the first line is not UTF-8", "fix the line"),
     (
         "mk.py",
         "print()\n",
-        " is no set of images: no format has files with the suffix .py",
+        " is not a dataset: no format has files with the suffix .py",
         ".parquet",
     ),
-    ("LICENSE", "text", " is no set of images: no format has files without a suffix", "label.txt"),
-    ("label.txt", "a.jpg 1\n", " lists a set; give the folder that it is in", "label.txt"),
+    ("LICENSE", "text", " is not a dataset: no format has files without a suffix", "label.txt"),
+    ("label.txt", "a.jpg 1\n", " is a file list; give the folder that contains it", "label.txt"),
     ("gone", None, " does not exist", "expected a folder with label.txt"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "problem", "advice"), CASES)
-def test_what_is_wrong_with_a_set_is_told_with_its_place_and_what_to_do(
+def test_errors_about_a_dataset_name_the_location_and_what_to_do(
     tmp_path, capsys, name, content, problem, advice
 ):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert main(["data", "inspect", str(path)]) == 1
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert f"error: {path}{problem}" in said.replace("\\n", "")
-    assert advice in said
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"error: {path}{problem}" in error.replace("\\n", "")
+    assert advice in error

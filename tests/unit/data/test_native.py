@@ -1,4 +1,4 @@
-"""What is read by one call is what each file, and each range, gives by itself."""
+"""Reading many files or ranges in one call equals reading each of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def jpeg_bytes(shade: int) -> bytes:
 
 
 @needs_library
-def test_files_that_are_no_plain_full_files_are_left_to_the_plain_way(tmp_path):
+def test_files_that_are_not_plain_or_empty_are_left_to_python(tmp_path):
     (tmp_path / "a").write_bytes(b"first")
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "folder").mkdir()
@@ -68,7 +68,7 @@ def test_files_that_are_no_plain_full_files_are_left_to_the_plain_way(tmp_path):
 
 
 @needs_library
-def test_more_than_the_memory_holds_is_read_by_several_calls(tmp_path, monkeypatch):
+def test_more_than_the_buffer_is_read_by_several_calls(tmp_path, monkeypatch):
     buffer = np.empty(100, np.uint8)
     monkeypatch.setattr(native._memory, "buffer", buffer, raising=False)
     contents = [bytes([65 + n]) * (n * 9 + 1) for n in range(20)]  # of 1 to 172 bytes
@@ -85,7 +85,7 @@ def test_more_than_the_memory_holds_is_read_by_several_calls(tmp_path, monkeypat
 
 
 @needs_library
-def test_ranges_outside_a_file_are_left_to_the_plain_way(tmp_path):
+def test_ranges_outside_a_file_are_left_to_python(tmp_path):
     (tmp_path / "a").write_bytes(b"0123456789")
     with (tmp_path / "a").open("rb") as file:
         numbers = np.array([file.fileno()] * 6 + [-1], np.int32)
@@ -94,14 +94,14 @@ def test_ranges_outside_a_file_are_left_to_the_plain_way(tmp_path):
         assert list(read_ranges(numbers, offsets, lengths)) == [b"3456"] + [None] * 6
 
 
-def test_without_the_library_all_is_left_to_the_plain_way(tmp_path, monkeypatch):
+def test_without_the_library_everything_is_left_to_python(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "function", lambda *_: None)
     (tmp_path / "a").write_bytes(b"first")
     assert read(tmp_path, "a", "a") == [None, None]
 
 
 @needs_library
-def test_threads_that_read_at_once_do_not_mix_their_memory(tmp_path):
+def test_concurrent_threads_use_separate_buffers(tmp_path):
     for number in range(50):
         (tmp_path / str(number)).write_bytes(bytes([number]) * 3000)
     names = [str(number) for number in range(50)]
@@ -111,9 +111,7 @@ def test_threads_that_read_at_once_do_not_mix_their_memory(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".rec", ".tar", ""])
-def test_a_bad_sample_among_those_read_together_is_named_and_replaced_as_before(
-    tmp_path, monkeypatch, suffix
-):
+def test_a_bad_sample_in_a_joint_read_is_reported_and_replaced(tmp_path, monkeypatch, suffix):
     location = str(tmp_path / f"set{suffix}")
     images = [b"no image" if n == 5 else jpeg_bytes(n) for n in range(12)]
     writer_of(location)(location, ((image, n) for n, image in enumerate(images)))
@@ -140,11 +138,11 @@ DATA = os.urandom(9000)
 
 
 @given(st.integers(0, 64), st.integers(0, 8900), st.integers(0, 2**32 - 1))
-def test_pieces_of_every_length_place_and_beginning_have_zlibs_checksum(first, length, before):
+def test_crc32_equals_zlib_for_every_length_offset_and_start_value(first, length, before):
     piece = memoryview(DATA)[first : first + length]
     assert crc32(piece, before) == zlib.crc32(piece, before)
 
 
-def test_without_the_library_it_is_zlibs_too(monkeypatch):
+def test_without_the_library_crc32_is_zlib_s(monkeypatch):
     monkeypatch.setattr(native, "function", lambda *_: None)
     assert crc32(DATA) == zlib.crc32(DATA)

@@ -1,4 +1,4 @@
-"""The C parts of reading and copying lines beside what they must do, in Python."""
+"""The C functions for reading and copying lines, compared with their Python counterparts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from plsc.data import lines as lines_module
 from plsc.data import native as native_lines
 from plsc.data.lines import MAX_LINE_BYTES, parse_line
 from plsc.data.partition import parts
-from plsc.data.partition.local import Spread
+from plsc.data.partition.local import BucketWriter
 from plsc.data.partition.order import line_keys
 from plsc.data.partition.parts import (
     LinePlaces,
     checksum,
-    checksum_plainly,
+    checksum_reference,
     copy_lines,
-    copy_lines_plainly,
+    copy_lines_reference,
 )
 
 if native_lines.library() is None:
@@ -35,7 +35,7 @@ if native_lines.library() is None:
 
 
 class Fenced:
-    """Pages between two that nobody may touch: reading past either end of the data ends the process."""
+    """Pages between two protected ones: reading past either end of the data kills the process."""
 
     def __init__(self, pages: int = 4) -> None:
         page = mmap.PAGESIZE
@@ -65,57 +65,57 @@ texts = st.one_of(
 
 
 @given(texts, st.booleans())
-def test_newlines_are_those_that_python_finds(data, at_end):
+def test_newlines_equal_those_found_by_python(data, at_end):
     array = FENCED.holding(data, at_end)
     expected = [match.start() for match in re.finditer(b"\n", data)]
     assert native_lines.find_newlines(array).tolist() == expected
 
 
-def test_more_newlines_than_one_call_finds_are_all_found():
+def test_all_newlines_are_found_by_several_calls():
     data = np.full(50_000, 10, dtype=np.uint8)
     assert native_lines.find_newlines(data).tolist() == list(range(50_000))
 
 
 @given(texts, st.booleans(), st.integers(0, 3), st.sampled_from([5, 20, MAX_LINE_BYTES]))
-def test_lines_and_labels_are_those_of_the_naive_reader(data, at_end, begin, longest):
+def test_lines_and_labels_equal_the_reference_implementation(data, at_end, begin, longest):
     array = FENCED.holding(data, at_end)
     newlines = np.flatnonzero(array == 10)
     newlines = newlines[newlines >= begin]
     if len(data) >= begin and not data.endswith(b"\n"):
         newlines = np.append(newlines, len(data))
     found, suspects = native_lines.read_lines(array, begin, newlines, 7, longest)
-    padded = np.append(array, np.uint8(0))  # where a missing newline would be
-    expected, _ = lines_module._cut_plainly(padded, begin, newlines, 7)
+    padded = np.append(array, np.uint8(0))  # position of a missing last newline
+    expected, _ = lines_module._cut_reference(padded, begin, newlines, 7)
     assert found[[0, 1, 4]].tolist() == expected[[0, 1, 4]].tolist()
     for start, end, tab, label, _ in found.T.tolist():
         if tab >= 0:
             assert parse_line(data[start:end]) == (tab - start, label)
             assert end - start <= longest
         elif end - start <= longest and re.fullmatch(rb".+\t[0-9]{1,18}", data[start:end], re.DOTALL):
-            raise AssertionError("a usual line is left to the naive reader")
+            raise AssertionError("a usual line is left to parse_line")
     assert suspects == int((found[2] < 0).sum())
 
 
 @pytest.mark.parametrize("newlines", [[5, 3], [3, 3], [-2], [11], [2**62], [-(2**62)]])
-def test_ends_of_lines_that_are_no_places_in_the_data_are_refused(newlines):
+def test_line_ends_outside_the_data_are_refused(newlines):
     data = FENCED.holding(b"QUJD\t1\nQUJ")
-    with pytest.raises(ValueError, match="do not rise within 10 bytes"):
+    with pytest.raises(ValueError, match="are not ascending positions within 10 bytes"):
         native_lines.read_lines(data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
 
 
 @given(st.binary(max_size=300), st.one_of(st.integers(0, 50), st.integers(2**18 - 99, 2**18 + 9)))
-def test_checksums_are_those_of_the_array_operations(data, offset):
+def test_checksums_equal_the_reference_implementation(data, offset):
     ours = checksum(FENCED.holding(data), offset)
-    assert ours == checksum_plainly(np.frombuffer(data, dtype=np.uint8), offset)
+    assert ours == checksum_reference(np.frombuffer(data, dtype=np.uint8), offset)
 
 
 def test_checksums_agree_over_many_blocks():
     data = np.random.default_rng(0).integers(0, 256, 1_000_003, dtype=np.uint8)
-    assert checksum(data, 262_141) == checksum_plainly(data, 262_141)
+    assert checksum(data, 262_141) == checksum_reference(data, 262_141)
 
 
 def some_places(lengths: list[int]) -> tuple[LinePlaces, list[bytes]]:
-    """Return lines of random bytes, in any order, with gaps between; and their content."""
+    """Return lines of random bytes, in random order with gaps between, and their content."""
     rng = np.random.default_rng(sum(lengths))
     sizes = np.array(lengths, np.int64)
     order = rng.permutation(len(lengths))
@@ -139,12 +139,12 @@ def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
 @pytest.mark.parametrize(
     "lengths", [[0, 1, 2, 7, 8, 9], [5000] * 200, [300_000, 1, 600_000], [262_143, 262_143], []]
 )
-def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(tmp_path, lengths, offset):
+def test_lines_are_copied_in_any_order_to_any_offset(tmp_path, lengths, offset):
     lines, contents = some_places(lengths)
     order = np.random.default_rng(1).permutation(len(lengths))
     ours = copied(lambda handle, at: copy_lines(lines, order, handle, at), tmp_path / "ours", offset)
     plain = copied(
-        lambda handle, at: copy_lines_plainly(lines, order, handle, at), tmp_path / "plain", offset
+        lambda handle, at: copy_lines_reference(lines, order, handle, at), tmp_path / "plain", offset
     )
     assert ours == plain
     assert ours[1][offset:] == b"".join(contents[i] + b"\n" for i in order)
@@ -152,14 +152,14 @@ def test_lines_are_copied_in_any_order_to_any_offset_as_joining_them_does(tmp_pa
 
 @pytest.fixture
 def tiny_files() -> Iterator[None]:
-    """No file may grow beyond 300,000 bytes, as if the disk were full there."""
+    """Limit files to 300,000 bytes, as if the disk were full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # Python ignores the signal
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
+def test_a_full_disk_raises_os_error(tmp_path, tiny_files):
     lines, _ = some_places([5000] * 100)
     with (
         (tmp_path / "full").open("wb") as full,
@@ -170,7 +170,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, tiny_files):
 
 @pytest.mark.parametrize("lengths", [[0, 1, 5, 40] * 9, [2000, 1500, 70_000] * 300])
 @pytest.mark.parametrize(("above", "bits"), [(0, 0), (0, 5), (7, 3), (56, 8)])
-def test_buckets_hold_the_lines_whose_keys_begin_so_with_the_library_and_without(
+def test_buckets_have_the_lines_with_their_key_prefix_with_and_without_the_library(
     tmp_path, monkeypatch, lengths, above, bits
 ):
     (lines, contents), numbers = some_places(lengths), np.arange(len(lengths)) * 3
@@ -179,7 +179,7 @@ def test_buckets_hold_the_lines_whose_keys_begin_so_with_the_library_and_without
         if name == "plain":
             monkeypatch.setattr(parts, "function", lambda *_: None)
         (tmp_path / name).mkdir()
-        spread = Spread(tmp_path / name, 5, bits)
+        spread = BucketWriter(tmp_path / name, 5, bits)
         spread._above = above
         with spread:
             spread.add(lines, numbers)

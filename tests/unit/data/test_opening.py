@@ -34,7 +34,7 @@ def write(location: Path | str) -> None:
         ("b", Base64Source),
     ],
 )
-def test_a_file_and_the_folder_it_is_alone_in_are_known(tmp_path, name, kind):
+def test_a_file_and_the_folder_that_contains_only_it_are_recognised(tmp_path, name, kind):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / name)
     (tmp_path / "set/lfw.bin").write_bytes(b"a pair file beside it")
@@ -46,20 +46,20 @@ def test_a_file_and_the_folder_it_is_alone_in_are_known(tmp_path, name, kind):
         assert source[0] == SAMPLES[0]
 
 
-def test_a_label_file_comes_before_other_files_in_its_folder(tmp_path):
+def test_a_label_file_has_priority_over_other_files(tmp_path):
     write(tmp_path / "a.tar")
     (tmp_path / "label.txt").write_text("a.tar 0\n")
     assert type(open_source(tmp_path)) is LabelFileSource
 
 
-def test_several_sets_in_a_folder_are_no_set(tmp_path):
+def test_several_datasets_in_one_folder_are_refused(tmp_path):
     write(tmp_path / "a.rec")
     write(tmp_path / "b.rec")
     with pytest.raises(DataError, match=r"no label\.txt and no class folders"):
         open_source(tmp_path)
 
 
-def test_remote_folders_are_known_by_what_they_hold():
+def test_remote_folders_are_recognised_by_their_content():
     write("memory://opening/tars/a.tar")
     write("memory://opening/recs/a.rec")
     write("memory://opening/lines")
@@ -74,13 +74,13 @@ def test_remote_folders_are_known_by_what_they_hold():
         open_source("memory://opening/gone")
 
 
-def test_an_option_that_the_format_does_not_take_is_refused(tmp_path):
+def test_an_option_that_the_format_does_not_accept_is_refused(tmp_path):
     write(tmp_path / "a.rec")
-    with pytest.raises(OptionError, match="label_map is set, but this kind of data has no such option"):
+    with pytest.raises(OptionError, match="label_map is set, but this data format has no such option"):
         open_source(tmp_path / "a.rec", label_map="x.json")
     (tmp_path / "folders/one").mkdir(parents=True)
     (tmp_path / "folders/one/a.jpg").write_bytes(b"image")
-    with pytest.raises(OptionError, match=r"image_column is set.*it takes label_map"):
+    with pytest.raises(OptionError, match=r"image_column is set.*it accepts label_map"):
         open_source(tmp_path / "folders", image_column="x")
     (tmp_path / "map.json").write_text('{"one": 5}')
     source = open_source(tmp_path / "folders", label_map=tmp_path / "map.json")
@@ -88,7 +88,7 @@ def test_an_option_that_the_format_does_not_take_is_refused(tmp_path):
     assert source.labels().tolist() == [5]
 
 
-def test_class_folders_beside_a_stray_file_are_the_set_unless_that_is_one_too(tmp_path):
+def test_class_folders_next_to_a_file_are_the_dataset_unless_the_file_is_one_too(tmp_path):
     folder = tmp_path / "set"
     for name in "ab":
         (folder / name).mkdir(parents=True)
@@ -99,7 +99,7 @@ def test_class_folders_beside_a_stray_file_are_the_set_unless_that_is_one_too(tm
     (folder / "notes.csv").write_text("path,label\na/1.jpg,1\nb/1.jpg,0\n")
     with pytest.raises(
         DataError,
-        match=r"2 folders of images and notes\.csv, a set of 2 classes; give .*set_class_depth\(1\)",
+        match=r"2 folders of images and notes\.csv, a dataset of 2 classes; give .*set_class_depth\(1\)",
     ):
         open_source(folder)
     assert open_source(folder, class_depth=1).labels().tolist() == [0, 1]
@@ -107,7 +107,7 @@ def test_class_folders_beside_a_stray_file_are_the_set_unless_that_is_one_too(tm
     assert open_source(folder / "notes.csv").labels().tolist() == [1, 0]
 
 
-def test_a_file_beside_the_folder_of_its_images_is_the_set(tmp_path):
+def test_a_file_next_to_the_folder_of_its_images_is_the_dataset(tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images/1.jpg").write_bytes(b"image")
     (tmp_path / "masks").mkdir()
@@ -123,10 +123,10 @@ def test_options_reach_the_source(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gone", "gone.rec", "gone.tar", "file.txt", "empty"])
-def test_what_is_not_there_or_not_known_is_refused(tmp_path, name):
+def test_a_missing_or_unknown_dataset_is_refused(tmp_path, name):
     (tmp_path / "file.txt").write_text("text")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"does not exist|is no set of images|no class folders"):
+    with pytest.raises(DataError, match=r"does not exist|is not a dataset|no class folders"):
         open_source(tmp_path / name)
 
 
@@ -150,7 +150,7 @@ def make_lmdb(folder: Path, count: bytes = b"2", **changes: bytes) -> Path:
     return folder
 
 
-def test_an_lmdb_folder_is_known_by_what_it_holds(tmp_path):
+def test_an_lmdb_folder_is_recognised_by_its_content(tmp_path):
     source = open_source(make_lmdb(tmp_path / "anything"))
     assert type(source) is LmdbSource
     assert [source[0], source[1]] == SAMPLES
@@ -161,25 +161,25 @@ def test_an_lmdb_folder_is_known_by_what_it_holds(tmp_path):
     ("count", "changes", "message"),
     [
         (b"", {}, "'num-samples' is b''"),
-        (b"9", {}, "'num-samples' is b'9' of 5 entries"),
+        (b"9", {}, "'num-samples' is b'9', but there are 5 entries"),
         (b"-1", {}, "'num-samples' is b'-1'"),
         (b"2", {"label-000000002": b""}, "label-000000002: the label is missing"),
-        (b"2", {"label-000000002": b"-1"}, "label-000000002: a label must be a whole number"),
+        (b"2", {"label-000000002": b"-1"}, "label-000000002: a label must be an integer"),
     ],
 )
-def test_an_lmdb_file_that_does_not_fit_is_refused(tmp_path, count, changes, message):
+def test_an_inconsistent_lmdb_file_is_refused(tmp_path, count, changes, message):
     with pytest.raises(DataError, match=message):
         open_source(make_lmdb(tmp_path / "a.lmdb", count, **changes))
 
 
-def test_a_missing_lmdb_entry_is_named_when_it_is_read(tmp_path):
+def test_a_missing_lmdb_entry_is_reported_when_it_is_read(tmp_path):
     source = open_source(make_lmdb(tmp_path / "a.lmdb", **{"image-000000002": b""}))
     with pytest.raises(DataError, match=r"a\.lmdb:image-000000002: the image is missing"):
         source[1]
 
 
-def test_a_folder_that_is_no_lmdb_is_refused(tmp_path):
+def test_a_folder_that_is_not_lmdb_is_refused(tmp_path):
     (tmp_path / "data.mdb").write_bytes(b"text" * 5000)
     pytest.importorskip("lmdb", reason="lmdb is not installed")
-    with pytest.raises(DataError, match="is no LMDB environment"):
+    with pytest.raises(DataError, match="is not an LMDB environment"):
         open_source(tmp_path)

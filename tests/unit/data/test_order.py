@@ -22,7 +22,7 @@ def whole_epoch(plan: BatchPlan, epoch: int) -> list[int]:
 
 
 @given(counts, batches, st.integers(1, 5), st.integers(-5, 2**70), st.integers(0, 3))
-def test_pad_reads_each_sample_once_and_then_the_epoch_from_its_start(count, batch, ranks, seed, epoch):
+def test_pad_reads_each_sample_once_and_then_repeats_the_start_of_the_epoch(count, batch, ranks, seed, epoch):
     plan = BatchPlan(count, batch, ranks, seed, "pad")
     read = whole_epoch(plan, epoch)
     order = read[:count]
@@ -63,7 +63,7 @@ def test_the_parts_of_the_ranks_differ_by_at_most_one(count, batch, ranks, last_
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_epochs_and_seeds_differ_and_come_back_the_same():
+def test_orders_differ_by_epoch_and_seed_and_are_reproducible():
     plan = BatchPlan(1000, 1000, 1, 5)
     orders = [plan.global_indices(epoch, 0) for epoch in (0, 1, 0)]
     assert (orders[0] == orders[2]).all()
@@ -71,8 +71,8 @@ def test_epochs_and_seeds_differ_and_come_back_the_same():
     assert (BatchPlan(1000, 1000, 1, 6).global_indices(0, 0) != orders[0]).any()
 
 
-def test_the_order_of_a_seed_is_fixed_for_ever():
-    # A run that resumes under a newer numpy must go on in the same order.
+def test_the_order_of_a_seed_never_changes():
+    # A run that resumes with a newer numpy must continue in the same order.
     assert BatchPlan(8, 8, 1, 1).global_indices(0, 0).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
 
 
@@ -90,7 +90,7 @@ def test_without_shuffling_the_order_is_that_of_the_source():
     assert whole_epoch(BatchPlan(5, 2, 2, 1, "keep", "sequential"), 4) == [0, 1, 2, 3, 4]
 
 
-def test_a_plan_of_no_samples_or_of_bad_options_is_refused():
+def test_a_plan_without_samples_or_with_bad_options_is_refused():
     with pytest.raises(DataError, match="no samples"):
         BatchPlan(0, 4, 1, 0)
     with pytest.raises(IndexError):
@@ -108,14 +108,14 @@ ORDERS = ["global", "block", "sequential"]
     st.integers(0, 30),
     st.integers(0, 2),
 )
-def test_every_order_reads_each_sample_once_on_any_ranks(count, batch, order, block, more, epoch):
+def test_every_order_reads_each_sample_once_on_any_number_of_ranks(count, batch, order, block, more, epoch):
     for ranks in (1, 2, 3, 5):
         plan = BatchPlan(count, batch, ranks, 3, "keep", order, block, block + more)
         assert sorted(whole_epoch(plan, epoch)) == list(range(count))
 
 
 @given(counts, batches, st.sampled_from(ORDERS), st.integers(1, 9), st.data())
-def test_a_resumed_epoch_on_other_ranks_reads_exactly_what_was_left(count, batch, order, block, data):
+def test_an_epoch_resumed_on_other_ranks_reads_the_remaining_samples(count, batch, order, block, data):
     def plan(ranks):
         return BatchPlan(count, batch, ranks, 3, "pad", order, block, 2 * block)
 
@@ -126,25 +126,25 @@ def test_a_resumed_epoch_on_other_ranks_reads_exactly_what_was_left(count, batch
     assert np.concatenate(read).tolist() == whole_epoch(plan(1), 1)
 
 
-def test_the_block_order_mixes_blocks_and_stays_near_within_a_pool():
+def test_the_block_order_shuffles_blocks_and_is_local_within_a_pool():
     count, block, pool = 10_000, 50, 500
     plan = BatchPlan(count, count, 1, 9, "pad", "block", block, pool)
     order = plan.global_indices(2, 0)
     for first in range(0, count, pool):
         assert len(np.unique(order[first : first + pool] // block)) == pool // block
     steps = np.abs(np.diff(order))
-    assert np.median(steps) > 1000  # neighbours in the order lie far apart
+    assert np.median(steps) > 1000  # consecutive samples of the order are far apart
     assert (plan.global_indices(3, 0) != order).mean() > 0.9
 
 
-def test_a_pool_that_cuts_blocks_reads_one_more_at_most():
+def test_a_pool_reads_at_most_one_additional_block():
     plan = BatchPlan(1003, 1003, 1, 1, "pad", "block", 10, 45)
     order = plan.global_indices(0, 0)
     for first in range(0, 1003, 45):
         assert len(np.unique(order[first : first + 45] // 10)) <= 6
 
 
-def test_the_block_order_does_not_depend_on_the_way_it_is_read():
+def test_the_block_order_does_not_depend_on_how_it_is_queried():
     plan = BatchPlan(500, 7, 1, 4, "keep", "block", 8, 40)
     forward = [plan.global_indices(0, step).tolist() for step in range(plan.steps_per_epoch)]
     plan.global_indices(1, 0)
@@ -152,7 +152,7 @@ def test_the_block_order_does_not_depend_on_the_way_it_is_read():
     assert forward == backward[::-1]
 
 
-def test_the_block_order_of_a_seed_is_fixed_for_ever():
+def test_the_block_order_of_a_seed_never_changes():
     plan = BatchPlan(12, 12, 1, 1, "pad", "block", 3, 6)
     assert plan.global_indices(0, 0).tolist() == [5, 10, 9, 11, 3, 4, 8, 1, 2, 7, 0, 6]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.data.overview import drawn, look_at, write_contact_sheet
+from plsc.data.overview import draw_indices, inspect_dataset, write_contact_sheet
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError, OptionError
 from tests.images import write_dataset
@@ -23,51 +23,51 @@ def folder(tmp_path) -> Path:
 
 
 def test_samples_classes_and_their_sizes_are_counted(folder):
-    found = look_at(open_source(folder))
+    found = inspect_dataset(open_source(folder))
     assert (found.samples, found.classes, found.largest_label, found.unused) == (19, 6, 9, 4)
     assert (found.fewest, found.median, found.most) == (3, 3, 4)
-    assert found.images_a_class == [(2, 3, 5), (4, 7, 1)]
+    assert found.images_per_class == [(2, 3, 5), (4, 7, 1)]
     assert found.pixels == [("16x16", 17)]
     assert 0 < found.bytes_median <= found.bytes_most
 
 
 def test_broken_samples_are_counted_and_named(folder):
-    found = look_at(open_source(folder))
+    found = inspect_dataset(open_source(folder))
     assert found.broken == 2
     assert "images/cut.png (label.txt:18)" in found.faults[0]
     assert "images/gone.png (label.txt:19): the image file is missing" in found.faults[1]
 
 
-def test_it_is_told_in_lines(folder):
-    text = look_at(open_source(folder)).render()
+def test_the_summary_is_lines_of_text(folder):
+    text = inspect_dataset(open_source(folder)).render()
     assert "samples          19" in text
     assert "4 of these ids have no sample" in text
-    assert "broken           2 of 19 looked at" in text
+    assert "broken           2 of 19 checked" in text
 
 
-def test_only_as_many_as_asked_for_are_decoded(folder):
-    found = look_at(open_source(folder), checked=7)
-    assert found.looked_at == 7
-    assert look_at(open_source(folder), checked=0).looked_at == 19
+def test_only_the_requested_number_of_samples_is_decoded(folder):
+    found = inspect_dataset(open_source(folder), checked=7)
+    assert found.checked == 7
+    assert inspect_dataset(open_source(folder), checked=0).checked == 19
 
 
-def test_what_is_drawn_is_a_function_of_the_seed():
-    assert drawn(100, 10, 1).tolist() == drawn(100, 10, 1).tolist()
-    assert drawn(100, 10, 1).tolist() != drawn(100, 10, 2).tolist()
-    assert len(set(drawn(100, 10, 1).tolist())) == 10
-    assert drawn(5, 10, 0).tolist() == list(range(5))
+def test_the_chosen_samples_depend_only_on_the_seed():
+    assert draw_indices(100, 10, 1).tolist() == draw_indices(100, 10, 1).tolist()
+    assert draw_indices(100, 10, 1).tolist() != draw_indices(100, 10, 2).tolist()
+    assert len(set(draw_indices(100, 10, 1).tolist())) == 10
+    assert draw_indices(5, 10, 0).tolist() == list(range(5))
 
 
-def test_decoded_images_are_looked_at_too():
+def test_decoded_images_are_checked_too():
     arrays = [(np.zeros((4, 6, 3), np.uint8), 0), (np.zeros((3, 8, 5), np.float32), 1)]
-    found = look_at(TorchDatasetSource(arrays))
+    found = inspect_dataset(TorchDatasetSource(arrays))
     assert sorted(found.pixels) == [("5x8", 1), ("6x4", 1)]
     assert found.broken == 0
 
 
-def test_an_empty_set_is_refused():
-    with pytest.raises(DataError, match="holds no samples"):
-        look_at(TorchDatasetSource([]))
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(DataError, match="has no samples"):
+        inspect_dataset(TorchDatasetSource([]))
 
 
 def test_the_sheet_shows_each_image_in_the_order_of_labels(tmp_path):
@@ -84,11 +84,11 @@ def test_the_sheet_shows_each_image_in_the_order_of_labels(tmp_path):
         centres = [sheet.getpixel((4 + 116 * i + 56, 4 + 56)) for i in range(4)]
         corners = [sheet.getpixel((4 + 116 * i + 2, 4 + 2)) for i in range(4)]
     assert centres[:3] == colours
-    assert corners[:3] == [(255, 255, 255)] * 3  # they keep their proportions
+    assert corners[:3] == [(255, 255, 255)] * 3  # images keep their aspect ratio
     assert centres[3] == corners[3] == (200, 40, 40)
 
 
-def test_a_sheet_that_cannot_be_written_is_named(folder, tmp_path):
+def test_a_contact_sheet_that_cannot_be_written_is_reported(folder, tmp_path):
     with pytest.raises(DataError, match="cannot write"):
         write_contact_sheet(open_source(folder), tmp_path / "gone/sheet.png")
     with pytest.raises(OptionError, match="images is 0"):

@@ -47,7 +47,7 @@ def assert_refused(path, content, *words):
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("bins", BINS)
 @pytest.mark.parametrize("is_same", IS_SAME)
-def test_every_form_and_protocol_reads_alike(tmp_path, protocol, bins, is_same):
+def test_every_form_and_protocol_gives_the_same_pairs(tmp_path, protocol, bins, is_same):
     path = tmp_path / "lfw.bin"
     path.write_bytes(pickle.dumps((BINS[bins](IMAGES), IS_SAME[is_same](FLAGS)), protocol))
     pairs = read_pairs(path)
@@ -57,7 +57,7 @@ def test_every_form_and_protocol_reads_alike(tmp_path, protocol, bins, is_same):
     assert len(pairs) == 2
 
 
-# What cPickle of Python 2.7 wrote for (['\xff\xd8ab\n\'"\\', 'x'], [True]), by protocol.
+# Output of cPickle of Python 2.7 for (['\xff\xd8ab\n\'"\\', 'x'], [True]), by protocol.
 PYTHON_2 = {
     0: b"((lp1\nS'\\xff\\xd8ab\\n\\'\"\\\\'\np2\naS'x'\na(lp3\nI01\nat.",
     1: b"(]q\x01(U\x08\xff\xd8ab\n'\"\\q\x02U\x01xe]q\x03I01\nat.",
@@ -74,7 +74,7 @@ PYTHON_2_ARRAY = (
 
 
 @pytest.mark.parametrize("protocol", PYTHON_2)
-def test_files_of_python_2_read(tmp_path, protocol):
+def test_files_written_by_python_2_are_read(tmp_path, protocol):
     path = tmp_path / "lfw.bin"
     path.write_bytes(PYTHON_2[protocol])
     pairs = read_pairs(path)
@@ -82,7 +82,7 @@ def test_files_of_python_2_read(tmp_path, protocol):
     assert pairs.is_same.tolist() == [True]
 
 
-def test_arrays_of_python_2_read(tmp_path):
+def test_arrays_written_by_python_2_are_read(tmp_path):
     path = tmp_path / "lfw.bin"
     path.write_bytes(PYTHON_2_ARRAY)
     pairs = read_pairs(path)
@@ -91,7 +91,7 @@ def test_arrays_of_python_2_read(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["ASCII", "bytes"])
-def test_a_written_file_is_the_plain_pickle_that_other_tools_load(tmp_path, encoding):
+def test_a_written_file_is_a_pickle_that_other_tools_load(tmp_path, encoding):
     path = tmp_path / "out.bin"
     write_pairs(path, IMAGES, np.array(FLAGS))
     with path.open("rb") as file:
@@ -121,7 +121,7 @@ def test_written_pairs_read_back(tmp_path_factory, pairs):
         ([], [], "no pairs"),
     ],
 )
-def test_what_is_no_set_of_pairs_is_not_written(tmp_path, images, flags, words):
+def test_invalid_pairs_are_not_written(tmp_path, images, flags, words):
     path = tmp_path / "out.bin"
     with pytest.raises(DataError, match=words):
         write_pairs(path, images, flags)
@@ -146,10 +146,10 @@ class Attack:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_a_malicious_pickle_is_refused_by_name_and_not_run(tmp_path, protocol):
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, protocol):
     marker = tmp_path / "ran"
     content = pickle.dumps((IMAGES, FLAGS, Attack(os.mkdir, str(marker))), protocol)
-    refusal = f"asks for {os.mkdir.__module__}.mkdir, which a pair file never needs"
+    refusal = f"requests {os.mkdir.__module__}.mkdir, which a pair file never needs"
     assert_refused(tmp_path / "lfw.bin", content, refusal)
     assert not marker.exists()
 
@@ -167,8 +167,8 @@ def test_a_malicious_pickle_is_refused_by_name_and_not_run(tmp_path, protocol):
         (b"cos\nsys\rtem\x1b[2J\n.", r"os.sys\rtem\x1b[2J"),
     ],
 )
-def test_each_way_to_name_a_global_is_refused_with_the_name(tmp_path, content, name):
-    assert_refused(tmp_path / "lfw.bin", content, f"asks for {name}, ")
+def test_every_way_to_request_a_global_is_refused_with_its_name(tmp_path, content, name):
+    assert_refused(tmp_path / "lfw.bin", content, f"requests {name}, ")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ HUGE = struct.pack("<Q", 1 << 62)
         b".",
     ],
 )  # fmt: skip
-def test_hostile_or_damaged_bytes_end_in_one_line(tmp_path, content):
+def test_hostile_or_damaged_bytes_give_a_one_line_error(tmp_path, content):
     assert_refused(tmp_path / "lfw.bin", content)
 
 
@@ -254,15 +254,15 @@ EMPTY_ARRAY = RECONSTRUCT + b"(" + NDARRAY + b"(I0\ntS'b'\ntR"
         b"cnumpy.core.multiarray\nscalar\n(" + UINT8 + b"S''\ntR",  # a scalar without its byte
     ],
 )
-def test_an_array_that_contradicts_itself_is_refused(tmp_path, array):
-    assert_refused(tmp_path / "lfw.bin", b"((l" + array + b"aS'b'\na(lI01\nat.", "makes no sense")
+def test_an_inconsistent_array_is_refused(tmp_path, array):
+    assert_refused(tmp_path / "lfw.bin", b"((l" + array + b"aS'b'\na(lI01\nat.", "is invalid")
 
 
 def test_a_value_larger_than_any_image_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "lfw.bin"
     path.write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40))
     os.truncate(path, 2 << 40)  # sparse: takes no space
-    with pytest.raises(DataError, match="one value of 1099511627776 bytes"):
+    with pytest.raises(DataError, match="a value of 1099511627776 bytes"):
         read_pairs(path)
 
 
@@ -303,12 +303,12 @@ BOMBS = {
         + ENCODE_AGAIN * 100_000 + b"et.",
         "unpacks to more bytes",
     ),
-    "30 million lists": (b"(" + b"]" * 30_000_000 + b"l.", "runs more than"),
+    "30 million lists": (b"(" + b"]" * 30_000_000 + b"l.", "has more than"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_bomb_is_refused_in_bounded_memory(tmp_path, bomb):
+def test_a_decompression_bomb_is_refused_in_bounded_memory(tmp_path, bomb):
     content, words = BOMBS[bomb]
     path = tmp_path / "bomb.bin"
     path.write_bytes(content)
@@ -324,7 +324,7 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path, bomb):
     assert words in result.stdout
 
 
-def test_missing_empty_and_directory_are_named(tmp_path):
+def test_a_missing_file_an_empty_file_and_a_directory_are_reported(tmp_path):
     for name in ("missing", "directory"):
         path = tmp_path / name
         if name == "directory":
@@ -335,15 +335,15 @@ def test_missing_empty_and_directory_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"((lS'a'\naS'b'\na]b(lI01\nat.", "state is not a dictionary"),  # BUILD on a list
         (b"\x80\x04\x95\xff\0\0\0\0\0\0\0K\x01.", "truncated"),  # a frame longer than the file
         (b"I0x" + b"f" * 2000 + b"\n.", "INT"),  # a number of two thousand digits
     ],
 )
-def test_a_bad_operation_is_named(tmp_path, content, said):
+def test_a_bad_pickle_operation_is_reported(tmp_path, content, message):
     path = tmp_path / "bad.bin"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_pairs(path)

@@ -34,7 +34,7 @@ EXPECTED = list(zip(IMAGES, LABELS, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 10])
-def test_any_size_of_row_groups_reads_equal(tmp_path, rows):
+def test_the_size_of_row_groups_does_not_change_the_samples(tmp_path, rows):
     assert read(write(tmp_path / "a.parquet", rows)) == EXPECTED
 
 
@@ -46,7 +46,7 @@ def test_any_size_of_row_groups_reads_equal(tmp_path, rows):
         pa.array([{"path": "x", "bytes": image} for image in IMAGES]),
     ],
 )
-def test_every_kind_of_image_column_reads_equal(tmp_path, column):
+def test_every_kind_of_image_column_gives_the_same_samples(tmp_path, column):
     assert read(write(tmp_path / "a.parquet", image=column)) == EXPECTED
 
 
@@ -61,7 +61,7 @@ def test_every_kind_of_image_column_reads_equal(tmp_path, column):
         pa.array([f"person {n}" for n in LABELS]).dictionary_encode(),
     ],
 )
-def test_every_kind_of_label_column_reads_equal(tmp_path, column):
+def test_every_kind_of_label_column_gives_the_same_samples(tmp_path, column):
     assert read(write(tmp_path / "a.parquet", label=column)) == EXPECTED
 
 
@@ -87,7 +87,7 @@ def test_shards_are_read_in_the_order_of_their_names(tmp_path):
     assert source[13] == (IMAGES[3], 98)
 
 
-def test_what_the_writer_writes_is_read_back_also_remotely(tmp_path):
+def test_written_files_are_read_back_also_remotely(tmp_path):
     write_parquet(str(tmp_path / "a.parquet"), iter(EXPECTED))
     write_parquet("memory://parquets/x/a.parquet", iter(EXPECTED))
     assert read(tmp_path / "a.parquet") == EXPECTED
@@ -102,7 +102,7 @@ def test_the_writer_keeps_its_groups_small(tmp_path):
     assert [metadata.row_group(i).num_rows for i in range(3)] == [1000, 1000, 500]
 
 
-def test_decoded_groups_are_kept_within_their_bytes(tmp_path, monkeypatch):
+def test_the_cache_of_decoded_groups_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 3000)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"image": [bytes(500)] * 40, "label": [1] * 40}), path, row_group_size=2)
@@ -113,7 +113,7 @@ def test_decoded_groups_are_kept_within_their_bytes(tmp_path, monkeypatch):
     assert 1 < len(source._groups._decoded) < 4
 
 
-def test_threads_read_at_the_same_time(tmp_path):
+def test_threads_read_concurrently(tmp_path):
     source = ParquetSource(write(tmp_path / "a.parquet", 1))
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = list(threads.map(source.__getitem__, list(range(10)) * 20))
@@ -131,7 +131,7 @@ def test_threads_read_at_the_same_time(tmp_path):
         ({"label": [[1]] * 10}, {}, "the label column 'label' is list"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(tmp_path, columns, options, message):
+def test_missing_or_unsupported_columns_are_refused(tmp_path, columns, options, message):
     path = write(tmp_path / "a.parquet", **columns)
     with pytest.raises(OptionError, match=message):
         ParquetSource(path, **options)
@@ -140,19 +140,19 @@ def test_columns_that_do_not_fit_are_refused(tmp_path, columns, options, message
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0] * 6 + [None] * 4, r"row 6: the label 'label' is missing \(4 are\)"),
+        ([0] * 6 + [None] * 4, r"row 6: the label 'label' is missing \(in 4 rows\)"),
         ([0] * 9 + [-1], r"row 9: .* 0 or more, got '-1'"),
         (["1"] * 9 + [""], "row 9: the label is missing"),
-        (["1"] * 9 + ["x"], "row 9: .* whole number of 0 or more, got 'x'"),
-        (pa.array([1] * 9 + [2**63], pa.uint64()), "row 9: .* whole number"),
+        (["1"] * 9 + ["x"], "row 9: .* integer of 0 or more, got 'x'"),
+        (pa.array([1] * 9 + [2**63], pa.uint64()), "row 9: .* integer"),
     ],
 )
-def test_a_bad_label_is_named_by_its_row(tmp_path, labels, message):
+def test_a_bad_label_is_reported_with_its_row(tmp_path, labels, message):
     with pytest.raises(DataError, match=message):
         ParquetSource(write(tmp_path / "a.parquet", label=pa.array(labels)))
 
 
-def test_a_missing_image_is_named_when_it_is_read(tmp_path):
+def test_a_missing_image_is_reported_when_it_is_read(tmp_path):
     source = ParquetSource(write(tmp_path / "a.parquet", image=[*IMAGES[:8], None, b""]))
     for row, fault in ((8, "missing"), (9, "empty")):
         with pytest.raises(DataError, match=rf"a\.parquet row {row}: .*is {fault}") as caught:
@@ -160,7 +160,7 @@ def test_a_missing_image_is_named_when_it_is_read(tmp_path):
         assert caught.value.kind == fault
 
 
-def test_a_group_too_large_to_decode_for_one_image_is_refused(tmp_path, monkeypatch):
+def test_a_too_large_row_group_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "GROUP_BYTES", 100)
     with pytest.raises(DataError, match=r"row group 0 .* smaller groups, as `plsc data convert`"):
         ParquetSource(write(tmp_path / "a.parquet"))
@@ -168,10 +168,10 @@ def test_a_group_too_large_to_decode_for_one_image_is_refused(tmp_path, monkeypa
 
 def test_a_file_without_rows_and_a_folder_without_files_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no file found that ends in \.parquet"):
+    with pytest.raises(DataError, match=r"no file ends in \.parquet"):
         ParquetSource(tmp_path / "empty")
     write_parquet(str(tmp_path / "a.parquet"), [])
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="contains no rows"):
         ParquetSource(tmp_path / "a.parquet")
 
 
@@ -190,7 +190,7 @@ rng = np.random.default_rng(int(sys.argv[2]))
 outcomes = {"read": 0, "refused": 0}
 for turn in range(250):
     bad = bytearray(good)
-    if rng.random() < 0.7:  # most of the file is images; its structure lies at the end
+    if rng.random() < 0.7:  # most of the file is images; its metadata is at the end
         low = len(bad) - 900 if rng.random() < 0.6 else 0
         for _ in range(rng.integers(1, 4)):
             bad[rng.integers(low, len(bad))] ^= 1 << rng.integers(8)
@@ -216,7 +216,7 @@ print(outcomes, peak)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_damaged_files_never_crash_nor_take_memory(tmp_path, seed):
+def test_damaged_files_neither_crash_nor_exhaust_memory(tmp_path, seed):
     if seed == 0:
         write_parquet(str(tmp_path / "a.parquet"), iter(EXPECTED))
     else:

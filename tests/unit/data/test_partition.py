@@ -31,7 +31,7 @@ from plsc.seeds import hash_key
 
 
 def expected_parts(lines: list[bytes], nranks: int, seed: int) -> list[list[bytes]]:
-    """The definition, line by line."""
+    """The reference implementation, line by line."""
     each = -(-len(lines) // nranks)
     order = sorted(range(len(lines)), key=lambda i: hash_key(seed, i))
     padding = sorted(range(len(lines)), key=lambda i: hash_key(seed, PADDING, i))
@@ -66,7 +66,7 @@ def read_parts(folder: Path) -> list[list[bytes]]:
 
 @dataclass(frozen=True)
 class TinyBudget(Budget):
-    """So small that a few lines make many buckets, buckets are split, and lines are longer than a block."""
+    """So small that a few lines fill many buckets, buckets are split, and lines are longer than a block."""
 
     block = 64
     bucket = 700
@@ -76,7 +76,7 @@ WAYS = ["within memory", "small pieces", "one bucket", "many buckets", "plain", 
 
 
 def choose(monkeypatch, way: str, workers: int = 2) -> None:
-    """within memory in one piece, or cut up; through buckets; each of both without the C library."""
+    """In memory, in one piece or in several; through buckets; each with and without the C library."""
     if "bucket" in way:
         monkeypatch.setattr(local, "fits", lambda *_: False)
     if way in ("many buckets", "plain buckets"):
@@ -95,7 +95,7 @@ def way(request, monkeypatch) -> str:
     return request.param
 
 
-def test_the_parts_are_those_of_the_definition(tmp_path, way):
+def test_the_parts_equal_the_reference_implementation(tmp_path, way):
     lines = some_lines(211)
     folder = write_set(tmp_path, lines)
     manifest = partition(PartitionOptions(str(folder), 4, seed=5))
@@ -111,7 +111,7 @@ def test_the_parts_are_those_of_the_definition(tmp_path, way):
 @pytest.mark.parametrize("way", ["within memory", "many buckets"])
 def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
     choose(monkeypatch, way)
-    # Thousands of files need not be on the disk.
+    # Thousands of files need not be flushed to the disk.
     monkeypatch.setattr("plsc.storage.publish.sync", lambda _: None)
     for count in range(1, 41):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
@@ -151,7 +151,7 @@ def test_any_content_keeps_its_bytes(tmp_path_factory, files, end, has_bom, is_c
     with pytest.MonkeyPatch.context() as monkeypatch:
         choose(monkeypatch, way)
         if not samples:
-            with pytest.raises(DataError, match="hold no samples"):
+            with pytest.raises(DataError, match="contain no samples"):
                 partition(options)
             assert not (folder / f"partition_{nranks}").exists()
             return
@@ -160,7 +160,7 @@ def test_any_content_keeps_its_bytes(tmp_path_factory, files, end, has_bom, is_c
         verify(options)
 
 
-def test_where_the_inputs_are_cut_into_files_does_not_matter(tmp_path):
+def test_the_parts_do_not_depend_on_how_lines_are_split_into_files(tmp_path):
     lines = some_lines(50)
     for files in (1, 7):
         partition(PartitionOptions(str(write_set(tmp_path / str(files), lines, files)), 3))
@@ -175,7 +175,7 @@ def test_another_seed_gives_another_order(tmp_path):
     assert len({repr(read_parts(tmp_path / f"s{seed}")) for seed in (1, 2, -1)}) == 3
 
 
-def test_any_line_is_as_likely_at_any_position():
+def test_every_line_is_equally_likely_at_every_position():
     lines, seeds = 16, 20_000
     counts = np.zeros((lines, lines))
     for seed in range(seeds):
@@ -183,7 +183,7 @@ def test_any_line_is_as_likely_at_any_position():
     assert chi_square(counts, seeds / lines) < 312  # 0.9999 quantile of 225 degrees of freedom
 
 
-def test_a_long_shuffle_spreads_each_stretch_of_lines_evenly():
+def test_a_long_shuffle_distributes_consecutive_lines_evenly():
     lines, cells = 200_000, 40
     order = np.argsort(line_keys(3, np.arange(lines)))
     counts = np.histogram2d(order, np.arange(lines), bins=cells)[0]
@@ -192,8 +192,8 @@ def test_a_long_shuffle_spreads_each_stretch_of_lines_evenly():
     assert neighbours.sum() < 12
 
 
-def test_padding_favours_no_line_and_takes_none_twice():
-    lines, nranks, seeds = 30, 14, 6_000  # 12 places
+def test_padding_lines_are_equally_likely_and_distinct():
+    lines, nranks, seeds = 30, 14, 6_000  # 12 padding positions
     counts = np.zeros(lines)
     for seed in range(seeds):
         chosen = padding_lines(seed, lines, nranks)
@@ -202,7 +202,7 @@ def test_padding_favours_no_line_and_takes_none_twice():
     assert chi_square(counts, seeds * 12 / lines) < 66  # of 29 degrees, an upper bound without replacement
 
 
-def test_padding_is_not_tied_to_where_a_line_lies():
+def test_padding_is_independent_of_a_line_s_position():
     lines, nranks, seeds = 30, 14, 6_000
     counts = np.zeros(lines)
     for seed in range(seeds):
@@ -212,7 +212,7 @@ def test_padding_is_not_tied_to_where_a_line_lies():
     assert chi_square(counts, seeds * 12 / lines) < 66
 
 
-def test_with_more_places_than_lines_each_line_pads_as_often_as_any_other():
+def test_with_more_positions_than_lines_all_lines_pad_equally_often():
     for lines in range(1, 8):
         for nranks in range(lines, 40):
             chosen = padding_lines(1, lines, nranks)
@@ -221,7 +221,7 @@ def test_with_more_places_than_lines_each_line_pads_as_often_as_any_other():
             assert times.max() - times.min() <= 1
 
 
-def test_ranks_begin_where_the_sorted_keys_say():
+def test_ranks_begin_at_the_right_sorted_keys():
     for lines, nranks in ((1, 1), (1, 5), (5, 3), (40, 9), (100_003, 8), (3_000_001, 1000)):
         each = lines_per_rank(lines, nranks)
         keys = np.sort(line_keys(2, np.arange(lines)))
@@ -232,13 +232,13 @@ def chi_square(counts: np.ndarray, expected: float) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def test_keys_are_those_of_plsc_keys():
+def test_keys_equal_those_of_plsc_seeds():
     numbers = [0, 1, 7, 10**10, 2**63 - 1]
     for seed in (0, 5, -3, 2**64 - 1):
         assert line_keys(seed, np.array(numbers)).tolist() == [hash_key(seed, i) for i in numbers]
 
 
-def test_the_checksum_is_the_sum_of_those_of_pieces_and_sees_any_changed_byte():
+def test_the_checksum_is_additive_and_detects_any_changed_byte():
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, 600_003, dtype=np.uint8).tobytes()
     whole = checksum(data)
@@ -257,7 +257,7 @@ def compress(path: Path, kind: str) -> None:
     data = path.read_bytes()
     path.unlink()
     if kind == "gz":
-        half = len(data) // 2  # two members, as `cat a.gz b.gz` makes
+        half = len(data) // 2  # two members, as `cat a.gz b.gz` produces
         content = gzip.compress(data[:half]) + gzip.compress(data[half:])
     else:
         content = pyarrow.Codec("zstd").compress(data, asbytes=True)
@@ -273,7 +273,7 @@ def write_compressed_set(folder: Path, lines: list[bytes]) -> Path:
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_without_sync_nothing_is_waited_for_and_the_parts_are_the_same(tmp_path, monkeypatch, way, no_sync):
+def test_no_sync_skips_fsync_and_writes_the_same_parts(tmp_path, monkeypatch, way, no_sync):
     synced: list[str] = []
     monkeypatch.setattr("plsc.storage.publish.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))
@@ -302,7 +302,7 @@ def test_compressed_inputs_give_the_same_parts(tmp_path):
 
 @pytest.mark.parametrize("name", ["data0.txt.gz", "data1.txt.zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_a_damaged_compressed_input_is_named(tmp_path, name, damage):
+def test_a_damaged_compressed_input_is_reported(tmp_path, name, damage):
     folder = write_compressed_set(tmp_path, some_lines(300))
     data = bytearray((folder / name).read_bytes())
     if damage == "cut":
@@ -315,15 +315,15 @@ def test_a_damaged_compressed_input_is_named(tmp_path, name, damage):
     assert not (folder / "partition_3").exists()
 
 
-def test_a_bomb_of_one_endless_line_is_stopped_by_the_length_of_a_line(tmp_path):
+def test_a_compressed_endless_line_is_refused(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"A" * 120_000_000))
     (tmp_path / "file_list.txt").write_text("a.gz")
-    with pytest.raises(DataError, match=r"a\.gz:1: the line is over"):
+    with pytest.raises(DataError, match=r"a\.gz:1: the line is longer than"):
         partition(PartitionOptions(str(tmp_path), 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gz", "file_list.txt"]
 
 
-def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, way):
+def test_a_bad_line_is_reported_with_its_place_and_nothing_is_left(tmp_path, way):
     folder = write_set(tmp_path, [*some_lines(20), b"no label", *some_lines(20)], files=1)
     with pytest.raises(DataError, match=r"data0\.txt:21: expected '<base64>TAB<label>'"):
         partition(PartitionOptions(str(folder), 2))
@@ -331,35 +331,35 @@ def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, way):
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_more_repeats_than_lines_are_warned_of(tmp_path, messages, dry_run):
+def test_a_warning_is_logged_if_there_are_more_repeats_than_lines(tmp_path, messages, dry_run):
     folder = write_set(tmp_path, some_lines(12))
     for nranks, is_warned in ((24, False), (25, True)):
         partition(PartitionOptions(str(folder), nranks, dry_run=dry_run))
-        said = "\n".join(messages)
-        assert said.startswith("25 parts hold 1 line each, of which 52% ") == is_warned
-        assert len(said.splitlines()) == is_warned
+        message = "\n".join(messages)
+        assert message.startswith("25 parts have 1 line each, of which 52% ") == is_warned
+        assert len(message.splitlines()) == is_warned
 
 
-def test_bad_and_blank_lines_are_left_out_counted_and_told(tmp_path, way, messages):
+def test_bad_and_blank_lines_are_skipped_counted_and_logged(tmp_path, way, messages):
     good = some_lines(20)
     folder = write_set(tmp_path, [*good[:7], b"", b"A\tnan", *good[7:], b"  "], files=1)
     manifest = partition(PartitionOptions(str(folder), 2, bad_lines="skip"))
     assert read_parts(folder / "partition_2") == expected_parts(good, 2, 0)
     assert (manifest["blank_lines"], manifest["skipped_lines"]) == (2, 1)
-    said = "\n".join(messages)
-    assert "2 blank lines" in said
-    assert "data0.txt:9: a label must be a whole number, got 'nan'" in said
+    message = "\n".join(messages)
+    assert "2 blank lines" in message
+    assert "data0.txt:9: a label must be an integer, got 'nan'" in message
     verify(PartitionOptions(str(folder), 2))
 
 
-def test_an_output_that_exists_is_refused(tmp_path):
+def test_an_existing_output_is_refused(tmp_path):
     folder = write_set(tmp_path, some_lines(5))
     (folder / "partition_2").mkdir()
-    with pytest.raises(DataError, match="partition_2 exists already"):
+    with pytest.raises(DataError, match="partition_2 already exists"):
         partition(PartitionOptions(str(folder), 2))
 
 
-def test_inputs_are_deleted_only_when_asked_and_only_after_publishing(tmp_path):
+def test_inputs_are_deleted_only_on_request_and_after_publishing(tmp_path):
     folder = write_set(tmp_path, some_lines(5))
     with pytest.raises(DataError):
         partition(PartitionOptions(str(folder), 2, output_dir=str(folder), delete_inputs=True))
@@ -398,7 +398,7 @@ def test_a_file_listed_twice_is_refused(tmp_path):
         partition(PartitionOptions(str(folder), 2))
 
 
-def test_an_input_that_changes_meanwhile_stops_the_run(tmp_path, monkeypatch):
+def test_an_input_that_changes_during_the_run_is_an_error(tmp_path, monkeypatch):
     folder = write_set(tmp_path, some_lines(9))
     write = run._write
 
@@ -408,20 +408,20 @@ def test_an_input_that_changes_meanwhile_stops_the_run(tmp_path, monkeypatch):
         return manifest
 
     monkeypatch.setattr(run, "_write", write_and_change)
-    with pytest.raises(DataError, match=r"data0\.txt changed while it was read"):
+    with pytest.raises(DataError, match=r"data0\.txt changed while being read"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
 
 
-def test_an_input_that_is_shorter_than_it_was_when_listed_stops_the_run(tmp_path, monkeypatch):
+def test_an_input_that_became_shorter_is_an_error(tmp_path, monkeypatch):
     folder = write_set(tmp_path, some_lines(300))
     monkeypatch.setattr(local, "fits", lambda *_: os.truncate(folder / "data1.txt", 50) or True)
-    with pytest.raises(DataError, match=r"data1\.txt changed while it was read"):
+    with pytest.raises(DataError, match=r"data1\.txt changed while being read"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
 
 
-def test_unusual_lines_within_memory_are_read_as_through_buckets(tmp_path, monkeypatch):
+def test_unusual_lines_are_read_the_same_in_memory_and_through_buckets(tmp_path, monkeypatch):
     lines = some_lines(400, longest=300)
     folder = write_set(tmp_path, lines, files=2)
     (folder / "data0.txt").write_bytes(
@@ -448,7 +448,7 @@ def test_a_byte_order_mark_within_a_file_is_a_part_of_its_line(tmp_path, monkeyp
     assert read_parts(folder / "partition_2") == expected
 
 
-def test_more_lines_than_the_memory_may_hold_go_through_buckets(tmp_path, monkeypatch):
+def test_too_many_lines_for_the_memory_go_through_buckets(tmp_path, monkeypatch):
     lines = some_lines(300, longest=2)
     folder = write_set(tmp_path, lines)
     monkeypatch.setattr(local, "BYTES_PER_LINE", 10**7)
@@ -477,27 +477,27 @@ class TestVerify:
         with pytest.raises(DataError, match=problem):
             verify(PartitionOptions(str(folder), 3))
 
-    def test_a_changed_byte_names_the_part(self, folder):
+    def test_a_changed_byte_is_reported_with_the_part(self, folder):
         part = folder / "partition_3/part_1.txt"
         data = bytearray(part.read_bytes())
         data[0] = ord("B") if data[0] != ord("B") else ord("C")
         part.write_bytes(data)
         self.refuses(folder, r"part_1\.txt is damaged")
 
-    def test_a_missing_line_names_the_part(self, folder):
+    def test_a_missing_line_is_reported_with_the_part(self, folder):
         part = folder / "partition_3/part_2.txt"
         part.write_bytes(part.read_bytes().split(b"\n", 1)[1])
         self.refuses(folder, r"part_2\.txt has 13 lines, expected 14")
 
-    def test_a_missing_part_is_named(self, folder):
+    def test_a_missing_part_is_reported(self, folder):
         (folder / "partition_3/part_0.txt").unlink()
         self.refuses(folder, r"part_0\.txt does not exist")
 
-    def test_an_input_that_changed_is_named(self, folder):
+    def test_a_changed_input_is_reported(self, folder):
         (folder / "data1.txt").write_bytes(b"QUJD\t1\n")
-        self.refuses(folder, r"data1\.txt is not what was partitioned")
+        self.refuses(folder, r"data1\.txt differs from the partitioned file")
 
-    def test_parts_of_other_lines_are_noticed_though_the_manifest_fits_them(self, folder):
+    def test_parts_with_other_lines_are_detected_despite_a_matching_manifest(self, folder):
         part = folder / "partition_3/part_1.txt"
         data = part.read_bytes()
         first, _, rest = data.split(b"\n", 2)
@@ -506,7 +506,7 @@ class TestVerify:
         manifest = json.loads((folder / "partition_3/manifest.json").read_text())
         manifest["parts"][1].update(size=len(data), checksum=f"{checksum(data):016x}")
         (folder / "partition_3/manifest.json").write_text(json.dumps(manifest))
-        self.refuses(folder, "are not those of its inputs and their padding")
+        self.refuses(folder, "differ from its inputs and padding")
 
     @pytest.mark.parametrize(
         "change",
@@ -515,7 +515,7 @@ class TestVerify:
             {"parts": [{"name": "../x", "size": 1, "checksum": "0"}] * 3}, {"inputs": None}, {"nranks": True},
         ],
     )  # fmt: skip
-    def test_a_manifest_that_makes_no_sense_is_refused(self, folder, change):
+    def test_an_invalid_manifest_is_refused(self, folder, change):
         path = folder / "partition_3/manifest.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
         self.refuses(folder, r"manifest\.json is not the manifest of a partition|has 1 parts")
@@ -542,12 +542,12 @@ def test_sizes_are_read(text, size):
         {"no_sync": True, "delete_inputs": True}, {"no_sync": True, "engine": "spark"},
     ],
 )  # fmt: skip
-def test_options_that_make_no_sense_are_refused(wrong):
+def test_invalid_options_are_refused(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         PartitionOptions(**{"data_dir": "x", "nranks": 2, **wrong})
 
 
-def test_it_starts_without_torch():
+def test_the_command_starts_without_importing_torch():
     code = "import sys, plsc.data.partition; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -561,7 +561,7 @@ def test_the_page_lists_every_option_with_its_default():
             assert rows[option.name] == f"`{option.default}`"
 
 
-def test_a_set_in_memory_of_fsspec_goes_in_and_out(tmp_path):
+def test_the_memory_filesystem_of_fsspec_works_as_input_and_output(tmp_path):
     import fsspec
 
     lines = some_lines(100)
@@ -577,7 +577,7 @@ def test_a_set_in_memory_of_fsspec_goes_in_and_out(tmp_path):
     store.get("/partition-out", str(tmp_path / "out"), recursive=True)
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
     verify(options)
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         partition(options)
     assert list((tmp_path / "tmp").iterdir()) == []
     store.rm("/partition-in", recursive=True)

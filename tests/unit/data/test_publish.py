@@ -30,7 +30,7 @@ def names(location: str) -> list[str]:
     return [name.rsplit("/", 1)[-1] for name in filesystem.find(folder)]
 
 
-def test_a_file_appears_when_it_is_whole(location):
+def test_a_file_appears_when_it_is_complete(location):
     with publishing(location) as file:
         file.write(b"content")
         assert not exists(location)
@@ -45,16 +45,16 @@ def test_an_exception_leaves_nothing(location):
     assert names(location) == []
 
 
-def test_an_existing_file_is_refused_and_stays(location):
+def test_an_existing_file_is_refused_and_unchanged(location):
     with publishing(location) as file:
         file.write(b"first")
-    with pytest.raises(DataError, match="exists already"), publishing(location) as file:
+    with pytest.raises(DataError, match="already exists"), publishing(location) as file:
         file.write(b"second")
     filesystem, path = fsspec.core.url_to_fs(location)
     assert filesystem.cat_file(path) == b"first"
 
 
-def test_a_folder_appears_when_it_is_whole(tmp_path):
+def test_a_folder_appears_when_it_is_complete(tmp_path):
     with publishing_folder(tmp_path / "set") as folder:
         (folder / "inner").mkdir()
         (folder / "inner/file").write_bytes(b"content")
@@ -64,7 +64,7 @@ def test_a_folder_appears_when_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("publish", [publishing, publishing_folder])
-def test_two_that_write_the_same_do_not_meet_and_what_a_dead_one_left_goes(tmp_path, publish):
+def test_concurrent_writers_are_excluded_and_leftovers_are_removed(tmp_path, publish):
     left = tmp_path / ".a.plsc-partial"
     left.mkdir()
     (left / "half").write_bytes(b"half")
@@ -73,14 +73,14 @@ def test_two_that_write_the_same_do_not_meet_and_what_a_dead_one_left_goes(tmp_p
     with publish(tmp_path / "a"):
         assert not (left / "half").exists()
         with (
-            pytest.raises(DataError, match="another run is at work on a"),
+            pytest.raises(DataError, match="another run is working on a"),
             publish(tmp_path / "a"),
         ):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "precious"]
 
 
-def test_folders_that_are_missing_are_made_and_what_stands_in_their_way_is_told(tmp_path):
+def test_missing_folders_are_created_and_obstacles_are_reported(tmp_path):
     with publishing(tmp_path / "new/inner/file") as file:
         file.write(b"1")
     assert (tmp_path / "new/inner/file").read_bytes() == b"1"

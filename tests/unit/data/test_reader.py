@@ -16,7 +16,7 @@ SHAPE = (1, 2, 2)
 
 
 def shuffled(count: int):
-    """A reader as people write them: it shuffles and draws from global generators."""
+    """A typical reader: it shuffles and draws from global generators."""
 
     def reader():
         order = list(range(count))
@@ -50,7 +50,7 @@ def test_ranks_read_the_same_global_batches_by_stride(count, batch, ranks, last_
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.sampled_from(["pad", "keep", "drop"]))
-def test_the_last_batch_is_that_of_a_batch_plan(count, batch, last_batch):
+def test_the_last_batch_equals_that_of_a_batch_plan(count, batch, last_batch):
     if last_batch == "drop" and count < batch:
         return
     plan = BatchPlan(count, batch, 1, 0, last_batch, "sequential")
@@ -63,12 +63,12 @@ def test_the_last_batch_is_that_of_a_batch_plan(count, batch, last_batch):
     assert batches.steps_per_epoch == plan.steps_per_epoch
 
 
-def test_num_samples_gives_the_steps_beforehand():
+def test_num_samples_gives_the_number_of_steps_in_advance():
     assert loader(shuffled(9), num_samples=9).steps_per_epoch == 3
     assert loader(shuffled(9), num_samples=9, last_batch="drop").steps_per_epoch == 2
 
 
-def test_epochs_differ_and_do_not_depend_on_draws_outside():
+def test_epochs_differ_and_do_not_depend_on_the_global_generators():
     batches = loader(shuffled(20), batch=5)
     expected = labels(batches.epoch(1))
     random.seed(99)
@@ -80,7 +80,7 @@ def test_epochs_differ_and_do_not_depend_on_draws_outside():
     assert labels(batches.epoch(2)) != expected
 
 
-def test_the_global_generators_are_put_back():
+def test_the_global_generators_are_restored():
     random.seed(1), np.random.seed(1)
     expected = random.random(), np.random.rand()
     random.seed(1), np.random.seed(1)
@@ -90,7 +90,7 @@ def test_the_global_generators_are_put_back():
 
 @pytest.mark.parametrize("last_batch", ["pad", "keep", "drop"])
 @pytest.mark.parametrize("start", [0, 1, 2])
-def test_an_epoch_goes_on_from_any_step(last_batch, start):
+def test_an_epoch_resumes_at_any_step(last_batch, start):
     batches = loader(shuffled(10), 1, 2, last_batch=last_batch)
     whole = list(batches.epoch(6))
     rest = list(batches.epoch(6, start_step=start))
@@ -100,7 +100,7 @@ def test_an_epoch_goes_on_from_any_step(last_batch, start):
         assert left.names == right.names
 
 
-def test_a_reader_that_became_shorter_is_told_on_resuming():
+def test_a_reader_that_became_shorter_is_reported_on_resuming():
     with pytest.raises(DataError, match="ended after 2 steps, before step 5"):
         list(loader(shuffled(8)).epoch(0, start_step=5))
 
@@ -117,7 +117,7 @@ def test_a_reader_may_reuse_its_buffer():
     assert batch.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_a_generator_left_early_is_closed():
+def test_an_unfinished_generator_is_closed():
     closed = []
 
     def reader():
@@ -145,13 +145,13 @@ GOOD = np.zeros(SHAPE, dtype=np.float32)
         ((GOOD * np.nan, 0), "NaN or infinite"),
         ((GOOD + np.inf, 0), "NaN or infinite"),
         ((GOOD.astype(np.int64), 0), "got int64"),
-        ((GOOD, 1.0), "whole number, got float"),
-        ((GOOD, "a"), "whole number, got str"),
+        ((GOOD, 1.0), "integer, got float"),
+        ((GOOD, "a"), "integer, got str"),
         ((GOOD, -1), "label -1 is outside 0..9"),
         ((GOOD, 10), "label 10 is outside 0..9"),
     ],
 )
-def test_a_bad_sample_is_named_by_its_ordinal(item, message):
+def test_a_bad_sample_is_reported_with_its_index(item, message):
     def reader():
         yield from [(GOOD, 9)] * 5
         yield item
@@ -162,25 +162,25 @@ def test_a_bad_sample_is_named_by_its_ordinal(item, message):
     assert message in str(caught.value)
 
 
-def test_a_reader_that_is_no_function_or_gives_no_samples_is_refused():
+def test_an_invalid_or_empty_reader_is_refused():
     with pytest.raises(DataError, match="must return a generator"):
         list(loader(lambda: 5).epoch(0))
     once = shuffled(4)()
     used = loader(lambda: once)
     list(used.epoch(0))
-    with pytest.raises(DataError, match="fresh generator on each call"):
+    with pytest.raises(DataError, match="new generator on each call"):
         list(used.epoch(1))
     with pytest.raises(DataError, match="leaves no step"):
         list(loader(shuffled(3), last_batch="drop").epoch(0))
 
 
-def test_a_batch_of_floats_and_bytes_is_refused():
+def test_a_batch_of_float_and_uint8_images_is_refused():
     mixed = [(GOOD, 0), (GOOD.astype(np.uint8), 0)]
     with pytest.raises(DataError, match="mixes uint8 and float"):
         list(loader(lambda: iter(mixed)).epoch(0))
 
 
-def test_an_error_of_the_reader_itself_passes():
+def test_an_exception_of_the_reader_is_passed_on():
     def reader():
         yield GOOD, 0
         raise KeyError("mine")
@@ -190,7 +190,7 @@ def test_an_error_of_the_reader_itself_passes():
 
 
 def own_shard(count: int):
-    """A reader that shuffles alike on all ranks and takes its own part."""
+    """A reader that shuffles identically on all ranks and takes its own part."""
 
     def reader(rank, ranks):
         order = list(range(count))
@@ -202,7 +202,7 @@ def own_shard(count: int):
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5))
-def test_readers_that_shard_themselves_together_read_each_sample_once(count, share, ranks):
+def test_self_sharding_readers_together_read_each_sample_once(count, share, ranks):
     batch = share * ranks
     if count < ranks:
         return
@@ -215,21 +215,21 @@ def test_readers_that_shard_themselves_together_read_each_sample_once(count, sha
 
 
 @pytest.mark.parametrize("start", [0, 1, 3])
-def test_a_reader_that_shards_itself_goes_on_from_any_step(start):
+def test_a_self_sharding_reader_resumes_at_any_step(start):
     rank = loader(own_shard(30), 1, 2, 7, shards_itself=True)
     whole = labels(rank.epoch(1))
     assert {len(step) for step in whole} == {4}  # of a global batch of 7, rank 1 takes 4
     assert labels(rank.epoch(1, start)) == whole[start:]
-    assert rank.steps_per_epoch is None  # another rank may have fewer
+    assert rank.steps_per_epoch is None  # another rank may have fewer samples
 
 
-def test_a_global_batch_smaller_than_the_ranks_is_refused_for_such_readers():
-    with pytest.raises(OptionError, match="needs a sample per rank"):
+def test_a_global_batch_smaller_than_the_ranks_is_refused_for_self_sharding_readers():
+    with pytest.raises(OptionError, match="needs at least one sample per rank"):
         loader(own_shard(9), 0, 4, 3, shards_itself=True)
 
 
 @pytest.mark.parametrize("start", [0, 2])
-def test_reading_ahead_changes_nothing(start):
+def test_prefetching_does_not_change_batches(start):
     inline, ahead = loader(shuffled(23)), loader(shuffled(23), ahead=True)
     before = torch.get_rng_state(), random.getstate()
     for epoch in (0, 1):
@@ -245,7 +245,7 @@ def test_reading_ahead_changes_nothing(start):
     assert random.getstate() == before[1]
 
 
-def test_a_bad_sample_of_a_reader_ahead_is_one_line_and_its_own_error_passes():
+def test_errors_of_a_prefetching_reader_are_passed_on():
     def bad():
         yield from [(GOOD, 0)] * 5
         yield GOOD * np.nan, 0
@@ -262,7 +262,7 @@ def test_a_bad_sample_of_a_reader_ahead_is_one_line_and_its_own_error_passes():
         list(loader(wrong, ahead=True).epoch(0))
 
 
-def test_an_endless_reader_is_read_ahead_by_a_bounded_number_of_batches_and_left(tmp_path):
+def test_an_endless_reader_is_prefetched_by_a_bounded_number_of_batches(tmp_path):
     def reader():
         for value in range(10**9):
             (tmp_path / "count").write_text(str(value))

@@ -75,7 +75,7 @@ def test_any_content_survives_framing(parts):
 
 
 @given(pieces)
-def test_the_magic_stands_at_multiples_of_4_only_where_a_part_begins(parts):
+def test_the_magic_is_at_multiples_of_4_only_where_a_part_begins(parts):
     framed = frame(b"".join(parts))
     places = [p for p in range(0, len(framed), 4) if framed[p : p + 4] == MAGIC_BYTES]
     position, starts = 0, []
@@ -124,7 +124,7 @@ def insightface(images: list[tuple[bytes, int]], end: float | None = None) -> li
 
 
 @pytest.mark.parametrize("with_idx", [True, False])
-def test_insightface_layout_gives_its_images_alone(tmp_path, with_idx):
+def test_the_insightface_layout_gives_only_its_images(tmp_path, with_idx):
     images = [(b"a", 0), (b"b", 1), (b"c", 1)]
     records = insightface(images)
     keys = list(range(len(records))) if with_idx else None
@@ -133,25 +133,25 @@ def test_insightface_layout_gives_its_images_alone(tmp_path, with_idx):
 
 def test_insightface_layout_that_lost_images_is_refused(tmp_path):
     records = insightface([(b"a", 0), (b"b", 1)], end=9)
-    with pytest.raises(DataError, match="records 1 to 8 are images, 4 of them are there"):
+    with pytest.raises(DataError, match="records 1 to 8 are images, but only 4 of them exist"):
         RecordIOSource(write(tmp_path / "train.rec", records))
 
 
-def test_a_first_record_with_two_labels_and_an_image_is_an_ordinary_one(tmp_path):
+def test_a_first_record_with_two_labels_and_an_image_is_a_sample(tmp_path):
     records = [record(b"a", [2, 5]), record(b"b", [1, 5])]
     assert read(write(tmp_path / "a.rec", records, [0, 1])) == [(b"a", 2), (b"b", 1)]
 
 
 @pytest.mark.parametrize("label", [-1.0, 0.5, float("nan"), float("inf")])
-def test_a_label_that_is_no_class_is_named_with_its_record(tmp_path, label):
+def test_an_invalid_label_is_reported_with_its_record(tmp_path, label):
     path = write(tmp_path / "a.rec", [record(b"a", [1]), record(b"b", [label])])
-    with pytest.raises(DataError, match=r"a\.rec record 1: the label is .* whole number"):
+    with pytest.raises(DataError, match=r"a\.rec record 1: the label is .* integer"):
         RecordIOSource(path)
 
 
-def test_a_record_without_image_is_named_when_it_is_read(tmp_path):
+def test_a_record_without_image_is_reported_when_it_is_read(tmp_path):
     source = RecordIOSource(write(tmp_path / "a.rec", [record(b"a", [1]), record(b"", [1])]))
-    with pytest.raises(DataError, match=r"a\.rec record 1: holds no image"):
+    with pytest.raises(DataError, match=r"a\.rec record 1: contains no image"):
         source[1]
 
 
@@ -195,15 +195,15 @@ def shorter_than_a_header(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"record 3 at byte \d+ begins a part, at byte \d+, with "),
-        (no_magic, "record 0 at byte 0 begins a part, at byte 0, with ff d8 "),
+        (cut, r"record 3 at byte \d+ has an invalid part at byte \d+, starting with "),
+        (no_magic, "record 0 at byte 0 has an invalid part at byte 0, starting with ff d8 "),
         (length_beyond_the_end, "record 0 at byte 0 ends at byte 536870920"),
-        (a_last_part_first, "record 0 at byte 0 begins a part, at byte 0, with 0a 23 "),
-        (huge_number_of_labels, "record 0 .* announces 4294967295 labels"),
+        (a_last_part_first, "record 0 at byte 0 has an invalid part at byte 0, starting with 0a 23 "),
+        (huge_number_of_labels, "record 0 .* too few for the 4294967295 labels"),
         (shorter_than_a_header, "record 0 .* has 4 bytes, fewer than the 24"),
     ],
 )
-def test_damage_is_named_with_its_record(rec, damage, message):
+def test_damage_is_reported_with_its_record(rec, damage, message):
     rec.with_suffix(".idx").unlink()
     rec.write_bytes(damage(rec.read_bytes()))
     with pytest.raises(DataError, match=message):
@@ -220,11 +220,11 @@ def test_damage_is_named_with_its_record(rec, damage, message):
         ("0\t4\n", "at byte 4, where no record begins"),
         ("0\t999999999\n", "at byte 999999999, where no record begins"),
         ("0\t" + "9" * 30, r"train\.idx:1: expected"),
-        ("0\t0\n0\t0\n", "key 0 comes twice"),
+        ("0\t0\n0\t0\n", "key 0 is repeated"),
         ("9" * 5000, r"train\.idx:1: expected"),
     ],
 )
-def test_an_index_file_that_does_not_fit_is_named(rec, text, message):
+def test_an_inconsistent_index_file_is_reported(rec, text, message):
     rec.with_suffix(".idx").write_text(text)
     with pytest.raises(DataError, match=message):
         RecordIOSource(rec)
@@ -232,7 +232,7 @@ def test_an_index_file_that_does_not_fit_is_named(rec, text, message):
 
 @pytest.mark.parametrize("keys", [None, []])
 def test_a_file_without_records_is_refused(tmp_path, keys):
-    with pytest.raises(DataError, match="holds no image records"):
+    with pytest.raises(DataError, match="contains no image records"):
         RecordIOSource(write(tmp_path / "a.rec", [], keys))
 
 
@@ -245,7 +245,7 @@ def test_a_remote_file_reads_like_a_local_one(rec):
     assert pickle.loads(pickle.dumps(source))[3] == (IMAGES[3], LABELS[3])
 
 
-def test_a_label_that_float32_cannot_hold_is_not_written(tmp_path):
+def test_a_label_that_float32_cannot_represent_is_not_written(tmp_path):
     with pytest.raises(DataError, match="label 16777217 cannot be written"):
         write_recordio(str(tmp_path / "a.rec"), [(b"image", 2**24 + 1)])
     assert list(tmp_path.iterdir()) == []
@@ -255,7 +255,7 @@ def test_a_label_that_float32_cannot_hold_is_not_written(tmp_path):
 
 def test_no_existing_file_is_overwritten(rec):
     before = rec.read_bytes()
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         write_recordio(str(rec), [])
     assert rec.read_bytes() == before
 
@@ -304,8 +304,8 @@ print(status.partition("VmHWM:")[2].split()[0])
 
 
 @pytest.mark.slow
-def test_damaged_files_never_crash_nor_take_memory(rec):
-    limit = 6 * 2**30  # of addresses: torch alone maps some
+def test_damaged_files_neither_crash_nor_exhaust_memory(rec):
+    limit = 6 * 2**30  # of address space: torch alone maps some
     command = [sys.executable, "-c", FUZZ, str(rec.parent), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -332,18 +332,18 @@ def expected(folder: Path) -> tuple[list[tuple[bytes, int]], list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "several", "backwards", "unindexed"])
-def test_files_written_by_mxnet_read_equal(from_mxnet, name):
+def test_files_written_by_mxnet_are_read(from_mxnet, name):
     assert read(from_mxnet / f"{name}.rec") == expected(from_mxnet)[0]
 
 
 @pytest.mark.slow
-def test_insightface_files_written_by_mxnet_read_equal(from_mxnet):
+def test_insightface_files_written_by_mxnet_are_read(from_mxnet):
     samples, order = expected(from_mxnet)
     assert read(from_mxnet / "insightface.rec") == [samples[i] for i in order]
 
 
 @pytest.mark.slow
-def test_our_files_are_those_of_mxnet_byte_for_byte(from_mxnet, tmp_path):
+def test_written_files_equal_those_of_mxnet_byte_for_byte(from_mxnet, tmp_path):
     write_recordio(str(tmp_path / "ours.rec"), expected(from_mxnet)[0])
     for suffix in (".rec", ".idx"):
         theirs = (from_mxnet / f"plain{suffix}").read_bytes()

@@ -25,7 +25,7 @@ def test_each_bad_sample_is_listed_once_with_its_kind_file_and_line(tmp_path):
     assert listing.summary() == "2 undecodable, 1 missing"
 
 
-def test_a_resumed_run_goes_on_with_the_list(tmp_path):
+def test_a_resumed_run_continues_the_list(tmp_path):
     BadSampleList(tmp_path).add([sample(1)])
     resumed = BadSampleList(tmp_path)
     resumed.add([sample(1), sample(2)])
@@ -40,14 +40,14 @@ def test_without_bad_samples_there_is_no_file(tmp_path):
     assert listing.summary() == ""
 
 
-def test_a_list_of_other_bytes_is_gone_on_with(tmp_path):
+def test_an_existing_list_with_other_content_is_continued(tmp_path):
     (tmp_path / "bad_samples.txt").write_bytes(b"\xff\xfe\x00 what is this\n")
     listing = BadSampleList(tmp_path)
     listing.add([sample(1)])
     assert listing.path.read_bytes().endswith(b"is damaged\n")
 
 
-def test_the_list_is_bounded_and_the_count_is_not(tmp_path, monkeypatch):
+def test_the_list_is_limited_and_the_count_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("plsc.data.samples.MAX_LISTED", 5)
     listing = BadSampleList(tmp_path)
     listing.add([sample(number) for number in range(20)])
@@ -55,18 +55,18 @@ def test_the_list_is_bounded_and_the_count_is_not(tmp_path, monkeypatch):
     assert listing.counts["undecodable"] == 20
 
 
-def test_a_list_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_list_that_cannot_be_written_gives_a_one_line_error(tmp_path):
     listing = BadSampleList(tmp_path / "no such folder")
     with pytest.raises(DataError, match=r"cannot write .*bad_samples\.txt"):
         listing.add([sample(1)])
 
 
-def test_an_error_of_many_lines_becomes_one():
+def test_a_multi_line_error_becomes_one_line():
     bad = BadSample.from_error(DataError("images/1.jpg: a\nb", kind="missing"))
     assert bad == BadSample("missing", "images/1.jpg: a b")
 
 
-def test_replacements_are_spread_over_all_samples():
+def test_replacements_are_distributed_over_all_samples():
     drawn = Counter(replacement(0, 0, index, 1, 10) for index in range(5000))
     assert set(drawn) == set(range(10))
     assert max(drawn.values()) < 1.3 * min(drawn.values())

@@ -39,7 +39,7 @@ def test_declared_labels_are_used_without_reading_images(attribute, kind):
 
 
 @pytest.mark.parametrize("declared", [[1, 2], [[1], [2], [3]], ["a", "b", "c"], [[1], [2, 3], 4]])
-def test_labels_of_another_form_are_not_trusted(declared):
+def test_labels_of_unexpected_form_are_not_used(declared):
     dataset = Items([4, 5, 6])
     dataset.targets = declared
     source = TorchDatasetSource(dataset)
@@ -48,25 +48,25 @@ def test_labels_of_another_form_are_not_trusted(declared):
     assert dataset.reads == 3
 
 
-def test_a_target_transform_is_honoured():
+def test_a_target_transform_is_applied():
     dataset = Items([40, 50])
     dataset.targets, dataset.target_transform = [4, 5], lambda target: target * 10
     assert TorchDatasetSource(dataset).labels().tolist() == [40, 50]
 
 
-def test_torch_s_own_datasets_work():
+def test_torch_datasets_work():
     tensors = TensorDataset(torch.zeros(4, 3, 8, 8), torch.tensor([3, 2, 1, 0]))
     source = TorchDatasetSource(Subset(tensors, [1, 3]))
     assert source.labels().tolist() == [2, 0]
 
 
 @pytest.mark.parametrize("label", [1.0, "1", None, torch.tensor(1.5), torch.tensor([1, 2])])
-def test_a_label_that_is_not_a_whole_number_is_refused(label):
-    with pytest.raises(DataError, match=r"dataset\[0\]: the label must be a whole number"):
+def test_a_label_that_is_not_an_integer_is_refused(label):
+    with pytest.raises(DataError, match=r"dataset\[0\]: the label must be an integer"):
         TorchDatasetSource(Items([label]))[0]
 
 
-def test_things_that_are_not_map_style_are_refused():
+def test_datasets_that_are_not_map_style_are_refused():
     with pytest.raises(DataError, match="map-style"):
         TorchDatasetSource(iter([1, 2]))
     with pytest.raises(DataError, match=r"dataset\[1\]: expected \(image, label\), got int"):
@@ -85,7 +85,7 @@ def test_a_file_that_the_dataset_cannot_read_is_a_bad_image(tmp_path):
     assert isinstance(bad.value.__cause__, FileNotFoundError)
 
 
-def test_a_mistake_in_a_dataset_keeps_its_type_and_traceback_and_names_the_sample_wherever_it_is_read():
+def test_exceptions_of_a_dataset_keep_type_and_traceback_and_name_the_sample():
     class Mistaken(Items):
         def __getitem__(self, index: int) -> tuple[Image.Image, object]:
             return super().__getitem__({0: 0}[index])

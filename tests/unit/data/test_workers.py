@@ -15,7 +15,7 @@ def data_threads() -> int:
 
 
 def square(value: int, stopped) -> int:
-    time.sleep(0.002 * (value % 3))  # so that they do not end in order
+    time.sleep(0.002 * (value % 3))  # so that they do not finish in order
     return value * value
 
 
@@ -26,7 +26,7 @@ def test_results_come_in_the_order_of_the_requests(count, threads):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_work_is_a_bounded_number_of_requests_ahead(threads):
+def test_a_bounded_number_of_requests_is_computed_ahead(threads):
     taken = []
 
     def requests():
@@ -41,7 +41,7 @@ def test_work_is_a_bounded_number_of_requests_ahead(threads):
     results.close()
 
 
-def test_requests_are_taken_in_the_consumer_s_thread():
+def test_requests_are_drawn_in_the_consumer_s_thread():
     def requests():
         for value in range(9):
             assert threading.current_thread() is threading.main_thread()
@@ -57,7 +57,7 @@ def fail_at_three(value: int, stopped) -> int:
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
-def test_an_error_comes_where_its_result_would_and_ends_the_threads(threads):
+def test_an_exception_is_raised_in_place_of_its_result_and_ends_the_threads(threads):
     results = in_order(fail_at_three, range(50), threads)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyError, match="three"):
@@ -65,7 +65,7 @@ def test_an_error_comes_where_its_result_would_and_ends_the_threads(threads):
     assert data_threads() == 0
 
 
-def test_an_error_of_the_requests_ends_the_threads():
+def test_an_exception_of_the_requests_ends_the_threads():
     def requests():
         yield from range(6)
         raise OSError("gone")
@@ -76,7 +76,7 @@ def test_an_error_of_the_requests_ends_the_threads():
 
 
 @pytest.mark.parametrize("leave", ["close", "delete", "interrupt"])
-def test_leaving_early_stops_work_that_is_under_way(leave):
+def test_closing_early_stops_running_work(leave):
     began, stopped_early = threading.Event(), []
 
     def work(value, stopped):
@@ -102,10 +102,10 @@ def test_leaving_early_stops_work_that_is_under_way(leave):
         interrupt(results)
     del results
     assert data_threads() == 0
-    assert 1 <= len(stopped_early) <= 2  # those under way; nothing else was begun
+    assert 1 <= len(stopped_early) <= 2  # the running ones; nothing else was started
 
 
-def test_the_result_that_was_handed_out_is_not_held():
+def test_a_yielded_result_is_not_referenced_any_more():
     import weakref
 
     class Result:

@@ -1,4 +1,4 @@
-"""One rank of test_embed: python -m torch.distributed.run ... embed_rank.py FOLDER CASE [CASE ...]
+"""A rank of test_embed.py: python -m torch.distributed.run ... embed_rank.py FOLDER CASE [CASE ...]
 
 What it embeds, or the error, goes to FOLDER/CASE/RANK.npy or .txt.
 """
@@ -17,7 +17,7 @@ from plsc.parallel.world import World
 
 
 class Network(torch.nn.Module):
-    """Keeps the pixels, so that each image has an embedding of its own."""
+    """Returns the pixels, so that each image has a different embedding."""
 
     def __init__(self, fails):
         super().__init__()
@@ -48,7 +48,7 @@ for case in cases:
     except (PlscError, RuntimeError) as error:
         output.with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
 world.close()
-# What is tested is over. With torch 2.15, a process that has used gloo is now and then aborted while it ends
+# The test is over. With torch 2.15, a process that has used gloo is sometimes aborted while it exits
 # ("terminate called without an active exception"), on loaded machines.
 sys.stdout.flush()
 sys.stderr.flush()

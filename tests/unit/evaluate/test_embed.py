@@ -25,7 +25,7 @@ IMAGES = [png(seed)[0] for seed in range(7)]
 
 
 class Network(torch.nn.Module):
-    """A linear map after dropout and batch norm, which tell training from evaluation."""
+    """A linear layer after dropout and batch norm, whose output depends on the mode."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def embed(network, images=IMAGES, **options):
     return embed_images(network, images, SHAPE, batch_size=3, device="cpu", **options)
 
 
-def test_embedding_is_the_sum_over_the_image_and_its_mirror_image():
+def test_flip_adds_the_embedding_of_the_mirror_image():
     network = Network().eval()
     pixels = np.stack([png(seed)[1] for seed in range(7)]).transpose(0, 3, 1, 2)
     normalised = torch.from_numpy((pixels.astype(np.float32) - 127.5) / 128)
@@ -76,14 +76,14 @@ def test_modes_of_all_parts_are_restored_also_after_an_error():
     assert network.norm.num_batches_tracked == 0
 
 
-def test_a_bad_image_is_named_by_its_number():
+def test_the_error_for_a_bad_image_has_its_index():
     images = [*IMAGES[:4], IMAGES[4][:60], *IMAGES[5:]]
     with pytest.raises(DataError, match=r"^image 4 of lfw\.bin: "):
         embed(Network(), images, name="lfw.bin")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_an_embedding_that_is_not_finite_is_named(value):
+def test_the_error_for_a_non_finite_embedding_has_its_index(value):
     class Diverged(torch.nn.Module):
         def forward(self, input, label, is_train):
             output = input.flatten(1).clone()
@@ -94,14 +94,14 @@ def test_an_embedding_that_is_not_finite_is_named(value):
         embed(Diverged())
 
 
-def test_no_images_are_a_data_error():
-    with pytest.raises(DataError, match="none to embed"):
+def test_no_images_raise_a_data_error():
+    with pytest.raises(DataError, match="no images to embed"):
         embed(Network(), [])
 
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
-    """The folder of what three ranks made of each case, in one launch."""
+    """Run all cases on three ranks in one launch; return the output folder."""
     folder = tmp_path_factory.mktemp("ranks")
     write_pairs(folder / "pairs.bin", [*IMAGES, IMAGES[0]], [True, False, True, False])
     worker = Path(__file__).with_name("embed_rank.py")
@@ -126,10 +126,10 @@ def test_every_rank_returns_all_embeddings_in_order(on_ranks, case, count):
     ("case", "own", "others"),
     [
         ("bad", "DataError: image 7 of pairs.bin: ", "DataError: image 7 of pairs.bin: "),
-        ("bug", "RuntimeError: out of memory", "DistributedError: rank 1 failed while it embedded"),
+        ("bug", "RuntimeError: out of memory", "DistributedError: rank 1 failed while embedding"),
     ],
 )
-def test_an_error_on_one_rank_reaches_all(on_ranks, case, own, others):
+def test_an_error_on_one_rank_raises_on_all_ranks(on_ranks, case, own, others):
     assert (on_ranks / case / "1.txt").read_text().startswith(own)
     for rank in (0, 2):
         assert (on_ranks / case / f"{rank}.txt").read_text().startswith(others)

@@ -23,7 +23,7 @@ def assert_picture(path):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What was drawn: (label, x, y) of each line."""
+    """Record the plotted lines: (label, x, y)."""
     lines = []
     plot = Axes.plot
 
@@ -35,7 +35,7 @@ def drawn(monkeypatch):
     return lines
 
 
-def test_roc_begins_at_the_best_that_one_false_accept_buys(tmp_path, drawn):
+def test_roc_starts_at_one_false_accept(tmp_path, drawn):
     is_same = np.array([True, True, False, True, False])
     cosines = np.array([0.9, 0.8, 0.7, 0.6, 0.5])
     plot_roc({"net": (cosines, is_same)}, tmp_path / "roc.png")
@@ -46,7 +46,7 @@ def test_roc_begins_at_the_best_that_one_false_accept_buys(tmp_path, drawn):
     assert_picture(tmp_path / "roc.png")
 
 
-def test_roc_takes_any_name_and_many_curves(tmp_path):
+def test_roc_supports_any_name_and_many_curves(tmp_path):
     is_same = np.arange(40) % 2 == 0
     curves = {
         f"{name}{index}": (np.random.default_rng(index).random(40), is_same)
@@ -56,14 +56,14 @@ def test_roc_takes_any_name_and_many_curves(tmp_path):
     assert_picture(tmp_path / "roc.png")
 
 
-def test_roc_of_one_kind_of_pairs_is_a_data_error(tmp_path):
+def test_roc_of_one_kind_of_pairs_raises(tmp_path):
     with pytest.raises(DataError, match="only same"):
         plot_roc({"net": (np.ones(3), np.ones(3, bool))}, tmp_path / "roc.png")
     with pytest.raises(DataError, match="cannot write"):
         plot_roc({"net": (np.ones(2), np.arange(2) > 0)}, tmp_path / "missing" / "roc.png")
 
 
-def test_metrics_survive_torn_and_foreign_lines(tmp_path, drawn):
+def test_incomplete_and_unexpected_metrics_lines_are_ignored(tmp_path, drawn):
     lines = [
         json.dumps({"step": 1, "loss": 9.0, "lr": 0.1}),
         "",
@@ -82,14 +82,14 @@ def test_metrics_survive_torn_and_foreign_lines(tmp_path, drawn):
     plot_metrics(path, tmp_path / "loss.png")
     values = [(x.tolist(), y.tolist()) for _, x, y in drawn]
     assert values == [
-        ([1, 4], [9.0, 6.0]),  # a repeated step: the later line
+        ([1, 4], [9.0, 6.0]),  # for a repeated step the later line is used
         ([4, 5], [0.7, 0.8]),
         ([1, 2, 4], [0.1, 0.1, 0.2]),
     ]
     assert_picture(tmp_path / "loss.png")
 
 
-def test_a_long_run_is_drawn_with_its_running_mean(tmp_path, drawn):
+def test_a_long_run_is_plotted_with_its_running_mean(tmp_path, drawn):
     generator = np.random.default_rng(0)
     losses = generator.random(400)
     path = tmp_path / "metrics.jsonl"
@@ -104,7 +104,7 @@ def test_a_long_run_is_drawn_with_its_running_mean(tmp_path, drawn):
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1, "lo', '{"step": 1, "lr": 0.1}\n'])
-def test_metrics_without_a_loss_are_a_data_error(tmp_path, content):
+def test_metrics_without_a_loss_raise(tmp_path, content):
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_text(content)
@@ -113,7 +113,7 @@ def test_metrics_without_a_loss_are_a_data_error(tmp_path, content):
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_plots_never_touch_pyplot(tmp_path):
+def test_plots_do_not_import_pyplot(tmp_path):
     script = (
         "import sys\n"
         "from plsc.evaluate.plots import plot_roc\n"
@@ -130,7 +130,7 @@ def grey(level):
     return file.getvalue()
 
 
-def test_hardest_pairs_come_worst_first(tmp_path, monkeypatch):
+def test_hardest_pairs_are_sorted_worst_first(tmp_path, monkeypatch):
     captions = []
     text = Axes.text
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_hardest_pairs_come_worst_first(tmp_path, monkeypatch):
     assert_picture(tmp_path / "hardest.png")
 
 
-def test_hardest_pairs_show_two_images_once(tmp_path, monkeypatch):
+def test_hardest_pairs_have_no_duplicates(tmp_path, monkeypatch):
     captions = []
     text = Axes.text
     monkeypatch.setattr(
@@ -157,7 +157,7 @@ def test_hardest_pairs_show_two_images_once(tmp_path, monkeypatch):
     assert captions == ["0.900", "0.700"]
 
 
-def test_hardest_pairs_name_a_bad_image(tmp_path):
+def test_hardest_pairs_report_a_bad_image(tmp_path):
     images, is_same, cosines = [grey(9), b"bad", grey(9), grey(9)], np.array([True, False]), [0, 1]
     with pytest.raises(DataError, match="image 1 of the pairs: "):
         plot_hardest_pairs(images, is_same, cosines, tmp_path / "hardest.png")

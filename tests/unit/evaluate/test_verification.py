@@ -10,7 +10,7 @@ from plsc.evaluate.verification import area_under_roc, roc_curve, scores, tar_at
 
 
 def naive_accuracy(embeddings, is_same, folds):
-    """The protocol with loops, one decision at a time: mean, deviation, mean threshold."""
+    """The protocol with loops over pairs: mean, standard deviation, mean threshold."""
     distances = []
     for first, second in zip(embeddings[::2], embeddings[1::2], strict=True):
         first, second = first.astype(float), second.astype(float)
@@ -39,7 +39,7 @@ def naive_accuracy(embeddings, is_same, folds):
 
 
 def naive_tar(cosines, is_same, far):
-    """Try every threshold that makes a difference."""
+    """Try all relevant thresholds."""
     best = 0.0
     positives, negatives = cosines[is_same], cosines[~is_same]
     for threshold in [*cosines, np.inf]:
@@ -75,7 +75,7 @@ def test_accuracy_equals_the_protocol_with_loops(pairs, folds, noise):
 
 
 def test_folds_are_contiguous_and_unshuffled():
-    # The last tenth is labelled the wrong way round: exactly one fold is judged all wrong.
+    # The labels of the last tenth are inverted: exactly one fold has accuracy 0.
     same, different = [[1, 0], [1, 0]], [[1, 0], [0, 1]]
     is_same = np.arange(100) % 2 == 0
     embeddings = np.array([row for flag in is_same for row in (same if flag else different)])
@@ -93,13 +93,13 @@ SCORED = st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=2, max_
 
 
 @given(SCORED, st.sampled_from([0.001, 0.1, 0.25, 0.29, 1 / 3, 0.5, 0.7, 1.0]))
-def test_tar_at_far_is_the_best_of_all_thresholds(pairs, far):
+def test_tar_at_far_is_the_maximum_over_all_thresholds(pairs, far):
     cosines = np.array([score / 4 for score, _ in pairs])
     is_same = np.array([same for _, same in pairs])
     assert tar_at_far(cosines, is_same, far) == pytest.approx(naive_tar(cosines, is_same, far))
 
 
-def test_tar_at_far_uses_every_false_accept_that_the_rate_allows():
+def test_tar_at_far_uses_all_allowed_false_accepts():
     # 0.29 * 100 is 28.999999999999996 in binary
     cosines = np.append(np.arange(100, 0, -1) / 100, 0.715)
     is_same = np.append(np.zeros(100, bool), True)
@@ -108,7 +108,7 @@ def test_tar_at_far_uses_every_false_accept_that_the_rate_allows():
 
 
 @given(SCORED)
-def test_auc_is_the_chance_that_a_same_pair_scores_higher(pairs):
+def test_auc_is_the_probability_that_a_same_pair_scores_higher(pairs):
     cosines = np.array([score / 4 for score, _ in pairs])
     is_same = np.array([same for _, same in pairs])
     assert area_under_roc(cosines, is_same) == pytest.approx(naive_auc(cosines, is_same))
@@ -120,7 +120,7 @@ def test_roc_accepts_tied_pairs_together():
     assert tar.tolist() == [0, 0.5, 1, 1]
 
 
-def test_scores_are_cosines_of_pairs_over_chunk_borders():
+def test_scores_are_cosines_of_pairs_across_chunks():
     embeddings, _ = some_pairs(9000, 1.0, seed=1)
     first, second = embeddings[::2].astype(float), embeddings[1::2].astype(float)
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
@@ -131,7 +131,7 @@ def test_scores_of_a_zero_embedding_are_zero():
     assert scores(np.array([[0.0, 0.0], [1.0, 0.0]])).tolist() == [0.0]
 
 
-def test_result_says_which_far_the_negatives_cannot_resolve():
+def test_result_lists_unresolved_fars():
     embeddings, is_same = some_pairs(100, 0.5, seed=0)
     is_same[:] = np.arange(100) < 50
     result = verify(embeddings, is_same)
@@ -150,9 +150,9 @@ def test_result_is_plain_json():
     assert plain["mean_norm"] == pytest.approx(np.linalg.norm(embeddings, axis=1).mean())
 
 
-def test_what_cannot_be_judged_is_a_data_error():
+def test_invalid_verification_input_raises():
     embeddings, is_same = some_pairs(20, 0.5, seed=0)
-    with pytest.raises(DataError, match="9 pairs cannot fill 10 folds"):
+    with pytest.raises(DataError, match="9 pairs for 10 folds"):
         verify(embeddings[:18], is_same[:9])
     with pytest.raises(DataError, match="only same"):
         verify(embeddings, np.ones(20, bool))

@@ -1,4 +1,4 @@
-"""Which sub-centre each class's samples choose, and the head that keeps those alone."""
+"""Count the nearest sub-centres, and reduce a head to the dominant ones."""
 
 import torch
 
@@ -10,7 +10,7 @@ def head_of(centers, dtype=torch.float32):
     return ShardedHead(5, 8, build_margin("curricularface"), centers=centers, row_dtype=dtype)
 
 
-def test_choices_are_those_of_the_largest_cosine_whatever_the_rows_lengths():
+def test_counts_use_the_highest_cosine_independent_of_the_norm_of_class_weights():
     head = head_of(3)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.rand(5, 3, 1, generator=generator) * 10 + 0.1
@@ -29,11 +29,11 @@ def test_choices_are_those_of_the_largest_cosine_whatever_the_rows_lengths():
     assert counts.sum() == 40
 
 
-def test_the_most_chosen_row_of_each_class_stays_with_its_state_and_the_running_statistics():
+def test_the_dominant_sub_centre_is_copied_with_its_state_and_the_running_statistics():
     for kind, dtype in ((RowSGD, torch.float32), (RowAdamW, torch.bfloat16)):
         head, small = head_of(3, dtype), head_of(1, dtype)
         rows, small_rows = kind(head), kind(small)
-        for _ in range(3):  # rows, states and the running mean are all in use
+        for _ in range(3):  # so that weights, states and the running mean are not initial values
             head(torch.randn(10, 8, requires_grad=True), torch.arange(10) % 5).loss.backward()
             rows.step()
         counts = torch.tensor([[0, 5, 1], [2, 2, 2], [0, 0, 0], [1, 0, 9], [7, 0, 0]])

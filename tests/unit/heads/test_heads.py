@@ -1,4 +1,4 @@
-"""The heads against the textbook, in one process: loss, gradients, what the rows become."""
+"""Compare the heads with the reference implementation in one process: loss, gradients, updates."""
 
 import copy
 import math
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc import seeds
 from plsc.errors import DataError, OptionError
 from plsc.heads import (
     LOSS_TYPES,
@@ -24,7 +23,8 @@ from plsc.heads import (
     sharded,
 )
 from plsc.heads.base import effective_rank
-from plsc.heads.weights import hash_key, initial_rows
+from plsc.heads.margins import ArcFace
+from plsc.heads.weights import initial_rows
 from tests import reference
 from tests.devices import GPU, group_of_one
 
@@ -32,7 +32,7 @@ COSINE_MARGINS = [name for name in MARGINS if name != "softmax"]
 
 
 def filled(head, seed=0):
-    """The head with rows of length about 1: cosines of all sizes, not those of tiny initial rows."""
+    """Fill the head with class weights of norm about 1, for cosines of all sizes."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -41,8 +41,8 @@ def filled(head, seed=0):
     return head
 
 
-def textbook(head, embeddings, labels, allowed=None):
-    """The loss by the naive formulas, with the head's running statistics of after its forward pass."""
+def reference_loss(head, embeddings, labels, allowed=None):
+    """Return the loss of the reference implementation; call it after the head's forward pass."""
     return reference.mean_loss(head.margin, embeddings, head.weight, head.bias, labels, allowed=allowed)
 
 
@@ -57,9 +57,9 @@ def batch(size, dimension, classes, seed=0):
     return embeddings.requires_grad_(), torch.randint(classes, (size,), generator=generator)
 
 
-def assert_equals_textbook(head, embeddings, labels, allowed=None):
+def assert_equals_reference(head, embeddings, labels, allowed=None):
     output = head(embeddings, labels)
-    truth = textbook(head, embeddings, labels, allowed)
+    truth = reference_loss(head, embeddings, labels, allowed)
     torch.testing.assert_close(output.mean_loss, truth.detach(), rtol=1e-9, atol=1e-9)
     ours = gradients(output.loss, head, embeddings)
     theirs = gradients(truth, head, embeddings)
@@ -72,15 +72,15 @@ def assert_equals_textbook(head, embeddings, labels, allowed=None):
 @given(
     size=st.integers(1, 9),
     classes=st.integers(1, 12),
-    # In few dimensions cosines come close to 1 by chance, where acos in the textbook loses its digits;
-    # what happens there has tests of its own below.
+    # In few dimensions some cosines are close to 1, where acos in the reference is inaccurate. Separate tests
+    # below cover that case.
     dimension=st.integers(5, 8),
     centers=st.integers(1, 3),
     tile=st.integers(1, 13),
     keep=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_margin_equals_the_textbook_in_fp64(name, size, classes, dimension, centers, tile, keep, seed):
+def test_every_margin_equals_the_reference_in_fp64(name, size, classes, dimension, centers, tile, keep, seed):
     centers = 1 if name == "softmax" else centers
     head = ShardedHead(
         classes,
@@ -90,19 +90,19 @@ def test_every_margin_equals_the_textbook_in_fp64(name, size, classes, dimension
         execution=Execution(tile=tile, keep_bytes=10**6 if keep else 0),
         row_dtype=torch.float64,
     )
-    assert_equals_textbook(filled(head, seed), *batch(size, dimension, classes, seed))
+    assert_equals_reference(filled(head, seed), *batch(size, dimension, classes, seed))
 
 
 @pytest.mark.parametrize("share", [0.25, 0.7])
 @pytest.mark.parametrize("is_sharded", [True, False])
 @pytest.mark.parametrize("name", ["arcface", "sphereface", "magface", "curricularface"])
-def test_a_share_of_the_margin_equals_the_textbook_in_fp64(name, is_sharded, share):
+def test_margin_warm_up_equals_the_reference_in_fp64(name, is_sharded, share):
     loss_type = f"dist_{name}" if is_sharded else name
     head = filled(build_head(loss_type, 7, 6, centers=2, row_dtype="float64"))
-    assert_equals_textbook(head, *batch(9, 6, 7))
+    assert_equals_reference(head, *batch(9, 6, 7))
     full = head(*batch(9, 6, 7)).mean_loss
     head.margin.share = share
-    assert_equals_textbook(head, *batch(9, 6, 7))
+    assert_equals_reference(head, *batch(9, 6, 7))
     assert head(*batch(9, 6, 7)).mean_loss < full
 
 
@@ -111,15 +111,15 @@ def test_a_share_of_the_margin_equals_the_textbook_in_fp64(name, is_sharded, sha
     ("classes", "expected"),
     [(1, 1.0), (2, 1.0), (89, math.sqrt(2) * math.log(88)), (10_000, 64.0)],
 )
-def test_an_automatic_scale_follows_the_number_of_classes(loss_type, classes, expected):
+def test_automatic_scale_depends_on_the_number_of_classes(loss_type, classes, expected):
     margin = build_margin("cosface", scale="auto")
     head = filled(build_head(loss_type, classes, 6, margin=margin, centers=3, row_dtype="float64"))
     assert margin.scale == pytest.approx(expected)
-    assert_equals_textbook(head, *batch(9, 6, classes))
+    assert_equals_reference(head, *batch(9, 6, classes))
 
 
 @pytest.mark.parametrize("loss_type", ["dist_arcface", "arcface"])
-def test_class_weights_begin_with_the_norm_that_is_asked_for(loss_type):
+def test_initial_norm_sets_the_norm_of_class_weights(loss_type):
     plain = build_head(loss_type, 500, 64, centers=2, seed=4).weight
     head = build_head(loss_type, 500, 64, centers=2, seed=4, initial_norm=2.0)
     torch.testing.assert_close(head.weight, plain * (2.0 / 8 / 0.01))
@@ -137,7 +137,7 @@ def test_class_weights_begin_with_the_norm_that_is_asked_for(loss_type):
         ("dist_adaface", "auto"),
     ],
 )
-def test_class_weights_and_embeddings_of_extreme_norms_equal_the_textbook(loss_type, kernels):
+def test_extreme_norms_equal_the_reference(loss_type, kernels):
     parts = {"execution": Execution(kernels=kernels)} if kernels else {}
     head = filled(build_head(loss_type, 61, 8, **parts))
     embeddings, labels = batch(31, 8, 61)
@@ -158,8 +158,8 @@ def test_class_weights_and_embeddings_of_extreme_norms_equal_the_textbook(loss_t
     expected = spectrum.sum().square() / spectrum.square().sum()
     assert output.effective_rank.item() == pytest.approx(expected.item(), rel=1e-4)
 
-    head.eval()  # keeps its statistics
-    # Too short to have a direction: as a row of zeros, which has no gradient.
+    head.eval()  # do not update statistics
+    # Too short: counts as a zero vector, which has no gradient.
     losses = []
     for value in (1e-38, 0.0):
         with torch.no_grad():
@@ -171,7 +171,7 @@ def test_class_weights_and_embeddings_of_extreme_norms_equal_the_textbook(loss_t
 
 
 @pytest.mark.parametrize("name", MARGINS)
-def test_a_replicated_head_equals_its_sharded_one(name):
+def test_replicated_head_equals_sharded_head(name):
     sharded = filled(build_head(f"dist_{name}", 11, 6, row_dtype=torch.float64))
     dense = filled(build_head(name, 11, 6, row_dtype=torch.float64))
     embeddings, labels = batch(7, 6, 11)
@@ -190,8 +190,8 @@ def test_a_replicated_head_equals_its_sharded_one(name):
 
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("name", ["curricularface", "adaface", "magface", "softmax"])
-def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(name, is_sampled, monkeypatch):
-    labels = torch.tensor([0, 6, 4, 5, 8, 11, 5, 2])  # half of them are of other ranks
+def test_target_logits_without_gpu_synchronisation_are_the_same(name, is_sampled, monkeypatch):
+    labels = torch.tensor([0, 6, 4, 5, 8, 11, 5, 2])  # half of them are on other ranks
     x = torch.randn(len(labels), 6, dtype=torch.float64)
     unit = x if name == "softmax" else torch.nn.functional.normalize(x)
     monkeypatch.setattr(sharded, "sum_over_ranks", lambda tensor, group: tensor)
@@ -201,7 +201,7 @@ def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(name, is_
         centers = 1 if name == "softmax" else 2
         head = build_head(f"dist_{name}", 12, 6, centers=centers, group=group, row_dtype="float64")
         assert filled(head).class_range == (4, 8)
-        classes = torch.tensor([0, 1, 2]) if is_sampled else None  # all that the batch has, here
+        classes = torch.tensor([0, 1, 2]) if is_sampled else None  # all local classes of the batch
         rows = head.all_rows()
         with torch.no_grad():
             found = head._find_target(unit, x.norm(dim=1), labels, rows, classes)
@@ -211,7 +211,7 @@ def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(name, is_
         return found.samples, [added, *head.margin.buffers(), *parts]
 
     here, expected = find()
-    monkeypatch.setattr(sharded, "_look_up", lambda is_here: torch.arange(len(is_here)))
+    monkeypatch.setattr(sharded, "_local_samples", lambda is_local: torch.arange(len(is_local)))
     every, found = find()
     assert len(here) == 4
     assert len(every) == len(labels)
@@ -221,7 +221,7 @@ def test_targets_that_are_found_without_waiting_for_a_gpu_are_the_same(name, is_
 
 @pytest.mark.parametrize("name", ["arcface", "curricularface", "softmax"])
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_a_head_in_a_group_of_one_rank_learns_what_it_learns_without_a_group(name, device):
+def test_a_group_of_one_rank_equals_no_group(name, device):
     embeddings, labels = batch(7, 6, 11)
     with group_of_one(device) as group:
         heads = [filled(build_head(f"dist_{name}", 11, 6, group=one)) for one in (group, None)]
@@ -236,9 +236,9 @@ def test_a_head_in_a_group_of_one_rank_learns_what_it_learns_without_a_group(nam
 @pytest.mark.parametrize("name", MARGINS)
 @pytest.mark.parametrize("centers", [1, 2])
 @pytest.mark.parametrize("hard", [0.0, 0.5])
-def test_a_sampled_head_equals_the_textbook_on_the_classes_it_drew(name, centers, hard):
+def test_a_sampled_head_equals_the_reference_on_the_sampled_classes(name, centers, hard):
     if name == "softmax" and centers > 1:
-        pytest.skip("softmax has no sub-centres")
+        pytest.skip("softmax does not support sub-centres")
     head = ShardedHead(
         40,
         6,
@@ -250,7 +250,7 @@ def test_a_sampled_head_equals_the_textbook_on_the_classes_it_drew(name, centers
     )
     filled(head)
     embeddings, labels = batch(5, 6, 40)
-    # The head itself draws; what it drew is read off a forward context of the same step.
+    # The sampled classes are read from the forward context.
     probe = copy.deepcopy(head)
     RowSGD(probe)
     probe(embeddings.detach().requires_grad_(), labels).loss.backward()
@@ -259,14 +259,14 @@ def test_a_sampled_head_equals_the_textbook_on_the_classes_it_drew(name, centers
     assert set(labels.tolist()) <= set(drawn.tolist())
     allowed = torch.zeros(40, dtype=torch.bool)
     allowed[drawn] = True
-    assert_equals_textbook(head, embeddings, labels, allowed)
+    assert_equals_reference(head, embeddings, labels, allowed)
 
 
-def test_evaluation_uses_all_classes_and_leaves_running_statistics_alone():
+def test_evaluation_uses_all_classes_and_does_not_update_running_statistics():
     head = filled(build_head("dist_curricularface", 30, 6, sampling=Sampling(0.2), row_dtype=torch.float64))
     head.eval()
     embeddings, labels = batch(5, 6, 30)
-    assert_equals_textbook(head, embeddings, labels)
+    assert_equals_reference(head, embeddings, labels)
     assert head.margin.t == 0
 
 
@@ -302,17 +302,17 @@ def test_one_or_two_classes_do_not_underflow(classes):
     assert output.loss.item() == pytest.approx(0 if classes == 1 else 64 * 1.24, abs=2)
 
 
-def test_a_batch_of_one_class_and_repeated_labels_equals_the_textbook():
+def test_a_batch_with_equal_labels_equals_the_reference():
     head = filled(ShardedHead(6, 5, build_margin("arcface"), row_dtype=torch.float64))
     embeddings, _ = batch(8, 5, 6)
-    assert_equals_textbook(head, embeddings, torch.full((8,), 3))
+    assert_equals_reference(head, embeddings, torch.full((8,), 3))
 
 
-def test_accuracy_is_counted_without_the_margin_and_ties_go_to_the_lowest_class():
+def test_accuracy_ignores_the_margin_and_the_lowest_class_wins_ties():
     head = build_head("dist_arcface", 3, 2, row_dtype=torch.float64)
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.9, 0.1]]))
-    # Close to two rows: right without the margin, wrong with it.
+    # Close to two class weights: correct without the margin, wrong with it.
     output = head(torch.tensor([[1.0, 0.02]]).double(), torch.tensor([0]), with_accuracy=True)
     assert output.accuracy == 1.0
     tied = head(torch.tensor([[0.9, 0.1]]).double(), torch.tensor([2]), with_accuracy=True)
@@ -322,7 +322,7 @@ def test_accuracy_is_counted_without_the_margin_and_ties_go_to_the_lowest_class(
 
 
 @pytest.mark.parametrize("batch", [3, 40])
-def test_effective_rank_counts_the_directions_of_unit_vectors_around_their_mean(batch):
+def test_effective_rank_equals_the_participation_ratio_of_unit_vectors(batch):
     line = torch.tensor([1.0, 0, 0, 0, 0, 0]) + torch.linspace(-0.1, 0.1, batch)[:, None] * (torch.eye(6)[1])
     assert effective_rank(line).item() == pytest.approx(1, abs=1e-2)
     assert effective_rank(torch.eye(6).repeat(7, 1)).item() == pytest.approx(5)
@@ -332,14 +332,14 @@ def test_effective_rank_counts_the_directions_of_unit_vectors_around_their_mean(
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("label", [-1, 5])
-def test_a_label_out_of_range_is_named(loss_type, label):
+def test_the_error_for_a_label_out_of_range_names_it(loss_type, label):
     head = build_head(loss_type, 5, 4)
     with pytest.raises(DataError, match=rf"label {label} at position 1 .* outside 0\.\.4"):
         head(torch.randn(2, 4), torch.tensor([0, label]))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_embeddings_that_are_not_finite_are_named_or_passed_on(value):
+def test_non_finite_embeddings_raise_or_pass(value):
     embeddings = torch.randn(3, 4)
     embeddings[1, 2] = value
     labels = torch.tensor([0, 4, 1])
@@ -350,7 +350,7 @@ def test_embeddings_that_are_not_finite_are_named_or_passed_on(value):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_embeddings_may_lie_in_any_order_and_be_of_an_autocast_network(loss_type):
+def test_embeddings_may_be_non_contiguous_or_bfloat16(loss_type):
     x, labels = batch(6, 4, 5)
     head = filled(build_head(loss_type, 5, 4))
     with torch.no_grad():
@@ -366,36 +366,36 @@ def test_a_second_backward_through_the_same_forward_raises():
     head = build_head("dist_arcface", 5, 4)
     output = head(torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2]))
     output.loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second time"):
+    with pytest.raises(RuntimeError, match="was called twice"):
         output.loss.backward()
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.5, 1.5, math.nan])
-def test_a_sample_ratio_outside_its_range_is_refused(ratio):
+def test_a_sample_ratio_out_of_range_raises(ratio):
     with pytest.raises(OptionError, match="sample ratio"):
         Sampling(ratio)
 
 
-def test_a_ratio_that_leaves_fewer_rows_than_positives_takes_the_positives_and_says_so_once():
+def test_with_more_positives_than_samples_all_positives_are_used_with_one_warning():
     head = ShardedHead(20, 4, build_margin("arcface"), sampling=Sampling(0.1))
     labels = torch.arange(6)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             head(torch.randn(6, 4, requires_grad=True), labels).loss.backward()
-    said = [str(w.message) for w in caught if "classes of this rank" in str(w.message)]
-    assert len(said) == 1
-    assert "6 classes of this rank, more than the 2" in said[0]
+    warned = [str(w.message) for w in caught if "classes of this rank" in str(w.message)]
+    assert len(warned) == 1
+    assert "6 classes of this rank, more than the 2" in warned[0]
     assert head.weight.grad.any(dim=1).nonzero()[:, 0].tolist() == labels.tolist()
 
 
-def test_an_unknown_loss_type_gets_the_nearest_name():
+def test_the_error_for_an_unknown_loss_type_suggests_a_name():
     with pytest.raises(OptionError, match="did you mean 'dist_arcface'"):
         build_head("dist_arcfase", 5, 4)
 
 
-def test_sub_centres_of_a_softmax_are_refused():
-    with pytest.raises(OptionError, match="softmax has no sub-centres"):
+def test_softmax_with_sub_centres_raises():
+    with pytest.raises(OptionError, match="softmax does not support sub-centres"):
         build_head("dist_softmax", 5, 4, centers=2)
 
 
@@ -407,12 +407,12 @@ def test_sub_centres_of_a_softmax_are_refused():
         ({"tile": 0}, "tile is 0"),
     ],
 )
-def test_wrong_execution_settings_are_refused(settings, message):
+def test_invalid_execution_settings_raise(settings, message):
     with pytest.raises(OptionError, match=message):
         Execution(**settings)
 
 
-def test_kernels_that_cannot_be_used_are_refused_with_the_reason():
+def test_unavailable_kernels_raise_with_the_reason():
     head = build_head("dist_arcface", 5, 4, execution=Execution(kernels="triton"))
     with pytest.raises(OptionError, match="triton kernels of the head cannot be used: "):
         head(torch.randn(2, 4), torch.tensor([0, 1]))
@@ -420,17 +420,32 @@ def test_kernels_that_cannot_be_used_are_refused_with_the_reason():
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 9000), st.integers(0, 5000))
-def test_a_class_has_the_same_initial_row_in_any_shard(start, length):
+def test_initial_class_weights_do_not_depend_on_the_shard(start, length):
     whole = initial_rows(3, 0, 14000, 2)
     assert torch.equal(initial_rows(3, start, start + length, 2), whole[start : start + length])
 
 
-def test_seeds_are_those_of_the_rest_of_plsc():
-    for parts in ((), (0,), (3, -1, 2**70), (1, 2)):
-        assert hash_key(*parts) == seeds.hash_key(*parts)
+class GrowingScale(ArcFace):
+    """A margin whose `observe` changes the scale."""
+
+    def observe(self, cosine, norm):
+        self.scale = 40.0
 
 
-def test_initial_rows_differ_by_seed_and_by_class():
+def test_a_margin_may_change_its_scale_in_observe():
+    x, labels = batch(6, 4, 5)
+    losses = []
+    for is_sharded in (False, True):
+        head = build_head(("dist_" if is_sharded else "") + "arcface", 5, 4, margin=GrowingScale(scale=10.0))
+        with torch.no_grad():
+            head.weight.copy_(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
+        losses.append(head(x.float(), labels).mean_loss)
+    expected = build_head("arcface", 5, 4, margin=ArcFace(scale=40.0))
+    expected.load_state_dict(head.state_dict(), strict=False)
+    torch.testing.assert_close(torch.stack(losses), expected(x.float(), labels).mean_loss.expand(2))
+
+
+def test_initial_class_weights_differ_by_seed_and_class():
     rows = initial_rows(0, 0, 9000, 4)
     assert len(torch.unique(rows, dim=0)) == 9000
     assert not torch.equal(rows, initial_rows(1, 0, 9000, 4))

@@ -1,4 +1,4 @@
-"""The margins against the textbook: values, slopes, edges, running state, bounds, options."""
+"""Compare the margins with the reference: values, slopes, edge cases, statistics, bounds, options."""
 
 import math
 
@@ -37,14 +37,14 @@ every_cosine_margin = pytest.mark.parametrize(("name", "options"), COSINE_MARGIN
 
 
 def plane(angles, norms=1.0):
-    """Vectors [n, 2] of these angles to the first axis."""
+    """Return vectors [n, 2] with these angles to the first axis."""
     angles = torch.as_tensor(angles, dtype=torch.float64)
     norms = torch.as_tensor(norms, dtype=torch.float64)
     return torch.stack([angles.cos() * norms, angles.sin() * norms], dim=1)
 
 
 def with_slope(margin, cosine, norm=30.0):
-    """psi and its derivative at these cosines."""
+    """Return psi and its derivative at these cosines."""
     c = cosine.detach().clone().requires_grad_()
     psi = margin.target(c, torch.full_like(c, norm))
     return psi.detach(), torch.autograd.grad(psi.sum(), c)[0]
@@ -54,14 +54,14 @@ def with_slope(margin, cosine, norm=30.0):
 @settings(max_examples=40)
 @given(
     samples=st.lists(
-        # Below an angle of 0.05 the slope of acos has lost digits; the edges have tests of their own.
+        # Below an angle of 0.05 the slope of acos is inaccurate; separate tests cover the edge cases.
         st.tuples(st.floats(0.05, math.pi - 0.05), st.floats(0.5, 150.0)),
         min_size=1,
         max_size=8,
     ),
     state=st.floats(-1, 1),
 )
-def test_target_and_its_gradient_equal_the_textbook_in_fp64(name, options, samples, state):
+def test_target_and_its_gradient_equal_the_reference_in_fp64(name, options, samples, state):
     margin = build_margin(name, **options).double()
     if name == "adaface":
         margin.mean.fill_(40 + 20 * state)
@@ -80,13 +80,13 @@ def test_target_and_its_gradient_equal_the_textbook_in_fp64(name, options, sampl
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    # The straight-through slope is not the derivative, on purpose; it has a test of its own.
+    # The straight-through slope is not the derivative; a separate test covers it.
     [(name, options) for name, options in COSINE_MARGINS if "straight_through" not in options],
     ids=str,
 )
-def test_slopes_are_those_that_finite_differences_find(name, options):
+def test_slopes_equal_finite_differences(name, options):
     margin = build_margin(name, **options).double()
-    # None of the points is where a formula has a kink.
+    # None of the points is at a kink of a formula.
     cosine = torch.linspace(-0.983, 0.981, 40, dtype=torch.float64, requires_grad=True)
     norm = torch.linspace(3.0, 140.0, 40, dtype=torch.float64, requires_grad=margin.uses_norm)
     assert torch.autograd.gradcheck(margin.target, (cosine, norm))
@@ -95,7 +95,7 @@ def test_slopes_are_those_that_finite_differences_find(name, options):
 @every_cosine_margin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_at_a_saturated_cosine_value_and_slope_stay_those_at_the_limit(name, options, dtype, sign):
+def test_value_and_slope_at_a_saturated_cosine_equal_those_at_the_limit(name, options, dtype, sign):
     margin = build_margin(name, **options).to(dtype)
     cosine = sign * torch.tensor([COSINE_LIMIT, 1.0, 1.0000001, 1.00001], dtype=dtype)
     for norm in (1.0, 20.0, 500.0):
@@ -107,8 +107,8 @@ def test_at_a_saturated_cosine_value_and_slope_stay_those_at_the_limit(name, opt
 
 
 @every_cosine_margin
-def test_fp32_slopes_keep_their_digits_close_to_saturation(name, options):
-    # Here 1 - c^2 and the slope of torch.acos would be off by 4e-5.
+def test_fp32_slopes_are_accurate_close_to_saturation(name, options):
+    # Here 1 - c^2 and the slope of torch.acos would have an error of 4e-5.
     cosine = 1 - 2.0**-24 * torch.arange(1000, 6000)
     margin = build_margin(name, **options)
     _, slope = with_slope(margin, cosine)
@@ -127,7 +127,7 @@ def test_arcface_adds_the_angle_until_pi_and_subtracts_m_sin_m_beyond(margin):
         assert value == pytest.approx(right, abs=1e-12)
 
 
-def test_easy_margin_leaves_cosines_at_or_below_zero_alone():
+def test_easy_margin_does_not_change_cosines_at_or_below_zero():
     easy = build_margin("arcface", easy_margin=True).double()
     cosine = torch.tensor([-1.0, -0.9, -0.2, 0.0, 0.2, 0.9], dtype=torch.float64) * COSINE_LIMIT
     psi, slope = with_slope(easy, cosine)
@@ -138,14 +138,14 @@ def test_easy_margin_leaves_cosines_at_or_below_zero_alone():
     assert torch.equal(slope[4:], hard_slope[4:])
 
 
-def test_straight_through_changes_the_slope_to_one_and_no_value():
+def test_straight_through_changes_only_the_slope():
     cosine = torch.linspace(-1, 1, 41, dtype=torch.float64)
     psi, slope = with_slope(build_margin("arcface", straight_through=True).double(), cosine)
     torch.testing.assert_close(psi, with_slope(build_margin("arcface").double(), cosine)[0])
     assert torch.equal(slope, torch.ones_like(slope))
 
 
-def test_sphereface_takes_the_values_of_its_paper():
+def test_sphereface_has_the_values_of_its_paper():
     cosine = torch.tensor([math.pi / 4, math.pi / 2, 3 * math.pi / 4], dtype=torch.float64).cos()
     psi, _ = with_slope(build_margin("sphereface", margin=4).double(), cosine)
     torch.testing.assert_close(psi, torch.tensor([-1.0, -3.0, -5.0], dtype=torch.float64))
@@ -161,8 +161,8 @@ def test_sphereface_takes_the_values_of_its_paper():
         ((1, 0.5, 0), "arcface", 0.5),
     ],
 )
-def test_combined_margin_contains_the_single_ones(margins, name, margin):
-    # Angles stop where ArcFace passes pi: there the two differ.
+def test_combined_margin_includes_the_other_margins(margins, name, margin):
+    # Only angles for which ArcFace stays below pi; beyond, the two differ.
     cosine = torch.linspace(0.01, math.pi - 0.51, 30, dtype=torch.float64).cos()
     combined = with_slope(build_margin("combined", margins=margins).double(), cosine)
     single = with_slope(build_margin(name, margin=margin).double(), cosine)
@@ -178,24 +178,24 @@ def test_combined_margin_contains_the_single_ones(margins, name, margin):
         ("combined", {"margins": (2.3, 0.7, 0.1)}),
     ],
 )
-def test_multiplied_angles_make_targets_that_fall_without_a_jump(name, options):
+def test_targets_with_multiplied_angles_decrease_continuously(name, options):
     angles = torch.linspace(0.001, math.pi - 0.001, 20_001, dtype=torch.float64)
     psi, slope = with_slope(build_margin(name, **options).double(), angles.cos())
     falls = psi[:-1] - psi[1:]
     assert (falls >= 0).all()
-    assert falls.max() < 4.1 * math.pi / 20_000  # the angle's steps, four times as long
+    assert falls.max() < 4.1 * math.pi / 20_000  # four times the step of the angle
     assert (slope >= 0).all()
 
 
 @pytest.mark.parametrize(
     ("norm", "right"),
     [
-        (50.0, lambda angle: math.cos(angle) - 0.4),  # of mean quality: CosFace
-        (0.0, lambda angle: math.cos(angle + 0.4)),  # of the lowest: ArcFace
-        (99.0, lambda angle: math.cos(angle - 0.4) - 0.8),  # of the highest
+        (50.0, lambda angle: math.cos(angle) - 0.4),  # mean quality: CosFace
+        (0.0, lambda angle: math.cos(angle + 0.4)),  # lowest quality: ArcFace
+        (99.0, lambda angle: math.cos(angle - 0.4) - 0.8),  # highest quality
     ],
 )
-def test_adaface_goes_from_arcface_to_cosface_with_the_norm(norm, right):
+def test_adaface_is_arcface_or_cosface_depending_on_the_norm(norm, right):
     adaface = build_margin("adaface", h=1.0).double()
     adaface.mean.fill_(50)
     adaface.std.fill_(10)
@@ -203,14 +203,14 @@ def test_adaface_goes_from_arcface_to_cosface_with_the_norm(norm, right):
     assert psi.item() == pytest.approx(right(1.1), abs=1e-12)
 
 
-def test_adaface_never_pushes_a_good_sample_away_from_its_class():
+def test_adaface_gradient_never_decreases_the_cosine_of_a_good_sample():
     adaface = build_margin("adaface").double()
     cosine = torch.linspace(-1, 1, 2001, dtype=torch.float64)
     for norm in (0.0, 10.0, 60.0, 300.0):
         assert (with_slope(adaface, cosine, norm)[1] >= 0).all()
 
 
-def test_adaface_takes_norms_from_the_embedding_but_no_gradient_to_them():
+def test_adaface_depends_on_norms_without_a_gradient():
     adaface = build_margin("adaface").double()
     norm = torch.tensor([15.0, 40.0], dtype=torch.float64, requires_grad=True)
     cosine = torch.tensor([0.3, 0.3], dtype=torch.float64, requires_grad=True)
@@ -250,22 +250,22 @@ def test_curricularface_t_equals_a_loop_over_the_batches():
         assert curricular.t.item() == pytest.approx(t, rel=1e-12)
 
 
-def test_curricularface_calls_hard_what_is_above_the_target_with_its_margin():
+def test_curricularface_hard_classes_exceed_the_target_with_margin():
     curricular = build_margin("curricularface").double()
     curricular.t.fill_(0.3)
     cosine = torch.tensor([0.9, 0.1, -0.95], dtype=torch.float64, requires_grad=True)
     threshold, t = curricular.hard(cosine)
-    right = [math.cos(math.acos(c) + 0.5) for c in cosine.tolist()]  # past pi too
+    right = [math.cos(math.acos(c) + 0.5) for c in cosine.tolist()]  # also beyond pi
     assert threshold.tolist() == pytest.approx(right, abs=1e-12)
     assert t.shape == ()
     assert t.item() == pytest.approx(0.3)
     assert not threshold.requires_grad
-    # A later batch must not change what a step has been given.
+    # A later batch must not change a returned value.
     curricular.observe(cosine.detach(), cosine.detach())
     assert t.item() == pytest.approx(0.3)
 
 
-def test_curricularface_hard_classes_make_the_textbook_s_logits():
+def test_curricularface_hard_logits_equal_the_reference():
     curricular = build_margin("curricularface", scale=10).double()
     curricular.t.fill_(0.4)
     torch.manual_seed(0)
@@ -281,7 +281,7 @@ def test_curricularface_hard_classes_make_the_textbook_s_logits():
     torch.testing.assert_close(z[others], right[others])
 
 
-def test_no_margin_but_curricularface_has_hard_classes_or_needs_all_cosines():
+def test_only_curricularface_has_hard_classes_and_needs_all_cosines():
     for name in MARGINS:
         margin = build_margin(name)
         is_curricular = name == "curricularface"
@@ -289,7 +289,7 @@ def test_no_margin_but_curricularface_has_hard_classes_or_needs_all_cosines():
         assert margin.needs_all_cosines == is_curricular
 
 
-def test_magface_margin_grows_with_the_norm_between_its_ends():
+def test_magface_margin_grows_linearly_with_the_norm():
     magface = build_margin("magface", norm_range=(10, 20), margin_range=(0.2, 0.6)).double()
     norm = torch.tensor([1.0, 10.0, 15.0, 20.0, 90.0], dtype=torch.float64)
     psi = magface.target(torch.full_like(norm, math.cos(0.7)), norm)
@@ -297,7 +297,7 @@ def test_magface_margin_grows_with_the_norm_between_its_ends():
     assert psi.tolist() == pytest.approx(right, abs=1e-12)
 
 
-def test_magface_regulariser_and_its_slope_are_those_of_the_paper():
+def test_magface_regulariser_and_its_slope_equal_the_paper():
     magface = build_margin("magface")
     norm = torch.tensor([4.0, 10.5, 60.0, 109.0, 200.0], dtype=torch.float64, requires_grad=True)
     added = magface.regulariser(norm)
@@ -311,7 +311,7 @@ def test_magface_regulariser_and_its_slope_are_those_of_the_paper():
     torch.testing.assert_close(added, naive, rtol=1e-12, atol=0)
 
 
-def test_only_magface_adds_to_the_loss_and_pulls_at_the_norm():
+def test_only_magface_has_a_regulariser_and_a_norm_gradient():
     for name in MARGINS:
         margin = build_margin(name)
         assert (margin.regulariser(torch.ones(2)) is not None) == (name == "magface")
@@ -326,7 +326,7 @@ def test_only_magface_adds_to_the_loss_and_pulls_at_the_norm():
     norm=st.floats(0.1, 200.0),
     t=st.sampled_from([-1.0, -0.5, 0.0, 0.3, 1.0]),
 )
-def test_no_logit_leaves_the_bounds(name, options, angles, rows, norm, t):
+def test_all_logits_are_within_the_bounds(name, options, angles, rows, norm, t):
     margin = build_margin(name, **options).double()
     if name == "curricularface":
         margin.t.fill_(t)
@@ -337,8 +337,8 @@ def test_no_logit_leaves_the_bounds(name, options, angles, rows, norm, t):
     assert z[:, 1:].min() >= margin.lowest_other() - 1e-9
 
 
-def test_bounds_are_reached_where_they_should_be():
-    # An embedding on the row of another class, and one opposite to it.
+def test_bounds_are_tight():
+    # An embedding equal to the weights of another class, and its negative.
     x, rows, labels = plane([0.0, math.pi]), plane([2.0, 0.0]), torch.tensor([0, 0])
     for name in MARGINS.keys() - {"softmax"}:
         margin = build_margin(name).double()
@@ -351,7 +351,7 @@ def test_bounds_are_reached_where_they_should_be():
             assert z[1, 1].item() == pytest.approx(margin.lowest_other())
 
 
-def test_softmax_has_no_bounds_no_scale_and_leaves_the_logit_as_it_is():
+def test_softmax_has_no_bounds_and_no_scale():
     softmax = build_margin("softmax")
     assert (softmax.highest(), softmax.lowest_other(), softmax.scale) == (None, None, 1.0)
     assert not softmax.is_cosine
@@ -359,18 +359,18 @@ def test_softmax_has_no_bounds_no_scale_and_leaves_the_logit_as_it_is():
     assert torch.equal(softmax.target(logit, torch.ones(3)), logit)
 
 
-def test_the_textbook_softmax_has_raw_rows_and_a_bias():
+def test_reference_softmax_has_unnormalised_weights_and_a_bias():
     x, rows = torch.tensor([[2.0, 1.0]]), torch.tensor([[3.0, 0.0], [1.0, -4.0]])
     bias = torch.tensor([0.5, 10.0])
     z = reference.logits(build_margin("softmax"), x, rows, bias, torch.tensor([0]))
     assert z.tolist() == [[6.5, 8.0]]
-    # Two sub-centres a class, one class.
+    # One class with two sub-centres.
     z = reference.softmax_logits(x, rows[None], bias[None])
     assert z.tolist() == [[8.0]]
 
 
 @pytest.mark.parametrize("name", sorted(MARGINS.keys() - {"softmax"}))
-def test_the_textbook_takes_the_best_sub_centre_of_each_class(name):
+def test_reference_uses_the_nearest_sub_centre_of_each_class(name):
     margin = build_margin(name).double()
     x = plane([0.3, 2.0], 20.0)
     centres = plane([0.1, 3.0, 1.4, 2.1]).reshape(2, 2, 2)
@@ -384,7 +384,7 @@ def test_the_textbook_takes_the_best_sub_centre_of_each_class(name):
         torch.testing.assert_close(z[sample], alone[0])
 
 
-def test_the_textbook_loss_leaves_out_classes_that_are_not_sampled_and_adds_the_regulariser():
+def test_reference_loss_masks_classes_that_are_not_sampled_and_adds_the_regulariser():
     magface = build_margin("magface", scale=2).double()
     x, rows = plane([0.3, 2.0], [20.0, 50.0]), plane([0.1, 3.0, 1.4, 2.1])
     labels, allowed = torch.tensor([0, 3]), torch.tensor([True, False, False, True])
@@ -397,16 +397,16 @@ def test_the_textbook_loss_leaves_out_classes_that_are_not_sampled_and_adds_the_
     assert loss.item() == pytest.approx(right / 2, rel=1e-12)
 
 
-def test_the_names_that_the_options_read_from_the_source_are_those_of_the_margins():
+def test_names_parsed_from_the_source_equal_the_margins():
     assert LOSS_TYPES == plsc.heads.LOSS_TYPES
 
 
-def test_an_unknown_margin_gets_the_nearest_name():
-    with pytest.raises(OptionError, match=r"'arcfase' is not known; .*did you mean 'arcface'"):
+def test_the_error_for_an_unknown_margin_suggests_a_name():
+    with pytest.raises(OptionError, match=r"unknown margin 'arcfase'; .*did you mean 'arcface'"):
         build_margin("arcfase")
 
 
-def test_every_margin_is_built_by_its_name_with_scale_64():
+def test_build_margin_builds_every_margin_with_scale_64():
     for name in MARGINS:
         margin = build_margin(name)
         assert margin.name == name
@@ -430,11 +430,15 @@ def test_defaults_are_the_published_settings():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("softmax", {"margin": 0.5}, "softmax has no margin; it has no options"),
-        ("softmax", {"scale": 64}, "softmax has no scale"),
-        ("cosface", {"easy_margin": True}, "cosface has no easy_margin; it has scale, margin"),
-        ("adaface", {"momentun": 0.9}, "adaface has no momentun; .*did you mean 'momentum'"),
-        ("normface", {"scale": 0}, "scale of normface is 0; expected a number of more than 0"),
+        ("softmax", {"margin": 0.5}, "softmax has no option margin; it has no options"),
+        ("softmax", {"scale": 64}, "softmax has no option scale"),
+        (
+            "cosface",
+            {"easy_margin": True},
+            "cosface has no option easy_margin; its options are scale",
+        ),
+        ("adaface", {"momentun": 0.9}, "adaface has no option momentun; .*did you mean 'momentum'"),
+        ("normface", {"scale": 0}, "scale of normface is 0; expected a number, more than 0"),
         ("normface", {"scale": math.inf}, "scale of normface is inf; expected a number"),
         (
             "arcface",
@@ -447,11 +451,11 @@ def test_defaults_are_the_published_settings():
         (
             "sphereface",
             {"margin": 0.9},
-            "margin of sphereface is 0.9; expected a number of at least 1",
+            "margin of sphereface is 0.9; expected a number, at least 1",
         ),
         ("combined", {"margins": (0, 0.5, 0)}, r"margins\[0\] of combined is 0; .* more than 0"),
         ("combined", {"margins": (1, 0, 2.5)}, r"margins\[2\] of combined is 2.5"),
-        ("adaface", {"h": -1}, "h of adaface is -1; expected a number of at least 0"),
+        ("adaface", {"h": -1}, "h of adaface is -1; expected a number, at least 0"),
         ("adaface", {"momentum": 1.5}, "momentum of adaface is 1.5; .* at least 0 and at most 1"),
         ("magface", {"norm_range": (0, 110)}, r"norm_range\[0\] of magface is 0"),
         (
@@ -464,6 +468,6 @@ def test_defaults_are_the_published_settings():
         ("magface", {"regularisation": -1}, "regularisation of magface is -1"),
     ],
 )
-def test_a_bad_option_is_refused_with_what_was_expected(name, options, message):
+def test_invalid_margin_options_raise_with_the_expected_value(name, options, message):
     with pytest.raises(OptionError, match=message):
         build_margin(name, **options)

@@ -1,4 +1,4 @@
-"""What a row optimizer leaves in the rows, against torch's optimizers on whole gradients."""
+"""Compare row optimizers with torch's optimizers on full gradients."""
 
 import copy
 
@@ -48,7 +48,7 @@ def batches(count, dtype=torch.float64):
 
 
 class NaiveAdagrad(torch.optim.Optimizer):
-    """Row-wise Adagrad as in its docstring, on whole gradients."""
+    """Row-wise Adagrad on full gradients."""
 
     def __init__(self, parameters, lr, eps, weight_decay):
         super().__init__(list(parameters), {"lr": lr, "eps": eps, "weight_decay": weight_decay})
@@ -97,7 +97,7 @@ def assert_same_parameters(head, truth, tolerance):
 @pytest.mark.parametrize("margin", MARGINS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("keep", [False, True])
-def test_rows_become_what_a_torch_optimizer_makes_of_whole_gradients(margin, name, keep):
+def test_row_optimizers_equal_torch_optimizers_on_full_gradients(margin, name, keep):
     ours, theirs = OPTIMIZERS[name]
     centers = 1 if margin == "softmax" else 2
     execution = Execution(tile=9, keep_bytes=10**6 if keep else 0)
@@ -116,7 +116,7 @@ def test_rows_become_what_a_torch_optimizer_makes_of_whole_gradients(margin, nam
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_float32_rows_stay_within_rounding_of_float64_ones(name, kernels):
+def test_float32_updates_equal_float64_updates_up_to_rounding(name, kernels):
     ours, _ = OPTIMIZERS[name]
     head = make_head(row_dtype=torch.float32, execution=Execution(kernels=kernels))
     truth = make_head()
@@ -131,7 +131,7 @@ def test_float32_rows_stay_within_rounding_of_float64_ones(name, kernels):
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
 @pytest.mark.parametrize("margin", ["arcface", "softmax"])
-def test_accumulated_micro_batches_give_the_rows_of_the_sum_of_their_gradients(sampling, margin):
+def test_accumulated_micro_batches_equal_one_step_with_summed_gradients(sampling, margin):
     head = make_head(margin, sampling=sampling, execution=Execution(tile=9))
     truth = copy.deepcopy(head)
     rows = RowSGD(head, weight_decay=0.01)
@@ -142,7 +142,7 @@ def test_accumulated_micro_batches_give_the_rows_of_the_sum_of_their_gradients(s
         (head(x, y).loss * share).backward()
         context = head.contexts[-1]
         touched[context.rows.selected if sampling else slice(None)] = True
-        # The truth sees the same classes: the others are left out of its softmax by hand.
+        # The reference masks the classes that were not sampled.
         allowed = context.rows.selected if sampling else torch.arange(CLASSES)
         mask = torch.zeros(CLASSES, dtype=torch.bool)
         mask[allowed] = True
@@ -160,7 +160,7 @@ def test_accumulated_micro_batches_give_the_rows_of_the_sum_of_their_gradients(s
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("margin", MARGINS)
 @pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
-def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps(name, margin, row_dtype):
+def test_class_weights_and_states_that_are_not_sampled_do_not_change(name, margin, row_dtype):
     ours, _ = OPTIMIZERS[name]
     head = make_head(margin, row_dtype=row_dtype, sampling=Sampling(0.2))
     rows = ours(head)
@@ -180,7 +180,7 @@ def test_rows_and_states_that_were_not_sampled_keep_their_bits_over_twenty_steps
             changed += int((old != new).sum())
         numbers = int(drawn.sum()) * sum(t[0].numel() for t in tensors)
         assert 0.5 * numbers < changed <= numbers
-    assert sampled.sum() > 20  # other classes are drawn in other steps
+    assert sampled.sum() > 20  # each step samples other classes
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
@@ -198,7 +198,7 @@ def test_class_weights_of_extreme_norms_stay_finite(name, row_dtype, kernels):
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
-def test_low_precision_rows_follow_the_exact_ones_on_average(state_dtype):
+def test_stochastic_rounding_is_unbiased(state_dtype):
     head = make_head(row_dtype=torch.bfloat16)
     exact = make_head()
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_low_precision_rows_follow_the_exact_ones_on_average(state_dtype):
 @pytest.mark.parametrize("margin", ["arcface", "softmax"])
 @pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_offloaded_rows_become_the_same(name, margin, sampling, device):
+def test_offload_gives_the_same_class_weights(name, margin, sampling, device):
     ours, _ = OPTIMIZERS[name]
     head = make_head(margin, sampling=sampling)
     away = make_head(margin, sampling=sampling, offload=True).to(device)
@@ -233,7 +233,7 @@ def test_offloaded_rows_become_the_same(name, margin, sampling, device):
     assert_same_parameters(away, head, 1e-12)
 
 
-def test_a_scaled_loss_scales_the_embeddings_gradient_but_not_the_rows():
+def test_a_scaled_loss_scales_the_gradient_of_embeddings_but_not_the_update():
     head, truth = make_head(), make_head()
     rows, exact = RowSGD(head), RowSGD(truth)
     x, y = next(batches(1))
@@ -246,7 +246,7 @@ def test_a_scaled_loss_scales_the_embeddings_gradient_but_not_the_rows():
     assert_same_parameters(head, truth, 1e-12)
 
 
-def test_a_skipped_step_leaves_rows_states_and_running_statistics_as_they_were():
+def test_skip_does_not_change_class_weights_states_and_running_statistics():
     head = make_head("curricularface")
     rows = RowSGD(head)
     data = list(batches(3))
@@ -264,7 +264,7 @@ def test_a_skipped_step_leaves_rows_states_and_running_statistics_as_they_were()
     assert not head.contexts
 
 
-def test_clipping_multiplies_the_gradients_of_the_rows():
+def test_clip_multiplies_the_gradients_of_class_weights():
     head, truth = make_head(), make_head()
     rows, optimizer = RowSGD(head, momentum=0.0), torch.optim.SGD(truth.parameters(), lr=0.1)
     x, y = next(batches(1))
@@ -278,7 +278,7 @@ def test_clipping_multiplies_the_gradients_of_the_rows():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_saved_and_loaded_optimizer_goes_on_bit_for_bit(name):
+def test_a_loaded_optimizer_resumes_bit_for_bit(name):
     ours, _ = OPTIMIZERS[name]
     parts = {"row_dtype": torch.bfloat16, "sampling": Sampling(0.4)}
     head = make_head(**parts)
@@ -298,14 +298,14 @@ def test_a_saved_and_loaded_optimizer_goes_on_bit_for_bit(name):
     assert torch.equal(head.weight, other.weight)
 
 
-def test_states_of_another_type_are_refused():
+def test_loading_states_of_another_dtype_raises():
     rows = RowSGD(make_head(row_dtype=torch.float32), state_dtype="bfloat16")
     other = RowSGD(make_head(row_dtype=torch.float32))
     with pytest.raises(CheckpointError, match=r"momentum_buffer': 'torch\.bfloat16 \[40, 6\]'}\]; expected"):
         other.load_state_dict(rows.state_dict())
 
 
-def test_wrong_settings_are_refused():
+def test_invalid_row_optimizer_settings_raise():
     head = make_head()
     with pytest.raises(OptionError, match="lr is -1"):
         RowSGD(head, lr=-1.0)
@@ -315,7 +315,7 @@ def test_wrong_settings_are_refused():
         RowAdamW(head, state_dtype="int8")
 
 
-def test_a_torch_learning_rate_schedule_drives_the_rows():
+def test_a_torch_learning_rate_scheduler_works():
     head = make_head()
     rows = RowSGD(head, lr=1.0, momentum=0.0)
     schedule = torch.optim.lr_scheduler.StepLR(rows, 1, gamma=0.0)

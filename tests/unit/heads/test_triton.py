@@ -1,4 +1,4 @@
-"""The Triton kernels: compiled for GPUs, interpreted on the CPU, and run where there is a GPU.
+"""The Triton kernels: compiled for GPUs, interpreted on the CPU, and run on a GPU if there is one.
 
 The interpreter runs the kernels' code on CPU tensors in NumPy. It shows that the formulas are right, not that
 the compiled code is; that needs the tests marked gpu, which have not run where there is none.
@@ -25,7 +25,7 @@ ROOT = HERE.parents[2]
 
 
 def run(*command: str, **environment: str) -> None:
-    """Run Python in a process of its own: what Triton is to be is settled when it is imported."""
+    """Run Python in a new process, because Triton chooses its mode at import."""
     done = subprocess.run(
         [sys.executable, *command],
         env=clean_environment(**VISIBLE, **environment),
@@ -41,13 +41,13 @@ def cases(**environment: str) -> None:
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_compute_what_the_formulas_say() -> None:
+def test_interpreted_kernels_equal_the_formulas() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     cases(TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_compiled_kernels_compute_what_the_formulas_say(device: str) -> None:
+def test_compiled_kernels_equal_the_formulas(device: str) -> None:
     reason = triton_backend.unavailable(torch.device(device, torch.cuda.current_device()))
     if reason is not None:
         pytest.skip(reason)
@@ -56,7 +56,7 @@ def test_compiled_kernels_compute_what_the_formulas_say(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["80", "90"])
-def test_every_launch_compiles_for_a_gpu_and_no_step_compiles_again(
+def test_every_launch_compiles_for_a_gpu_and_steps_do_not_recompile(
     architecture: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -68,16 +68,16 @@ def test_every_launch_compiles_for_a_gpu_and_no_step_compiles_again(
     )
 
 
-def test_on_a_cpu_the_kernels_say_why_they_cannot_be_used() -> None:
+def test_triton_kernels_are_unavailable_on_a_cpu() -> None:
     cpu = torch.device("cpu")
     assert "cpu" in str(triton_backend.unavailable(cpu))
-    with pytest.raises(OptionError, match=r"triton kernels .* rows are on cpu"):
+    with pytest.raises(OptionError, match=r"triton kernels .* the head computes on cpu"):
         choose_backend("triton", cpu, torch.float32, torch.float32, None, 32)
 
 
-def test_a_gpu_on_which_no_kernel_can_be_built_has_a_reason(monkeypatch) -> None:
+def test_a_failed_kernel_launch_is_reported_as_the_reason(monkeypatch) -> None:
     class Kernels:
-        """Triton without a C compiler: it fails at the first launch."""
+        """Triton without a C compiler fails at the first launch."""
 
         def __getattr__(self, name: str):
             raise RuntimeError("Failed to find C compiler.\nSet CC")
@@ -91,7 +91,7 @@ def test_a_gpu_on_which_no_kernel_can_be_built_has_a_reason(monkeypatch) -> None
     assert reason == "triton cannot run a kernel here: RuntimeError: Failed to find C compiler."
 
 
-def test_without_triton_the_head_can_be_imported_and_the_reason_names_it() -> None:
+def test_without_triton_the_head_can_be_imported() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import torch, plsc.heads; "
         "from plsc.heads.kernels.triton_backend import unavailable; "

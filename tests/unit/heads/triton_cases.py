@@ -1,4 +1,4 @@
-"""What test_triton.py runs in a process of its own: in Triton's interpreter, on a CPU, or on a GPU."""
+"""Tests that test_triton.py runs in a separate process: in Triton's interpreter on a CPU, or on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TILE = 16
 
 SHAPES = [
     Shape(),
-    Shape(classes=5, batch=12),  # labels repeat
+    Shape(classes=5, batch=12),  # repeated labels
     Shape(classes=48, row_dtype=BF16, dimension=64, is_sampled=True),
     Shape(has_hard=True, is_sampled=True),
     Shape(has_extremes=True),
@@ -51,21 +51,21 @@ SHAPES = [
 
 
 def there(x):
-    """The tensors of a dataclass on the device of the kernels."""
+    """Move the tensors of a dataclass to the device of the kernels."""
     moved = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
     if isinstance(x, ForwardContext):
         rows = there(x.rows)
-        moved |= {"rows": rows, "home": rows, "queries": there(x.queries)}
+        moved |= {"rows": rows, "stored": rows, "queries": there(x.queries)}
     return replace(x, **moved)
 
 
 def tolerance(shape: Shape) -> float:
-    # Triton's interpreter cuts bfloat16 off instead of rounding it.
+    # Triton's interpreter truncates to bfloat16 instead of rounding.
     return 2e-5 if shape.products is FLOAT else 6e-2 if IS_INTERPRETED else 3e-2
 
 
 def case(shape: Shape) -> ForwardContext:
-    """A forward pass of the kernels, on the CPU."""
+    """Return the context of a forward pass of the kernels, on the CPU."""
     rows, queries = make(shape)
     assert not (shape.has_hard and near_threshold(rows, queries, shape.products)), "another seed"
     backend = TritonBackend(shape.products, TILE)
@@ -79,7 +79,7 @@ def forward(context: ForwardContext, **how: bool) -> Sums:
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sums_are_those_of_the_formula(shape: Shape, keep: bool) -> None:
+def test_forward_sums_equal_the_formula(shape: Shape, keep: bool) -> None:
     context = case(shape)
     sums = forward(context, keep=keep)
     z, slope = logits(context.rows, context.queries, shape.products)
@@ -94,7 +94,7 @@ def test_sums_are_those_of_the_formula(shape: Shape, keep: bool) -> None:
         assert_near(sums.kept.cpu(), p * slope, kept, max(2**-7, tolerance(shape)))
 
 
-def test_without_weighted_only_the_totals_are_computed_and_are_the_same() -> None:
+def test_totals_are_the_same_without_the_weighted_sum() -> None:
     context = case(SHAPES[0])
     sums = forward(context, want_weighted=False)
     assert sums.weighted is None
@@ -103,7 +103,7 @@ def test_without_weighted_only_the_totals_are_computed_and_are_the_same() -> Non
 
 @pytest.mark.parametrize("with_kept", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -> None:
+def test_weight_gradients_equal_the_formula(shape: Shape, with_kept: bool) -> None:
     context = case(shape)
     rows, here, allowed = context.rows, there(context), tolerance(shape)
     if with_kept:
@@ -122,7 +122,7 @@ def test_row_gradients_are_those_of_the_formula(shape: Shape, with_kept: bool) -
 @pytest.mark.parametrize("state_dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}")
-def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
+def test_update_changes_only_the_selected_class_weights(
     rule: Rule, row_dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
     is_sampled = row_dtype is BF16
@@ -144,18 +144,18 @@ def test_an_update_applies_the_rule_to_the_rows_in_play_and_to_no_others(
     torch.testing.assert_close(biases, db)
     for name, actual in {"": rows.weight, **states}.items():
         expected = {"": plain.weight, **plain_states}[name]
-        # What differs in the last bits of float32 may be rounded to the other side.
+        # A difference in the last bits of float32 may change the rounding.
         allowed = {FLOAT: 2e-5, BF16: 2**-7, torch.int32: 0.0}[actual.dtype]
         torch.testing.assert_close(actual, expected, rtol=allowed, atol=4e-6 if allowed else 0)
-        # Sampled rows are in bfloat16: that each is rounded with its own number shows here.
+        # Sampled class weights are bfloat16, so this also checks that the noise uses the global row index.
         assert (actual == expected).double().mean() > (0.97 if actual.dtype is BF16 else 0.1)
         assert torch.equal(actual[untouched], before[name][untouched])
 
 
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("key", [5, 2**40 + 2**32 - 1, 2**31])
-def test_rounding_is_that_of_the_key_the_row_number_and_the_column(key: int, is_compact: bool) -> None:
-    # From rows of zeros a step of 1 leads to the negative momentum, exactly; then it is rounded.
+def test_rounding_depends_on_key_row_and_column(key: int, is_compact: bool) -> None:
+    # From zero weights, a step with lr 1 gives exactly the negative momentum before rounding.
     shape = Shape(cosine=False, is_sampled=True, dimension=21, classes=18, batch=12)
     context = case(shape)
     rows = context.rows
@@ -165,7 +165,7 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(key: int, is_
         rows.weight, rows.is_compact = rows.weight[rows.selected], True
     context = there(context)
     rows, everything = context.rows, slice(0, len(rows))
-    where, numbers = rows.positions(everything), rows.numbers(everything)
+    where, numbers = rows.positions(everything), rows.global_indices(everything)
     assert numbers.min() < 2**32 < numbers.max()
     momentum = torch.zeros_like(rows.weight)
     row = 0 if isinstance(where, slice) else int(where[0])
@@ -179,8 +179,8 @@ def test_rounding_is_that_of_the_key_the_row_number_and_the_column(key: int, is_
         torch.testing.assert_close(actual[where], rounded, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_nan_of_any_bits_stays_one() -> None:
-    # The NaN of a GPU has all bits set: noise would carry it over to -0.
+def test_rounding_keeps_every_nan() -> None:
+    # A GPU's NaN has all bits set: adding noise would overflow it to -0.
     context = there(case(Shape(row_dtype=BF16, classes=20)))
     rows = context.rows
     momentum = torch.zeros(rows.weight.shape, device=DEVICE)
@@ -192,8 +192,8 @@ def test_a_nan_of_any_bits_stays_one() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.9999])
-def test_the_bias_correction_of_adamw_keeps_its_digits(beta: float) -> None:
-    # From zeros, with eps 0, the first step of Adam is lr in each direction, whatever the betas.
+def test_the_bias_correction_of_adamw_is_accurate(beta: float) -> None:
+    # From zero states and with eps 0, the first step of Adam is lr per element for any betas.
     context = there(case(Shape(classes=9)))
     rows = context.rows
     before = rows.weight.clone()
@@ -201,11 +201,11 @@ def test_the_bias_correction_of_adamw_keeps_its_digits(beta: float) -> None:
     states["steps"] = torch.zeros(len(rows), dtype=torch.int32, device=DEVICE)
     rule = Rule("adamw", lr=0.5, beta1=beta, beta2=beta, eps=1e-30)
     update(context, rule, states)
-    changed = (rows.weight - before)[1:]  # row 0 has no direction
+    changed = (rows.weight - before)[1:]  # row 0 counts as zero
     torch.testing.assert_close(changed.abs(), torch.full_like(changed, 0.5), rtol=1e-5, atol=1e-6)
 
 
-def test_what_has_no_kernel_is_computed_in_plain_pytorch() -> None:
+def test_cases_without_a_kernel_use_pytorch() -> None:
     shape = Shape(centers=2, classes=20)
     context = there(case(shape))
     rows, queries, backend = context.rows, context.queries, context.backend
@@ -221,7 +221,7 @@ def test_what_has_no_kernel_is_computed_in_plain_pytorch() -> None:
     assert torch.equal(rows.weight, same.weight)
 
 
-def test_a_state_without_a_kernel_gets_the_gradients_of_the_kernels_and_the_rule_in_python() -> None:
+def test_states_without_a_kernel_are_updated_in_python_with_the_kernels_gradients() -> None:
     context = there(case(Shape(classes=20)))
     rows = context.rows
     rule = Rule("sgd", lr=1.0, momentum=0.9)
@@ -247,15 +247,15 @@ def test_the_same_call_gives_the_same_bits() -> None:
         assert torch.equal(getattr(first, name), getattr(second, name))
 
 
-def test_a_matrix_of_terms_has_rows_that_begin_aligned() -> None:
+def test_rows_of_kept_exponentials_are_aligned() -> None:
     matrix = _matrix(torch.zeros(1), 3, 50, BF16)
     assert matrix.shape == (3, 50)
     assert matrix.stride() == (64, 1)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
-def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str) -> None:
-    # 4.3 GB of bfloat16, of which a CPU's memory holds but the pages that are touched.
+def test_class_weights_beyond_2_31_elements_are_indexed_correctly(kind: str) -> None:
+    # 4.3 GB of bfloat16, but the CPU allocates only pages that are used.
     shape = Shape(classes=20, dimension=512, row_dtype=BF16)
     context = there(case(shape))
     rows, queries = context.rows, context.queries
@@ -294,7 +294,7 @@ def test_rows_behind_two_to_the_31_numbers_are_computed_like_the_first(kind: str
 @pytest.mark.skipif(IS_INTERPRETED, reason="the head takes these kernels on a CUDA device only")
 @pytest.mark.parametrize("margin", ["arcface", "softmax", "curricularface"])
 @pytest.mark.parametrize("row_dtype", [FLOAT, BF16])
-def test_a_head_trains_as_with_the_plain_backend(margin: str, row_dtype: torch.dtype) -> None:
+def test_a_head_trains_as_with_the_torch_backend(margin: str, row_dtype: torch.dtype) -> None:
     losses = {}
     for kernels in ("torch", "triton"):
         generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
-"""Compile what the passes launch for the GPU architecture of the command line, without that GPU.
+"""Compile all kernel launches for the GPU architecture of the command line, without a GPU.
 
-Triton sees a driver that names the architecture, and every launch ends where the machine code is ready.
+A fake driver reports the architecture, and every launch stops after compilation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plsc.heads.rules import Rule
 from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_context, states_of
 
 ARCHITECTURE = int(sys.argv[1])
-LEAST_SHARED = 48 * 1024  # bytes of shared memory that a block of every GPU may have
+LEAST_SHARED = 48 * 1024  # bytes of shared memory per block that every GPU supports
 compiled = set()
 
 
@@ -47,31 +47,31 @@ FLOAT, BF16 = torch.float32, torch.bfloat16
 for shape in (
     Shape(dimension=512, row_dtype=BF16, products=BF16, is_sampled=True),
     Shape(dimension=300, cosine=False),
-    Shape(dimension=4096, row_dtype=BF16),  # the widest
+    Shape(dimension=4096, row_dtype=BF16),  # the largest dimension
     Shape(has_hard=True, is_sampled=True, dimension=1),
 ):
     rows, queries = make(shape)
     rows.weight = rows.weight.contiguous()
-    passes = TritonBackend(shape.products, tile=32)
+    backend = TritonBackend(shape.products, tile=32)
     context = some_context(shape, rows, queries)
     for keep in (False, True):
-        sums = passes.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
+        sums = backend.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
     context.kept, context.shift = sums.kept, sums.shift
-    passes.gradients(context, slice(0, 20))
+    backend.gradients(context, slice(0, 20))
     context.kept = None
     for number, rule in enumerate(RULES):
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
-        passes.update(context, rule, states)
+        backend.update(context, rule, states)
 
-# A new step must not compile anything: neither its key, nor its learning rate, nor where tiles begin.
+# A new step must not recompile: not for another key, learning rate or tile start.
 shape = Shape(dimension=64, row_dtype=BF16)
 rows, queries = make(shape)
 context, before = some_context(shape, rows, queries), None
 for key in (1, 16, 2**31, 2**32 - 1):
     rule = Rule("sgd", lr=1 / key, key=key)
-    passes.update(context, rule, {})
+    backend.update(context, rule, {})
     assert before is None or len(compiled) == before, key
     before = len(compiled)
 
 names = {name for name, _ in compiled}
-assert names == {"directions", "exponentials", "coefficients", "update"}, names
+assert names == {"tile_weights", "exponentials", "coefficients", "update"}, names

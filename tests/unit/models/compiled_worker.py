@@ -1,4 +1,4 @@
-"""Two ranks of test_compiled.py: they compile a network all, or none of them does."""
+"""Ranks of test_compiled.py: either all ranks compile the network or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plsc.parallel.backbone import sum_gradients
 from plsc.parallel.world import World
 from tests.distributed.worker import run_worker
 
-SIZES = [[2, 2], [2, 1]]  # of seven images in two micro-batches, by rank
+SIZES = [[2, 2], [2, 1]]  # seven images in two micro-batches, per rank
 STEPS = 2
 
 
@@ -31,7 +31,7 @@ class Tiny(BaseModel):
 
 
 class Failing:
-    """A compiler that compiles nothing, and fails at some of its calls, counted from 0."""
+    """A compiler that returns its input, and fails in some of its calls, counted from 0."""
 
     def __init__(self, failures: Sequence[int]) -> None:
         self._failures = failures
@@ -45,7 +45,7 @@ class Failing:
 
 
 def learn(world: World, network: nn.Module, forward: nn.Module) -> list[Tensor]:
-    """Return all embeddings and gradients of some steps, and the statistics at their end."""
+    """Return all embeddings and gradients of some steps, and the final statistics."""
     summing = sum_gradients(forward, world)
     found = []
     torch.manual_seed(7)
@@ -61,13 +61,13 @@ def learn(world: World, network: nn.Module, forward: nn.Module) -> list[Tensor]:
 
 
 def check(world: World, failures: Sequence[int]) -> None:
-    """Compile on both ranks, with failures on the second one."""
+    """Compile on both ranks, with failures on the second rank."""
     torch._dynamo.reset()
     plain, network = Tiny(), Tiny()
     expected = learn(world, plain, plain)
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("plsc")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
@@ -75,21 +75,21 @@ def check(world: World, failures: Sequence[int]) -> None:
     sizes = set(SIZES[world.rank])
     compiled = CompiledNetwork(network, sizes, world, backend)
     found = learn(world, network, compiled)
-    # What this compiler makes has the bits of the plain network.
+    # This compiler gives the bits of the uncompiled network.
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
     if not failures:
         assert compiled._compiled is not None
         assert not compiled._missing
-        assert compiled._is_agreed
+        assert compiled._is_compiled_everywhere
         return
     assert compiled._compiled is None
     if world.rank == 1:
-        assert not said
+        assert not messages
         return
-    start, _, reason = said[-1].partition("rank 1: ")
-    assert start == "the network is not compiled, and trains as it is: "
+    start, _, reason = messages[-1].partition("rank 1: ")
+    assert start == "the network cannot be compiled and trains uncompiled: "
     assert reason.endswith("RuntimeError: no compiler here"), reason
-    assert "the network is compiled" not in said
+    assert "the network is compiled" not in messages
 
 
 def main() -> None:

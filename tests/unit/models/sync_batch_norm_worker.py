@@ -1,4 +1,4 @@
-"""One rank of test_sync_batch_norm.py: compare with one process's batch norm on the whole batch.
+"""A rank of test_sync_batch_norm.py: compare with batch norm on the global batch in one process.
 
 Four ranks, of which the first one, two or three form groups of their own, too.
 """
@@ -57,7 +57,7 @@ def compare(group: dist.ProcessGroup, sizes: list[int], dims: int) -> None:
         assert torch.equal(first, buffer), f"{key} differs between ranks"
     network.eval()
     truth.eval()
-    network[3], truth[3] = nn.Identity(), nn.Identity()  # the one without running statistics
+    network[3], truth[3] = nn.Identity(), nn.Identity()  # the layer without running statistics
     close(network(images[mine]), truth(images)[mine])
 
 
@@ -66,7 +66,7 @@ def close(value: torch.Tensor, true: torch.Tensor) -> None:
 
 
 def check_far_from_zero(group: dist.ProcessGroup) -> None:
-    """A sum of squares in fp32 would lose every digit of a variance of 1 beside a mean of 3000."""
+    """With a mean of 3000, a sum of squares in fp32 would lose a variance of 1 completely."""
     images = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 3000
     network = synchronise_batch_norm(nn.BatchNorm1d(3), group)
     expected = nn.BatchNorm1d(3).double()(images.double())
@@ -88,7 +88,7 @@ def check_too_little(group: dist.ProcessGroup) -> None:
     try:
         network(torch.zeros(1 if dist.get_rank() == 0 else 0, 3))
     except ValueError as error:
-        assert "at least 2 values" in str(error)  # noqa: PT017
+        assert "batch norm needs 2 or more" in str(error)  # noqa: PT017
     else:
         raise AssertionError("one value in the global batch was normalised")
 

@@ -1,4 +1,4 @@
-"""Which modules and operators compute in which type."""
+"""The dtypes in which modules and operators compute."""
 
 import copy
 
@@ -16,19 +16,19 @@ from plsc.models.resnet import SmallResNet
 CPU = torch.device("cpu")
 WATCHED = ("stem.0", "stem.1", "stem.2", "neck.fc", "neck.norm_out")
 BFLOAT16 = dict.fromkeys(WATCHED, torch.bfloat16)
-NORMED = dict.fromkeys(("stem.1", "stem.2"), torch.float32)  # PReLU keeps the type that it is given
+NORMED = dict.fromkeys(("stem.1", "stem.2"), torch.float32)  # PReLU keeps the dtype of its input
 FLOAT32 = dict.fromkeys(WATCHED, torch.float32)
 
 
 def network(white=(), black=()):
     torch.manual_seed(0)
     net = SmallResNet(16, (3, 16, 16), dropout=0.0)
-    apply_lists(net, PrecisionLists.look_up(net, white, black), torch.bfloat16, CPU)
+    apply_lists(net, PrecisionLists.resolve(net, white, black), torch.bfloat16, CPU)
     return net
 
 
 def types_in(net, mode="bfloat16"):
-    """Return the type that each watched module computes in: of a convolution's product, a norm's output."""
+    """Return the dtype in which each observed module computes: a convolution's product, a norm's output."""
     seen = {}
     for name, module in net.named_modules():
         if name in WATCHED:
@@ -57,15 +57,15 @@ def types_in(net, mode="bfloat16"):
         ((), ("SmallResNet",), FLOAT32),
     ],
 )
-def test_modules_and_operators_compute_in_the_type_that_their_list_says(white, black, changed):
+def test_modules_and_operators_compute_in_the_dtype_of_their_list(white, black, changed):
     net = network(white, black)
     assert types_in(copy.deepcopy(net)) == BFLOAT16 | changed
     if changed:
-        assert types_in(net, "float32") == FLOAT32  # without autocast the lists are at rest
+        assert types_in(net, "float32") == FLOAT32  # without autocast the lists have no effect
     assert list(net.state_dict()) == list(SmallResNet(16, (3, 16, 16)).state_dict())
 
 
-def test_a_module_of_the_black_list_computes_what_it_would_without_mixed_precision():
+def test_a_black_list_module_equals_the_module_without_autocast():
     net, plain = network(black=["SmallResNet"]), network()
     images = torch.randn(2, 3, 16, 16)
     with autocast("bfloat16", CPU):
@@ -74,7 +74,7 @@ def test_a_module_of_the_black_list_computes_what_it_would_without_mixed_precisi
 
 
 @pytest.mark.parametrize("white", ["neck.fc", "linear"])
-def test_within_what_stays_float32_a_part_may_have_16_bits_and_gives_float32(white):
+def test_a_16_bit_submodule_of_a_float32_module_returns_float32(white):
     images, outputs = torch.randn(4, 3, 16, 16), []
     for net in (network([white], ["SmallResNet"]), network()):
         seen = []
@@ -85,23 +85,23 @@ def test_within_what_stays_float32_a_part_may_have_16_bits_and_gives_float32(whi
         assert output.dtype is torch.float32
         outputs.append((inputs, output))
     (inputs, output), (plain_inputs, plain) = outputs
-    assert torch.equal(inputs, plain_inputs)  # all before it is float32
+    assert torch.equal(inputs, plain_inputs)  # everything before it is float32
     assert not torch.equal(output, plain)
     weight, bias = net.neck.fc.weight.bfloat16(), net.neck.fc.bias.bfloat16()
     assert torch.equal(output, F.linear(inputs.bfloat16(), weight, bias).float())
 
 
-def test_what_is_computed_again_in_the_backward_pass_goes_the_same_way():
+def test_recomputation_in_the_backward_pass_uses_the_same_dtypes():
     images, gradients = torch.randn(4, 3, 16, 16), []
     for is_again in (False, True):
         net = network(white=["prelu"], black=["BatchNorm2d", "add"])
         with autocast("bfloat16", CPU):
             x = net.stem(images) if not is_again else None
             if is_again:
-                net.forward._scope.is_on = True  # as the whole network's call leaves it
+                net.forward._call.is_autocast = True  # as after a call of the whole network
                 x = checkpoint(net.stem, images, use_reentrant=False)
             else:
-                net.forward._scope.is_on = True
+                net.forward._call.is_autocast = True
                 x = net.stem(images)
         x.float().square().sum().backward()
         gradients.append(net.stem[0].weight.grad)
@@ -156,7 +156,7 @@ CALLS = {
 }  # fmt: skip
 
 
-def test_every_operator_of_the_table_computes_in_either_type_however_it_is_called():
+def test_every_operator_follows_the_lists_for_every_way_to_call_it():
     assert CALLS.keys() == OPERATORS.keys()
     for name, call in CALLS.items():
         size = {"1d": (2, 3, 8), "3d": (1, 3, 8, 8, 8)}.get(name[-2:], (1, 3, 8, 8))
@@ -169,11 +169,11 @@ def test_every_operator_of_the_table_computes_in_either_type_however_it_is_calle
 
 
 @pytest.mark.parametrize("name", ["linear", "matmul", "attention", "softmax"])
-def test_torchs_attention_goes_by_the_operators_inside_it(name):
+def test_torch_attention_follows_the_lists_of_its_operators(name):
     network = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), nn.Tanh())
     attention, x = network[0].self_attn, torch.randn(2, 5, 8)
     exact = attention(x, x, x, need_weights=False)[0]
-    lists = PrecisionLists.look_up(network, ["softmax" if name == "linear" else "linear"], [name])
+    lists = PrecisionLists.resolve(network, ["softmax" if name == "linear" else "linear"], [name])
     apply_lists(network, lists, torch.bfloat16, CPU)
     found = []
     attention.register_forward_hook(lambda layer, inputs, output: found.append(output[0]))
@@ -185,22 +185,22 @@ def test_torchs_attention_goes_by_the_operators_inside_it(name):
 
 
 @pytest.mark.parametrize(
-    ("white", "black", "said"),
+    ("white", "black", "message"),
     [
         (["neck.fcc"], [], "white_list has 'neck.fcc'.*did you mean 'neck.fc'"),
         ([], ["BatchNorm3d"], "black_list has 'BatchNorm3d'.*did you mean 'BatchNorm"),
         ([], ["conv2"], "did you mean 'conv2d'"),
-        (["neck.*"], ["neck.fc"], "name neck.fc; leave"),
+        (["neck.*"], ["neck.fc"], "both match neck.fc; remove"),
         (["linear"], ["linear"], "linear cannot be both"),
     ],
 )
-def test_a_name_that_means_nothing_or_two_things_is_refused(white, black, said):
-    with pytest.raises(OptionError, match=said):
+def test_names_that_match_nothing_or_both_lists_raise(white, black, message):
+    with pytest.raises(OptionError, match=message):
         network(white, black)
 
 
 @pytest.mark.parametrize("wrong", ["BatchNorm2d", [1], [""], 3])
-def test_lists_of_names_are_lists_of_names(wrong):
+def test_lists_must_contain_strings(wrong):
     with pytest.raises(OptionError, match=r"precision.white_list is .*expected "):
         AutoMixedPrecisionLists(wrong)
     with pytest.raises(OptionError, match=r"precision.black_list is .*expected "):

@@ -20,7 +20,7 @@ class Recorder(BaseModel):
         return self.fc(self.norm(input).mean((2, 3)))
 
 
-def test_is_train_follows_the_mode_unless_given_and_label_is_none_when_predicting():
+def test_is_train_defaults_to_the_mode_and_label_to_none():
     model, images, labels = Recorder(), torch.zeros(2, 3, 4, 4), torch.tensor([1, 2])
     model(images, labels)
     model.eval()
@@ -29,17 +29,17 @@ def test_is_train_follows_the_mode_unless_given_and_label_is_none_when_predictin
     assert model.calls == [(labels, True), (None, False), (labels, True)]
 
 
-def test_a_class_without_build_network_is_refused():
+def test_a_class_without_build_network_raises():
     class Forgetful(BaseModel):
         pass
 
-    with pytest.raises(OptionError, match=r"Forgetful has no build_network; implement"):
+    with pytest.raises(OptionError, match=r"Forgetful has no method build_network; implement"):
         check_model(Forgetful(), (3, 8, 8), 8)
 
 
-def test_the_check_accepts_a_fitting_network_and_leaves_no_trace():
+def test_check_model_accepts_a_valid_network_without_side_effects():
     model = Recorder()
-    model.fc.eval()  # frozen by its owner
+    model.fc.eval()  # frozen by user code
     before = {key: value.clone() for key, value in model.state_dict().items()}
     generator = torch.get_rng_state()
     check_model(model, (3, 8, 8), 8)
@@ -51,26 +51,26 @@ def test_the_check_accepts_a_fitting_network_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [
         (lambda x: x.mean((2, 3)), r"\[2, 3\].*expected \[2, 8\]"),
         (lambda x: x, r"\[2, 3, 4, 4\]"),
         (lambda x: torch.zeros(2, 8, dtype=torch.int64), r"int64"),
         (lambda x: (torch.zeros(2, 8),), r"tuple"),
-        (lambda x: x @ torch.zeros(7, 7), r"cannot take images of shape \(3, 4, 4\): RuntimeError"),
+        (lambda x: x @ torch.zeros(7, 7), r"fails for images of shape \(3, 4, 4\): RuntimeError"),
     ],
 )
-def test_the_check_refuses(output, said):
+def test_check_model_rejects(output, message):
     class Wrong(BaseModel):
         def build_network(self, input, label, is_train=True):
             return output(input)
 
-    with pytest.raises(OptionError, match=said) as caught:
+    with pytest.raises(OptionError, match=message) as caught:
         check_model(Wrong(), (3, 4, 4), 8)
     assert "\n" not in str(caught.value)
 
 
-def test_the_check_does_not_spoil_what_a_network_keeps_from_its_first_call():
+def test_check_model_does_not_break_tensors_cached_in_the_first_call():
     class Lazy(BaseModel):
         def __init__(self):
             super().__init__()
@@ -89,7 +89,7 @@ def test_the_check_does_not_spoil_what_a_network_keeps_from_its_first_call():
 
 
 class MadeInACall(BaseModel):
-    """How it makes and keeps its layer."""
+    """Creates a layer in its forward pass, in different ways."""
 
     def __init__(self, way):
         super().__init__()
@@ -115,29 +115,29 @@ class MadeInACall(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("way", "said"),
+    ("way", "message"),
     [
-        ("replaced", "makes the parameter layer.weight anew (shape [8, 12])"),
-        ("frozen anew", "makes the parameter layer.weight anew (shape [8, 12])"),
-        ("added", "makes the parameter layer1.weight anew (shape [8, 12])"),
+        ("replaced", "creates the parameter layer.weight in each call (shape [8, 12])"),
+        ("frozen anew", "creates the parameter layer.weight in each call (shape [8, 12])"),
+        ("added", "creates the parameter layer1.weight in each call (shape [8, 12])"),
         ("local", "uses a parameter that is not registered (shape [8"),
         ("in a list", "uses a parameter that is not registered (shape [8"),
     ],
 )
-def test_parameters_that_no_optimizer_would_see_are_refused(way, said):
+def test_check_model_rejects_parameters_created_in_each_call(way, message):
     with pytest.raises(OptionError) as caught:
         check_model(MadeInACall(way), (3, 2, 2), 8)
-    assert str(caught.value).startswith(f"MadeInACall {said}")
-    assert "build_network runs on every forward pass; make the layer in __init__" in str(caught.value)
+    assert str(caught.value).startswith(f"MadeInACall {message}")
+    assert "create the layer in __init__" in str(caught.value)
 
 
-def test_a_layer_that_only_the_first_call_makes_is_one_of_the_network():
+def test_check_model_accepts_lazy_layers():
     model = MadeInACall("once")
     check_model(model, (3, 2, 2), 8)
     assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
 
 
-def test_the_table_lists_layers_with_shapes_and_counts_a_shared_layer_once():
+def test_describe_lists_layers_with_shapes_and_counts_a_shared_layer_once():
     class Shared(Recorder):
         def build_network(self, input, label, is_train=True):
             return super().build_network(self.norm(input), label, is_train)

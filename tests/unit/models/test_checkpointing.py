@@ -8,7 +8,7 @@ from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import unwrap
 from plsc.models.checkpointing import checkpoint_activations, find_blocks, select_modules
-from plsc.models.dropout import draw_by_sample
+from plsc.models.dropout import use_sample_dropout
 from tests.saved_tensors import kept_bytes
 
 SHAPE = (3, 32, 32)
@@ -17,7 +17,7 @@ CHOICES = {"SmallResNet": "all", "ResNet18": "stem,stages.*", "IResNet18": "laye
 
 
 class Concatenating(BaseModel):
-    """A list that is called block by block, cumulative batch norm, an inner result used twice."""
+    """A list that is called item by item, a cumulative batch norm, and an inner result that is used twice."""
 
     def __init__(self):
         super().__init__()
@@ -47,8 +47,8 @@ def make(name):
 
 
 def train(network, names="none", every=1, steps=2, parts=2, dtype=None, layout=None):
-    """Return all that two steps of plain SGD leave, and what the gradients were."""
-    samples = draw_by_sample(network)
+    """Return the state after two steps of SGD, and the gradients."""
+    samples = use_sample_dropout(network)
     checkpoint_activations(network, names, every)
     network.train()
     if layout is not None:
@@ -66,7 +66,7 @@ def train(network, names="none", every=1, steps=2, parts=2, dtype=None, layout=N
             samples.numbers = torch.arange(8).tensor_split(parts)[part]
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 output = network(images.tensor_split(parts)[part])
-            samples.numbers = torch.arange(100, 108)  # as if the next batch were there already
+            samples.numbers = torch.arange(100, 108)  # as if the next batch had already started
             output.float().square().sum().backward()
         left += [p.grad.clone() for p in network.parameters() if p.grad is not None]
         optimizer.step()
@@ -79,12 +79,12 @@ def assert_same_bits(ours, theirs):
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, "own"])
-def test_gradients_weights_and_running_statistics_have_the_bits_of_the_plain_network(name):
+def test_checkpointing_gives_the_same_bits(name):
     plain, ours = train(make(name)), train(make(name), CHOICES.get(name, "all"))
     assert_same_bits(ours, plain)
 
 
-def test_autocast_channels_last_and_every_second_block_keep_the_bits():
+def test_checkpointing_with_autocast_and_channels_last_gives_the_same_bits():
     for options in (
         {"dtype": torch.bfloat16},
         {"layout": torch.channels_last},
@@ -94,8 +94,8 @@ def test_autocast_channels_last_and_every_second_block_keep_the_bits():
         assert_same_bits(train(make("SmallResNet"), "all", 2, **options), plain)
 
 
-def test_running_statistics_move_once_and_not_again_in_the_backward_pass():
-    # What plain checkpointing gets wrong.
+def test_running_statistics_are_updated_only_once():
+    # torch's checkpointing alone updates them twice.
     network = make("SmallResNet").train()
     checkpoint_activations(network, "all")
     norm = network.get_submodule("stages.0.0.residual.1")
@@ -108,7 +108,7 @@ def test_running_statistics_move_once_and_not_again_in_the_backward_pass():
 
 
 @pytest.mark.parametrize("name", ["SmallResNet", "ResNet18"])
-def test_less_is_kept_for_the_backward_pass(name):
+def test_checkpointing_keeps_fewer_activations(name):
     network = make(name).train()
     kept = []
     for names, every in (("none", 1), ("all", 2), ("all", 1)):
@@ -119,7 +119,7 @@ def test_less_is_kept_for_the_backward_pass(name):
     assert kept[2] < 0.6 * kept[0]
 
 
-def test_frozen_layers_evaluation_and_names_of_parameters_stay_as_they_were():
+def test_checkpointing_does_not_change_frozen_layers_evaluation_and_parameter_names():
     network = make("SmallResNet")
     names = list(network.state_dict())
     for parameter in network.get_submodule("stages.0").parameters():
@@ -138,7 +138,7 @@ def test_frozen_layers_evaluation_and_names_of_parameters_stay_as_they_were():
         assert kept_bytes(network, torch.randn(4, *SHAPE), network.parameters())[0] == 0
 
 
-def test_a_copy_of_the_network_is_one_of_its_own_and_all_can_be_taken_back():
+def test_checkpointing_supports_deepcopy_and_unwrap():
     network = make("SmallResNet")
     checkpoint_activations(network, "all")
     twin = copy.deepcopy(network)
@@ -150,7 +150,7 @@ def test_a_copy_of_the_network_is_one_of_its_own_and_all_can_be_taken_back():
     assert not any("forward" in module.__dict__ for module in twin.modules())
 
 
-def test_blocks_are_found_in_networks_of_many_makes():
+def test_find_blocks_works_for_many_networks():
     with torch.device("meta"):
         wanted = {
             "ResNet18": ["stages.0.0", "stages.0.1", "stages.1.0", 8],
@@ -164,7 +164,7 @@ def test_blocks_are_found_in_networks_of_many_makes():
             assert len(blocks) == count
 
 
-def test_patterns_choose_the_outermost_modules():
+def test_patterns_select_the_outermost_modules():
     network = make("ResNet18")
     assert select_modules(network, "none") == []
     assert select_modules(network, "stages.*") == [f"stages.{i}" for i in range(4)]
@@ -174,33 +174,33 @@ def test_patterns_choose_the_outermost_modules():
 @pytest.mark.parametrize(
     ("name", "names", "expected"),
     [
-        ("SmallResNet", "stage.0", r"'stage.0', which fits no module of SmallResNet; did you mean"),
+        ("SmallResNet", "stage.0", r"'stage.0', which matches no module of SmallResNet; did you mean"),
         (
             "SmallResNet",
             "all,stem",
-            "'all', which fits no module of SmallResNet, and 'all' stands alone",
+            "'all', which matches no module of SmallResNet .'all' cannot be combined with names",
         ),
-        ("SmallResNet", "stages.*,tail", "'tail', which fits no module.* are stem, stages, neck"),
+        ("SmallResNet", "stages.*,tail", "'tail', which matches no module.* are stem, stages, neck"),
         (
             "own",
             "blocks",
-            r"a list that is not called itself; name its parts instead: 'blocks\.\*'",
+            r"a list that has no forward; give its items instead: 'blocks\.\*'",
         ),
         (
             "torchvision/vgg11",
             "all",
-            "has no lists of blocks; name modules instead, among: network",
+            "has no list of blocks; give module names instead, such as network",
         ),
     ],
 )
-def test_names_that_choose_nothing_are_refused(name, names, expected):
+def test_names_without_a_match_raise(name, names, expected):
     with torch.device("meta"):
         network = make(name)
     with pytest.raises(OptionError, match=expected):
         checkpoint_activations(network, names)
 
 
-def test_a_module_with_a_state_of_its_own_is_repeated_from_the_state_that_it_had():
+def test_recomputation_restores_the_buffers_of_a_stateful_module():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()

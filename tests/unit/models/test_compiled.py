@@ -1,4 +1,4 @@
-"""A compiled network trains as the plain one does, and what cannot be compiled trains all the same."""
+"""A compiled network trains as the uncompiled one, and falls back to it if compilation fails."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 from plsc.models import BaseModel
 from plsc.models.compiled import CompiledNetwork
-from plsc.models.dropout import draw_by_sample
+from plsc.models.dropout import use_sample_dropout
 from tests.distributed.launch import run_ranks
 
 pytestmark = pytest.mark.slow
 
 
 class Tiny(BaseModel):
-    """A convolution, a batch norm, dropout by sample and a layer; with `is_cut`, code that torch cuts at."""
+    """A convolution, batch norm, sample dropout and a linear layer; with `is_cut`, a graph break."""
 
     def __init__(self, is_cut: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Tiny(BaseModel):
 
 
 def learn(network: nn.Module, forward: nn.Module, size: int) -> dict[str, torch.Tensor]:
-    samples = draw_by_sample(network)
+    samples = use_sample_dropout(network)
     samples.numbers = torch.arange(size)
     torch.manual_seed(7)
     network.zero_grad()
@@ -50,7 +50,9 @@ def assert_alike(found, expected):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_steps_are_the_plain_networks_and_other_sizes_are_not_compiled(tmp_path, monkeypatch, messages):
+def test_compiled_steps_equal_uncompiled_ones_and_other_sizes_are_not_compiled(
+    tmp_path, monkeypatch, messages
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plain, network = Tiny(), Tiny()
     compiled = CompiledNetwork(network, {6})
@@ -68,17 +70,17 @@ def test_steps_are_the_plain_networks_and_other_sizes_are_not_compiled(tmp_path,
     assert torch.equal(compiled(images, None, False), network(images, None, False))
 
 
-def test_what_torch_has_to_cut_is_compiled_all_the_same():
+def test_graph_breaks_are_supported():
     plain, network = Tiny(is_cut=True), Tiny(is_cut=True)
     compiled = CompiledNetwork(network, {6}, backend="aot_eager")
     assert_alike(learn(network, compiled, 6), learn(plain, plain, 6))
     assert compiled._compiled is not None
 
 
-def test_without_a_compiler_it_trains_the_plain_network_and_says_so(tmp_path, monkeypatch, messages):
+def test_without_a_compiler_training_falls_back_with_a_warning(tmp_path, monkeypatch, messages):
     from torch._inductor import config
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing compiled is there
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an empty cache
     torch._dynamo.reset()
     plain, network = Tiny(), Tiny()
     compiled = CompiledNetwork(network, {6})
@@ -88,14 +90,14 @@ def test_without_a_compiler_it_trains_the_plain_network_and_says_so(tmp_path, mo
             found = learn(network, compiled, size)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert len(messages) == 2
-    assert "is not compiled, and trains as it is" in messages[1]
+    assert "cannot be compiled and trains uncompiled" in messages[1]
 
 
-def test_ranks_compile_all_or_none_and_name_the_rank_that_cannot():
+def test_all_ranks_fall_back_if_one_cannot_compile():
     run_ranks(Path(__file__).with_name("compiled_worker.py"), 2)
 
 
-def test_an_error_of_the_networks_own_comes_as_itself():
+def test_an_error_of_the_network_itself_is_raised():
     class Wrong(Tiny):
         def build_network(self, input, label, is_train=True):
             return self.fc(input.flatten(1))

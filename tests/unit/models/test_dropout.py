@@ -1,4 +1,4 @@
-"""Dropout that is drawn by the sample."""
+"""Dropout with one random stream per sample."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plsc.models.dropout import SampleDropout, SampleNumbers, draw_by_sample, keep_mask
+from plsc.models.dropout import SampleDropout, SampleNumbers, keep_mask, use_sample_dropout
 
 
 def reference_mask(numbers, count, p, key):
-    """The hash in numpy's unsigned integers, as its author wrote it."""
+    """The published hash with numpy's unsigned integers."""
 
     def mix(x):
         x = x ^ (x >> np.uint32(16))
@@ -28,7 +28,7 @@ def reference_mask(numbers, count, p, key):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_a_share_of_the_numbers_is_dropped_independently_of_the_others(p):
+def test_elements_are_dropped_independently_with_probability_p(p):
     numbers = np.array([0, 1, 2, 77, 2**31, 2**33 + 5, 2**62])
     mask = keep_mask(torch.from_numpy(numbers), 40_003, p, 12345)
     np.testing.assert_array_equal(mask.numpy(), reference_mask(numbers, 40_003, p, 12345))
@@ -44,10 +44,10 @@ def test_a_share_of_the_numbers_is_dropped_independently_of_the_others(p):
 
 def network_of(*layers):
     network = nn.Sequential(*layers).train()
-    return network, draw_by_sample(network)
+    return network, use_sample_dropout(network)
 
 
-def test_the_order_and_the_share_of_a_batch_do_not_change_what_is_dropped():
+def test_masks_do_not_depend_on_order_and_split_of_a_batch():
     network, samples = network_of(nn.Dropout2d(0.5), nn.Flatten(), nn.Dropout(0.3))
     assert samples.layers == 2
     images = torch.randn(12, 5, 4, 4)
@@ -61,12 +61,12 @@ def test_the_order_and_the_share_of_a_batch_do_not_change_what_is_dropped():
     some = torch.tensor([7, 0, 11])
     assert run(some).equal(every[some])
     channels = every.view(12, 5, 16)
-    assert (channels == 0).all(dim=2).any()  # whole channels by the first, single numbers by the second
+    assert (channels == 0).all(dim=2).any()  # the first layer drops channels, the second one elements
     assert ((channels == 0).any(dim=2) & ~(channels == 0).all(dim=2)).any()
     assert run(torch.empty(0, dtype=torch.int64)).shape == (0, 80)
 
 
-def test_what_stays_is_scaled_and_has_that_gradient_and_evaluation_changes_nothing():
+def test_kept_elements_are_scaled_and_evaluation_is_the_identity():
     layer = SampleDropout(0.25, False, SampleNumbers())
     layer.samples.numbers = torch.arange(50)
     x = torch.randn(50, 40, dtype=torch.float64, requires_grad=True)
@@ -80,7 +80,7 @@ def test_what_stays_is_scaled_and_has_that_gradient_and_evaluation_changes_nothi
     assert not everything(x).any()
 
 
-def test_layers_differ_and_activation_checkpointing_sees_the_same_again():
+def test_layers_have_different_masks_and_checkpointing_repeats_them():
     network, samples = network_of(nn.Dropout(0.5), nn.Linear(30, 30), nn.Dropout(0.5))
     samples.numbers = torch.arange(20)
     assert network[0](torch.ones(20, 30)).ne(network[2](torch.ones(20, 30))).any()
@@ -93,12 +93,12 @@ def test_layers_differ_and_activation_checkpointing_sees_the_same_again():
     assert gradients[0].equal(gradients[1])
 
 
-def test_a_batch_whose_samples_nobody_knows_has_ordinary_dropout():
+def test_without_sample_numbers_dropout_is_ordinary():
     network, samples = network_of(nn.Dropout(0.5), nn.Dropout2d(0.5))
     for numbers, shape in ((None, (8, 3, 2, 2)), (torch.arange(4), (8, 3, 2, 2))):
         samples.numbers = numbers
         torch.manual_seed(3)
         assert (network(torch.ones(shape)) == 0).any()
-    again = draw_by_sample(network)  # a second run with the same network
+    again = use_sample_dropout(network)  # a second run with the same network
     assert network[0].samples is again
     assert again.layers == 2

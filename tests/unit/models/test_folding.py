@@ -1,4 +1,4 @@
-"""Folded batch norms: the same embeddings, and the network itself is left alone."""
+"""Batch norm folding gives the same embeddings and does not change the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPE = (3, 16, 16)
 
 
 def trained(network: BaseModel) -> BaseModel:
-    """Give the batch norms statistics and scales that are not those of the start."""
+    """Give the batch norms statistics and scales that differ from the initial ones."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -30,10 +30,10 @@ def norms(network: nn.Module) -> int:
 
 @pytest.mark.parametrize(
     ("name", "left"),
-    [("SmallResNet", 1), ("ResNet18", 9), ("IResNet18", 9)],  # those before a convolution stay
+    [("SmallResNet", 1), ("ResNet18", 9), ("IResNet18", 9)],  # batch norms before a convolution remain
 )
 @pytest.mark.parametrize("is_channels_last", [False, True])
-def test_the_embeddings_are_the_same_and_the_network_is_untouched(name, left, is_channels_last):
+def test_folding_gives_the_same_embeddings_and_does_not_change_the_network(name, left, is_channels_last):
     network = trained(build_model(name, 16, SHAPE, dropout=0.3))
     if is_channels_last:
         use_channels_last(network)
@@ -58,7 +58,7 @@ def test_the_embeddings_are_the_same_and_the_network_is_untouched(name, left, is
     assert not folded.training
     images = torch.randn(4, *SHAPE)
     with torch.no_grad():
-        found = folded(images)  # while the network is training
+        found = folded(images)  # while the network is in training mode
         assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
         assert network.training
         expected = network.eval()(images)
@@ -66,7 +66,7 @@ def test_the_embeddings_are_the_same_and_the_network_is_untouched(name, left, is
 
 
 class Odd(BaseModel):
-    """Nothing here may be folded: read twice, called twice, watched, or of another order."""
+    """Cases that cannot be folded: output used twice, layer called twice, hooks, or another order."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -96,19 +96,19 @@ class Odd(BaseModel):
         ("called twice", "no batch norm"),
         ("hook", "no batch norm"),
         ("no statistics", "no batch norm"),
-        ("branch", "cannot be followed"),
+        ("branch", "cannot trace it"),
     ],
 )
-def test_what_cannot_be_folded_is_left_with_a_reason(kind, reason):
+def test_networks_that_cannot_be_folded_give_a_reason(kind, reason):
     assert reason in fold_batch_norm(Odd(kind), SHAPE)
 
 
-def test_a_network_that_does_something_else_when_followed_is_found_out():
+def test_a_network_that_behaves_differently_when_traced_is_detected():
     class Changing(Odd):
         calls = 0
 
         def build_network(self, input, label, is_train=True):
-            type(self).calls += 1  # fx makes this a constant
+            type(self).calls += 1  # torch.fx makes this a constant
             return self.norm(self.conv(input)).mean((2, 3)) * float(self.calls)
 
     assert "differ by" in fold_batch_norm(Changing("plain"), SHAPE)

@@ -1,4 +1,4 @@
-"""The iresnet of insightface against its published structure, written down once more."""
+"""Compare the iresnet with a second implementation of insightface's published structure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from plsc.models import build_model
 from plsc.models.iresnet import BLOCKS, IResNet
-from tests.unit.checkpoint.foreign_files import random_network
+from tests.unit.checkpoint.external_files import random_network
 
 
 def norm(state, name, x):
@@ -24,7 +24,7 @@ def norm(state, name, x):
 
 
 def published(state, x, blocks):
-    """recognition/arcface_torch/backbones/iresnet.py in evaluation, from the names of its state dict."""
+    """Compute recognition/arcface_torch/backbones/iresnet.py in evaluation mode, from its state dict."""
     x = F.conv2d(x, state["conv1.weight"], padding=1)
     x = F.prelu(norm(state, "bn1", x), state["prelu.weight"])
     for stage, count in enumerate(blocks, start=1):
@@ -45,7 +45,7 @@ def published(state, x, blocks):
 
 
 @pytest.mark.parametrize(("depth", "side"), [(18, 112), (50, 32)])
-def test_the_embeddings_are_those_of_the_published_network(depth, side):
+def test_embeddings_equal_the_published_network(depth, side):
     model = random_network(f"IResNet{depth}", 32, (3, side, side)).eval()
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -54,18 +54,18 @@ def test_the_embeddings_are_those_of_the_published_network(depth, side):
         assert float(expected.std()) > 1e-3
 
 
-# For images of 112 x 112 and 512 numbers; they are quoted as 24.03, 34.14, 43.59 and 65.16 million.
+# For images of 112 x 112 and 512-d embeddings; published as 24.03, 34.14, 43.59 and 65.16 million.
 @pytest.mark.parametrize(
     ("depth", "parameters"),
     [(18, 24_025_600), (34, 34_139_328), (50, 43_590_848), (100, 65_156_160)],
 )
-def test_the_parameters_are_as_many_as_the_published_ones(depth, parameters):
+def test_the_number_of_parameters_equals_the_published_one(depth, parameters):
     with torch.device("meta"):
         model = IResNet(depth)
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_the_scale_of_the_embedding_stays_one():
+def test_the_scale_of_the_embedding_is_fixed_to_one():
     model = build_model("IResNet18", 8, (3, 16, 16), 0.0)
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["features.weight"]
     assert model.features.weight.tolist() == [1.0] * 8

@@ -1,4 +1,4 @@
-"""Our PReLU and convolution are torch's, but for the time of a gradient."""
+"""`PReLU` and `Conv2d` give the results of torch's layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gradients_for(layer: nn.Module, x: torch.Tensor, g: torch.Tensor):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("slopes", [1, 6])
-def test_output_and_gradients_are_torchs(slopes, dtype, tolerance, layout):
+def test_prelu_output_and_gradients_equal_torch(slopes, dtype, tolerance, layout):
     torch.manual_seed(0)
     ours, theirs = PReLU(slopes, init=-0.3).to(dtype), nn.PReLU(slopes, init=-0.3).to(dtype)
     x = torch.randn(4, 6, 5, 3, dtype=dtype).contiguous(memory_format=layout)
@@ -35,7 +35,7 @@ def test_output_and_gradients_are_torchs(slopes, dtype, tolerance, layout):
     assert mine[1].is_contiguous(memory_format=layout)
 
 
-def test_the_slope_of_16_bit_features_learns_in_full_precision():
+def test_the_slope_gradient_of_16_bit_features_is_float32():
     torch.manual_seed(0)
     x = torch.randn(64, 64, 8, 8)
     g = torch.randn_like(x)
@@ -51,7 +51,7 @@ def test_the_slope_of_16_bit_features_learns_in_full_precision():
     assert abs(found[2].item() - exact.item()) < 1e-4 * scale
 
 
-def test_a_frozen_slope_has_no_gradient_and_bad_numbers_stay_bad():
+def test_a_frozen_slope_has_no_gradient_and_nan_propagates():
     layer = PReLU()
     layer.weight.requires_grad_(False)
     x = torch.tensor([float("nan"), -float("inf"), 2.0], requires_grad=True)
@@ -63,7 +63,7 @@ def test_a_frozen_slope_has_no_gradient_and_bad_numbers_stay_bad():
     assert x.grad.tolist()[1:] == [0.25, 1.0]
 
 
-def test_state_and_name_are_torchs():
+def test_state_dict_and_repr_equal_torch():
     layer = PReLU(init=0.4)
     nn.PReLU().load_state_dict(layer.state_dict())
     assert isinstance(layer, nn.PReLU)
@@ -102,13 +102,13 @@ def alike(layer: Conv2d) -> nn.Conv2d:
 
 
 def is_ours(y: torch.Tensor) -> bool:
-    return type(y.grad_fn).__name__ == "_BySmallMapsBackward"
+    return type(y.grad_fn).__name__ == "_SmallMapConvolutionBackward"
 
 
 @pytest.mark.parametrize("with_autocast", [True, False])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
-def test_the_weights_gradient_is_the_convolutions_and_all_else_to_the_bit(options, layout, with_autocast):
+def test_the_weight_gradient_equals_torch_and_all_else_is_bit_identical(options, layout, with_autocast):
     torch.manual_seed(0)
     layer = Conv2d(6, 10, bias=False, **options).to(memory_format=layout)
     x = torch.randn(5, 6, 6, 7).bfloat16().float().contiguous(memory_format=layout)
@@ -125,11 +125,11 @@ def test_the_weights_gradient_is_the_convolutions_and_all_else_to_the_bit(option
     assert mine[1].dtype == x.dtype
     assert mine[2].dtype == layer.weight.dtype
     assert mine[2].shape == layer.weight.shape
-    # the products of 16-bit numbers are summed in 32 bits, and rounded once to 8 bits
+    # bfloat16 products are summed in float32 and rounded once
     assert (mine[2].double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-def test_over_large_maps_and_in_all_other_cases_it_is_torchs():
+def test_large_maps_and_all_other_cases_use_torch():
     x = torch.randn(2, 4, 7, 7)
     cases = {
         "large": (Conv2d(4, 8, 3, padding=2, bias=False), x),
@@ -148,7 +148,7 @@ def test_over_large_maps_and_in_all_other_cases_it_is_torchs():
         with torch.no_grad():
             assert small(x).grad_fn is None
     assert not is_ours(small(x))  # float32
-    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone, and so is torch's error here
+    with torch.autocast("cpu", torch.bfloat16):  # it does not cast float64, so torch raises here
         double = Conv2d(4, 8, 3, padding=1, bias=False).double()
         assert double(x.double()).dtype == torch.float64
         with pytest.raises(RuntimeError, match="expected scalar type"):
@@ -158,11 +158,11 @@ def test_over_large_maps_and_in_all_other_cases_it_is_torchs():
         small.bfloat16()(torch.zeros(1, 4, 0, 0, dtype=torch.bfloat16))
 
 
-def test_frozen_weights_and_images_have_no_gradient():
+def test_frozen_weights_and_images_get_no_gradient():
     x = torch.randn(2, 4, 5, 5)
     layer = Conv2d(4, 8, 3, bias=False)
     with torch.autocast("cpu", torch.bfloat16):
-        layer(x).sum().backward()  # as the first layer of a network does
+        layer(x).sum().backward()  # as the first layer of a network
         assert layer.weight.grad is not None
         layer.weight.requires_grad_(False).grad = None
         x.requires_grad_()
@@ -173,7 +173,7 @@ def test_frozen_weights_and_images_have_no_gradient():
     assert layer.weight.grad is None
 
 
-def test_a_bad_number_in_the_images_stays_bad():
+def test_nan_in_the_images_propagates():
     layer = Conv2d(4, 8, 3, bias=False)
     x = torch.randn(2, 4, 5, 5)
     x[0, 0, 0, 0] = float("inf")
@@ -185,9 +185,9 @@ def test_a_bad_number_in_the_images_stays_bad():
 
 
 @pytest.mark.parametrize(("white", "black", "expected"), [(["conv2d"], [], True), ([], ["conv2d"], False)])
-def test_it_follows_the_lists_of_operators(white, black, expected):
+def test_layers_follow_the_lists_of_operators(white, black, expected):
     network = nn.Sequential(Conv2d(4, 8, 3, bias=False), nn.Identity())
-    lists = PrecisionLists.look_up(network, white, black)
+    lists = PrecisionLists.resolve(network, white, black)
     apply_lists(network, lists, torch.bfloat16, torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         y = network(torch.randn(2, 4, 5, 5))

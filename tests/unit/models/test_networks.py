@@ -40,7 +40,7 @@ def bottleneck(inputs, outputs, stride):
         (152, (3, 8, 36, 3), (256, 512, 1024, 2048), bottleneck),
     ],
 )
-def test_the_parameters_are_those_of_the_published_structure(depth, blocks, widths, block):
+def test_parameters_match_the_published_structure(depth, blocks, widths, block):
     expected, inputs = 3 * 64 * 9 + 2 * 64 + 1, 64
     for repeats, width in zip(blocks, widths, strict=True):
         for index in range(repeats):
@@ -65,7 +65,7 @@ def test_the_parameters_are_those_of_the_published_structure(depth, blocks, widt
         ("SmallResNet", (3, 48, 16)),
     ],
 )
-def test_every_network_gives_embeddings_at_every_multiple_of_16(name, image_shape):
+def test_every_network_supports_multiples_of_16(name, image_shape):
     check_model(build_model(name, 24, image_shape, 0.4), image_shape, 24)
 
 
@@ -81,7 +81,7 @@ def test_every_parameter_of_the_small_network_gets_a_gradient():
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-def test_weights_start_with_the_deviation_of_their_fan_out_and_biases_at_zero():
+def test_initial_weights_have_the_fan_out_deviation_and_biases_are_zero():
     model = ResNet(18, 512, (3, 32, 32))
     for layer in model.modules():
         if isinstance(layer, nn.PReLU):
@@ -97,12 +97,12 @@ def test_weights_start_with_the_deviation_of_their_fan_out_and_biases_at_zero():
 
 @pytest.mark.parametrize("shape", [(3, 100, 112), (3, 112, 8), (2, 32, 32), (3, 0, 32), (32, 32)])
 @pytest.mark.parametrize("name", ["ResNet50", "SmallResNet"])
-def test_an_image_shape_that_does_not_fit_is_refused(name, shape):
+def test_an_unsupported_image_shape_raises(name, shape):
     with pytest.raises(OptionError, match="multiples of 16"):
         build_model(name, 64, shape, 0.4)
 
 
-def test_a_wrong_name_is_refused_with_a_near_one():
+def test_the_error_for_an_unknown_model_suggests_a_name():
     with pytest.raises(OptionError, match="did you mean 'ResNet50'"):
         build_model("ResNet51")
 
@@ -129,7 +129,7 @@ VECTORS, MAPS = ("BatchNorm1d", "BatchNorm1d"), ("BatchNorm2d", "BatchNorm1d")
         ("timm/resnet18", VECTORS),
     ],
 )
-def test_every_network_ends_in_a_neck_of_the_parts_that_are_named(name, norms, parts, expected):
+def test_the_neck_option_sets_the_neck_of_every_network(name, norms, parts, expected):
     if name.startswith("timm/"):
         pytest.importorskip("timm", reason="needs the extra plsc[timm]")
     model = build_model(name, 24, (3, 32, 32), 0.3, parts)
@@ -145,14 +145,14 @@ def test_every_network_ends_in_a_neck_of_the_parts_that_are_named(name, norms, p
 @pytest.mark.parametrize(
     "parts", ["", "norm", "norm-norm", "linear-dropout", "dropout-norm-linear", "linear-", "Linear"]
 )
-def test_parts_that_make_no_neck_are_refused_with_those_that_do(parts):
-    said = "'linear', with 'norm-', 'dropout-' .*such as 'dropout-linear'"
-    with pytest.raises(OptionError, match=f"model.neck is {parts!r}; expected {said}"):
+def test_an_invalid_neck_raises_with_the_valid_ones(parts):
+    message = "'linear', with 'norm-', 'dropout-' .*such as 'dropout-linear'"
+    with pytest.raises(OptionError, match=f"model.neck is {parts!r}; expected {message}"):
         Options().set("model.neck", parts)
 
 
-def test_an_iresnet_has_the_neck_of_insightface_alone():
-    with pytest.raises(OptionError, match="neck is 'linear'; IResNet18 ends as insightface's"):
+def test_an_iresnet_supports_only_the_default_neck():
+    with pytest.raises(OptionError, match="neck is 'linear'; IResNet18 supports only"):
         build_model("IResNet18", 8, (3, 16, 16), 0.1, "linear")
 
 
@@ -190,26 +190,26 @@ def users_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("users_module")
-def test_a_users_class_gets_the_options_that_its_constructor_names():
+def test_a_custom_class_gets_the_options_that_its_constructor_has():
     check_model(build_model("users_nets:Net", 7, (3, 20, 20), 0.4), (3, 20, 20), 7)
     assert build_model("users_nets:Necked", 7, neck="linear").parts == "linear"
 
 
 @pytest.mark.usefixtures("users_module")
 @pytest.mark.parametrize(
-    ("reference", "said"),
+    ("reference", "message"),
     [
         ("users_absent:Net", "cannot import 'users_absent'.*ModuleNotFoundError"),
         ("users_broken:Net", "cannot import.*ZeroDivisionError"),
         ("users_nets:Nett", "has no 'Nett'; did you mean 'Net'"),
         ("users_nets:NUMBER", "is a int; expected a function or class"),
-        ("users_nets:Other", "expected a class derived from"),
-        ("users_nets:Needy", "cannot make.*'secret'"),
+        ("users_nets:Other", "expected a subclass of"),
+        ("users_nets:Needy", "cannot create.*'secret'"),
         ("users_nets:", "has no ''"),
         (":Net", "cannot import ''"),
     ],
 )
-def test_a_users_class_that_cannot_be_had_is_named_in_one_line(reference, said):
-    with pytest.raises(OptionError, match=said) as caught:
+def test_a_custom_class_that_cannot_be_created_raises_a_one_line_error(reference, message):
+    with pytest.raises(OptionError, match=message) as caught:
         load_custom(reference, emb_size=7)
     assert "\n" not in str(caught.value)

@@ -14,24 +14,24 @@ WORKER = Path(__file__).with_name("sync_batch_norm_worker.py")
 
 
 @pytest.fixture(scope="module")
-def said() -> str:
-    """What one launch of four ranks says, with its errors."""
+def output() -> str:
+    """Return the output of one launch of four ranks, with its errors."""
     done = run_ranks(WORKER, 4, check=False)
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_output_gradients_and_statistics_equal_one_batch_norm_on_the_global_batch(said, ranks):
-    assert f"passed on {ranks}" in said, said
+def test_output_gradients_and_statistics_equal_batch_norm_on_the_global_batch(output, ranks):
+    assert f"passed on {ranks}" in output, output
 
 
 @pytest.mark.slow
-def test_a_group_of_one_rank_changes_nothing(said):
-    assert "passed on 1" in said, said
+def test_a_group_of_one_rank_is_not_converted(output):
+    assert "passed on 1" in output, output
 
 
-def test_without_a_group_nothing_changes():
+def test_without_a_group_nothing_is_converted():
     module = nn.Sequential(nn.BatchNorm2d(3))
     before = copy.deepcopy(module)
     assert synchronise_batch_norm(module, None) is module

@@ -1,4 +1,4 @@
-"""Networks with tensors of an unusual kind."""
+"""Networks with unusual tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Odd(BaseModel):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 6, 4, stride=4)
-        if kind == "integer":  # a module's own parameters come first
+        if kind == "integer":  # direct parameters of a module come first
             self.table = nn.Parameter(torch.arange(3), requires_grad=False)
         if kind == "expanded":
             self.register_buffer("ones", torch.ones(1).expand(8))
@@ -48,14 +48,14 @@ def dataset(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["integer", "expanded"])
-def test_it_trains_saves_and_goes_on_as_without(kind, dataset, tmp_path):
+def test_unusual_tensors_do_not_change_training_saving_and_resuming(kind, dataset, tmp_path):
     plain = losses(dataset, tmp_path / "plain", "plain")
     assert losses(dataset, tmp_path / kind, kind) == plain
     again = losses(dataset, tmp_path / "again", kind, checkpoint__load_dir=str(tmp_path / kind / "0-step1"))
     assert again == plain
 
 
-def test_batch_norms_are_folded_whatever_parameter_comes_first():
+def test_folding_works_if_the_first_parameter_is_an_integer():
     network = Odd("integer")
     assert next(network.parameters()).dtype is torch.int64
     images = torch.rand(2, 3, 16, 16)

@@ -9,7 +9,7 @@ from plsc.errors import OptionError
 from plsc.models import build_model, check_model
 
 
-def test_without_timm_the_error_is_the_install_line(monkeypatch):
+def test_without_timm_the_error_has_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(OptionError, match=r"pip install 'plsc\[timm\]'"):
         build_model("timm/vit_tiny_patch16_224", 8, (3, 64, 64), 0.1)
@@ -21,17 +21,17 @@ def test_without_timm_the_error_is_the_install_line(monkeypatch):
     [
         "vit_tiny_patch16_224",
         "resnet18.a1_in1k",
-        "mobilenetv3_small_100",  # a layer of 1024 after its 576 features
-        "deit_tiny_distilled_patch16_224",  # two classifiers
+        "mobilenetv3_small_100",  # has a layer of 1024 after its 576 features
+        "deit_tiny_distilled_patch16_224",  # has two classifiers
         "convnext_atto",
     ],
 )
-def test_a_network_of_timm_gives_embeddings_at_the_image_size_of_the_run(name, shape):
+def test_timm_networks_return_embeddings_for_the_image_size(name, shape):
     pytest.importorskip("timm", reason="needs the extra plsc[timm]")
     check_model(build_model(f"timm/{name}", 24, shape, 0.4), shape, 24)
 
 
-def test_it_computes_what_timm_computes_with_the_same_weights():
+def test_features_equal_timm_with_the_same_weights():
     timm = pytest.importorskip("timm", reason="needs the extra plsc[timm]")
     ours = build_model("timm/vit_tiny_patch16_224", 16, (3, 32, 32), 0.3, "dropout-linear").eval()
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=16, img_size=32).eval()
@@ -43,19 +43,19 @@ def test_it_computes_what_timm_computes_with_the_same_weights():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("vit_tinny_patch16_224", "did you mean 'vit_tiny_patch16_224'"),
-        ("hf-hub:somebody/something", "timm has no network"),  # would be fetched
+        ("hf-hub:somebody/something", "timm has no network"),  # would be downloaded
         ("../resnet18", "timm has no network"),
         (
             "swin_tiny_patch4_window7_224",
-            "cannot make timm/swin_tiny_patch4_window7_224 for images",
+            "cannot create timm/swin_tiny_patch4_window7_224 for images",
         ),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_line(name, said):
+def test_networks_that_cannot_be_created_raise_a_one_line_error(name, message):
     pytest.importorskip("timm", reason="needs the extra plsc[timm]")
-    with pytest.raises(OptionError, match=said) as caught:
+    with pytest.raises(OptionError, match=message) as caught:
         build_model(f"timm/{name}", 8, (3, -1, 32), 0.4)
     assert "\n" not in str(caught.value)

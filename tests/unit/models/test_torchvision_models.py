@@ -9,11 +9,11 @@ from plsc.models import build_model, check_model
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 32, 48)])
-def test_a_network_of_torchvision_gives_embeddings_of_colour_and_gray_images(shape):
+def test_torchvision_networks_return_embeddings_of_colour_and_gray_images(shape):
     check_model(build_model("torchvision/resnet18", 24, shape, 0.4), shape, 24)
 
 
-def test_it_computes_what_torchvision_computes_with_the_same_weights():
+def test_features_equal_torchvision_with_the_same_weights():
     ours = build_model("torchvision/resnet18", 16, (3, 32, 32), neck="dropout-linear").eval()
     theirs = models.resnet18(num_classes=16).eval()
     theirs.load_state_dict(ours.network.state_dict(), strict=False)
@@ -24,7 +24,7 @@ def test_it_computes_what_torchvision_computes_with_the_same_weights():
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
-def test_dropout_comes_before_the_embedding_once_and_only_in_training(name):
+def test_dropout_is_applied_once_before_the_embedding(name):
     model = build_model(f"torchvision/{name}", 16, (3, 32, 32), 0.9)
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     images = torch.randn(2, 3, 32, 32)
@@ -38,7 +38,7 @@ def test_dropout_comes_before_the_embedding_once_and_only_in_training(name):
     assert [p for p in dropouts if p] == [0.9]
 
 
-# googlenet and inception have classifiers in the middle, too; densenet calls its pooling as a function.
+# googlenet and inception also have auxiliary classifiers; densenet uses functional pooling.
 @pytest.mark.parametrize(
     ("name", "side", "features"),
     [
@@ -50,7 +50,7 @@ def test_dropout_comes_before_the_embedding_once_and_only_in_training(name):
         ("vgg11", 32, 4096),
     ],
 )
-def test_the_neck_takes_the_input_of_the_last_layer(name, side, features):
+def test_the_neck_replaces_the_last_layer(name, side, features):
     with torch.device("meta"):
         model = build_model(f"torchvision/{name}", 16, (3, side, side))
         embeddings = model(torch.randn(2, 3, side, side))
@@ -59,23 +59,23 @@ def test_the_neck_takes_the_input_of_the_last_layer(name, side, features):
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_an_image_size_reaches_the_networks_that_depend_on_it():
+def test_networks_that_depend_on_the_image_size_get_it():
     with torch.device("meta"):
         model = build_model("torchvision/vit_b_32", 16, (3, 64, 64), 0.0)
     assert model.network.image_size == 64
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("torchvision/resnet19", "did you mean 'resnet18'"),
         ("torchvision/fasterrcnn_resnet50_fpn", "torchvision has no network"),
-        ("torchvision/squeezenet1_1", "does not end in a fully connected layer"),
-        ("torchvision/vit_b_32", r"cannot make .* for images \[3, 33, 33\]"),
-        ("torchvision/inception_v3", r"cannot make .* for images \[3, 33, 33\]"),
+        ("torchvision/squeezenet1_1", "does not end with a linear layer"),
+        ("torchvision/vit_b_32", r"cannot create .* for images \[3, 33, 33\]"),
+        ("torchvision/inception_v3", r"cannot create .* for images \[3, 33, 33\]"),
     ],
 )
-def test_what_cannot_be_a_backbone_is_refused_in_one_line(name, said):
-    with pytest.raises(OptionError, match=said) as caught:
+def test_unsupported_networks_raise_a_one_line_error(name, message):
+    with pytest.raises(OptionError, match=message) as caught:
         build_model(name, 8, (3, 33, 33), 0.4)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Patterns, groups of parameters, freezing, and first values by rule."""
+"""Patterns, parameter groups, freezing, and initialisation rules."""
 
 import pytest
 import torch
@@ -42,12 +42,12 @@ PLAIN, FC = ["plain.0.weight", "plain.0.bias"], ["fc.weight", "fc.bias"]
         ("*", STEM + PLAIN + FC),
     ],
 )
-def test_a_pattern_is_a_name_a_module_a_type_or_an_expression(pattern, names):
+def test_patterns_match_names_modules_types_and_regular_expressions(pattern, names):
     assert find_parameters(pattern, label_parameters(Small()), "here") == names
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         ("stemm.*", "of stem, plain, fc; did you mean 'stem'"),
         ("fc.weigth", "did you mean 'fc.weight'"),
@@ -55,10 +55,10 @@ def test_a_pattern_is_a_name_a_module_a_type_or_an_expression(pattern, names):
         ("Stem", "did you mean 'stem'"),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_told_with_near_names(pattern, said):
+def test_the_error_for_a_pattern_without_match_suggests_names(pattern, message):
     with pytest.raises(OptionError, match="matches no parameter") as caught:
         find_parameters(pattern, label_parameters(Small()), "here")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def assigned(network=None, freeze=(), **changes):
@@ -69,7 +69,7 @@ def assigned(network=None, freeze=(), **changes):
     return assign_parameters(network or Small(), options.optim)
 
 
-def test_without_options_there_is_one_group_of_all_that_is_trained():
+def test_by_default_all_trained_parameters_are_in_one_group():
     network = Small()
     network.fc.bias.requires_grad_(False)
     got = assigned(network)
@@ -77,7 +77,7 @@ def test_without_options_there_is_one_group_of_all_that_is_trained():
     assert got.frozen == set()
 
 
-def test_the_first_group_that_matches_counts_and_the_rest_comes_first():
+def test_the_first_matching_group_applies_and_the_rest_is_the_first_group():
     ins = Entry()
     ins.add_parameter_group("fc.bias", weight_decay=0.0)
     ins.add_parameter_group("fc", lr_factor=0.1, momentum=0.5)
@@ -89,11 +89,11 @@ def test_the_first_group_that_matches_counts_and_the_rest_comes_first():
         (["fc.weight"], {"momentum": 0.5, "lr_factor": 0.1}),
     ]
     assert got.frozen == {"stem.0.weight", "stem.0.bias"}
-    with pytest.raises(OptionError, match="put the narrower pattern first"):
+    with pytest.raises(OptionError, match="put the more specific pattern first"):
         assigned(groups=({"pattern": "fc"}, {"pattern": "fc.bias", "lr_factor": 2.0}))
 
 
-def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_decay():
+def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_decay():
     got = assigned(
         decay_norm_and_bias=False,
         l1_decay=0.1,
@@ -111,7 +111,7 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
 
 
 @pytest.mark.parametrize(
-    ("group", "said"),
+    ("group", "message"),
     [
         ({}, "a parameter group has no pattern; expected a string"),
         ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a string"),
@@ -127,11 +127,11 @@ def test_without_decay_of_norms_and_biases_groups_split_unless_they_say_their_de
         ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),
     ],
 )
-def test_a_wrong_group_is_refused_when_it_is_set(group, said):
+def test_an_invalid_group_raises_when_it_is_set(group, message):
     options = Options()
     with pytest.raises(OptionError) as caught:
         options.set("optim.groups", (group,))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -141,7 +141,7 @@ def frozen(*patterns, network=None):
     return network
 
 
-def test_frozen_batch_norms_stay_in_evaluation_and_nothing_else_does():
+def test_only_frozen_batch_norms_stay_in_evaluation_mode():
     network = frozen("stem", "plain")
     for mode in (True, False, True):
         network.train(mode)
@@ -156,13 +156,13 @@ def test_frozen_batch_norms_stay_in_evaluation_and_nothing_else_does():
     assert network.plain[1].running_mean.equal(before[1])
 
 
-def test_a_batch_norm_of_which_a_part_is_trained_learns_its_statistics():
+def test_a_partly_frozen_batch_norm_updates_its_statistics():
     network = frozen("stem.1.bias", "plain.0.bias").train()
     assert network.stem[1].training
     assert network.plain[1].training
 
 
-def test_a_synchronised_batch_norm_is_frozen_by_the_name_of_the_plain_one():
+def test_a_synchronised_batch_norm_is_frozen_by_its_original_type_name():
     network = Small()
     names = assigned(network, freeze=["type:BatchNorm2d"]).frozen
     network.stem[1] = nn.SyncBatchNorm.convert_sync_batchnorm(network.stem[1])
@@ -180,7 +180,7 @@ def initialised(*rules, seed=3):
     return network, changed
 
 
-def test_a_rule_changes_what_it_matches_alike_for_a_seed_and_a_name():
+def test_initialisation_depends_on_seed_and_name_and_changes_only_matches():
     xavier = {"pattern": "stem", "rule": "xavier_uniform"}
     constant = {"pattern": "*.bias", "rule": "constant", "val": 0.5}
     _, changed = initialised(constant, xavier)
@@ -205,14 +205,14 @@ def test_a_rule_changes_what_it_matches_alike_for_a_seed_and_a_name():
     ],
     ids=lambda value: value["rule"] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_the_rules_are_those_of_torch_with_their_arguments(rule, holds):
+def test_rules_and_arguments_are_those_of_torch(rule, holds):
     network = nn.Sequential(nn.Linear(900, 16))
     initialise_by_rule(network, read_initializations([{"pattern": "0.weight", **rule}]), 1)
     assert holds(network[0].weight.detach())
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         ({"rule": "xavier"}, "no rule is named 'xavier'"),
         ({"rule": "normal", "sd": 1.0}, "has no 'sd'; known: mean, std"),
@@ -220,20 +220,20 @@ def test_the_rules_are_those_of_torch_with_their_arguments(rule, holds):
         ({"rule": "constant"}, "needs val"),
         ({"rule": "kaiming_normal", "mode": "fan"}, "cannot be used for fc.weight"),
         ({"rule": "normal", "std": -1.0}, "cannot be used for fc.weight"),
-        ({"rule": "orthogonal", "pattern": "*.bias"}, "of two dimensions or more"),
+        ({"rule": "orthogonal", "pattern": "*.bias"}, "needs parameters with 2 or more dimensions"),
         (
             {"rule": "normal", "pattern": "ffc"},
             "model.initialization: the pattern 'ffc' matches no",
         ),
     ],
 )
-def test_a_wrong_rule_is_refused(rule, said):
+def test_an_invalid_rule_raises(rule, message):
     with pytest.raises(OptionError) as caught:
         initialised({"pattern": "fc", **rule})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_setter_adds_a_rule_and_the_networks_here_take_it():
+def test_the_setter_adds_rules_that_apply_to_built_in_networks():
     ins = Entry()
     ins.set_initialization("type:Conv2d", "kaiming_normal", mode="fan_out")
     ins.set_initialization("neck", "normal", std=0.01)

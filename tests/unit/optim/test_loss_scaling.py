@@ -1,4 +1,4 @@
-"""When the loss scale changes, and what it does to gradients."""
+"""Changes of the loss scale, and its effect on gradients."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def run(scaler, script):
     ("script", "settings", "scales"),
     [
         ("......", {}, [8, 8, 16, 16, 16, 32]),
-        ("..x...", {}, [8, 8, 8, 8, 8, 16]),  # an overflow begins the count anew
+        ("..x...", {}, [8, 8, 8, 8, 8, 16]),  # an overflow restarts the count
         ("x.x.xx", {}, [8, 8, 8, 8, 8, 4]),  # and so does a finite step
         ("xxxxxxxx", {}, [8, 4, 4, 2, 2, 1, 1, 1]),
         ("xx", {"scale": 1.5}, [1.5, 1]),
@@ -37,14 +37,14 @@ def run(scaler, script):
         (".x", {"incr_every": 1, "decr_every": 1}, [16, 8]),
     ],
 )
-def test_the_scale_follows_the_table(script, settings, scales):
+def test_the_scale_changes_as_in_the_table(script, settings, scales):
     scaler = LossScaler(**{"scale": 8.0, **SMALL, **settings})
     assert run(scaler, script) == scales
     assert scaler.skipped == script.count("x")
 
 
 def by_runs(script, incr_every, decr_every):
-    """The scale after a script, from its runs of like letters: each full period in one changes it once."""
+    """Return the scale after a script: each full period of equal letters changes it once."""
     scale = 8.0
     for letter, same in itertools.groupby(script):
         for _ in range(len(list(same)) // (decr_every if letter == "x" else incr_every)):
@@ -53,14 +53,14 @@ def by_runs(script, incr_every, decr_every):
 
 
 @given(st.text(".x", max_size=60), st.integers(1, 5), st.integers(1, 4))
-def test_only_steps_in_a_row_count(script, incr_every, decr_every):
+def test_only_consecutive_steps_count(script, incr_every, decr_every):
     scaler = LossScaler(8.0, incr_every, decr_every)
     run(scaler, script)
     assert scaler.scale == by_runs(script, incr_every, decr_every)
 
 
 @given(st.text(".x", max_size=30), st.text(".x", max_size=30), st.booleans())
-def test_a_scaler_goes_on_from_its_state_as_if_it_had_not_stopped(before, after, is_dynamic):
+def test_a_scaler_resumes_from_its_state(before, after, is_dynamic):
     whole, first, second = (LossScaler(8.0, 3, 2, is_dynamic=is_dynamic) for _ in range(3))
     run(whole, before + after)
     run(first, before)
@@ -70,14 +70,14 @@ def test_a_scaler_goes_on_from_its_state_as_if_it_had_not_stopped(before, after,
     assert second == whole
 
 
-def test_a_scaler_that_goes_on_with_shorter_periods_still_changes():
+def test_a_scaler_can_resume_with_shorter_periods():
     scaler = LossScaler(8.0, incr_every=2)
     scaler.load(64.0, {"finite": 1999, "overflowed": 0, "skipped": 0, "stuck": 0})
     assert run(scaler, "...") == [128, 128, 256]
 
 
 @pytest.mark.parametrize("settings", [{"scale": 1.0}, {"scale": 64.0, "is_dynamic": False}])
-def test_a_run_that_only_overflows_is_given_up_once_the_scale_cannot_fall(settings):
+def test_repeated_overflows_are_hopeless_once_the_scale_cannot_decrease(settings):
     scaler = LossScaler(**settings)
     run(scaler, "x" * (MOST_SKIPS - 1))
     assert not scaler.is_hopeless
@@ -88,12 +88,12 @@ def test_a_run_that_only_overflows_is_given_up_once_the_scale_cannot_fall(settin
     assert scaler.is_hopeless
 
 
-def test_the_scale_is_on_the_gradient_of_the_embeddings_before_it_is_rounded_and_nowhere_else():
+def test_only_the_gradient_of_the_embeddings_is_scaled_before_rounding():
     embeddings = torch.full((2, 3), 0.5, dtype=torch.float16, requires_grad=True)
     scaled = scale_gradient(embeddings, 1024.0)
     assert scaled.dtype is torch.float32
     assert torch.equal(scaled, embeddings.detach().float())
-    tiny = 2.0**-30  # float16 ends at 2^-24
+    tiny = 2.0**-30  # the smallest float16 is 2^-24
     (scaled * tiny).sum().backward()
     assert torch.equal(embeddings.grad, torch.full_like(embeddings, 2.0**-20))
     plain = embeddings.detach().requires_grad_()
@@ -102,7 +102,7 @@ def test_the_scale_is_on_the_gradient_of_the_embeddings_before_it_is_rounded_and
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
-def test_gradients_are_divided_and_looked_at_whatever_their_kind(bad):
+def test_unscale_supports_dense_sparse_and_distributed_gradients(bad):
     dense, empty = torch.full((2, 2), 8.0), torch.zeros(0)
     double = torch.full((3,), 16.0, dtype=torch.float64)
     indices = torch.tensor([[0, 2]])

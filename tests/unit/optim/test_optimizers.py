@@ -1,4 +1,4 @@
-"""The optimizers by name and by factory: their updates are torch's."""
+"""Optimizers by name and by factory give the updates of torch's optimizers."""
 
 import functools
 import math
@@ -69,7 +69,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_update_of_groups_is_that_of_torchs_optimizer_made_by_hand(name):
+def test_updates_equal_a_torch_optimizer_with_the_same_groups(name):
     kind = OPTIMIZERS[name]
     given, by_hand = MORE.get(name, ({}, {}))
     decay = {"weight_decay": 0.02} if kind.takes else {}
@@ -95,13 +95,13 @@ def test_the_update_of_groups_is_that_of_torchs_optimizer_made_by_hand(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_every_implementation_makes_the_same_update_whatever_the_layout_of_gradients(name, layout):
+def test_all_implementations_give_the_same_update_for_any_memory_layout(name, layout):
     ways = ["for_loop", "foreach", *(["fused"] if OPTIMIZERS[name].has_fused else []), "auto"]
     results = []
     for way in ways:
         mine = weights(layout)
         optimizer = built([{"params": list(mine)}], optimizer=name, implementation=way)
-        steps(optimizer, mine)  # the gradients are contiguous
+        steps(optimizer, mine)  # with contiguous gradients
         results.append(mine)
         assert way == "auto" or describe_implementation(optimizer) == f"{way} on cpu"
     for other in results[1:]:
@@ -110,7 +110,7 @@ def test_every_implementation_makes_the_same_update_whatever_the_layout_of_gradi
 
 
 @pytest.mark.parametrize("arguments", [{}, {"dampening": 0.5}])
-def test_a_parameter_that_gets_its_first_gradient_late_begins_then(arguments):
+def test_a_parameter_may_get_its_first_gradient_late(arguments):
     results = []
     for way in ("for_loop", "fused"):
         mine = weights()
@@ -137,7 +137,7 @@ def test_l1_decay_adds_the_sign_of_the_weights_to_the_gradients_of_its_groups():
     assert mine[1].equal(before[1])
 
 
-def test_a_factory_keeps_its_rates_and_settings_and_the_schedule_multiplies_them():
+def test_the_schedule_multiplies_the_learning_rates_of_a_factory():
     mine = weights()
     groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 2.0, "weight_decay": 0.0}]
 
@@ -177,7 +177,7 @@ class Holding(torch.optim.Optimizer):
         self.inner.step()
 
 
-def test_an_optimizer_that_holds_another_has_its_state_where_checkpoints_find_it():
+def test_an_inner_optimizer_must_share_the_outer_state():
     mine = weights()
     made = build_custom(Holding, "mine", [{"params": list(mine)}], {"shares": True})
     for one in mine:
@@ -187,28 +187,28 @@ def test_an_optimizer_that_holds_another_has_its_state_where_checkpoints_find_it
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "message"),
     [
-        (losing, "without 1 of the 2 parameters that it was given, and with 0 others"),
-        (flattening, "lost the lr_factor 2.0 of a parameter group"),
+        (losing, "without 1 of the 2 given parameters, and with 0 others"),
+        (flattening, "dropped the lr_factor 2.0 of a parameter group"),
         (lambda groups: groups, "returned a list; expected a torch.optim.Optimizer"),
-        (lambda groups: 1 / 0, "cannot be made: ZeroDivisionError: division by zero"),
-        (lambda: None, "cannot be made: TypeError"),
+        (lambda groups: 1 / 0, "failed: ZeroDivisionError: division by zero"),
+        (lambda: None, "failed: TypeError"),
         (functools.partial(torch.optim.SGD, lr=-1.0), "Invalid learning rate: -1.0"),
-        (WithoutRate, "has no learning rate in its groups"),
-        (Holding, "holds the SGD 'inner' with a state of its own, which no checkpoint would have"),
+        (WithoutRate, "has no learning rate; the schedule needs"),
+        (Holding, "inner SGD 'inner' has a separate state, which checkpoints would not save"),
     ],
 )
-def test_a_factory_that_cannot_be_used_says_why(factory, said):
+def test_unusable_factories_raise_with_the_reason(factory, message):
     mine = weights()
     groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 2.0}]
     with pytest.raises(OptionError) as caught:
         build_custom(factory, "mine", groups, {})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_the_setter_takes_names_factories_and_arguments_and_the_last_call_counts():
+def test_set_optimizer_accepts_names_and_factories_and_the_last_call_applies():
     ins = Entry()
     ins.set_optimizer(functools.partial(torch.optim.AdamW, lr=0.1), eps=1e-7)
     assert ins.options.optim.optimizer == "torch.optim.adamw:AdamW"
@@ -224,7 +224,7 @@ def test_the_setter_takes_names_factories_and_arguments_and_the_last_call_counts
         ins.set_optimizer(made)
 
 
-def test_a_setter_that_is_refused_leaves_optimizer_and_schedule_as_they_were():
+def test_a_failed_setter_does_not_change_optimizer_and_schedule():
     ins = Entry()
     ins.set_optimizer(torch.optim.AdamW, eps=1e-7)
     ins.set_lr_schedule(math.exp)
@@ -243,21 +243,21 @@ def test_a_setter_that_is_refused_leaves_optimizer_and_schedule_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("adamm", "did you mean 'adam'"),
         ("LBFGS", "or a name; known: adadelta, "),
         (":f", "'package.module:factory'"),
     ],
 )
-def test_for_an_unknown_optimizer_the_known_and_near_names_are_listed(name, said):
+def test_the_error_for_an_unknown_optimizer_lists_the_known_ones(name, message):
     with pytest.raises(OptionError) as caught:
         Options().set("optim.optimizer", name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"betas": (0.9, 0.99)}, "optim.betas is set, but the optimizer sgd does not take it"),
         ({"nesterov": True, "momentum": 0.0}, "needs a momentum"),
@@ -270,46 +270,46 @@ def test_for_an_unknown_optimizer_the_known_and_near_names_are_listed(name, said
         ({"optimizer": "adam", "groups": ({"pattern": "fc", "betas": [2, 3]},)}, "to below 1"),
     ],
 )
-def test_settings_that_an_optimizer_has_not_are_refused_before_any_data_is_read(changes, said):
+def test_unsupported_settings_raise_before_data_are_read(changes, message):
     with pytest.raises(OptionError) as caught:
         check_optim(options_of(**changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"optimizer": "radam", "implementation": "fused"},
-            "radam cannot be made: TypeError: RAdam.__init__() got an unexpected keyword argument 'fused'",
+            "cannot create optim.optimizer radam: TypeError: RAdam.__init__() got an unexpected",
         ),
         (
             {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},
             "has no argument 'epps'; known: amsgrad, decoupled_weight_decay, eps; did you mean 'eps'?",
         ),
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value: -1"),
-        ({"optimizer_arguments": {"momentum": 0.5}}, "an option by itself: set_momentum(0.9)"),
+        ({"optimizer_arguments": {"momentum": 0.5}}, "a separate option; use set_momentum(0.9)"),
         ({"optimizer_arguments": {"lr": 1}}, "other arguments than 'lr'"),
         ({"optimizer_arguments": {"weight_decay": 1}}, "other arguments than 'weight_decay'"),
         ({"optimizer_arguments": {"fused": 1}}, "other arguments than 'fused'"),
         ({"optimizer_arguments": {"capturable": 1}}, "other arguments than 'capturable'"),
     ],
 )
-def test_arguments_that_a_named_optimizer_does_not_take_are_refused_when_it_is_made(changes, said):
+def test_unsupported_arguments_raise_when_the_optimizer_is_created(changes, message):
     with pytest.raises(OptionError) as caught:
         built([{"params": list(weights())}], **changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("arguments", [{"not a name": 1}, {"eps": [object()]}, {"eps": 1e999}])
-def test_arguments_that_no_checkpoint_could_hold_are_refused(arguments):
+def test_arguments_that_checkpoints_cannot_store_raise(arguments):
     with pytest.raises(OptionError, match=r"names of arguments|plain values"):
         options_of(optimizer_arguments=arguments)
 
 
-def test_a_group_with_a_setting_that_the_optimizer_has_not_is_refused():
+def test_a_group_with_an_unsupported_setting_raises():
     with pytest.raises(OptionError, match=r"has no setting 'momentun'.*did you mean 'momentum'"):
         built([{"params": list(weights()), "momentun": 0.5}])
     with pytest.raises(OptionError, match="did you mean 'lr_factor'"):
@@ -319,7 +319,7 @@ def test_a_group_with_a_setting_that_the_optimizer_has_not_is_refused():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_has_the_bytes_that_the_table_and_the_docs_say(name):
+def test_state_bytes_equal_the_documented_ones(name):
     parameter = nn.Parameter(torch.randn(400, 400))
     optimizer = built([{"params": [parameter]}], optimizer=name)
     steps(optimizer, [parameter], count=1)
@@ -333,7 +333,7 @@ def test_the_state_has_the_bytes_that_the_table_and_the_docs_say(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_states_that_a_checkpoint_must_have_are_those_that_a_step_makes(name):
+def test_expected_states_equal_those_of_a_real_step(name):
     settings, _ = MORE.get(name, ({}, {}))
     shapes = ((5, 7, 3, 3), (5, 7), (1, 4), (5,), ())
     mine = [nn.Parameter(torch.ones(shape)) for shape in shapes]
@@ -349,7 +349,7 @@ def test_the_states_that_a_checkpoint_must_have_are_those_that_a_step_makes(name
     assert all(parameter.isfinite().all() for parameter in mine)
 
 
-def test_the_states_of_an_optimizer_that_is_not_torchs_are_its_own_affair():
+def test_expected_states_of_a_custom_optimizer_are_unknown():
     class Mine(torch.optim.SGD):
         pass
 

@@ -1,4 +1,4 @@
-"""The learning rate is a function of the updates made."""
+"""The learning rate is a function of the number of updates."""
 
 import functools
 import math
@@ -49,7 +49,7 @@ def test_the_default_schedule_is_a_cosine_unless_steps_are_set_or_the_length_is_
     assert resolved(changes, saved, total).schedule == name
 
 
-def test_a_rate_that_is_set_is_used_as_it_is_and_the_default_follows_the_global_batch():
+def test_the_default_learning_rate_scales_with_the_global_batch_and_a_set_one_does_not():
     assert resolved({"lr": 0.02}).lr == 0.02
     assert resolved({}).lr == 0.05
 
@@ -58,7 +58,7 @@ def test_a_rate_that_is_set_is_used_as_it_is_and_the_default_follows_the_global_
     ("changes", "norm"),
     [({"lr": 0.01}, 20), ({"lr": 0.1}, 4), ({"lr": 0.1, "clip_norm": 0}, 0), ({"clip_norm": 7}, 7)],
 )
-def test_gradients_are_clipped_the_more_the_higher_the_rate_unless_it_is_set(changes, norm):
+def test_the_default_clip_norm_depends_on_the_learning_rate(changes, norm):
     assert resolved(changes).clip_norm == norm
 
 
@@ -75,7 +75,7 @@ def test_gradients_are_clipped_the_more_the_higher_the_rate_unless_it_is_set(cha
         ({"warmup_epochs": 2}, 370, (2, None)),
     ],
 )
-def test_a_warm_up_that_is_not_set_is_a_share_of_the_run(changes, total, epochs_and_steps):
+def test_the_default_warm_up_is_a_fraction_of_the_run(changes, total, epochs_and_steps):
     optim = resolved(changes, total=total)
     assert (optim.warmup_epochs, optim.warmup_steps) == epochs_and_steps
 
@@ -89,7 +89,7 @@ def test_a_warm_up_that_is_not_set_is_a_share_of_the_run(changes, total, epochs_
         ({"warmup_epochs": 2, "warmup_steps": 0}, {}, (2, None)),  # of format 2
     ],
 )
-def test_the_warm_up_that_the_script_sets_replaces_the_checkpoints(saved, changes, epochs_and_steps):
+def test_the_warm_up_of_the_script_replaces_that_of_the_checkpoint(saved, changes, epochs_and_steps):
     optim = resolved(changes, saved)
     assert (optim.warmup_epochs, optim.warmup_steps) == epochs_and_steps
 
@@ -102,12 +102,12 @@ def test_the_rate_decays_at_each_boundary(name):
 
 
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_epochs": 2, "epoch": 2}])
-def test_warm_up_by_steps_or_epochs_rises_linearly_to_the_scaled_rate(warmup):
+def test_warm_up_increases_linearly_to_the_base_rate(warmup):
     rate = schedule(schedule="constant", **warmup)
     assert [rate(step) for step in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
 
 
-def test_falling_rates_go_from_the_base_after_the_warm_up_to_their_end():
+def test_decaying_schedules_go_from_base_to_end_after_the_warm_up():
     falling = functools.partial(
         schedule, lr=0.2, total=12, warmup_steps=2, end_lr_factor=0.1, decay_power=2.0
     )
@@ -125,16 +125,16 @@ def test_falling_rates_go_from_the_base_after_the_warm_up_to_their_end():
     assert schedule(schedule="constant")(10**6) == 0.1
 
 
-def test_cosine_cycles_begin_at_the_base_again_and_the_last_one_ends():
+def test_cosine_cycles_restart_at_the_base_rate():
     rate = schedule(schedule="cosine", total=9, cosine_cycles=3)
     one = [0.1, 0.05 * (1 + math.cos(math.pi / 3)), 0.05 * (1 + math.cos(2 * math.pi / 3))]
     assert [rate(step) for step in range(12)] == pytest.approx(one * 3 + [0.0] * 3)
 
 
-def test_a_function_of_the_users_multiplies_the_rate_after_the_warm_up():
+def test_a_custom_schedule_multiplies_the_rate_after_the_warm_up():
     ins = Entry()
     ins.set_lr_schedule(lambda step: 2.0**-step)
-    assert ins.options.optim.schedule.startswith(f"{__name__}:test_a_function")
+    assert ins.options.optim.schedule.startswith(f"{__name__}:test_a_custom")
     rate = schedule(ins._schedule, schedule=ins.options.optim.schedule, warmup_steps=2)
     assert [rate(0), rate(1), rate(3)] == pytest.approx([0.05, 0.1, 0.1 / 8])
     by_name = schedule(schedule=f"{__name__}:halving", total=10)
@@ -144,7 +144,7 @@ def test_a_function_of_the_users_multiplies_the_rate_after_the_warm_up():
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("factor", "message"),
     [
         (lambda step: -1.0, "returned -1.0 for step 0"),
         (lambda step: math.nan, "returned nan"),
@@ -155,47 +155,47 @@ def test_a_function_of_the_users_multiplies_the_rate_after_the_warm_up():
         (functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=3), "CosineAnnealing"),
     ],
 )
-def test_what_is_no_function_of_the_step_is_refused_before_training(factor, said):
-    with pytest.raises(OptionError, match=said):
+def test_an_invalid_custom_schedule_raises_before_training(factor, message):
+    with pytest.raises(OptionError, match=message):
         schedule(factor, schedule="some.module:function")
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("factor", "message"),
     [
         (lambda step: [1.0, 1.0][step], "failed for step 2: IndexError"),
-        (lambda step: 10**400 if step else 1.0, "for step 2; expected a finite number"),
+        (lambda step: 10**400 if step else 1.0, "for step 2; expected a factor of the learning rate"),
     ],
 )
-def test_a_function_that_fails_later_is_told_with_the_step(factor, said):
+def test_a_custom_schedule_that_fails_later_raises_with_the_step(factor, message):
     made = schedule(factor, schedule="some.module:function")
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         made(2)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"warmup_epochs": 1, "warmup_steps": 5}, "set one of the two"),
         ({"schedule": "exponential"}, "never comes to 0"),
         ({"cosine_cycles": 2, "schedule": "step"}, "optim.schedule is 'step'"),
     ],
 )
-def test_schedules_that_contradict_themselves_are_refused(changes, said):
+def test_contradictory_schedules_raise(changes, message):
     options = Options()
     for name, value in changes.items():
         options.set(f"optim.{name}", value)
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         check_optim(options)
 
 
-def test_a_decay_that_ends_before_the_warm_up_does_is_refused():
+def test_a_decay_that_ends_before_the_warm_up_raises():
     with pytest.raises(OptionError, match="decay_steps is 3, but the warm-up takes 5 steps"):
         schedule(schedule="cosine", total=10, decay_steps=3, warmup_steps=5)
-    assert schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0  # a run of a few steps, to try it
+    assert schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0  # a short trial run
 
 
-def test_a_schedule_that_needs_the_number_of_steps_says_how_to_tell_it():
+def test_the_error_for_an_unknown_number_of_steps_says_how_to_set_it():
     with pytest.raises(OptionError, match="set_decay_steps, set_train_steps"):
         schedule(schedule="cosine")
     with pytest.raises(OptionError, match="set_warmup_steps"):

@@ -1,4 +1,4 @@
-"""How a network is split over the ranks: its units, its way to the device, its optimizers; and class rows."""
+"""Sharding of a network over the ranks: units, device placement, optimizers; and class ranges."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ BLOCKS, WIDTH = 6, 32
 
 @pytest.fixture
 def group():
-    """That of the first of four ranks, whose collectives do nothing."""
+    """The process group of the first of four ranks; its collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_a_unit_is_split_before_the_next_one_comes_to_the_device(group, monkeypatch):
+def test_units_are_sharded_one_after_another(group, monkeypatch):
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(BLOCKS)]
     network = nn.Sequential(nn.Linear(4, WIDTH), *blocks)
     originals = list(network.parameters())
     sizes = {p.data_ptr(): p.numel() for p in originals}
     buffers = list(network.buffers())
-    come: list[int] = []  # what is broadcast is on the device, where it is
+    come: list[int] = []  # sizes of the broadcast tensors, which are on the device
     most = 0
 
     def note(tensor: torch.Tensor, **_: object) -> None:
@@ -58,17 +58,17 @@ def test_a_unit_is_split_before_the_next_one_comes_to_the_device(group, monkeypa
     world = World(0, 4, 0, torch.device("cpu"), backbone_group=group)
     units = [str(number + 1) for number in range(BLOCKS)]
     shard_network(network, units, world, 4, datetime.timedelta(seconds=10))
-    # Each once; buffers stay whole, and come with their units.
+    # Each tensor once; buffers are not sharded and are moved with their units.
     assert sorted(come) == sorted([*sizes, *(buffer.data_ptr() for buffer in buffers)])
     assert most == WIDTH * WIDTH + 3 * WIDTH  # a block
     assert all(buffer is same for buffer, same in zip(network.buffers(), buffers, strict=True))
     here = sum(local_part(p).numel() for p in network.parameters())
     assert here * 4 == sum(sizes.values())
-    assert not any(p.numel() for p in originals)  # whoever holds them, holds no memory
+    assert not any(p.numel() for p in originals)  # references to them hold no memory
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_a_network_in_a_single_shard_has_the_gradients_of_the_whole_one(device):
+def test_one_shard_gives_the_gradients_of_the_unsharded_network(device):
     whole = nn.Sequential(nn.Linear(4, WIDTH), nn.PReLU(), nn.Linear(WIDTH, 3)).to(device)
     network = copy.deepcopy(whole).cpu()
     x = torch.randn(5, 4).to(device)
@@ -82,8 +82,8 @@ def test_a_network_in_a_single_shard_has_the_gradients_of_the_whole_one(device):
             torch.testing.assert_close(local_part(mine.grad), right.grad)
 
 
-def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device():
-    device = torch.device("meta")  # stands for a GPU
+def test_networks_to_be_sharded_are_created_on_the_cpu():
+    device = torch.device("meta")  # represents a GPU
     sharded = {"parallel.backbone": "sharded"}
     for values, ranks, expected in (
         ({}, 4, "meta"),
@@ -96,13 +96,13 @@ def test_what_will_be_split_is_made_on_the_cpu_and_everything_else_on_its_device
         assert {t.device.type for t in (*network.parameters(), *network.buffers())} == {expected}
 
 
-def test_batch_norms_over_the_ranks_are_those_of_the_device_they_go_to(group):
+def test_synchronised_batch_norms_match_the_target_device(group):
     for device in ("cuda", "cpu"):
         network = nn.Sequential(nn.BatchNorm2d(3))
         synchronise_batch_norm(network, group, torch.device(device))
         assert isinstance(network[0], nn.SyncBatchNorm) == (device == "cuda")
         assert type(network[0]) is not nn.BatchNorm2d
-        network.eval()(torch.zeros(2, 3, 4, 4))  # the trial runs where the network is: on the CPU
+        network.eval()(torch.zeros(2, 3, 4, 4))  # a dry run on the CPU, where the network is
 
 
 def sharded_groups(group) -> list[dict]:
@@ -111,13 +111,13 @@ def sharded_groups(group) -> list[dict]:
     shard_network(network, ["0"], world, 4, datetime.timedelta(seconds=10))
     for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)
-    whole = nn.Parameter(torch.ones(2, 3))  # a dense head's
+    whole = nn.Parameter(torch.ones(2, 3))  # of a replicated head
     whole.grad = torch.ones_like(whole)
     return [{"params": list(network.parameters())}, {"params": [whole]}]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_updates_a_sharded_backbone_or_is_refused(group, name):
+def test_every_optimizer_updates_a_sharded_backbone_or_raises(group, name):
     made = []
     for implementation in ("auto", "for_loop", "foreach", "fused"):
         options = OptimOptions(optimizer=name, implementation=implementation)
@@ -130,7 +130,7 @@ def test_every_optimizer_updates_a_sharded_backbone_or_is_refused(group, name):
         except (
             OptionError,
             NotImplementedError,
-        ):  # of torch at the first step, which a run explains
+        ):  # raised by torch in the first step; a run explains it
             continue
         after = [p for one in groups for p in one["params"]]
         assert not any(local_part(a).equal(local_part(b)) for a, b in zip(after, before, strict=True))
@@ -175,7 +175,7 @@ class Layer(nn.Module):
 
 
 class Network(BaseModel):
-    """Layers in a list, and an embedding layer beside it."""
+    """Layers in a list, followed by an embedding layer."""
 
     def __init__(self):
         super().__init__()
@@ -193,12 +193,12 @@ class Network(BaseModel):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Units of a few parameters."""
+    """Lower the minimum size of units."""
     monkeypatch.setattr(backbone, "LEAST_BLOCK", 10)
     monkeypatch.setattr(backbone, "LEAST_OTHER", 10)
 
 
-def test_a_residual_network_is_split_into_its_large_blocks_and_its_embedding_layer():
+def test_units_of_a_residual_network_are_large_blocks_and_the_embedding_layer():
     network = build_model("ResNet50", 512, (3, 32, 32), dropout=0.4)
     found = choose(network)
     assert found[0] == "stages.1.0", "the blocks of the first stage are small"
@@ -206,47 +206,47 @@ def test_a_residual_network_is_split_into_its_large_blocks_and_its_embedding_lay
     assert found[-1].startswith("neck")
 
 
-def test_blocks_are_units_and_so_are_other_layers_that_run(small):
-    # Attention uses its last layer's weight without calling it; one layer is not used at all.
+def test_units_are_blocks_and_other_layers_that_are_called(small):
+    # Attention uses the weight of its last layer without calling it; one layer is unused.
     assert choose(Network()) == ["patches", "layers.0", "layers.1", "layers.2", "fc"]
 
 
-def test_a_module_that_runs_twice_is_no_unit(small):
+def test_a_module_that_is_called_twice_is_not_a_unit(small):
     network = Network()
     network.layers[2] = network.layers[0]
     assert choose(network) == ["patches", "layers.1", "fc"]
 
 
-def test_modules_with_a_parameter_in_common_are_no_units(small):
+def test_modules_with_shared_parameters_are_not_units(small):
     network = Network()
     network.layers[2].linear.weight = network.layers[0].linear.weight
     assert choose(network) == ["patches", "layers.1", "fc"]
 
 
-def test_patterns_name_units_by_component(small):
+def test_patterns_match_units_by_component(small):
     assert match(Network(), "layers.*") == ["layers.0", "layers.1", "layers.2"]
     assert match(Network(), "fc", "layers.[12]") == ["fc", "layers.1", "layers.2"]
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
-        ("layer.*", "no module with parameters is named 'layer.*'; did you mean 'layers"),
-        ("*.out_proj", "no module with parameters is named"),
-        ("layers.*.attention.out_proj", "is called 0 times"),
-        ("layers", "layers is called 0 times"),
-        ("for_later", "for_later is called 0 times"),
+        ("layer.*", "'layer.*' matches no module with parameters; did you mean 'layers"),
+        ("*.out_proj", "matches no module with parameters"),
+        ("layers.*.attention.out_proj", "out_proj 0 times"),
+        ("layers", "calls layers 0 times"),
+        ("for_later", "calls for_later 0 times"),
     ],
 )
-def test_a_pattern_that_gives_no_unit_is_refused(pattern, said):
+def test_a_pattern_without_a_unit_raises(pattern, message):
     with pytest.raises(OptionError) as caught:
         match(Network(), pattern)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_patterns_that_part_tied_weights_are_refused():
+def test_patterns_that_separate_tied_weights_raise():
     network = Network()
     network.layers[2].linear.weight = network.layers[0].linear.weight
-    with pytest.raises(OptionError, match=r"layers\.0, layers\.2 have a parameter that is used"):
+    with pytest.raises(OptionError, match=r"layers\.0, layers\.2 share a parameter"):
         match(network, "layers.*")

@@ -1,19 +1,19 @@
-"""Ranks that start again in a store that dead ones have used."""
+"""Ranks that restart with a store that terminated ranks have used."""
 
 import threading
 
 import pytest
 import torch.distributed as dist
 
-from plsc.parallel.world import fresh_store
+from plsc.parallel.world import unused_store
 
 
 def join(store, ranks, timeout=20.0):
-    """Let so many ranks, threads here, join; return what each reads after rank 0 wrote into its part."""
+    """Run `unused_store` on several ranks (threads); return what each reads after rank 0 wrote to it."""
     found = {}
 
     def rank(number):
-        mine = fresh_store(store, number, ranks, timeout)
+        mine = unused_store(store, number, ranks, timeout)
         if number == 0:
             assert not mine.check(["key"]), "a key of an earlier attempt"
             mine.set("key", f"{ranks}")
@@ -28,18 +28,18 @@ def join(store, ranks, timeout=20.0):
     return found
 
 
-def test_every_attempt_has_a_part_of_its_own_whatever_the_number_of_ranks():
+def test_every_restart_gets_an_unused_part_of_the_store():
     store = dist.HashStore()
     for ranks in (3, 3, 2, 4, 1):
         assert join(store, ranks) == dict.fromkeys(range(ranks), b"%d" % ranks)
 
 
-def test_a_rank_that_died_while_it_joined_does_not_mislead_its_replacement():
+def test_keys_of_a_dead_rank_do_not_affect_its_replacement():
     store = dist.HashStore()
-    store.set("plsc/hello/1", "0123")  # died before rank 0 came
-    with pytest.raises(TimeoutError, match="rank 1 did not come"):
-        fresh_store(store, 0, 2, 0.2)  # answers the dead one
+    store.set("plsc/hello/1", "0123")  # died before rank 0 arrived
+    with pytest.raises(TimeoutError, match="rank 1 did not arrive"):
+        unused_store(store, 0, 2, 0.2)  # answers the dead rank
     assert store.check(["plsc/answer/0123"])
-    with pytest.raises(TimeoutError, match="rank 0 did not come"):
-        fresh_store(store, 1, 2, 0.2)
+    with pytest.raises(TimeoutError, match="rank 0 did not arrive"):
+        unused_store(store, 1, 2, 0.2)
     assert join(store, 2) == {0: b"2", 1: b"2"}

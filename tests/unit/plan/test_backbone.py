@@ -7,7 +7,7 @@ from plsc.config.optim import OptimOptions
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, neck, resnet
 from plsc.models.checkpointing import checkpoint_activations
-from plsc.models.layers import use_torchs_layers
+from plsc.models.layers import use_torch_layers
 from plsc.optim.optimizers import build_optimizer
 from plsc.plan import plan_backbone
 from plsc.plan.measure import MemoryCount
@@ -18,7 +18,7 @@ SMALL = {"image": (3, 32, 32), "embedding": 64, "batch": BATCH}
 
 
 class Plain(BaseModel):
-    """Counted by hand: images [b, 3, 4, 4], 6 outputs."""
+    """A linear layer, for manual counts: images [b, 3, 4, 4], 6 outputs."""
 
     def __init__(self, emb_size=6):
         super().__init__()
@@ -29,14 +29,14 @@ class Plain(BaseModel):
 
 
 class Asking(Plain):
-    """Looks at the numbers that it is given."""
+    """Reads the values of its input."""
 
     def build_network(self, input, label, is_train=True):
         return super().build_network(input, label) if input.sum().item() < 0 else input
 
 
 def real_step(network, count, dtype=None):
-    """Make a step in a context, return what the forward pass left, as `count` saw it."""
+    """Run a step in the context `count`; return the bytes that the forward pass kept."""
     images = torch.randn(BATCH, 3, 32, 32)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         output = network(images)
@@ -46,7 +46,7 @@ def real_step(network, count, dtype=None):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
-def test_stored_bytes_are_those_of_the_real_tensors(name):
+def test_stored_bytes_equal_those_of_real_tensors(name):
     network = build_model("SmallResNet", 64, (3, 32, 32))
     groups = [{"params": list(network.parameters())}]
     optimizer = build_optimizer(OptimOptions(optimizer=name), groups, 0.1, torch.device("cpu"))
@@ -58,13 +58,13 @@ def test_stored_bytes_are_those_of_the_real_tensors(name):
     assert planned.stored == {
         "parameters": sum(p.nbytes for p in network.parameters()),
         "gradients": sum(p.grad.nbytes for p in network.parameters()),
-        f"states of {name}": sum(state.nbytes for state in states),
+        f"{name} states": sum(state.nbytes for state in states),
         "buffers": sum(buffer.nbytes for buffer in network.buffers()),
     }
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "all"])
-def test_operations_are_those_that_torch_counts_in_a_real_step(checkpoint):
+def test_operations_equal_torchs_count_of_a_real_step(checkpoint):
     network = build_model("SmallResNet", 64, (3, 32, 32)).train()
     checkpoint_activations(network, checkpoint)
     with FlopCounterMode(display=False) as counter:
@@ -75,27 +75,27 @@ def test_operations_are_those_that_torch_counts_in_a_real_step(checkpoint):
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("checkpoint", ["none", "all"])
-def test_activations_are_those_of_a_real_step(checkpoint, precision, monkeypatch):
-    monkeypatch.setattr(resnet, "Conv2d", nn.Conv2d)  # ours needs more, on a CPU in bfloat16 alone
+def test_activations_equal_those_of_a_real_step(checkpoint, precision, monkeypatch):
+    monkeypatch.setattr(resnet, "Conv2d", nn.Conv2d)  # plsc's Conv2d needs more memory in bfloat16 on a CPU
     network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
-    use_torchs_layers(network)
+    use_torch_layers(network)
     checkpoint_activations(network, checkpoint)
     with MemoryCount(network) as count:
         kept = real_step(network, count, torch.bfloat16 if precision == "bf16" else None)
     planned = plan_backbone("SmallResNet", checkpoint=checkpoint, precision=precision, **SMALL)
     assert planned.kept == pytest.approx(kept, rel=0.01)
-    assert planned.step["activations at their peak"] == pytest.approx(count.peak, rel=0.02)
+    assert planned.step["activations, peak"] == pytest.approx(count.peak, rel=0.02)
 
 
-def test_what_our_layers_do_on_a_cpu_alone_is_not_planned(monkeypatch):
+def test_cpu_implementations_of_layers_are_not_planned(monkeypatch):
     ours = plan_backbone("SmallResNet", precision="bf16", **SMALL)
     monkeypatch.setattr(resnet, "Conv2d", nn.Conv2d)
     monkeypatch.setattr(neck, "PReLU", nn.PReLU)
     assert plan_backbone("SmallResNet", precision="bf16", **SMALL) == ours
 
 
-def test_what_is_kept_is_what_autograd_saves():
-    # Counted in another way: by the tensors that autograd is given to keep.
+def test_kept_activations_equal_tensors_saved_by_autograd():
+    # An independent count, with saved-tensor hooks.
     network = build_model("SmallResNet", 64, (3, 32, 32), dropout=0.4).train()
     images = torch.randn(BATCH, 3, 32, 32)
     kept, output = kept_bytes(network, images, network.state_dict().values())
@@ -103,12 +103,12 @@ def test_what_is_kept_is_what_autograd_saves():
     assert planned.kept == pytest.approx(kept + output.nbytes, rel=0.02)
 
 
-def test_operations_of_a_layer_are_those_counted_by_hand():
+def test_operations_of_a_layer_equal_a_manual_count():
     planned = plan_backbone(f"{__name__}:Plain", image=(3, 4, 4), embedding=6, batch=8)
-    assert planned.operations == 2 * (2 * 8 * 48 * 6)  # forward, and for the weight: none for the images
+    assert planned.operations == 2 * (2 * 8 * 48 * 6)  # forward and weight gradient
 
 
-def test_less_memory_costs_operations_and_parts_share_it():
+def test_checkpointing_costs_operations_and_micro_batches_save_memory():
     plain = plan_backbone("SmallResNet", **SMALL)
     again = plan_backbone("SmallResNet", checkpoint="all", **SMALL)
     parts = plan_backbone("SmallResNet", micro_batches=4, **SMALL)
@@ -118,20 +118,20 @@ def test_less_memory_costs_operations_and_parts_share_it():
     assert parts.kept < 0.3 * plain.kept
 
 
-def test_shards_divide_what_is_stored_and_gather_what_is_at_work():
+def test_sharding_divides_stored_memory_and_gathers_active_blocks():
     whole = plan_backbone("SmallResNet", ranks=4, **SMALL)
     parts = plan_backbone("SmallResNet", ranks=4, backbone_shards=4, **SMALL)
-    for name in ("parameters", "gradients", "states of sgd"):
+    for name in ("parameters", "gradients", "sgd states"):
         assert parts.stored[name] == -(-whole.stored[name] // 4)
-    assert whole.step["buckets of gradients"] == whole.stored["gradients"]
-    assert "buckets of gradients" not in parts.step
+    assert whole.step["gradient buckets"] == whole.stored["gradients"]
+    assert "gradient buckets" not in parts.step
     assert parts.step["gathered parameters and their gradients"] <= 2 * whole.stored["parameters"]
     assert {one.collective for one in parts.transfers} == {"all-gather", "reduce-scatter"}
     copies = plan_backbone("SmallResNet", ranks=8, backbone_shards=4, **SMALL)
     assert {one.collective for one in copies.transfers} >= {"all-reduce"}
 
 
-def test_the_gradients_of_all_parameters_are_summed():
+def test_transfers_include_the_gradients_of_all_parameters():
     (transfer,) = plan_backbone("SmallResNet", ranks=4, **SMALL).transfers
     gradients = plan_backbone("SmallResNet", **SMALL).stored["gradients"]
     assert (transfer.payload, transfer.sent) == (gradients, 2 * 3 * -(-gradients // 4))
@@ -141,18 +141,18 @@ def test_the_gradients_of_all_parameters_are_summed():
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"model": "ResNet19"}, "no model is named 'ResNet19'"),
+        ({"model": "ResNet19"}, "unknown model 'ResNet19'"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32"),
         ({"image": 30}, "image_shape is"),
         ({"micro_batches": 0}, "micro_batches is 0; expected at least 1"),
-        ({"micro_batches": BATCH + 1}, "micro_batches is 17, but a rank has a batch of 16"),
-        ({"backbone_optimizer": "a.b:c"}, "a factory cannot be planned: name the one of sgd, adam"),
-        ({"checkpoint": "layer1"}, "'layer1', which fits no module of SmallResNet"),
+        ({"micro_batches": BATCH + 1}, "micro_batches is 17; expected at most the batch size per rank, 16"),
+        ({"backbone_optimizer": "a.b:c"}, "a factory is not supported here: use the one of sgd, adam"),
+        ({"checkpoint": "layer1"}, "'layer1', which matches no module of SmallResNet"),
         ({"backbone_optimizer": "sdg"}, "backbone_optimizer is 'sdg'"),
         ({"backbone_shards": 3, "ranks": 4}, "backbone_shards is 3; expected a divisor of the 4"),
-        ({"model": f"{__name__}:Asking"}, "does not run without data: DataDependentOutput"),
+        ({"model": f"{__name__}:Asking"}, "fails with fake tensors: DataDependentOutput"),
     ],
 )
-def test_wrong_values_are_refused_with_what_was_expected(wrong, expected):
+def test_invalid_plan_values_raise_with_the_expected_value(wrong, expected):
     with pytest.raises(OptionError, match=expected):
         plan_backbone(**{"model": "SmallResNet", **SMALL, **wrong})

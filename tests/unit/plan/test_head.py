@@ -38,7 +38,7 @@ def make(classes, embedding, rows, optimizer, state, **options):
 
 
 def step(head, batch, embedding):
-    """One forward and backward pass; return what is left for the update of the rows."""
+    """Run one forward and backward pass; return the saved context."""
     generator = torch.Generator().manual_seed(1)
     embeddings = torch.randn(batch, embedding, generator=generator).requires_grad_()
     labels = torch.randint(head.class_num, (batch,), generator=generator)
@@ -48,8 +48,8 @@ def step(head, batch, embedding):
 
 @pytest.mark.parametrize("centers", [1, 3])
 @pytest.mark.parametrize(("rows", "optimizer", "state"), COMBINATIONS)
-def test_stored_bytes_are_those_of_the_real_tensors(rows, optimizer, state, centers):
-    # 300 columns need two scales of 256 in 8 bits.
+def test_stored_bytes_equal_those_of_real_tensors(rows, optimizer, state, centers):
+    # 300 columns need two scales of 256 in int8.
     head, updates = make(11, 300, rows, optimizer, state, centers=centers)
     real = {name: tensor.nbytes for name, tensor in updates.state[head.weight].items()}
     planned = plan_head(11, embedding=300, rows=rows, optimizer=optimizer, state=state, centers=centers)
@@ -58,7 +58,7 @@ def test_stored_bytes_are_those_of_the_real_tensors(rows, optimizer, state, cent
 
 
 @pytest.mark.parametrize("classes", [1, 7, 12, 13])
-def test_a_rank_is_the_largest_one(classes):
+def test_the_plan_is_for_the_largest_rank(classes):
     sizes = []
     for rank in range(4):
         group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4)
@@ -76,13 +76,13 @@ def test_a_rank_is_the_largest_one(classes):
         ("bfloat16", "adagrad", "float32", 1028),
     ],
 )
-def test_bytes_per_class_are_those_of_the_design(rows, optimizer, state, expected):
+def test_bytes_per_class(rows, optimizer, state, expected):
     planned = plan_head(1e8, rows=rows, optimizer=optimizer, state=state)
     assert planned.bytes_per_class == expected
     assert planned.stored_bytes == expected * 10**8
 
 
-def test_rows_in_play_and_offloaded_copies_are_those_of_a_real_step():
+def test_selected_rows_and_offloaded_copies_equal_those_of_a_real_step():
     head, updates = make(
         101,
         8,
@@ -113,7 +113,7 @@ def test_rows_in_play_and_offloaded_copies_are_those_of_a_real_step():
     assert planned.host_bytes == planned.stored_bytes + planned.host_copies
 
 
-def test_offload_takes_rows_off_the_device():
+def test_offload_removes_class_weights_from_the_device():
     options = {"ranks": 8, "ratio": 0.01}
     here, away = plan_head(1e8, **options), plan_head(1e8, offload=True, **options)
     assert here.device_bytes > here.stored_bytes > 20 * away.device_bytes
@@ -122,7 +122,7 @@ def test_offload_takes_rows_off_the_device():
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_terms_are_kept_exactly_where_the_head_keeps_them(missing):
+def test_exponentials_are_kept_exactly_if_the_head_keeps_them(missing):
     budget = 6 * 20 * 2 - missing
     head, _ = make(
         20,
@@ -135,12 +135,12 @@ def test_terms_are_kept_exactly_where_the_head_keeps_them(missing):
     kept = step(head, 6, 8).kept
     planned = plan_head(20, embedding=8, batch=6, keep_bytes=budget)
     assert planned.keeps_terms == (kept is not None) == (missing == 0)
-    assert planned.step.get("kept terms") == (None if kept is None else kept.nbytes)
+    assert planned.step.get("kept exponentials") == (None if kept is None else kept.nbytes)
     assert any("keep_bytes" in note for note in planned.notes) == (missing == 1)
 
 
 @pytest.mark.parametrize(("keep_bytes", "factor"), [(0, 8), (10**6, 6)])
-def test_operations_are_those_of_the_real_products(keep_bytes, factor):
+def test_operations_equal_those_of_the_real_products(keep_bytes, factor):
     head, updates = make(
         50,
         16,
@@ -157,12 +157,12 @@ def test_operations_are_those_of_the_real_products(keep_bytes, factor):
 
 
 @pytest.mark.parametrize("batch", [1, 64, 100, 1000, 5000, 100_000])
-def test_tiles_are_those_of_the_plain_kernels(batch):
+def test_tiles_equal_those_of_the_torch_backend(batch):
     passes = choose_backend("torch", torch.device("cpu"), torch.float32, torch.float32, None, batch)
     assert tile_rows(batch) == passes.tile
 
 
-def test_memory_of_a_step_does_not_grow_with_the_classes():
+def test_step_memory_does_not_grow_with_the_classes():
     assert plan_head(1e6, batch=512).step == plan_head(1e8, batch=512).step
 
 
@@ -176,11 +176,11 @@ def test_uneven_batches_are_padded_to_the_largest():
     assert moved["two sums per sample"] == (2 * 7 * 4, 2 * 7 * 4)
 
 
-def test_whole_numbers_may_be_floats_as_1e8_is():
+def test_integers_may_be_floats_such_as_1e8():
     assert plan(1e2, batch=8.0) == plan(100, batch=8)
 
 
-def test_the_answer_says_what_makes_it_fit_and_each_way_does():
+def test_the_answer_lists_changes_that_make_the_plan_fit():
     assert (
         plan(1e6, ranks=8).answer == f"fits in 80 GB: {plan(1e6, ranks=8).device_bytes / 1e9:.3g} GB per rank"
     )
@@ -202,7 +202,7 @@ def test_the_answer_says_what_makes_it_fit_and_each_way_does():
     assert "fits with --ranks" not in plan(1e8, ranks=2, batch=[3, 4]).answer
 
 
-def test_the_answer_is_of_head_and_backbone(monkeypatch):
+def test_the_answer_includes_head_and_backbone(monkeypatch):
     monkeypatch.setattr(run, "DEVICE", 195 * 10**6)
     both = plan(1e4, model="SmallResNet", image=(3, 32, 32), batch=64)
     assert both.head.device_bytes < run.DEVICE < both.device_bytes
@@ -211,13 +211,13 @@ def test_the_answer_is_of_head_and_backbone(monkeypatch):
 
 def test_one_rank_sends_nothing():
     assert plan_head(10).transfers == ()
-    assert "Network of a step: none" in plan(10).render()
+    assert "Network traffic per step: none" in plan(10).render()
 
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"classes": 0}, "classes is 0; expected an integer, 1 or more"),
+        ({"classes": 0}, "classes is 0; expected an integer from 1 to"),
         ({"classes": 1.5}, "classes is 1.5; expected an integer"),
         ({"classes": math.inf}, "classes is inf; expected a number"),
         ({"classes": math.nan}, "classes is nan; expected a number"),
@@ -231,26 +231,26 @@ def test_one_rank_sends_nothing():
         ({"rows": "fp8"}, "rows is 'fp8'; expected one of float32, bfloat16"),
         ({"optimizer": "lamb"}, "optimizer is 'lamb'; expected one of sgd, adamw, adagrad"),
         ({"state": "int4"}, "state is 'int4'; expected one of float32, bfloat16, int8"),
-        ({"state": "int8", "optimizer": "adamw"}, "adamw does not have; expected float32 or"),
+        ({"state": "int8", "optimizer": "adamw"}, "adamw does not support; use float32 or"),
         ({"centers": 0}, "centers is 0; expected"),
-        ({"keep_bytes": -1}, "keep_bytes is -1; expected an integer, 0 or more"),
+        ({"keep_bytes": -1}, "keep_bytes is -1; expected an integer from 0 to"),
         ({"embedding_dtype": "int8"}, "embedding_dtype is 'int8'; expected one of"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32"),
         ({"batch": 1.5}, "batch is 1.5; expected an integer"),
     ],
 )
-def test_wrong_values_are_refused_with_what_was_expected(wrong, expected):
+def test_invalid_plan_values_raise_with_the_expected_value(wrong, expected):
     with pytest.raises(OptionError, match=expected):
         plan(**{"classes": 10, **wrong})
 
 
-def test_notes_say_when_the_batch_outgrows_the_sample_and_when_offload_is_of_no_use():
-    assert "up to 128 may" in plan(1000, ratio=0.01).render()
-    assert "offload is for sampled classes" in plan(1000, offload=True).render()
+def test_notes_warn_of_large_batches_and_useless_offload():
+    assert "up to 128, more than" in plan(1000, ratio=0.01).render()
+    assert "offload saves no memory" in plan(1000, offload=True).render()
     assert plan_head(1e6, ratio=0.01).notes == ()
 
 
-def test_the_command_prints_exact_bytes_and_readable_units(capsys):
+def test_the_command_prints_bytes_and_units(capsys):
     arguments = "plan --classes 1e8 --ranks 8 --rows bfloat16 --state int8 --offload --ratio 0.1"
     assert main(arguments.split()) == 0
     printed = capsys.readouterr().out
@@ -258,21 +258,21 @@ def test_the_command_prints_exact_bytes_and_readable_units(capsys):
         printed.strip()
         == plan(10**8, ranks=8, rows="bfloat16", state="int8", offload=True, ratio=0.1).render()
     )
-    (weight,) = (line for line in printed.splitlines() if line.startswith("  weight"))
+    (weight,) = (line for line in printed.splitlines() if line.startswith("  weight "))
     assert weight.split() == ["weight", "11.92", "GiB", "12,800,000,000"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "nothing to plan; give classes for the head, model for"),
+        ([], "nothing to plan; set classes for the head, model for"),
         (
             ["--model", "ResNet18", "--optimizer", "adamw"],
-            "optimizer is about the head, which is planned if",
+            "optimizer is an option of the head; set classes, too",
         ),
         (
             ["--classes", "1e3", "--checkpoint", "all"],
-            "checkpoint is about the backbone, which is planned",
+            "checkpoint is an option of the backbone; set model, too",
         ),
         (["--classes", "many"], "--classes is 'many'; expected a number"),
         (["--classes", "10", "--head.offload", "no way"], "expected True or False"),
@@ -280,7 +280,7 @@ def test_the_command_prints_exact_bytes_and_readable_units(capsys):
         (["--classes", "10", "--rankz", "8"], "did you mean 'ranks'?"),
     ],
 )
-def test_the_command_refuses_wrong_flags_in_a_line(arguments, expected, capsys):
+def test_the_command_reports_invalid_flags_in_one_line(arguments, expected, capsys):
     assert main(["plan", *arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("plsc: error: ")
@@ -288,14 +288,14 @@ def test_the_command_refuses_wrong_flags_in_a_line(arguments, expected, capsys):
     assert len(error.strip().splitlines()) == 1
 
 
-def test_a_plan_takes_the_names_that_a_run_has(capsys):
+def test_a_plan_accepts_the_option_names_of_a_run(capsys):
     theirs = "plan --head.class_num 1e6 --ranks 8 --head.sample_ratio 0.1 --head.offload true"
     assert main(theirs.split()) == 0
     printed = capsys.readouterr().out
     assert printed.strip() == plan(10**6, ranks=8, ratio=0.1, offload=True).render()
 
 
-def test_planning_does_not_load_torch():
+def test_planning_a_head_does_not_import_torch():
     code = (
         "import sys; from plsc.cli import main; main(['plan', '--classes', '10']); "
         "assert 'torch' not in sys.modules"
@@ -307,9 +307,9 @@ def test_planning_does_not_load_torch():
     ("wrong", "expected"),
     [
         ({"classes": 10**400}, "expected a number"),
-        ({"classes": 1e308}, "up to 1e+15"),
+        ({"classes": 1e308}, "to 1e+15"),
         ({"ranks": 10**12}, "expected between 1 and 1000000"),
-        ({"batch": []}, "expected sizes of the ranks, not all 0"),
+        ({"batch": []}, "expected one batch size per rank, not all 0"),
         ({"ratio": "half"}, "ratio is 'half'; expected a number"),
         ({"offload": "no"}, "offload is 'no'; expected True or False"),
         ({"rows": ["float32"]}, "rows is ['float32']; expected a string"),
@@ -323,7 +323,7 @@ def test_planning_does_not_load_torch():
         ({"model": "SmallResNet", "checkpoint": None}, "checkpoint is None; expected a string"),
     ],
 )
-def test_a_value_of_another_kind_is_refused_whoever_would_use_it(wrong, expected):
+def test_a_value_of_the_wrong_type_raises_in_any_plan(wrong, expected):
     with pytest.raises(OptionError) as caught:
         plan(**{"classes": 1000, "batch": 4, **wrong})
     assert expected in str(caught.value)

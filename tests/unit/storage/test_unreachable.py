@@ -1,4 +1,4 @@
-"""What is said of stores that cannot be asked: real clients, and nobody who answers."""
+"""Errors about stores that cannot be reached, with real clients and no server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plsc.storage.urls import exists
 
 @pytest.fixture
 def nobody() -> str:
-    """An address of this machine where nobody listens."""
+    """Yield a local address where no server listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and not listening
@@ -34,15 +34,15 @@ def no_credentials(monkeypatch, tmp_path):
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
-@pytest.mark.filterwarnings("ignore")  # the client's own
-def test_an_hdfs_that_does_not_answer_is_named_with_how_long_it_was_tried_and_what_to_check(nobody):
+@pytest.mark.filterwarnings("ignore")  # warnings of the client
+def test_an_unreachable_hdfs_is_reported_with_duration_and_advice(nobody):
     url = f"hdfs://{nobody}/run"
     with pytest.raises(DataError) as refused:
         Store(url, total_seconds=0).names()
-    said = str(refused.value)
-    assert said.startswith(f"{url}: the folder cannot be listed after one try in ")
-    assert "refused" in said
-    assert said.endswith("; check that the server runs, and that its host and port are right")
+    message = str(refused.value)
+    assert message.startswith(f"{url}: the folder cannot be listed after one try in ")
+    assert "refused" in message
+    assert message.endswith("; check that the server runs, and that host and port are right")
 
 
 @pytest.mark.parametrize(
@@ -50,25 +50,25 @@ def test_an_hdfs_that_does_not_answer_is_named_with_how_long_it_was_tried_and_wh
     [lambda url: Store(url).names(), exists, read_file_list],
     ids=["list", "exists", "file list"],
 )
-def test_s3_without_credentials_says_which_variables_to_set_and_asks_once(no_credentials, monkeypatch, ask):
+def test_missing_s3_credentials_are_reported_with_advice_and_not_retried(no_credentials, monkeypatch, ask):
     monkeypatch.setattr("plsc.storage.retry.time.sleep", lambda seconds: pytest.fail("asked again"))
     with pytest.raises(DataError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS"):
         ask("s3://bucket/run")
 
 
-def test_a_refused_permission_is_told_with_what_to_check_and_not_asked_for_again():
+def test_a_denied_permission_is_reported_with_advice_and_not_retried():
     asked = []
 
     def call():
         asked.append(1)
         raise PermissionError("not for you")
 
-    with pytest.raises(DataError, match=r"it failed \(.*not for you\); check its permissions"):
+    with pytest.raises(DataError, match=r"it failed \(.*not for you\); check the permissions"):
         with_retries(call, "it failed")
     assert len(asked) == 1
 
 
-def test_a_fault_of_hdfs_is_told_without_the_stack_of_its_server() -> None:
+def test_an_hdfs_error_is_reported_without_the_java_stack_trace() -> None:
     client = (
         'RPCError("org.apache.hadoop.security.AccessControlException", "Permission denied: user=a'
         "\\n\\tat org.apache.hadoop.hdfs.server.namenode.FSPermissionChecker.check(FS.java:400)"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.data.batch import Batch, copied_aside
+from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.compiled import CompiledNetwork
@@ -159,7 +159,7 @@ def test_batches_on_a_cpu_pass_as_they_are_and_their_reader_is_closed():
         finally:
             closed.append(True)
 
-    batches = copied_aside(reader(), torch.device("cpu"))
+    batches = copied_in_side_stream(reader(), torch.device("cpu"))
     assert next(batches) == 1
     batches.close()
     assert closed == [True]

@@ -45,7 +45,9 @@ def names(feed, epoch=0):
 
 def test_threads_are_the_default_and_are_said_once(dataset):
     made = feed(dataset)
-    assert made.notes == ["data: 2 threads a rank read ahead, as nothing of your own is in Python"]
+    assert made.notes == [
+        "data: 2 threads per rank prefetch batches, because no Python code of yours is involved"
+    ]
     assert (made.num_samples, made.class_num) == (20, 4)
 
 
@@ -55,7 +57,7 @@ def blur(image: torch.Tensor) -> torch.Tensor:
 
 def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(dataset):
     made = feed(dataset, transform=blur, data__flip=False)
-    assert "processes a rank read ahead, for the transform of your own" in made.notes[-1]
+    assert "processes per rank prefetch batches, because of your transform" in made.notes[-1]
     plain = feed(dataset, data__flip=False)
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)
@@ -97,7 +99,7 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
         data__cache_decoded=True,
     )
     list(made.loader.epoch(0))
-    assert made.notes[-1].endswith("as nothing of your own is in Python")  # nor did anybody choose
+    assert made.notes[-1].endswith("because no Python code of yours is involved")  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
     assert source.cache.used >= 20 * 16 * 16 * 3
@@ -139,7 +141,7 @@ def reader(*shard):
 
 def test_a_generator_reader_runs_ahead_in_a_process(dataset):
     made = feed(dataset, reader=reader, head__class_num=4)
-    assert "the reader runs ahead in a process" in made.notes[-1]
+    assert "the reader prefetches in a separate process" in made.notes[-1]
     inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
     for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images)

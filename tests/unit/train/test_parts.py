@@ -233,8 +233,8 @@ def dataset(tmp_path_factory):
         ({"model__image_shape": (3, 20, 16)}, "16"),
         ({"model__name": "ResNet51"}, "did you mean 'ResNet50'"),
         ({"model__name": "no_such_package:Net"}, "no_such_package"),
-        ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no margin"),
-        ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no scale"),
+        ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no option margin"),
+        ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no option scale"),
         ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank makes 4"),
         (
             {"head__loss_type": "dist_softmax", "head__hard_share": 0.5},

@@ -97,7 +97,7 @@ def test_the_split_rounds_by_largest_remainders_and_refuses_more_sets_than_image
     assert split_batch(21, [above, 0.2687, above, 1.0, 1.0, 1e-300]) == [5, 1, 5, 5, 4, 1]
     assert split_batch(10, [1, 1, 1]) == [4, 3, 3]
     assert split_batch(8, [1e9, 1, 1]) == [6, 1, 1]
-    with pytest.raises(OptionError, match=r"a step of 2 images .* 3 data sets"):
+    with pytest.raises(OptionError, match=r"a step of 2 images .* 3 datasets"):
         split_batch(2, [1, 1, 1])
 
 

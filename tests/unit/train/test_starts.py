@@ -72,7 +72,7 @@ def test_a_folder_of_its_own_for_each_run_begins_at_version_0(start, tmp_path):
 def test_ranks_that_a_launcher_started_anew_resume_the_run_of_the_dead(start, tmp_path):
     run, lock = tmp_path / "run", tmp_path / "run/version_1/.lock"
     start()
-    launched = dataclasses.replace(WORLD, launch="host:/tmp/torchelastic_1/none_2")
+    launched = dataclasses.replace(WORLD, launch_id="host:/tmp/torchelastic_1/none_2")
 
     def die() -> None:
         """Have the last run look like that of another process."""
@@ -94,7 +94,7 @@ def test_ranks_that_a_launcher_started_anew_resume_the_run_of_the_dead(start, tm
     start(launched)
     assert list(saved(run / "version_1")) == ["0", "1"]
     die()
-    start(dataclasses.replace(launched, launch="host:/tmp/torchelastic_3/none_4"))
+    start(dataclasses.replace(launched, launch_id="host:/tmp/torchelastic_3/none_4"))
     assert list(saved(run / "version_2")) == ["0", "1"]
 
 

@@ -41,7 +41,7 @@ def test_columns_and_the_label_map_reach_the_source(tmp_path):
     more = {"label_column": "who", "label_map": str(tmp_path / "map.json")}
     options = options_of(tmp_path / "train.csv", image_column="photo", **more)
     assert open_training_source(options, None).labels().tolist() == [9, 8]
-    with pytest.raises(OptionError, match="no column is named like one of images"):
+    with pytest.raises(OptionError, match="no column has one of the usual names of images"):
         open_training_source(options_of(tmp_path / "train.csv"), None)
 
 

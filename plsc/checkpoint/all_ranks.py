@@ -1,7 +1,4 @@
-"""One failure on any rank is the same error on all ranks, so that none waits for another.
-
-And: which ranks share a disk.
-"""
+"""Run an action on every rank and raise the same error everywhere; find the ranks that share a disk."""
 
 from __future__ import annotations
 
@@ -19,12 +16,14 @@ T = TypeVar("T")
 def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str = "") -> list[T]:
     """Run ``action`` on every rank and return all results, in rank order. Collective.
 
-    doing: for the message, as in "rank 1: could not save /a/b: No space left on device". advice: ends it.
+    Args:
+        doing: for the message, as in "rank 1: could not save /a/b: No space left on device".
+        advice: appended to the message.
 
     Raises:
-        CheckpointError: on all ranks, if any rank's action failed: the first failing rank's reason, and how
-            many others failed.
-        DistributedError: another rank was lost.
+        CheckpointError: on all ranks, if the action failed on any: the reason of the first failing rank, and
+            how many others failed.
+        DistributedError: the connection to another rank was lost.
     """
     result: T | None = None
     failure: str | None = None
@@ -36,7 +35,7 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
     try:
         outcomes = world.all_gather_object((failure, result))
     except RuntimeError as error:
-        raise DistributedError(f"another rank was lost: {_reason(doing, error)}") from error
+        raise DistributedError(f"lost the connection to another rank: {_reason(doing, error)}") from error
     failures = {rank: outcome[0] for rank, outcome in enumerate(outcomes) if outcome[0]}
     if not failures:
         return [outcome[1] for outcome in outcomes]
@@ -47,10 +46,10 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
     raise CheckpointError(f"{reason}; {advice}" if advice else reason) from cause
 
 
-def neighbours(folder: Path, world: World) -> tuple[int, int]:
-    """Return this rank's place among those that see the same `folder`, and how many they are. Collective.
+def rank_on_shared_disk(folder: Path, world: World) -> tuple[int, int]:
+    """Return this rank's index among the ranks that see the same `folder`, and their number. Collective.
 
-    The folder is made. Raises CheckpointError, on all ranks, if some rank cannot write there.
+    Creates the folder. Raises CheckpointError, on all ranks, if a rank cannot write there.
     """
     doing = f"write to {folder}"
     mark = f".rank-{secrets.token_hex(8)}"
@@ -71,7 +70,7 @@ def neighbours(folder: Path, world: World) -> tuple[int, int]:
 
 
 def _reason(doing: str, error: Exception) -> str:
-    """Return an error message; errors of our own are complete already."""
+    """Return an error message; those of PlscError are already complete."""
     if isinstance(error, PlscError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""Writes weights as other programs do: arcface_torch of insightface, PLSC 0.1 on Paddle 1.x."""
+"""Write weights as other programs do: arcface_torch of insightface, PLSC 0.1 on Paddle 1.x."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PADDLE_TYPES = {torch.int64: 3, torch.float16: 4, torch.float32: 5, torch.float6
 
 
 class PartialFC(nn.Module):
-    """The class rows of one rank, as arcface_torch's PartialFC_V2 shares them out."""
+    """The class weights of one rank, sharded as in arcface_torch's PartialFC_V2."""
 
     def __init__(self, classes, emb_size, rank, ranks):
         super().__init__()
@@ -26,7 +26,7 @@ class PartialFC(nn.Module):
 
 
 def random_network(name, emb_size, image_shape, seed=0):
-    """A network with random weights and statistics, none of which stays as it was made."""
+    """Return a network with random weights and statistics, all different from their initial values."""
     generator = torch.Generator().manual_seed(seed)
     model = build_model(name, emb_size, image_shape, 0.0)
     for key, value in model.state_dict().items():
@@ -42,7 +42,7 @@ def random_network(name, emb_size, image_shape, seed=0):
 
 
 def save_arcface_torch(folder, rows, momentum, ranks, backbone, backbone_momentum=None):
-    """What train_v2.py writes with save_all_states: checkpoint_gpu_<rank>.pt and model.pt."""
+    """Write what train_v2.py writes with save_all_states: checkpoint_gpu_<rank>.pt and model.pt."""
     folder.mkdir()
     for rank in range(ranks):
         module = PartialFC(len(rows), rows.shape[1], rank, ranks)
@@ -72,7 +72,7 @@ def save_arcface_torch(folder, rows, momentum, ranks, backbone, backbone_momentu
 
 
 def paddle_bytes(tensor):
-    """A LoDTensor as SerializeToStream writes it."""
+    """Return a LoDTensor as SerializeToStream writes it."""
     description = b"\x08" + varint(PADDLE_TYPES[tensor.dtype])
     description += b"".join(b"\x10" + varint(size) for size in tensor.shape)
     head = struct.pack("<IQIi", 0, 0, 0, len(description))
@@ -87,7 +87,7 @@ def varint(number):
 
 
 def save_plsc1(folder, rows, ranks, *, momentum=None, bias=None, loss="arcface", backbone=None):
-    """What PLSC 0.1 writes at the end of an epoch: one file a variable, and meta.json."""
+    """Write what PLSC 0.1 writes at the end of an epoch: one file per variable, and meta.json."""
     folder.mkdir()
     share = -(-len(rows) // ranks)
     for rank in range(ranks):
@@ -106,7 +106,7 @@ def save_plsc1(folder, rows, ranks, *, momentum=None, bias=None, loss="arcface",
 
 
 def paddle_names(network):
-    """The variables of a network in the order in which PLSC's resnet.py makes its layers."""
+    """Return the variables of a network in the order in which PLSC's resnet.py creates its layers."""
     counts, variables = {}, {}
 
     def add(kind, **tensors):
