@@ -12,7 +12,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -115,23 +115,25 @@ LAUNCHER_VARIABLE = "PLSC_LAUNCHER"
 """Environment variable: process id of the `plsc launch` that prints the errors of its ranks."""
 
 
-def record_failure(error: BaseException) -> bool:
+def record_failure(error: BaseException, wording: Callable[[str], str] = str) -> bool:
     """Write an error to the file from which torchrun takes its failure summary, if torchrun started us.
 
     That is its message if it is one for the user, else the traceback. torch.distributed.elastic's `record`
-    writes all causes, too, whose texts may hold secrets. Returns whether `plsc launch` will print it.
+    writes all causes, too, whose texts may hold secrets.
+
+    wording: changes the message, such as setters to flags. Returns whether `plsc launch` will print it.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        text = f"{MESSAGE_START}{error}"
+        text = f"{MESSAGE_START}{wording(str(error))}"
         if not isinstance(error, PlscError):
             text = shown("".join(traceback.format_exception(error))).rstrip()
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        extra["kind"] = type(error).__name__
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": type(error).__name__}
         content = {"message": {"message": text, "extraInfo": extra}}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump(content, file)
-    return bool(path) and os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
+            return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
+    return False
 
 
 _SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib makes one slash of two

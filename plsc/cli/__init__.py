@@ -49,7 +49,7 @@ def _run(words: Sequence[str], terminal: Terminal) -> int:
         command.run(**parser.read(words))
         sys.stdout.flush()
     except PlscError as error:
-        return _report(error)
+        return _report(error, terminal)
     except KeyboardInterrupt:  # while training, the second one: the first saves and stops
         logger.error("stopped at once; what was saved before is unchanged")
         return 128 + signal.SIGINT
@@ -60,9 +60,9 @@ def _run(words: Sequence[str], terminal: Terminal) -> int:
     return 0
 
 
-def _report(error: PlscError) -> int:
+def _report(error: PlscError, terminal: Terminal) -> int:
     """Log an error that ends the command, unless another rank does; return the exit code."""
-    is_printed_by_launcher = record_failure(error)
+    is_printed_by_launcher = record_failure(error, terminal.wording)
     if isinstance(error, SystemExit):  # a run that a signal stopped has logged it
         return error.exit_code
     if getattr(error, "is_reported", False):

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plsc.cli.parser import REQUIRED, Argument, Command
-from plsc.errors import LAUNCHER_VARIABLE, MESSAGE_START, DistributedError, OptionError
+from plsc.errors import LAUNCHER_VARIABLE, MESSAGE_START, DistributedError, OptionError, kind_and_line
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
 
 logger = logging.getLogger(__name__)
 _RANK_PROCESS = Path(__file__).with_name("rank_process.py")
@@ -45,14 +46,6 @@ def run_launch(
     ranks = _choose_devices(devices, nproc)
     _set_threads(cpu_threads, ranks)
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("multiprocessing", "agent"):  # their reports of each signal and exit code
-        reports = logging.getLogger(f"torch.distributed.elastic.{name}")
-        reports.addHandler(logging.NullHandler())
-        reports.propagate = False
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     if max_restarts == 0:  # otherwise each attempt prints its own message
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
@@ -60,8 +53,11 @@ def run_launch(
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # rank 0's lines at once
+
+    from torch.distributed.launcher.api import LaunchConfig
+
+    logs: dict[int, Path] = {}
     with tempfile.TemporaryDirectory(prefix="plsc-launch-") as errors:
-        logs: dict[int, Path] = {}
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -75,16 +71,34 @@ def run_launch(
             logs_specs=_rank_logs(Path(log_dir) if log_dir else None, errors, logs),
             log_line_prefix_template="${role_name}",  # empty, so that lines are as the rank wrote them
         )
-        streams = "both" if log_dir else "apart"
-        rank = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), streams]
-        command = [sys.executable, "-u", *["-m"][: int(m)], *script]
-        try:
-            elastic_launch(config, sys.executable)(*rank, *command)
-        except ChildFailedError as error:
-            raise _failure(error.failures, logs) from None
-        except SignalException as error:
-            logger.info("all ranks of this machine have ended after %s", error.sigval.name)
-            raise SystemExit(128 + error.sigval) from None
+        rank_process = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), "both" if log_dir else "apart"]
+        command = [sys.executable, "-u", *(["-m"] if m else []), *script]
+        _run_ranks(config, [*rank_process, *command], logs)
+
+
+def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]) -> None:
+    """Run Python with these arguments on each rank; turn what torchrun's agent raises into our errors."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    for name in ("multiprocessing", "agent"):  # their reports of each signal and exit code
+        reports = logging.getLogger(f"torch.distributed.elastic.{name}")
+        reports.addHandler(logging.NullHandler())
+        reports.propagate = False
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        raise _failure(error.failures, logs) from None
+    except RendezvousError as error:
+        raise DistributedError(
+            f"the machines could not meet at {config.rdzv_endpoint}: "
+            f"{kind_and_line(error.__cause__ or error)}; check --rdzv-endpoint, and start all launchers"
+        ) from error
+    except SignalException as error:
+        logger.info("all ranks of this machine have ended after %s", error.sigval.name)
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
@@ -93,6 +107,9 @@ def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         raise OptionError(f"--nnodes is {nnodes!r}; expected a number of machines, such as 2, or MIN:MAX")
+    port = re.fullmatch(r".+:(\d{1,5})", rdzv_endpoint or "host:0")
+    if port is None or int(port[1]) > 65535:
+        raise OptionError(f"--rdzv-endpoint is {rdzv_endpoint!r}; expected host:port, such as node0:29500")
     if most > 1 and not rdzv_endpoint:
         raise OptionError(
             f"--nnodes is {nnodes}, without --rdzv-endpoint; expected host:port of one of the machines, the "

@@ -109,10 +109,11 @@ def test_the_message_of_the_failing_rank_is_printed_last_and_once(what, code, me
 
 
 def test_a_command_under_launch_leaves_its_message_to_the_launcher(folder):
-    code, _, err = run("--nproc", "2", "-m", "plsc.cli", "test", cwd=folder)
+    code, _, err = run("--nproc", "2", "-m", "plsc.cli", "config", "--train.epochs", "0", cwd=folder)
     assert code == 1
-    assert err.count("there is no checkpoint to load") == 1
-    assert err.splitlines()[-1].startswith("plsc: error: rank 0 failed: there is no checkpoint to load; ")
+    assert len(err.splitlines()) == 1
+    assert " failed: train.epochs is 0; expected at least 1 " in err
+    assert err.endswith("; see --train.epochs\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

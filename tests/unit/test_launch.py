@@ -90,6 +90,9 @@ def test_machines_are_a_number_or_a_range_and_need_an_endpoint():
     for nnodes in ("0", "two", "3:2", "1:"):
         with pytest.raises(OptionError, match="expected a number of machines"):
             _nodes(nnodes, "host:29500")
+    for endpoint in ("host", "host:", ":1", "host:99999"):
+        with pytest.raises(OptionError, match="expected host:port"):
+            _nodes("1", endpoint)
     with pytest.raises(OptionError, match="without --rdzv-endpoint"):
         _nodes("2", None)
 
