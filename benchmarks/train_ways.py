@@ -23,7 +23,7 @@ from plsc.models.autocast import autocast
 from plsc.models.layers import use_torch_layers
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.loop import agree
+from plsc.train.loop import exchange_status
 from plsc.train.network import training_mode
 from plsc.train.step import Step
 
@@ -181,7 +181,7 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
 
     def make() -> Any:
         batch = next(batches)
-        sizes = agree(world, batch, case.classes).sizes  # as the loop does
+        sizes = exchange_status(world, batch, case.classes).sizes  # as the loop does
         made = step.make(batch, sizes, False)
         run.position.advance(made.is_skipped)
         step.losses.read(False)

@@ -13,7 +13,7 @@ from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.parallel.world import World
 from plsc.train.build import Run, UserParts, build_run
-from plsc.train.loop import agree
+from plsc.train.loop import exchange_status
 from plsc.train.step import Step
 
 
@@ -39,7 +39,9 @@ class TrainingRun:
 
     def step(self) -> float:
         """Make a step over the same batch as ever; return its loss."""
-        sizes = agree(self.run.world, self._batch, self.run.head.class_num).sizes  # as the loop does
+        sizes = exchange_status(
+            self.run.world, self._batch, self.run.head.class_num
+        ).sizes  # as the loop does
         loss = float(self._step.make(self._batch, sizes, is_logged=False).output.mean_loss)
         self.run.position.advance()
         return loss

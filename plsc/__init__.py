@@ -1,4 +1,4 @@
-"""Classifiers over very many classes: class weights sharded over the ranks.
+"""Train classifiers over very many classes, with class weights sharded over the ranks.
 
 `Entry` trains, tests and predicts. `load_network` returns a trained network.
 """

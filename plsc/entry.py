@@ -1,4 +1,4 @@
-"""The facade: setters fill the options, each verb calls one function."""
+"""`Entry`, the high-level interface: setters fill the options, each action calls one function."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Entry(Setters):
         ins.train()
 
     Attributes:
-        train_reader: a function that returns a generator of (CHW float32 image, label), or a map-style
-            torch Dataset of (image, label), instead of the dataset folder.
-        train_transform: a transform of the training images, after resizing and the built-in augmentation:
-            of torchvision.transforms.v2 (it gets a uint8 tensor [C, H, W]), or one that is called as
-            ``f(image=array)["image"]``, as those of albumentations.
-        test_reader: ``reader(dataset_dir, val_targets)``, as plsc.utils.jpeg_reader.test.
-        predict_reader: as train_reader; a generator may yield images without labels.
+        train_reader: a function that returns a generator of (image float32 [C, H, W], label), or a map-style
+            torch Dataset of (image, label); replaces the dataset folder.
+        train_transform: a transform of training images, after resizing and built-in augmentation: from
+            torchvision.transforms.v2 (its input is uint8 [C, H, W]), or called as
+            ``f(image=array)["image"]`` like those of albumentations.
+        test_reader: ``reader(dataset_dir, val_targets)``, like plsc.utils.jpeg_reader.test.
+        predict_reader: like train_reader; a generator may yield images without labels.
 
-    Errors that a user can fix are subclasses of plsc.errors.PlscError.
+    User-fixable errors are subclasses of plsc.errors.PlscError.
     """
 
     def __init__(self) -> None:
@@ -83,43 +83,46 @@ class Entry(Setters):
         self._store = store
 
     def set_model(self, model: BaseModel) -> None:
-        """Use a network of your own instead of `model.name`; OptionError unless it is a BaseModel."""
+        """Use a custom network instead of `model.name`. Raises OptionError unless it is a BaseModel."""
         if not isinstance(model, BaseModel):
             is_class = isinstance(model, type)
             found = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
             raise OptionError(
-                f"the model is {found}; expected an instance of a class derived from "
+                f"the model is {found}; expected an instance of a subclass of "
                 "plsc.models.base_model.BaseModel"
             )
         self._model = model
         self.options.set("model.name", name_of(type(model)))
 
     def set_optimizer(self, optimizer: str | Factory, **arguments: Any) -> None:
-        """Use an optimizer for the network: by name, or by a factory of your own.
+        """Set the optimizer of the network, by name or by a factory.
 
-        optimizer: a name, which sets ``optim.optimizer``, see docs/optimizers.md; or ``f(groups)``, which
-        returns a torch.optim.Optimizer over these parameter groups: a function, a class, a functools.partial.
-        A named one takes its learning rate from set_lr; of a factory's, the schedule multiplies its own.
-        arguments: more of the optimizer's settings; they set ``optim.optimizer_arguments``.
+        Args:
+            optimizer: a name (sets ``optim.optimizer``, see docs/optimizers.md), or ``f(groups)``, which
+                returns a torch.optim.Optimizer over these parameter groups. A named optimizer uses the
+                learning rate of set_lr; the optimizer of a factory keeps its own, which the schedule scales.
+            **arguments: further arguments of the optimizer; they set ``optim.optimizer_arguments``.
 
-        OptionError for an unknown name or argument, here (and nothing changes) or when training begins.
+        Raises OptionError for an unknown name or argument, here (nothing changes then) or before training.
         """
         if not isinstance(optimizer, str) and not callable(optimizer):
             raise OptionError(
                 f"the optimizer is a {type(optimizer).__name__}; expected a name, or a function that takes "
-                "parameter groups and returns a torch.optim.Optimizer (the network's parameters may not "
-                "exist yet)"
+                "parameter groups and returns a torch.optim.Optimizer (not an optimizer object: the network "
+                "may not exist yet)"
             )
         name, factory = (optimizer, None) if isinstance(optimizer, str) else (name_of(optimizer), optimizer)
         self.options.set_together({"optim.optimizer": name, "optim.optimizer_arguments": arguments or None})
         self._optimizer = factory
 
     def set_lr_schedule(self, schedule: str | ScheduleFunction) -> None:
-        """Let the learning rate follow a schedule: one by name, or a function of your own.
+        """Set the learning rate schedule, by name or by a function.
 
-        schedule: a name, which sets ``optim.schedule``; or ``f(step)``, which returns what the learning rate
-        is multiplied by once `step` updates were made. It must depend on the step alone: resuming asks
-        it again. With an argument `total_steps` it is told the run's steps, None where they are not known.
+        Args:
+            schedule: a name (sets ``optim.schedule``), or ``f(step)``, which returns the factor of the
+                learning rate after `step` updates. The function must depend only on the step, so that a
+                resumed run gets the same values. If it has an argument `total_steps`, it also receives the
+                number of steps of the run, or None if that is unknown.
         """
         if isinstance(schedule, str):
             super().set_lr_schedule(schedule)
@@ -139,31 +142,37 @@ class Entry(Setters):
         frozen: bool = False,
         **arguments: Any,
     ) -> None:
-        """Train the parameters that a pattern matches in their own way: add a group to ``optim.groups``.
+        """Add a parameter group with its own settings to ``optim.groups``.
 
-        pattern: a name of parameters or modules with wildcards, ``type:`` and a module's class, or ``re:``
-        and a regular expression; the first group that matches counts. lr_factor: of the learning rate.
-        weight_decay, l1_decay: instead of the run's. frozen: not trained at all. arguments: settings of the
-        optimizer, such as momentum.
+        Args:
+            pattern: a name of parameters or modules with wildcards, ``type:`` and a module's class, or
+                ``re:`` and a regular expression; the first matching group is used.
+            lr_factor: factor of the learning rate.
+            weight_decay: weight decay; None: that of the run.
+            l1_decay: L1 decay; None: that of the run.
+            frozen: do not train these parameters.
+            **arguments: arguments of the optimizer for this group, such as momentum.
         """
         group = ParameterGroup(pattern, lr_factor, weight_decay, l1_decay, frozen, arguments)
         self.set_parameter_groups((*self.options.optim.groups, group.as_dict()))
 
     def set_initialization(self, pattern: str, rule: str, **arguments: Any) -> None:
-        """Let parameters begin by a rule: add one to ``model.initialization``.
+        """Add an initialisation rule for parameters to ``model.initialization``.
 
-        pattern: as in `add_parameter_group`. rule: xavier_uniform, xavier_normal, kaiming_uniform,
-        kaiming_normal, orthogonal, normal, trunc_normal, uniform or constant, of torch.nn.init, with their
-        arguments. The first rule that matches a parameter counts.
+        Args:
+            pattern: as in `add_parameter_group`; the first matching rule is used.
+            rule: a function of torch.nn.init: xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal,
+                orthogonal, normal, trunc_normal, uniform or constant.
+            **arguments: arguments of that function.
         """
         rules = self.options.model.initialization
         one = Initialization(pattern, rule, arguments)
         self.set_initializations((*rules, one.as_dict()))
 
     def set_seed(self, seed: int) -> None:
-        """Set ``train.seed``, the one seed of the run, and torch's generator.
+        """Set ``train.seed``, the random seed of the run, and seed torch's generator.
 
-        So a model of your own that is made after this call starts from the same weights each time.
+        A custom network that is created after this call has the same initial weights each time.
         """
         super().set_seed(seed)
         torch.manual_seed(seed)
@@ -180,14 +189,19 @@ class Entry(Setters):
         scale: float | str | None = None,
         sample_ratio: float | None = None,
     ) -> None:
-        """Train on several data sets, each with its own classes and head: add one to ``data.datasets``.
+        """Add a data set to ``data.datasets``, to train on several data sets with one head each.
 
-        name: of letters, digits, _ and -; the head's in logs and checkpoints. path: as `set_dataset_dir`
-        takes it. weight: its share of the images of a step, next to the weights of the others. The rest: of
-        its head alone; what is not given is as the run's. OptionError for a name that is there, or a wrong
-        value.
+        Args:
+            name: name of the data set and its head in logs and checkpoints: letters, digits, _ and -.
+            path: folder, file or URL, as for `set_dataset_dir`.
+            weight: its share of the images of each step, relative to the weights of the others.
+            class_num: number of classes; None: the largest label + 1.
+            loss_type: loss of its head; None: that of the run. Likewise margin, scale and sample_ratio.
+            margin: margin of its head.
+            scale: scale of its head.
+            sample_ratio: share of its classes that take part in a step.
 
-        See docs/several.md.
+        Raises OptionError for a name that is used already, or an invalid value. See docs/several.md.
         """
         self.options.add_data_set(
             name=name,
@@ -211,17 +225,22 @@ class Entry(Setters):
         use_dynamic_loss_scaling: bool = True,
         amp_lists: AutoMixedPrecisionLists | None = None,
     ) -> None:
-        """Train the backbone in float16, with a scaled loss; on a CPU, which has no use for it, in bfloat16.
+        """Train the backbone in float16 with loss scaling; on a CPU, in bfloat16.
 
-        use_fp16: False trains in float32. For bfloat16 on a GPU, which needs no scaling: `set_precision`.
-        init_loss_scaling: what the loss is multiplied with at first, from 1 to 2^24. incr_every_n_steps:
-        after so many finite steps in a row the scale is multiplied by incr_ratio, more than 1.
-        decr_every_n_nan_or_inf: after so many steps in a row with a nan or inf by decr_ratio, between 0 and
-        1. use_dynamic_loss_scaling: False leaves the scale as it is. amp_lists: what stays float32, or is
-        forced to 16 bits (plsc.AutoMixedPrecisionLists). A step with a nan or inf is skipped in any case.
-        See docs/precision.md.
+        Args:
+            use_fp16: False: train in float32. For bfloat16 on a GPU, use `set_precision`.
+            init_loss_scaling: initial loss scale, from 1 to 2^24.
+            incr_every_n_steps: consecutive finite steps after which the scale is multiplied by incr_ratio.
+            decr_every_n_nan_or_inf: consecutive steps with a nan or inf after which the scale is multiplied
+                by decr_ratio.
+            incr_ratio: factor greater than 1.
+            decr_ratio: factor between 0 and 1.
+            use_dynamic_loss_scaling: False: keep the scale constant.
+            amp_lists: operators and modules that always compute in 16 bits or in float32
+                (plsc.AutoMixedPrecisionLists).
 
-        Raises OptionError for a wrong value, and changes nothing then.
+        A step with a nan or inf is always skipped. Raises OptionError for an invalid value, and changes
+        nothing then. See docs/precision.md.
         """
         if not isinstance(use_fp16, bool):
             raise OptionError(f"use_fp16 is {use_fp16!r}; expected True or False")
@@ -252,15 +271,18 @@ class Entry(Setters):
         fs_dir_for_save: str | None = None,
         fs_checkpoint_dir: str | None = None,
     ) -> None:
-        """Fetch a checkpoint from HDFS before training, and send there each one that is saved.
+        """Download a checkpoint from HDFS before training, and upload each saved checkpoint to HDFS.
 
-        fs_name: the file system, such as ``hdfs://namenode:9000``. fs_ugi: "name,password"; the name is the
-        HDFS user. HDFS's simple authentication has no place for the password, and it is kept nowhere.
-        fs_dir_for_save: folder there for the checkpoints of set_model_save_dir. fs_checkpoint_dir: a
-        checkpoint there, which is fetched to the folder of set_checkpoint_dir (else to the cache) and loaded.
+        Args:
+            fs_name: file system, such as ``hdfs://namenode:9000``.
+            fs_ugi: "name,password" of the HDFS user. The password is ignored and not stored: simple
+                authentication of HDFS uses only the name.
+            fs_dir_for_save: HDFS folder for the checkpoints of set_model_save_dir.
+            fs_checkpoint_dir: HDFS folder of a checkpoint, which is downloaded to the folder of
+                set_checkpoint_dir (by default to the cache) and loaded.
 
-        The same as set_upload_dir and set_download_dir with URLs. Raises OptionError for a name that is
-        no URL.
+        Equivalent to set_upload_dir and set_download_dir with URLs. Raises OptionError if fs_name is not a
+        URL.
         """
         if not isinstance(fs_name, str) or "://" not in fs_name:
             raise OptionError(
@@ -268,7 +290,7 @@ class Entry(Setters):
             )
         values: dict[str, str] = {}
         if fs_ugi is not None:
-            # What follows the comma is a password, which goes nowhere, messages included.
+            # A password follows the comma: do not store or print it.
             values["checkpoint.hdfs_user"] = str(fs_ugi).split(",", 1)[0].strip()
         for option, folder in (
             ("upload_dir", fs_dir_for_save),
@@ -283,44 +305,45 @@ class Entry(Setters):
     def train(self) -> TrainResult:
         """Train and return the final metrics, evaluation and checkpoints.
 
-        Writes checkpoints to ``<save_dir>/<epoch>/``, and metrics.jsonl and loss.png beside them. With
-        set_checkpoint_dir it goes on from there. SIGINT and SIGTERM save at the next step boundary and
-        raise TrainingInterrupted.
+        Writes checkpoints to ``<save_dir>/<epoch>/``, and metrics.jsonl and loss.png to ``<save_dir>``. With
+        set_checkpoint_dir, training resumes from that checkpoint. SIGINT and SIGTERM save at the next step
+        boundary and raise TrainingInterrupted.
         """
-        return self._together(run_training)
+        return self._run(run_training)
 
     def profile(self, steps: int = 20, output: str | os.PathLike[str] = "profile") -> ProfileResult:
-        """Make some steps of the training and return where their time goes; nothing is trained or saved.
+        """Run some training steps and return where their time goes; nothing is saved.
 
-        steps: how many are split into parts, 1 to 1000; about twice as many are made. output: a folder for
-        the table, a trace of each rank for the usual viewers, and its slowest operators.
+        Args:
+            steps: number of steps to measure, 1 to 1000; up to 17 more are run.
+            output: folder for the tables, and for a trace and the slowest operators of each rank.
 
         See docs/profiling.md.
         """
-        return self._together(partial(run_profile, steps=steps, output=output))
+        return self._run(partial(run_profile, steps=steps, output=output))
 
     def test(self) -> dict[str, VerificationResult]:
-        """Return the verification of a checkpoint's network on every pair file, by its name."""
-        return self._together(run_test)
+        """Return the verification results of a checkpoint's network, by the name of the pair file."""
+        return self._run(run_test)
 
     def predict(self) -> Prediction:
-        """Return the embeddings of the dataset's images, or of predict_reader's."""
-        return self._together(run_prediction)
+        """Return the embeddings of the images of the dataset or of predict_reader."""
+        return self._run(run_prediction)
 
     def keep_dominant(self, output: str | os.PathLike[str]) -> Path:
-        """Write the checkpoint of set_checkpoint_dir to `output` with one row a class; return its path.
+        """Keep, per class, the sub-centre closest to most of its training images; return the new checkpoint.
 
-        Of each class's sub-centres the one that most of its training images are nearest to stays.
+        Reads the checkpoint of set_checkpoint_dir and writes the result to `output`.
         """
-        return self._together(partial(run_dominant, output=Path(output)))
+        return self._run(partial(run_dominant, output=Path(output)))
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that should print and write."""
+        """Whether this is rank 0, which should print and write results."""
         return self._world is None or self._world.is_main
 
-    def _together(self, verb: Callable[[Options, World, UserParts], T]) -> T:
-        """Run a verb on all ranks; when one fails, the others stop with its message."""
+    def _run(self, action: Callable[[Options, World, UserParts], T]) -> T:
+        """Run an action on all ranks; if one rank fails, the others stop with its error message."""
         if self.options.checkpoint.hdfs_user is not None:
             set_hdfs_user(self.options.checkpoint.hdfs_user)
         if self._world is None:
@@ -341,11 +364,11 @@ class Entry(Setters):
         world = self._world
         try:
             with on_terminal(), FailureWatch(world):
-                return verb(self.options, world, user)
+                return action(self.options, world, user)
         except BaseException as error:
             record_failure(error)
-            self._world = None  # what failed once is not used again
-            # Its peers may hang in a collective: they hear of it when the connections close.
+            self._world = None  # do not reuse process groups after a failure
+            # Other ranks may wait in a collective: they notice the failure when the connections close.
             atexit.unregister(world.close)
             atexit.register(world.close, wait=False)
             raise

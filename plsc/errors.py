@@ -1,7 +1,7 @@
-"""The errors that a user can cause or meet, their texts without the secrets of URLs.
+"""User-fixable errors, and the removal of secrets from messages.
 
-All of them derive from `PlscError`, whose text is one clear sentence or two. The command prints that text
-without a traceback; in a script they are ordinary exceptions. Anything else is a defect of the program.
+All derive from `PlscError`. The command line prints their messages without a traceback; in a script they are
+ordinary exceptions. Any other exception is a bug in plsc or in user code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class PlscError(Exception):
-    """Base of every error that is meant for the user's eyes; the secrets of URLs in its text are left out."""
+    """Base class of user-fixable errors; secrets in URLs are removed from the message."""
 
     exit_code = 1
 
@@ -30,10 +30,10 @@ class OptionError(PlscError, ValueError):
 
 
 class DataError(PlscError):
-    """A dataset, an image, a label or a pair file is missing or broken.
+    """A dataset, an image, a label or a pair file is missing or damaged.
 
-    kind: what a count of bad samples files it under: unreadable, missing, empty, too large, undecodable,
-    not finite, label, or what a source calls it.
+    kind: the category in which bad samples are counted: unreadable, missing, empty, too large, undecodable,
+    not finite, label, or one of the source's own.
     """
 
     def __init__(self, message: str = "", *, kind: str = "unreadable") -> None:
@@ -41,7 +41,7 @@ class DataError(PlscError):
         self.kind = kind
 
     def at(self, where: str) -> DataError:
-        """Return the same error with the name of what it is about before its text."""
+        """Return the same error with a location in front of its message."""
         return DataError(f"{where}: {self}", kind=self.kind)
 
 
@@ -50,17 +50,17 @@ class CheckpointError(PlscError):
 
 
 class TrainingError(PlscError):
-    """Training cannot go on: the loss is not finite, for example."""
+    """Training cannot continue: the loss is not finite, for example."""
 
 
 class DistributedError(PlscError):
-    """Another rank failed or was lost; the text says which one and why, when that is known."""
+    """Another rank failed or was lost; the message names the rank and the reason if they are known."""
 
 
 class TrainingInterrupted(PlscError, SystemExit):
-    """Training was stopped by a signal, after its state had been saved where that was possible.
+    """Training was stopped by a signal, after its state was saved if possible.
 
-    A script that does not catch it exits with 128 + the signal's number, as a shell reports a signal.
+    A script that does not catch it exits with 128 + the number of the signal, as shells do.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:
@@ -69,21 +69,21 @@ class TrainingInterrupted(PlscError, SystemExit):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return ``known: a, b, c; did you mean 'b'?`` for the error about an unknown name."""
+    """Return ``known: a, b, c; did you mean 'b'?`` for an error about an unknown name."""
     known = sorted(known)
     return f"known: {', '.join(known)}{did_you_mean(name, known)}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'b'?``, or nothing where no name is near."""
-    import difflib  # for messages alone
+    """Return ``; did you mean 'b'?``, or '' if no name is similar."""
+    import difflib  # only needed for error messages
 
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Say, once, below an error's text what it came from; its type and its traceback stay as they are."""
+    """Add a note below an error's message, once; its type and traceback are unchanged."""
     note = shown(note)
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):
@@ -94,13 +94,13 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def kind_and_line(error: BaseException) -> str:
-    """Return an error's type, and the first line of its message if it has one."""
+    """Return the type of an error and the first line of its message, if any."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 @contextlib.contextmanager
 def refusing(what: str, advice: str = "") -> Iterator[None]:
-    """Turn whatever code that is not ours raises into OptionError: what failed, the fault, and the advice."""
+    """Convert any exception in the block to OptionError, with `what` failed, the cause and the advice."""
     try:
         yield
     except PlscError:
@@ -116,10 +116,10 @@ LAUNCHER_VARIABLE = "PLSC_LAUNCHER"
 
 
 def record_failure(error: BaseException, wording: Callable[[str], str] = str) -> bool:
-    """Write an error to the file from which torchrun takes its failure summary, if torchrun started us.
+    """Write an error to the file for torchrun's failure summary, if torchrun started this process.
 
-    That is its message if it is one for the user, else the traceback. torch.distributed.elastic's `record`
-    writes all causes, too, whose texts may hold secrets.
+    Writes the message of a PlscError, the traceback of other errors. The `record` decorator of
+    torch.distributed.elastic would also write all causes, which may contain secrets.
 
     wording: changes the message, such as setters to flags. Returns whether `plsc launch` will print it.
     """
@@ -136,21 +136,21 @@ def record_failure(error: BaseException, wording: Callable[[str], str] = str) ->
     return False
 
 
-_SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib makes one slash of two
+_SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib reduces two slashes to one
 _CHAIN = re.compile(r"(::)(?=[a-z][a-z0-9+.-]*(?:::|:/))", re.IGNORECASE)
-# A '?' is a wildcard, too, but not in front of name=, nor over HTTP.
+# A '?' may be a wildcard, but not before name=, nor in HTTP URLs.
 _QUERY = re.compile(r"(https?:/[^?]*\?|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
 _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{0,5})?(?:[/?#]|$)"
-# The name alone; or name and password, which may hold '/' and '@', to the last '@', or to a '?' in them.
+# A user name; or user name and password, which may contain '/' and '@', up to the last '@' or to a '?'.
 _USER = re.compile(rf"({_SCHEME})(?!{_HOST})(?:[^@:/?#]*@|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
 _USER_OF_CLIENT = re.compile(r"[^/@:'\"(=]*:.*@")
 
 
 def shown(text: str, *, by_client: bool = False) -> str:
-    """Return a URL, or a text with URLs in it, without users, passwords and the values of queries.
+    """Remove user names, passwords and query values from all URLs in a text.
 
-    Each URL of a chain (``zip://a.zip::https://...``) is parsed by itself. A text without secrets comes back
-    as it is. by_client: it was written by a library, which may have taken the scheme off.
+    Each URL of a chain (``zip://a.zip::https://...``) is parsed separately. Texts without secrets are
+    unchanged. by_client: the text comes from a client library, which may have removed the scheme.
     """
 
     def redact(word: re.Match[str]) -> str:
@@ -166,7 +166,7 @@ def shown(text: str, *, by_client: bool = False) -> str:
 
 
 def without_secrets(values: Any) -> Any:
-    """Return nested options with all their strings as `shown` has them."""
+    """Apply `shown` to all strings in nested options."""
     if isinstance(values, dict):
         return {key: without_secrets(value) for key, value in values.items()}
     if isinstance(values, list):

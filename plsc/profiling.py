@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: `plsc profile`, torch.profiler over steps of the real training."""
+"""`plsc profile`: measure where the time of a training step goes, with torch.profiler on real steps."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from plsc.train.snapshot import seed_generators
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 5  # steps: memory is allocated, workers read ahead, code is compiled
-TRACED = 10  # steps at most: more make the trace slow to open
+WARM_UP = 5  # steps in which memory is allocated, workers fill their queues and code is compiled
+TRACED = 10  # maximum number of traced steps: larger traces open slowly
 MOST_STEPS = 1000
 OTHER = "other"
 _ENDLESS = 2**31
@@ -49,10 +49,13 @@ _OURS = re.compile(r"trace-rank\d+\.json\.gz|operators-rank\d+\.txt|profile\.(tx
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step: mean milliseconds over ranks and steps, share of the step, the ranks' extremes.
+    """Time of one phase of a step.
 
-    On CUDA these are the time of the kernels that the phase launches, and `host` is the host's mean; on the
-    CPU they are the same.
+    Attributes:
+        milliseconds: mean over ranks and steps; on CUDA, of the kernels that the phase launches.
+        share: share of the step.
+        least, most: smallest and largest mean of a rank, in milliseconds.
+        host: mean host time in milliseconds; equal to `milliseconds` on a CPU.
     """
 
     name: str
@@ -65,11 +68,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Where the time of a step goes. Milliseconds are means over ranks and steps.
+    """The result of `plsc profile`. Milliseconds are means over ranks and steps.
 
-    steps: that were timed; step: one of them, with no profiler; traced_step: one under the profiler. phases:
-    of the latter, longest first. memory: peak bytes of the rank that has most. operators: torch's table of
-    rank 0. folder: where the files are.
+    Attributes:
+        steps: number of steps that were timed without the profiler.
+        step: milliseconds per step without the profiler.
+        traced_step: milliseconds per step with the profiler.
+        phases: phases of a traced step, longest first.
+        memory: peak memory in bytes, maximum over the ranks.
+        operators: table of operators of rank 0, from torch.profiler.
+        folder: folder of the output files.
     """
 
     device: str
@@ -84,7 +92,7 @@ class ProfileResult:
     folder: Path
 
     def of(self, *names: str) -> float:
-        """Return the share of a step that goes to these phases, such as ``data``."""
+        """Return the total share of these phases, such as ``data``, in a step."""
         return sum(phase.share for phase in self.phases if phase.name in names)
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,12 +104,12 @@ class ProfileResult:
         on_gpu = self.device == "cuda"
         width = max(len(phase.name) for phase in self.phases)
         lines = [
-            f"{self.steps} steps, ranks: {self.ranks}, {self.device}: {self.step:.2f} ms per step "
-            f"({self.traced_step:.2f} under the profiler),",
-            f"{self.images_per_second:,.0f} images per second, "
-            f"{'device' if on_gpu else 'process'} memory up to {self.memory / 2**20:,.0f} MiB per rank",
+            f"{self.steps} steps on {self.ranks} rank{'s' * (self.ranks > 1)} ({self.device}): "
+            f"{self.step:.2f} ms per step ({self.traced_step:.2f} with the profiler), "
+            f"{self.images_per_second:,.0f} images/s",
+            f"peak {'device' if on_gpu else 'process'} memory per rank: {self.memory / 2**20:,.0f} MiB",
             "",
-            f"{'phase of a step':{width}} {'ms':>9} {'share':>7} {'least':>9} {'most':>9}"
+            f"{'phase of a step':{width}} {'ms':>9} {'share':>7} {'min ms':>9} {'max ms':>9}"
             + (f" {'host ms':>9}" if on_gpu else ""),
         ]
         for one in self.phases:
@@ -115,13 +123,13 @@ class ProfileResult:
 def run_profile(
     options: Options, world: World, user: UserParts, *, steps: int, output: str | os.PathLike[str]
 ) -> ProfileResult:
-    """Train some steps and return where their time goes; the main rank prints it. A collective.
+    """Run and profile some training steps, and print the result on rank 0; a collective.
 
-    Writes trace-rank<r>.json.gz and operators-rank<r>.txt on every rank, profile.txt and profile.json on the
-    main one, into `output`. Nothing is evaluated or saved. From `checkpoint.load_dir` come the options, as
-    when a run resumes, but not the weights: they do not change the time.
+    Writes trace-rank<r>.json.gz and operators-rank<r>.txt for every rank, and profile.txt and profile.json,
+    to `output`. Nothing is evaluated or saved. The options of `checkpoint.load_dir` are used as in a resumed
+    run, but its weights are not loaded: they do not change the time.
 
-    Raises OptionError for `steps` or `output`, and whatever training raises.
+    Raises OptionError for invalid `steps` or `output`, and all errors of training.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
         raise OptionError(f"steps is {steps!r}; expected an integer from 1 to {MOST_STEPS}")
@@ -129,7 +137,7 @@ def run_profile(
     user = replace(user, model=copy.deepcopy(user.model))  # the user's network is not trained
     checkpoint = open_to_resume(options.resolve(), world)
     config = resolve_run(options, checkpoint, world.size, user.model)
-    # The folder is refused where every folder is a class.
+    # With save_dir set to this folder, building the run checks that it does not become a class folder.
     config = config.changed({"train.with_test": False, "checkpoint.save_dir": str(folder)})
     run = build_run(config, world, user, checkpoint)
     _clear(folder, world)
@@ -138,11 +146,11 @@ def run_profile(
     return _report(watch, world, folder)
 
 
-class _Watch:
+class _ProfilingWatch:
     """Times and traces the steps of a run, as a `StepWatch`: warm-up, timed steps, traced steps.
 
-    After the timed steps, one passes while the profiler starts; after the traced ones, another, so that
-    the last of them ends where a step ends, and not with the run.
+    One extra step follows the timed steps, while the profiler starts. Another one follows the traced steps,
+    so that the last trace ends with its step and not with the run.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -162,7 +170,7 @@ class _Watch:
         self.profile = profile(activities=activities, schedule=before)
 
     def begin_step(self) -> None:
-        """A step begins; it continues where none was made since the last call: an epoch had ended."""
+        """Start a step. At the end of an epoch, the loop calls this twice before a step is made."""
         if self._is_open:
             return
         self._is_open = True
@@ -177,7 +185,7 @@ class _Watch:
             self.memory = _peak_memory(self._device)
 
     def end_step(self, images: int) -> None:
-        """A step is made."""
+        """Finish a step."""
         if WARM_UP <= self._made < WARM_UP + self.steps:
             self.images += images
         self._made += 1
@@ -189,9 +197,9 @@ class _Watch:
         return time.perf_counter()
 
 
-def _train(run: Run, steps: int, output: Path) -> _Watch:
+def _train(run: Run, steps: int, output: Path) -> _ProfilingWatch:
     device = run.world.device
-    watch = _Watch(device, steps)
+    watch = _ProfilingWatch(device, steps)
     endless = {"train.steps": watch.total, "train.epochs": _ENDLESS}
     run = replace(run, options=run.options.changed(endless))
     silent = RunLog(output, False, 0, watch.total)
@@ -204,7 +212,7 @@ def _train(run: Run, steps: int, output: Path) -> _Watch:
     return watch
 
 
-def _report(watch: _Watch, world: World, output: Path) -> ProfileResult:
+def _report(watch: _ProfilingWatch, world: World, output: Path) -> ProfileResult:
     on_gpu = world.device.type == "cuda"
     trace = output / f"trace-rank{world.rank}.json.gz"
     averages = watch.profile.key_averages()
@@ -240,7 +248,7 @@ def _report(watch: _Watch, world: World, output: Path) -> ProfileResult:
             (output / "profile.txt").write_text(text + "\n", "utf-8")
             (output / "profile.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
         logger.info(text)
-    world.barrier()  # when it returns, all files are there
+    world.barrier()  # afterwards, the files of all ranks exist
     return result
 
 
@@ -264,8 +272,8 @@ class _Span(NamedTuple):
 def phases_of(events: Iterable[Any], steps: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the milliseconds per step of each phase: on the host, and of the kernels that it launches.
 
-    events: torch's FunctionEvents of so many steps. A moment belongs to the innermost span that is open, so
-    the host's times add up to the step; what is in none is ``other``.
+    events: FunctionEvents of torch.profiler over so many steps. Time belongs to the innermost open span, so
+    host times add up to the step; time outside of all spans is ``other``.
     """
     spans, launches, kernels = [], {}, []
     for event in events:
@@ -292,7 +300,7 @@ def phases_of(events: Iterable[Any], steps: int) -> tuple[dict[str, float], dict
 
 
 def _cut(spans: Sequence[_Span]) -> list[_Span]:
-    """Return consecutive pieces of time, each with the name of the innermost span that is open."""
+    """Split the spans into consecutive pieces, each with the name of the innermost open span."""
     waiting = sorted(spans, key=lambda span: (-span.start, span.stop))
     pieces: list[_Span] = []
     now_open: list[_Span] = []
@@ -331,10 +339,10 @@ def _folder(output: str | os.PathLike[str]) -> Path:
 
 
 def _clear(output: Path, world: World) -> None:
-    """Make the folder; delete what an earlier profile of more ranks left there."""
+    """Create the folder; delete the files of an earlier profile."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for path in output.iterdir():  # every rank: each machine may have a folder of its own
+        for path in output.iterdir():  # on every rank: each machine may have its own folder
             if _OURS.fullmatch(path.name):
                 path.unlink(missing_ok=True)
     except OSError as error:
@@ -343,7 +351,7 @@ def _clear(output: Path, world: World) -> None:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the most bytes that were in use: tensors on a GPU, or the process, without its workers."""
+    """Return the peak memory in bytes: of tensors on a GPU, else of the process without its workers."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -351,22 +359,22 @@ def _peak_memory(device: torch.device) -> int:
 
 
 class _NoSaver(Saver):
-    """Saves nothing."""
+    """A Saver that saves nothing."""
 
     def __init__(self) -> None:
         self.last = None
         self.best = None
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
-        """Save nothing."""
+        """Do nothing."""
 
     def is_done(self) -> bool:
-        """Nothing is under way."""
+        """Return True: no save is running."""
         return True
 
-    def settle(self) -> None:
-        """There is nothing to wait for."""
+    def finish_save(self) -> None:
+        """Do nothing."""
 
     def close(self, seconds: float | None = None) -> list[Path]:
-        """There is nothing to upload."""
+        """Return an empty list: nothing to upload."""
         return []

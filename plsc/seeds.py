@@ -1,8 +1,8 @@
-"""Random numbers that are a pure function of what they are for.
+"""Hash functions that turn the seed of a run and the place of use into random seeds.
 
-All randomness of a run depends on its seed and on where it is used (class, epoch, sample, step, rank),
-not on how many numbers were drawn before. So ranks, worker processes and resumes do not change it, and
-no generator state has to be saved.
+Random numbers depend on the seed and on the place of use (class, epoch, sample, step, rank), not on how many
+numbers were drawn before. So the number of ranks, worker processes and resumes do not change them, and no
+generator state has to be saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def splitmix64(value: int) -> int:
 
 
 def hash_key(*parts: int) -> int:
-    """Return a 64-bit hash of a sequence of integers; their order matters."""
+    """Return a 64-bit hash of a sequence of integers, which depends on their order."""
     key = 0
     for part in parts:
         key = splitmix64(key ^ (part & _MASK))

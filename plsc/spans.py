@@ -12,9 +12,9 @@ PREFIX = "plsc: "
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Name a block, or as a decorator a function, for torch.profiler.
+    """Name a block, or a decorated function, for torch.profiler.
 
-    A microsecond where nothing records; `record_function` alone takes six.
+    Takes one microsecond without a profiler; `record_function` takes six.
     """
     if torch.autograd.profiler._is_profiler_enabled:
         with torch.profiler.record_function(PREFIX + name):

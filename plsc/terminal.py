@@ -1,4 +1,4 @@
-"""The terminal as a handler of Python's logging: what it prints of the messages of the logger ``plsc``."""
+"""A logging handler that prints the messages of the logger ``plsc`` on the terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger("plsc")
 
 
 class Terminal(logging.Handler):
-    """Prints INFO on stdout as it is, WARNING and above on stderr by its level; above a progress bar.
+    """Prints INFO messages on stdout, others on stderr with their level; keeps a progress bar intact.
 
-    wording: changes each text first, as the command does, which speaks of flags and not of setters.
+    wording: a function that rewrites each message first; the command line replaces setters by flags.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Terminal(logging.Handler):
         stream = sys.stdout
         if record.levelno >= logging.WARNING:
             stream, text = sys.stderr, f"plsc: {record.levelname.lower()}: {text}"
-        if sys.stderr.isatty():  # there may be a progress bar
+        if sys.stderr.isatty():  # a progress bar may be active
             from tqdm import tqdm
 
             tqdm.write(text, stream)
@@ -38,9 +38,9 @@ class Terminal(logging.Handler):
 
 @contextmanager
 def on_terminal() -> Iterator[Terminal]:
-    """Print the messages of the block, unless logging is configured for them.
+    """Print the messages logged in the block, unless the script has configured logging.
 
-    A root logger with a handler, but at its first level, WARNING, is not: notebooks begin with one.
+    A root logger with a handler but the default level WARNING does not count: notebooks start with one.
     """
     terminal, level = Terminal(), logger.level
     if logger.hasHandlers() and (level or logger.isEnabledFor(logging.INFO)):

@@ -13,7 +13,7 @@ from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.loop import agree
+from plsc.train.loop import exchange_status
 from plsc.train.step import Step
 
 SHAPE = (3, 16, 16)
@@ -113,7 +113,7 @@ def losses(
     run.network.train()
     step, found = Step(run), []
     for batch in itertools.islice(run.data.loader.epoch(0), steps):
-        made = step.make(batch, agree(run.world, batch, run.head.class_num).sizes, False)
+        made = step.make(batch, exchange_status(run.world, batch, run.head.class_num).sizes, False)
         run.position.advance(made.is_skipped)
         found.append(float(made.output.mean_loss))
     return found

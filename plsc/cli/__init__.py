@@ -1,4 +1,4 @@
-"""The plsc command."""
+"""The ``plsc`` command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HEAD_START_SECONDS = 1.0  # torchrun ends all ranks of a machine as soon as one
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python script.py` would: people's own modules lie here
+        sys.path.insert(0, "")  # like `python script.py`: find custom modules in the working directory
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _exit)
     with on_terminal() as terminal:
@@ -50,20 +50,20 @@ def _run(words: Sequence[str], terminal: Terminal) -> int:
         sys.stdout.flush()
     except PlscError as error:
         return _report(error, terminal)
-    except KeyboardInterrupt:  # while training, the second one: the first saves and stops
-        logger.error("stopped at once; what was saved before is unchanged")
+    except KeyboardInterrupt:  # during training, the second one: the first one saves and stops
+        logger.error("stopped immediately; checkpoints saved before are intact")
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # who reads has seen enough: plsc plan ... | head
-        # For what Python flushes at its end.
+    except BrokenPipeError:  # the reader closed the pipe, as in: plsc plan ... | head
+        # Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return 0
 
 
 def _report(error: PlscError, terminal: Terminal) -> int:
-    """Log an error that ends the command, unless another rank does; return the exit code."""
+    """Log an error that ends the command, unless another process logs it; return the exit code."""
     is_printed_by_launcher = record_failure(error, terminal.wording)
-    if isinstance(error, SystemExit):  # a run that a signal stopped has logged it
+    if isinstance(error, SystemExit):  # a run stopped by a signal has logged it already
         return error.exit_code
     if getattr(error, "is_reported", False):
         time.sleep(_HEAD_START_SECONDS)
@@ -73,5 +73,5 @@ def _report(error: PlscError, terminal: Terminal) -> int:
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    """Turn SIGTERM into an exit in which temporary files are removed."""
+    """Exit on SIGTERM in a way that removes temporary files."""
     sys.exit(128 + number)

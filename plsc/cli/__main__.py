@@ -1,4 +1,4 @@
-"""``python -m plsc.cli`` is the plsc command, for torchrun."""
+"""``python -m plsc.cli`` runs the plsc command, for use with torchrun."""
 
 import sys
 

@@ -10,7 +10,7 @@ from plsc.errors import OptionError
 
 
 def run_list(folder: str) -> None:
-    """Print a line for each checkpoint, oldest first."""
+    """Print one line per checkpoint, oldest first."""
     from plsc.checkpoint.manifest import HEADS_KEY
     from plsc.checkpoint.retention import checkpoints_in, metrics_of
     from plsc.data.sources.base import printable
@@ -20,7 +20,9 @@ def run_list(folder: str) -> None:
 
     found = checkpoints_in(Store(folder))
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {shown(folder)}")
+        raise CheckpointError(
+            f"{shown(folder)} contains no checkpoint; expected the folder in which a run saved"
+        )
     for name, manifest in found:
         size = format_bytes(sum(file.bytes for file in manifest.files.values()))
         metrics = metrics_of(manifest).items()
@@ -38,7 +40,7 @@ def _count(number: int, what: str) -> str:
 
 
 def run_show(checkpoint: str, tensors: bool) -> None:
-    """Print what a checkpoint's manifest says, as YAML."""
+    """Print the manifest of a checkpoint as YAML."""
     import yaml
 
     from plsc.checkpoint.retention import manifest_in
@@ -60,7 +62,7 @@ def run_show(checkpoint: str, tensors: bool) -> None:
 
 
 def run_verify(checkpoint: str) -> None:
-    """Read a whole checkpoint and compare it with its manifest."""
+    """Read all files of a checkpoint and compare them with the checksums in its manifest."""
     from plsc.checkpoint.remote import verify
     from plsc.storage.store import format_bytes
     from plsc.storage.urls import shown
@@ -68,7 +70,7 @@ def run_verify(checkpoint: str) -> None:
     manifest = verify(checkpoint)
     size = format_bytes(sum(file.bytes for file in manifest.files.values()))
     print(
-        f"{shown(checkpoint)} is whole: {_count(len(manifest.files), 'file')}, {size}, step {manifest.step}"
+        f"{shown(checkpoint)} is intact: {_count(len(manifest.files), 'file')}, {size}, step {manifest.step}"
     )
 
 
@@ -85,25 +87,25 @@ def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str, monito
 
 
 def run_push(source: str, url: str) -> None:
-    """Send checkpoints to a store."""
+    """Upload checkpoints to a store."""
     from plsc.checkpoint.remote import push
 
     sent = push(source, url)
-    print(f"sent {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{', '.join(sent)}")
+    print(f"uploaded {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{', '.join(sent)}")
 
 
 def run_pull(checkpoint: str, folder: str) -> None:
-    """Fetch a checkpoint from a store."""
+    """Download a checkpoint from a store."""
     from pathlib import Path
 
     from plsc.checkpoint.remote import fetch
     from plsc.parallel.world import World
 
-    print(f"fetched to {fetch(checkpoint, World.single(), Path(folder))}")
+    print(f"downloaded to {fetch(checkpoint, World.single(), Path(folder))}")
 
 
 def run_classes(source: str, destination: str, images: str | None, model: str | None, **given: Any) -> None:
-    """Write a checkpoint with other classes, and say what came of it."""
+    """Write a checkpoint with other classes, and print the number of classes."""
     from plsc.checkpoint.classes import change_classes
     from plsc.checkpoint.classes.map import MAP_NAME
 
@@ -114,7 +116,7 @@ def run_classes(source: str, destination: str, images: str | None, model: str | 
 
         others = [name for name in ("drop", "merge", "reorder") if given[name] is not None]
         if given["grow"] is None or others:
-            raise OptionError("--images is for --grow alone")
+            raise OptionError("--images can only be used with --grow; remove the other flags or --images")
         manifest = grow_from_images(source, destination, given["grow"], images, model)
     change = manifest.lineage[-1]
     where = f"; labels: {destination}/{MAP_NAME}" if "map" in change else ""
@@ -129,7 +131,7 @@ def run_import(
     image_shape: str | None,
     **given: Any,
 ) -> None:
-    """Turn weights that another program saved into a checkpoint."""
+    """Convert weights from another program to a checkpoint."""
     from plsc.checkpoint.importers import Network, import_checkpoint
 
     network = Network(model, emb_size, _read_shape(image_shape))
@@ -151,58 +153,69 @@ def _read_shape(text: str | None) -> tuple[int, ...] | None:
 _CHECKPOINT = word("checkpoint", "a checkpoint: a folder such as saved_model/5, or its fsspec URL")
 _RUN = word("folder", "the folder of a run's checkpoints, or its fsspec URL")
 GROUP = Group(
-    "look at, check and change checkpoints",
+    "inspect, check and change checkpoints",
     {
         "import": Command(
-            "turn weights of insightface, PLSC 0.1, safetensors or torch.save into a checkpoint",
+            "convert weights of insightface, PLSC 0.1, safetensors or torch.save to a checkpoint",
             run_import,
             (
-                word("source", "a folder of shards, or a file of weights"),
-                word("target", "the checkpoint folder to write; must not exist"),
-                Argument("layout", str, "auto", "auto, insightface, plsc1, safetensors or state_dict"),
-                Argument("ranks", int, 1, "files to write: the ranks that will train"),
+                word("source", "a folder of shards, or a weight file"),
+                word("target", "the checkpoint folder to write; it must not exist"),
+                Argument(
+                    "layout", str, "auto", "format: auto, insightface, plsc1, safetensors or state_dict"
+                ),
+                Argument("ranks", int, 1, "number of shard files: the number of ranks that will train"),
                 Argument(
                     "model",
                     str,
                     None,
-                    "the network, as set_model_name takes it, if the files do not say",
+                    "network, as for set_model_name; needed if the files do not name it",
                 ),
-                Argument("emb_size", int, None, "size of the embedding, if the files do not say"),
-                Argument("image_shape", str, None, "channels,height,width, if the files do not say"),
-                Argument("loss_type", str, None, "as set_loss_type takes it; by default the layout's own"),
-                Argument("class_num", int, None, "number of classes that must be there"),
+                Argument(
+                    "emb_size", int, None, "size of the embedding; needed if the files do not contain it"
+                ),
+                Argument(
+                    "image_shape", str, None, "channels,height,width; needed if the files do not contain it"
+                ),
+                Argument("loss_type", str, None, "loss, as for set_loss_type; by default that of the layout"),
+                Argument("class_num", int, None, "expected number of classes; another number is an error"),
                 Argument(
                     "global_batch_size",
                     int,
                     None,
-                    "of the run that resumes it; by default 128 per rank",
+                    "global batch size of the run that resumes the checkpoint; by default 128 per rank",
                 ),
             ),
         ),
-        "list": Command("print a line for each checkpoint of a run", run_list, (_RUN,)),
+        "list": Command("list the checkpoints of a run", run_list, (_RUN,)),
         "show": Command(
             "print the manifest of a checkpoint",
             run_show,
-            (_CHECKPOINT, Argument("tensors", bool, False, "list all tensors, too")),
+            (_CHECKPOINT, Argument("tensors", bool, False, "also list all tensors")),
         ),
         "verify": Command(
-            "read a checkpoint and compare every byte with its checksums",
+            "read all files of a checkpoint and compare their checksums",
             run_verify,
             (_CHECKPOINT,),
         ),
         "prune": Command(
-            "delete all checkpoints of each run in a folder but the newest and the best",
+            "delete old checkpoints of each run in a folder, except the newest and the best",
             run_prune,
             (
                 _RUN,
-                Argument("keep_last", int, REQUIRED, "newest checkpoints to keep"),
-                Argument("save_top_k", int, 0, "best checkpoints to keep besides"),
-                Argument("monitor", str, "loss", "the metric that they are judged by"),
-                Argument("monitor_mode", str, "auto", "max, min, or auto: min for the loss"),
+                Argument("keep_last", int, REQUIRED, "number of newest checkpoints to keep"),
+                Argument("save_top_k", int, 0, "number of best checkpoints to keep in addition"),
+                Argument("monitor", str, "loss", "metric that decides which checkpoints are best"),
+                Argument(
+                    "monitor_mode",
+                    str,
+                    "auto",
+                    "whether a higher (max) or lower (min) value is better; auto: min for a loss",
+                ),
             ),
         ),
         "push": Command(
-            "send a checkpoint, or all of a run that are not there, to a store",
+            "upload a checkpoint to a store, or all checkpoints of a run that it lacks",
             run_push,
             (
                 word("source", "a checkpoint folder, or a folder of checkpoints"),
@@ -210,32 +223,34 @@ GROUP = Group(
             ),
         ),
         "pull": Command(
-            "fetch a checkpoint from a store, and check it",
+            "download a checkpoint from a store, and verify it",
             run_pull,
-            (_CHECKPOINT, word("folder", "the folder that it becomes")),
+            (_CHECKPOINT, word("folder", "the checkpoint folder to write")),
         ),
         "classes": Command(
-            "write a checkpoint with more, fewer, joined or reordered classes",
+            "write a copy of a checkpoint with classes added, dropped, merged or reordered",
             run_classes,
             (
                 word("source", "the checkpoint, which is unchanged"),
                 word("destination", "the checkpoint to write"),
-                Argument("grow", int, None, "so many new classes behind the others"),
+                Argument("grow", int, None, "number of new classes to add after the existing ones"),
                 Argument(
                     "images",
                     str,
                     None,
-                    "of grow: a set whose labels are the new classes, to begin them",
+                    "with --grow: dataset of the new classes, from which their weights are computed",
                 ),
                 Argument(
                     "model",
                     str,
                     None,
-                    "of images: the network's class, module:Class, if it is your own",
+                    "with --images: class of a custom network, as module:Class",
                 ),
-                Argument("drop", str, None, "file of the classes that leave, one per line"),
-                Argument("merge", str, None, "file of lines 'from to': classes that join others"),
-                Argument("rows", str, "mean", "of merge: the mean of the rows, or the target's"),
+                Argument("drop", str, None, "file of classes to drop, one per line"),
+                Argument("merge", str, None, "file of classes to merge, in lines 'from to'"),
+                Argument(
+                    "rows", str, "mean", "with --merge: class weights to use: mean, or target (those of 'to')"
+                ),
                 Argument("reorder", str, None, "file of all classes in their new order, one per line"),
             ),
         ),

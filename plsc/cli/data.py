@@ -17,7 +17,7 @@ def partition_arguments() -> list[Argument]:
 
 
 def run_partition(**given: Any) -> None:
-    """Partition, verify, or only look. Print the result."""
+    """Partition the data, verify a partition, or only count (dry run); print the result."""
     from plsc.data.partition import PartitionOptions, partition, verify
     from plsc.storage.urls import shown
 
@@ -29,25 +29,27 @@ def run_partition(**given: Any) -> None:
     )
     output = shown(options.output)
     if options.verify:
-        print(f"{output} is whole: {counts}")
+        print(f"{output} is intact: {counts}")
     elif options.dry_run:
-        left_out = f"{manifest['blank_lines']} blank and {manifest['skipped_lines']} bad lines left out"
-        print(f"would write {output}: {counts}; {left_out}; {manifest['content_bytes']} bytes")
+        skipped = f"{manifest['blank_lines']} blank and {manifest['skipped_lines']} bad lines skipped"
+        print(f"would write {output}: {counts}; {skipped}; {manifest['content_bytes']} bytes")
     else:
         print(f"wrote {output}: {counts}")
 
 
-_LOCATION = word("location", "the set: a file, a folder, or an fsspec URL of one (docs/formats.md)")
+_LOCATION = word("location", "the dataset: a file, a folder, or an fsspec URL (docs/formats.md)")
 _READING = (
-    Argument("image_column", str, None, "column or suffix of the image, if it is not the usual"),
-    Argument("label_column", str, None, "column or suffix of the label, if it is not the usual"),
-    Argument("label_map", str, None, "file of class names and ids; sorted names count from 0 without it"),
-    Argument("class_depth", int, None, "depth of the folders that are classes, if they are nested"),
+    Argument("image_column", str, None, "column or suffix of the images; by default common names are tried"),
+    Argument("label_column", str, None, "column or suffix of the labels; by default common names are tried"),
+    Argument(
+        "label_map", str, None, "file of class names and ids; by default ids are the order of sorted names"
+    ),
+    Argument("class_depth", int, None, "depth of the class folders, if they are nested"),
 )
 
 
 def run_convert(location: str, destination: str, **options: Any) -> None:
-    """Convert. Print the result."""
+    """Convert a dataset and print the result."""
     from plsc.data.writers import convert, describe
 
     print(describe(convert(location, destination, **options), destination))
@@ -56,13 +58,13 @@ def run_convert(location: str, destination: str, **options: Any) -> None:
 def run_inspect(
     location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
 ) -> None:
-    """Print what a set holds, and write its sheet."""
+    """Print an overview of a dataset, and write a sheet of its pictures."""
     from plsc.data.overview import inspect_dataset, write_contact_sheet
     from plsc.data.sources import open_source
 
     if check < 0:
         raise OptionError(f"--check is {check}; expected a number of samples, or 0 for all")
-    if sheet is not None:  # before all that is read for it
+    if sheet is not None:  # fail before data is read
         _check_sheet(sheet, sheet_images)
     source = open_source(location, **reading)
     print(inspect_dataset(source, checked=check, seed=seed).render())
@@ -75,14 +77,14 @@ def _check_sheet(sheet: str, sheet_images: int) -> None:
     if sheet_images < 1:
         raise OptionError(f"--sheet_images is {sheet_images}; expected at least 1")
     if not sheet.lower().endswith(".png"):
-        raise OptionError(f"--sheet is {sheet!r}; expected a name that ends in .png")
+        raise OptionError(f"--sheet is {sheet!r}; expected a file name that ends in .png")
     folder = Path(sheet).absolute().parent
     if not folder.is_dir():
-        raise OptionError(f"--sheet is {sheet!r}, but there is no folder {folder}; make it first")
+        raise OptionError(f"--sheet is {sheet!r}, but the folder {folder} does not exist; create it first")
 
 
 def run_pack(folder: str, archive: str) -> None:
-    """Pack a folder. Print the result."""
+    """Pack a folder and print the result."""
     from plsc.data.pack import pack
     from plsc.storage.urls import shown
 
@@ -91,52 +93,52 @@ def run_pack(folder: str, archive: str) -> None:
 
 
 def run_unpack(archive: str, folder: str) -> None:
-    """Unpack an archive. Print the result."""
+    """Unpack an archive and print the result."""
     from plsc.data.pack import unpack
 
     done = unpack(archive, folder)
-    print(f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums right")
+    print(f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums match")
 
 
 _FOLDER = word("folder", "the local folder")
-_ARCHIVE = word("archive", "the archive, a path or fsspec URL that ends in .tar.zst")
+_ARCHIVE = word("archive", "the archive: a path or fsspec URL that ends in .tar.zst")
 _DESTINATION = word(
     "destination",
-    "what to write: .rec, .parquet or .tar, or a folder, without suffix, for base64 lines",
+    "file to write, ending in .rec, .parquet or .tar, or a folder (no suffix) for base64 lines",
 )
 GROUP = Group(
-    "prepare, convert and look at datasets",
+    "prepare, convert and inspect datasets",
     {
         "partition": Command(
-            "shuffle base64 lines over all files and split them into one part per rank",
+            "shuffle base64 lines across files and split them into one part per rank",
             run_partition,
             partition_arguments,
         ),
         "convert": Command(
-            "write a set in another format, with the same order and labels",
+            "convert a dataset to another format, with the same order and labels",
             run_convert,
             (
                 _LOCATION,
                 _DESTINATION,
                 *_READING,
-                Argument("broken", str, "stop", "a sample that cannot be read: stop, or skip (left out)"),
+                Argument("broken", str, "stop", "what to do with a sample that cannot be read: stop or skip"),
             ),
         ),
         "inspect": Command(
-            "count samples and classes, find broken images, write a sheet of pictures",
+            "count samples and classes, find damaged images, write a sheet of pictures",
             run_inspect,
             (
                 _LOCATION,
                 *_READING,
-                Argument("check", int, 10_000, "samples to decode, draw_indices at random; 0: all"),
-                Argument("sheet", str, None, "PNG file to write: pictures of samples and their labels"),
-                Argument("sheet_images", int, 64, "pictures on that sheet"),
-                Argument("seed", int, 0, "of what is draw_indices"),
+                Argument("check", int, 10_000, "number of random samples to decode; 0: all"),
+                Argument("sheet", str, None, "PNG file to write, with pictures of samples and their labels"),
+                Argument("sheet_images", int, 64, "number of pictures on that sheet"),
+                Argument("seed", int, 0, "seed of the random samples"),
             ),
         ),
-        "pack": Command("put a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),
+        "pack": Command("pack a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),
         "unpack": Command(
-            "extract such an archive into a new folder, and check it",
+            "unpack such an archive into a new folder, and verify the checksums",
             run_unpack,
             (_ARCHIVE, _FOLDER),
         ),

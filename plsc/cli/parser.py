@@ -1,4 +1,4 @@
-"""The one parser of the command line: commands with arguments, a flag for each option, files of options."""
+"""The parser of the command line: commands, their arguments, one flag per option, and option files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class Argument:
-    """A flag ``--name`` of a command.
+    """A flag ``--name`` or a positional argument of a command.
 
-    kind: its type; bool makes a switch. default: or REQUIRED. positional: given by its place, without
-    ``--name``; a tuple takes all words that follow, flags included. option: the run's option that it stands
-    for, whose path is a second name of the flag.
+    kind: its type; bool makes a switch. default: default value, or REQUIRED. meaning: help text. positional:
+    passed without ``--name``; a tuple takes all words that follow, flags included. option: path of an
+    option, which is a second name of the flag.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Argument:
 
 
 def arguments_of(factory: type) -> list[Argument]:
-    """Return the flags for the fields of a dataclass, each of which has its meaning as metadata."""
+    """Return the flags for the fields of a dataclass, whose metadata has the help texts."""
     kinds = typing.get_type_hints(factory)
     return [
         Argument(
@@ -51,16 +51,16 @@ def arguments_of(factory: type) -> list[Argument]:
 
 
 def word(name: str, meaning: str) -> Argument:
-    """Return an argument that is given by its place."""
+    """Return a positional argument."""
     return Argument(name, str, REQUIRED, meaning, positional=True)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, and the function that it runs with its arguments by name.
+    """A command, and the function that it calls with its arguments by name.
 
-    arguments: or a function that returns them, where that needs imports. takes_options: it has ``--config``
-    and a flag for each option, and `run` gets `options`.
+    arguments: the arguments, or a function that returns them, to delay imports. takes_options: the command
+    has ``--config`` and a flag per option, and `run` gets `options`.
     """
 
     meaning: str
@@ -71,16 +71,16 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """Commands of a second level, such as those of ``plsc data``."""
+    """A group of commands, such as ``plsc data``."""
 
     meaning: str
     commands: Mapping[str, Command | Group]
 
 
 def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Sequence[str]]:
-    """Return the full name of the command that a command line begins with, the command, and the other words.
+    """Return the full name of the command at the start of a command line, the command, and the other words.
 
-    Raises OptionError for an unknown one; prints and exits for ``--help`` and ``--version``.
+    Raises OptionError for an unknown command; prints and exits for ``--help`` and ``--version``.
     """
     name, found = "plsc", root
     while isinstance(found, Group):
@@ -89,7 +89,7 @@ def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Seque
             print(f"plsc {__version__}" if word == "--version" else _overview(name, found))
             raise SystemExit(0)
         if word not in found.commands:
-            problem = f"there is no command {word!r}" if word else "a command must be given"
+            problem = f"unknown command {word!r}" if word else "no command was given"
             hint = did_you_mean(word, found.commands)
             raise OptionError(f"{problem}; known: {', '.join(found.commands)}{hint}; see {name} --help")
         name, chosen = f"{name} {word}", found.commands[word]
@@ -111,7 +111,7 @@ def _sentence(text: str) -> str:
 
 
 class _Note(argparse.Action):
-    """Note a flag and its text in the order of the command line."""
+    """Record a flag and its text, in the order of the command line."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, text: Any, flag: str | None = None
@@ -156,15 +156,15 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(*names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse finds wrong."""
+        """Raise OptionError for an error of argparse."""
         raise OptionError(f"{message}; see {self.prog} --help")
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the arguments of the command's function. Raises OptionError for a wrong command line."""
+        """Parse the command line; return the arguments of the command's function. Raises OptionError."""
         namespace, unknown = self.parse_known_args(words, argparse.Namespace(given=[]))
         if unknown:
             flag = unknown[0].partition("=")[0]
-            problem = "there is no option" if flag.startswith("-") else "there is no place for"
+            problem = "unknown flag" if flag.startswith("-") else "unexpected argument"
             self.error(f"{problem} {flag}{self._hint(flag.lstrip('-'))}")
         options = Options()
         values = {name: one.default for name, one in self._arguments.items() if one.default is not REQUIRED}
@@ -192,7 +192,7 @@ class CommandParser(argparse.ArgumentParser):
         return value
 
     def in_flags(self, text: str) -> str:
-        """Return a message with setters as flags: ``set_num_workers(0)`` becomes ``--data.num_workers 0``."""
+        """Replace setters by flags in a message: ``set_num_workers(0)`` by ``--data.num_workers 0``."""
         flags = {
             spec.setter: name
             for spec in all_options()

@@ -1,4 +1,4 @@
-"""The commands that train and use a network, and those that only look at its options."""
+"""The commands ``train``, ``test``, ``predict``, ``profile``, ``dominant``, ``config`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plsc.errors import OptionError
 
 
 def _entry(options: Options) -> Any:
-    from plsc.entry import Entry  # loads torch: not needed for --help
+    from plsc.entry import Entry  # imports torch, which --help does not need
 
     entry = Entry()
     entry.options = options
@@ -34,7 +34,9 @@ def _test(options: Options) -> None:
 def _predict(options: Options, output: str) -> None:
     path = Path(output)
     if not path.absolute().parent.is_dir():
-        raise OptionError(f"--output is {output}, but there is no folder {path.parent}")
+        raise OptionError(
+            f"--output is {output}, but the folder {path.parent} does not exist; create it first"
+        )
     entry = _entry(options)
     prediction = entry.predict()
     if entry.is_main:
@@ -79,38 +81,38 @@ def _plan(**given: Any) -> None:
 
 
 COMMANDS = {
-    "train": Command("train, from the start or from --checkpoint.load_dir", _train, takes_options=True),
-    "test": Command(
-        "verify the network of --checkpoint.load_dir on the pair files", _test, takes_options=True
+    "train": Command(
+        "train a network from scratch, or resume --checkpoint.load_dir", _train, takes_options=True
     ),
+    "test": Command("test the network of --checkpoint.load_dir on pair files", _test, takes_options=True),
     "predict": Command(
-        "write the embeddings of the dataset's images to a .npz file",
+        "write the embeddings of the dataset's images to an .npz file",
         _predict,
         [Argument("output", str, "embeddings.npz", "file to write")],
         takes_options=True,
     ),
     "profile": Command(
-        "run some steps of the training, and print where their time goes; nothing is saved",
+        "run some training steps and print where their time goes; nothing is saved",
         _profile,
         [
             Argument("output", str, "profile", "folder for the traces"),
-            Argument("steps", int, 20, "steps that are measured"),
+            Argument("steps", int, 20, "number of steps to measure"),
         ],
         takes_options=True,
     ),
     "dominant": Command(
-        "write the checkpoint of --checkpoint.load_dir with each class's dominant sub-centre alone",
+        "reduce the checkpoint of --checkpoint.load_dir to the dominant sub-centre of each class",
         _keep_dominant,
         [Argument("output", str, REQUIRED, "checkpoint to write")],
         takes_options=True,
     ),
     "config": Command(
-        "print the options in effect, with their defaults and meanings, as YAML",
+        "print all options with values, defaults and descriptions, as YAML",
         _config,
         takes_options=True,
     ),
     "plan": Command(
-        "print the memory, arithmetic and network of a step that a head and a backbone would need",
+        "estimate the memory, computation and communication of a training step",
         _plan,
         _plan_arguments,
     ),

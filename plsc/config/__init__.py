@@ -1,4 +1,4 @@
-"""The options of a run: one table, and what was set of it resolved into a frozen configuration."""
+"""Options of a run: the table of options, and the frozen configuration resolved from it."""
 
 from plsc.config.options import Config, Options, all_options, find_option
 

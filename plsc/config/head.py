@@ -1,4 +1,4 @@
-"""The options of the classification head."""
+"""Options of the classification head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plsc.config.option import at_least, between, more_than, of_run, one_of
 
 
 def _margin_names() -> tuple[str, ...]:
-    """Return the names of the margins in plsc/heads/margins.py, from its source: to import it takes torch."""
+    """Return the names in plsc/heads/margins.py, read from its source to avoid importing torch."""
     source = Path(__file__).parents[1] / "heads" / "margins.py"
     found = re.findall(r'^    name = "(\w+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
     return tuple(found)
@@ -22,7 +22,7 @@ LOSS_TYPES = tuple(f"dist_{name}" for name in _MARGINS) + _MARGINS
 
 def _scale(value: float | str) -> str | None:
     is_number = not isinstance(value, str) and value > 0
-    return None if is_number or value == "auto" else "a number more than 0, or 'auto'"
+    return None if is_number or value == "auto" else "a number greater than 0, or 'auto'"
 
 
 def _three_numbers(values: tuple[float, ...]) -> str | None:
@@ -31,11 +31,11 @@ def _three_numbers(values: tuple[float, ...]) -> str | None:
 
 def _rising_pair(values: tuple[float, ...]) -> str | None:
     good = len(values) == 2 and 0 < values[0] < values[1]
-    return None if good else "two positive numbers, the lower one first"
+    return None if good else "two increasing positive numbers"
 
 
 def _ratio(value: float) -> str | None:
-    return None if 0 < value <= 1 else "a share of the classes in (0, 1]"
+    return None if 0 < value <= 1 else "a number greater than 0 and at most 1"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class HeadOptions:
 
     loss_type: str = of_run(
         "dist_arcface",
-        f"dist_ and one of {', '.join(_MARGINS)}: class rows sharded over the ranks; without dist_, all rows "
-        "on every rank",
+        f"loss: {', '.join(_MARGINS)}; with the prefix dist_, class weights are sharded over the ranks, "
+        "without it every rank holds all of them",
         "set_loss_type(loss_type)",
         one_of(*LOSS_TYPES),
     )
@@ -57,123 +57,155 @@ class HeadOptions:
     )
     margin: float = of_run(
         0.5,
-        "margin of the loss: an angle in radians; of cosface, of the cosine; of sphereface, a factor of the "
-        "angle; when not set, 0.5 for arcface and its paper's for each other one",
+        "margin of the loss: an angle in radians; a cosine for cosface; a factor of the angle for "
+        "sphereface; when not set, 0.5 for arcface and the paper's value for other losses",
         "set_margin(margin)",
         at_least(0),
     )
     margin_warmup_steps: int = of_run(
         0,
-        "steps over which the margin rises linearly to its full value; 0: the full margin from the start",
+        "steps over which the margin increases linearly to its full value; 0: full margin from the start",
         "set_margin_warmup_steps(num)",
         at_least(0),
     )
     scale: float | str = of_run(
         "auto",
-        "scale of the cosines; auto: sqrt(2) ln(C - 1) for C classes (AdaCos), 64 from 10,000 classes on",
+        "factor of the cosines; auto: sqrt(2) ln(C - 1) for C classes (AdaCos), 64 for 10,000 classes and "
+        "more",
         "set_scale(scale)",
         _scale,
     )
     combined_margins: tuple[float, ...] = of_run(
         (1.0, 0.3, 0.2),
-        "of the loss combined: m1, m2, m3 in cos(m1 angle + m2) - m3",
+        "combined: m1, m2 and m3 in cos(m1 angle + m2) - m3",
         "set_combined_margins(margins)",
         _three_numbers,
     )
     easy_margin: bool = of_run(
-        False, "no margin where the angle is over 90 degrees; when not set, off for arcface, on for magface",
+        False,
+        "arcface and magface: apply the margin only to angles below 90 degrees; when not set, off for "
+        "arcface, on for magface",
         "set_easy_margin(easy)",
-    )  # fmt: skip
+    )
     straight_through: bool = of_run(
-        False, "of arcface: take the margin as a constant in the gradient, as some implementations do",
+        False,
+        "arcface: treat the margin as a constant in the backward pass, as some implementations do",
         "set_straight_through(flag)",
-    )  # fmt: skip
+    )
     margin_momentum: float = of_run(
-        0.99, "of adaface and curricularface: share of the old running statistics",
-        "set_margin_momentum(momentum)", between(0, 1),
-    )  # fmt: skip
+        0.99,
+        "adaface and curricularface: momentum of the running statistics",
+        "set_margin_momentum(momentum)",
+        between(0, 1),
+    )
     adaface_h: float = of_run(
-        0.333, "of adaface: how much the embedding's norm counts", "set_adaface_h(h)", at_least(0)
+        0.333,
+        "adaface: how strongly the embedding's norm changes the margin (h in the paper)",
+        "set_adaface_h(h)",
+        at_least(0),
     )
     magface_norms: tuple[float, ...] = of_run(
         (10.0, 110.0),
-        "of magface: lowest and highest norm",
+        "magface: lowest and highest embedding norm",
         "set_magface_norms(norms)",
         _rising_pair,
     )
     magface_margins: tuple[float, ...] = of_run(
         (0.45, 0.8),
-        "of magface: margins at these norms",
+        "magface: margins at the lowest and the highest norm",
         "set_magface_margins(margins)",
         _rising_pair,
     )
     magface_lambda: float = of_run(
-        35.0, "of magface: weight of its regulariser", "set_magface_lambda(weight)", at_least(0)
+        35.0, "magface: weight of the norm regulariser", "set_magface_lambda(weight)", at_least(0)
     )
     initial_norm: float | None = of_run(
         None,
-        "expected norm of the class weights of a class at the start; when not set, each element has the "
-        "standard deviation 0.01",
+        "expected initial norm of each class weight vector; when not set, elements have standard deviation "
+        "0.01",
         "set_initial_norm(norm)",
         more_than(0),
     )
     sub_centers: int = of_run(
-        1, "rows a class (sub-centre ArcFace), the nearest counts", "set_sub_centers(num)",
+        1,
+        "class weight vectors per class (sub-centre ArcFace); the one closest to the embedding is used",
+        "set_sub_centers(num)",
         between(1, 64),
-    )  # fmt: skip
+    )
     sample_ratio: float = of_run(
         1.0,
-        "share of a rank's classes that take part in a step (PartialFC); those of the batch always do",
+        "share of each rank's classes that take part in a step (PartialFC); the classes of the batch "
+        "always do",
         "set_sample_ratio(ratio)",
         _ratio,
     )
     hard_share: float = of_run(
         0.0,
-        "share of the sampled classes that are the nearest to the batch, instead of random ones",
+        "share of the sampled classes that are the closest to the batch (hard negatives), not random ones",
         "set_hard_share(share)",
         between(0, 0.99),
     )
     optimizer: str = of_run(
-        "sgd", "of the sharded class rows: sgd (with optim.momentum), adamw, adagrad (one number a row)",
-        "set_head_optimizer(name)", one_of("sgd", "adamw", "adagrad"),
-    )  # fmt: skip
+        "sgd",
+        "optimizer of sharded class weights: sgd (with optim.momentum), adamw, or adagrad (one state value "
+        "per class weight vector)",
+        "set_head_optimizer(name)",
+        one_of("sgd", "adamw", "adagrad"),
+    )
     lr_factor: float = of_run(
-        1.0, "the class rows' learning rate is the backbone's times this", "set_head_lr_factor(factor)",
+        1.0,
+        "factor: learning rate of the class weights = this factor x learning rate of the backbone",
+        "set_head_lr_factor(factor)",
         more_than(0),
-    )  # fmt: skip
+    )
     weight_decay: float | None = of_run(
-        None, "L2 decay of the class rows; when not set, optim.weight_decay",
-        "set_head_weight_decay(decay)", at_least(0),
-    )  # fmt: skip
+        None,
+        "weight decay (L2) of the class weights; when not set, optim.weight_decay",
+        "set_head_weight_decay(decay)",
+        at_least(0),
+    )
     row_dtype: str = of_run(
-        "float32", "type of the sharded class rows: float32, or bfloat16 (rounded stochastically)",
-        "set_row_dtype(dtype)", one_of("float32", "bfloat16"),
-    )  # fmt: skip
+        "float32",
+        "data type of sharded class weights: float32, or bfloat16 with stochastic rounding",
+        "set_row_dtype(dtype)",
+        one_of("float32", "bfloat16"),
+    )
     state_dtype: str = of_run(
-        "float32", "type of their optimizer state: float32, bfloat16, or int8 (momentum of sgd only)",
-        "set_row_state_dtype(dtype)", one_of("float32", "bfloat16", "int8"),
-    )  # fmt: skip
+        "float32",
+        "data type of the optimizer state of sharded class weights: float32, bfloat16, or int8 (only for "
+        "the momentum of sgd)",
+        "set_row_state_dtype(dtype)",
+        one_of("float32", "bfloat16", "int8"),
+    )
     offload: bool = of_run(
-        False, "keep class rows and their state in CPU memory; those of a step travel to the GPU",
+        False,
+        "keep class weights and their optimizer state in CPU memory; only those of the current step are "
+        "copied to the GPU",
         "set_head_offload(offload)",
-    )  # fmt: skip
+    )
     products: str = of_run(
-        "auto", "type of the factors in the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
+        "auto",
+        "data type of the inputs of the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
         "precision.mode has 16 bits, else float32)",
-        "set_head_products(dtype)", one_of("auto", "float32", "bfloat16"),
-    )  # fmt: skip
+        "set_head_products(dtype)",
+        one_of("auto", "float32", "bfloat16"),
+    )
     keep_mb: float = of_run(
         0.0,
-        "MiB per rank in which the first pass over the rows may leave its terms for the second, in 16 bits; "
-        "where they do not fit, they are computed again",
+        "memory per rank, in MiB, to keep the logits' exponentials in 16 bits for the second pass; if they "
+        "do not fit, they are recomputed",
         "set_head_keep_mb(mebibytes)",
         between(0, 2**40),
     )
     kernels: str = of_run(
-        "auto", "what computes the head: auto, torch, native (C, on CPUs) or triton (on GPUs)",
-        "set_head_kernels(name)", one_of("auto", "torch", "native", "triton"),
-    )  # fmt: skip
+        "auto",
+        "implementation of the head: auto, torch, native (C, for CPUs) or triton (for GPUs)",
+        "set_head_kernels(name)",
+        one_of("auto", "torch", "native", "triton"),
+    )
     tile: int | None = of_run(
-        None, "class rows at a time; when not set, by the batch size", "set_head_tile(rows)",
+        None,
+        "class weight vectors computed at a time; when not set, chosen by the batch size",
+        "set_head_tile(rows)",
         at_least(1),
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""The options of the backbone, and the rules of `model.initialization`."""
+"""Options of the backbone, and the rules of `model.initialization`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ RULES: dict[str, tuple[str, ...]] = {
     "uniform": ("a", "b"),
     "constant": ("val",),
 }
-"""The rules, which are functions of torch.nn.init, and the arguments that each takes."""
+"""The initialisation rules, all functions of torch.nn.init, with their arguments."""
 
 OF_MATRICES = ("xavier_", "kaiming_", "orthogonal")
-"""Beginnings of the rules that want two dimensions or more."""
+"""Prefixes of the rules that need parameters of two dimensions or more."""
 
-_TEXTS = ("mode", "nonlinearity")
+_STRING_ARGUMENTS = ("mode", "nonlinearity")
 
 
 @dataclass(frozen=True)
 class Initialization:
-    """Which parameters (see `plsc.config.patterns`) begin by which rule, with which arguments."""
+    """An initialisation rule with its arguments, for the parameters that match a pattern.
+
+    Patterns: see `plsc.config.patterns`.
+    """
 
     pattern: str
     rule: str
@@ -49,16 +52,16 @@ class Initialization:
 
     @property
     def wants_matrices(self) -> bool:
-        """Whether parameters of fewer than two dimensions are passed over."""
+        """Whether the rule skips parameters of fewer than two dimensions."""
         return self.rule.startswith(OF_MATRICES)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `model.initialization` holds of it."""
+        """Return its entry in `model.initialization`."""
         return {"pattern": self.pattern, "rule": self.rule, **self.arguments}
 
 
 def read_initializations(values: Sequence[Mapping[str, Any]]) -> list[Initialization]:
-    """Return what `model.initialization` lists. Raises OptionError for one that is wrong."""
+    """Return the rules listed in `model.initialization`. Raises OptionError for an invalid entry."""
     return [_read(value) for value in values]
 
 
@@ -66,21 +69,21 @@ def _read(value: Mapping[str, Any]) -> Initialization:
     pattern, rule = read_pattern(value, "an initialization"), value.get("rule")
     if not isinstance(rule, str) or rule not in RULES:
         raise OptionError(
-            f"initialization {pattern!r}: no rule is named {shown_value(rule)}; {suggest(str(rule), RULES)}"
+            f"initialization {pattern!r}: unknown rule {shown_value(rule)}; {suggest(str(rule), RULES)}"
         )
     arguments = {key: given for key, given in value.items() if key not in ("pattern", "rule")}
     for key, given in arguments.items():
         if key not in RULES[rule]:
             raise OptionError(
-                f"initialization {pattern!r}: the rule {rule} has no {key!r}; "
+                f"initialization {pattern!r}: the rule {rule} has no argument {key!r}; "
                 f"{suggest(str(key), RULES[rule])}"
             )
-        is_sound = isinstance(given, str) if key in _TEXTS else is_finite_number(given)
-        if not is_sound:
-            kind = "a string" if key in _TEXTS else "a finite number"
+        is_valid = isinstance(given, str) if key in _STRING_ARGUMENTS else is_finite_number(given)
+        if not is_valid:
+            kind = "a string" if key in _STRING_ARGUMENTS else "a finite number"
             raise OptionError(f"initialization {pattern!r}: {key} is {shown_value(given)}; expected {kind}")
     if rule == "constant" and "val" not in arguments:
-        raise OptionError(f"initialization {pattern!r}: the rule constant needs val, the value")
+        raise OptionError(f"initialization {pattern!r}: the rule constant needs the argument val")
     return Initialization(pattern, rule, arguments)
 
 
@@ -97,18 +100,18 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "SmallResNet": ("plsc.models.resnet:SmallResNet", {}),
 }
-"""The networks of plsc by name: the class, imported when it is made, and arguments of its own."""
+"""The built-in networks by name: the class, which is imported on use, and its arguments."""
 
 DEFAULT_NECK = "norm-dropout-linear-norm"
 _NECK = re.compile(r"(norm-)?(dropout-)?linear(-norm)?")
 
 
 def check_neck(parts: str) -> str | None:
-    """Return None for the parts of a neck, else what was expected."""
+    """Return None for a valid neck, else a description of valid ones."""
     if _NECK.fullmatch(parts):
         return None
     return (
-        "'linear', with 'norm-', 'dropout-' or 'norm-dropout-' before it and '-norm' after it where wanted, "
+        "'linear', optionally with 'norm-', 'dropout-' or 'norm-dropout-' before it and '-norm' after it, "
         "such as 'dropout-linear'"
     )
 
@@ -119,46 +122,47 @@ def _initializations(values: tuple[dict[str, Any], ...]) -> None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The backbone."""
+    """Backbone network."""
 
     name: str = of_model(
         "ResNet50",
-        f"{', '.join(NETWORKS)}, 'torchvision/<name>', 'timm/<name>', or 'package.module:Class' for a "
-        "BaseModel of your own",
+        f"network: {', '.join(NETWORKS)}, 'torchvision/NAME', 'timm/NAME', or 'package.module:Class' for a "
+        "BaseModel subclass of your own",
         "set_model_name(name)",
         not_empty,
     )
-    emb_size: int = of_model(512, "size of the embedding", "set_emb_size(size)", at_least(1))
+    emb_size: int = of_model(512, "size of the embedding vector", "set_emb_size(size)", at_least(1))
     image_shape: tuple[int, int, int] = of_model(
         (3, 112, 112),
-        "channels, height, width of the input; on the command line [3,112,112]",
+        "channels, height and width of the input images; on the command line [3,112,112]",
         "set_image_shape(shape)",
         _image_shape,
     )
     dropout: float = of_model(
-        0.4, "dropout before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
+        0.4, "dropout probability before the embedding layer", "set_dropout(ratio)", between(0, 0.99)
     )
     neck: str = of_model(
         DEFAULT_NECK,
-        "layers between features and embedding, joined by '-': norm (batch norm), dropout, linear",
+        "layers between features and embedding, joined by '-': norm (batch norm), dropout, linear; such as "
+        "'dropout-linear'",
         "set_neck(parts)",
         check_neck,
     )
     sync_batch_norm: bool = of_run(
-        False, "batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
+        False, "compute batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
     )
     pretrained: str | None = declare(
         None,
-        "weights to start from, where name and shape match: a checkpoint, a .safetensors file, or a state "
-        "dict of torch.save; optimizer and position start afresh",
+        "initial weights: a checkpoint, a .safetensors file, or a state dict saved by torch.save; tensors "
+        "are loaded where name and shape match; optimizer and step count start from scratch",
         "set_pretrained(path)",
         not_empty,
     )
     initialization: tuple[dict[str, Any], ...] = declare(
         (),
-        "first values of parameters by rule: each has a pattern, a rule (xavier_uniform, xavier_normal, "
-        "kaiming_uniform, kaiming_normal, orthogonal, normal, trunc_normal, uniform, constant) and its "
-        "arguments; the first that matches counts; set_initialization adds one",
+        "initialisation rules: a list of mappings with pattern, rule (xavier_uniform, xavier_normal, "
+        "kaiming_uniform, kaiming_normal, orthogonal, normal, trunc_normal, uniform, constant) and the "
+        "rule's arguments; the first matching pattern is used; set_initialization adds one",
         "set_initializations(rules)",
         _initializations,
     )

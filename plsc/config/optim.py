@@ -1,4 +1,4 @@
-"""The options of optimizer and learning rate: the table of optimizers, groups of parameters."""
+"""Options of the optimizer and the learning rate, the named optimizers, and parameter groups."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from plsc.errors import OptionError, suggest
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One of torch.optim's classes.
+    """One of the classes of torch.optim.
 
-    takes: options of the group ``optim`` that it gets. has_fused: whether torch has a fused step for it.
-    state_bytes: of state for each number of the weights, in float32, with its default settings.
+    takes: options of the group ``optim`` that are passed to it. has_fused: whether torch has a fused
+    implementation. state_bytes: bytes of optimizer state per weight in float32, with default settings.
     """
 
     class_name: str
@@ -51,13 +51,13 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "radam": OptimizerKind("RAdam", _MOMENTS, state_bytes=8),
     "asgd": OptimizerKind("ASGD", _DECAY),
     "rprop": OptimizerKind("Rprop", (), state_bytes=8),
-    # A row and a column of numbers for each matrix: next to nothing.
+    # One row and one column of numbers per matrix: negligible.
     "adafactor": OptimizerKind("Adafactor", _DECAY, state_bytes=0),
 }
 
 
 def check_optimizer(name: str) -> str | None:
-    """Return None for an optimizer's name, or the place of a factory; else what was expected."""
+    """Return None for a known optimizer or a reference to a factory, else what was expected."""
     if ":" in name:
         module, _, factory = name.partition(":")
         return None if module and factory else "a factory as 'package.module:factory'"
@@ -67,21 +67,24 @@ def check_optimizer(name: str) -> str | None:
 
 
 def check_named_arguments(arguments: dict[str, Any]) -> str | None:
-    """Return None for arguments of a named optimizer that are not set otherwise; else what was expected."""
+    """Return None for valid arguments of a named optimizer, else what was expected.
+
+    Arguments that other options set are not valid.
+    """
     for name in arguments:
         if name in RESERVED:
-            return f"other arguments than {name!r}: {RESERVED[name]}"
+            return f"arguments other than {name!r}: {RESERVED[name]}"
     return check_arguments(arguments)
 
 
 def check_arguments(arguments: dict[str, Any]) -> str | None:
-    """Return None for plain values that survive a checkpoint, by argument; else what was expected."""
+    """Return None for plain values, which a checkpoint can store, by argument; else what was expected."""
     for name, value in arguments.items():
         if not isinstance(name, str) or not name.isidentifier():
-            return f"names of arguments, and not {name!r}"
+            return f"argument names, not {name!r}"
         items = value if isinstance(value, (list, tuple)) else [value]
         if not all(map(_is_plain, items)):
-            return f"plain values, and not {name}={shown_value(value)}"
+            return f"plain values (numbers, strings, booleans or None), not {name}={shown_value(value)}"
     return None
 
 
@@ -90,36 +93,38 @@ def _is_plain(value: Any) -> bool:
 
 
 RESERVED = {
-    "params": "these are the network's",
-    "lr": "set_lr(lr) sets it; a group has lr_factor",
-    "initial_lr": "set_lr(lr) sets it; a group has lr_factor",
-    "weight_decay": "set_weight_decay(decay) sets it",
-    "foreach": "set_optimizer_implementation('foreach') chooses it",
-    "fused": "set_optimizer_implementation('fused') chooses it",
-    "maximize": "a loss is minimised",
-    "differentiable": "nothing is derived through a step",
-    "capturable": "a step is not captured into a graph",
+    "params": "the parameters are always those of the network",
+    "lr": "use set_lr(lr), or lr_factor in a group",
+    "initial_lr": "use set_lr(lr), or lr_factor in a group",
+    "weight_decay": "use set_weight_decay(decay)",
+    "foreach": "use set_optimizer_implementation('foreach')",
+    "fused": "use set_optimizer_implementation('fused')",
+    "maximize": "the loss is always minimised",
+    "differentiable": "steps are not differentiated",
+    "capturable": "steps are not captured into a CUDA graph",
 }
-"""Arguments of torch's optimizers that are set otherwise here, and how."""
+"""Arguments of torch's optimizers that cannot be passed, and what to use instead."""
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameters that a pattern matches (see `plsc.config.patterns`), and how they are trained.
+    """Training settings of the parameters that match a pattern (see `plsc.config.patterns`).
 
-    lr_factor: of the learning rate. weight_decay, l1_decay: instead of the run's; None: the run's. frozen:
-    not trained at all. arguments: settings of the optimizer, such as momentum, for this group.
+    lr_factor: factor of the learning rate. weight_decay, l1_decay: None: those of the run. frozen: do not
+    train the parameters. arguments: arguments of the optimizer for this group, such as momentum.
     """
 
     pattern: str
-    lr_factor: float = declare(1.0, "its learning rate is the run's times this", check=more_than(0))
-    weight_decay: float | None = declare(None, "L2 decay", check=at_least(0))
+    lr_factor: float = declare(
+        1.0, "factor: learning rate of the group = this factor x learning rate of the run", check=more_than(0)
+    )
+    weight_decay: float | None = declare(None, "weight decay (L2)", check=at_least(0))
     l1_decay: float | None = declare(None, "L1 decay", check=at_least(0))
-    frozen: bool = declare(False, "not trained")
+    frozen: bool = declare(False, "do not train these parameters")
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `optim.groups` holds of it: what differs from the defaults, as plain values."""
+        """Return its entry in `optim.groups`: the settings that differ from the defaults, as plain values."""
         values = {name: getattr(self, name) for name in _SETTINGS}
         changed = {name: one for name, one in values.items() if one != getattr(ParameterGroup, name)}
         return {"pattern": self.pattern, **changed, **self.arguments}
@@ -129,12 +134,12 @@ _SETTINGS = ("lr_factor", "weight_decay", "l1_decay", "frozen")
 
 
 def known_settings(of_optimizer: Iterable[str]) -> list[str]:
-    """Return what a group can set, given what the optimizer has settings for."""
+    """Return the settings that a group accepts, given the arguments of the optimizer."""
     return sorted({*_SETTINGS, *of_optimizer} - RESERVED.keys())
 
 
 def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[ParameterGroup]:
-    """Return the groups that `optim.groups` lists. Raises OptionError for one that is wrong."""
+    """Return the groups listed in `optim.groups`. Raises OptionError for an invalid entry."""
     return [_read(value) for value in values]
 
 
@@ -148,20 +153,20 @@ def _read(value: Mapping[str, Any]) -> ParameterGroup:
         raise OptionError(f"{what}: expected {expected}")
     group = ParameterGroup(pattern, arguments=arguments, **settings)
     if group.frozen and group != ParameterGroup(pattern, frozen=True):
-        raise OptionError(f"{what} is frozen, so nothing else can be set for it; leave the rest out")
+        raise OptionError(f"{what} is frozen, so its other settings have no effect; remove them")
     return group
 
 
 DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024
-"""The default learning rate, for this global batch; others scale it in proportion (Goyal et al. 2017)."""
+"""Default learning rate at this global batch size; it scales linearly with the batch (Goyal et al. 2017)."""
 
 WARMUP_STEPS, WARMUP_SHARE = 1000, 0.1
-"""The default warm-up: this share of the run's steps, at most so many steps."""
+"""Default warm-up: this share of the run's steps, at most WARMUP_STEPS."""
 
 WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100
 
 CLIP_NORM, CLIPPED_STEP = 20.0, 0.4
-"""The default limit of the gradient's norm, and of that norm times the learning rate."""
+"""Default maximum of the gradient norm, and of the gradient norm times the learning rate."""
 
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
 
@@ -173,7 +178,7 @@ def _increasing_steps(steps: tuple[int, ...]) -> str | None:
 
 def _two_decays(values: tuple[float, ...]) -> str | None:
     good = len(values) == 2 and all(0 <= value < 1 for value in values)
-    return None if good else "two numbers from 0 to below 1"
+    return None if good else "two numbers, at least 0 and less than 1"
 
 
 def _schedule(name: str) -> str | None:
@@ -193,68 +198,81 @@ def _patterns(values: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """Optimizer and learning rate."""
+    """Optimizer and learning rate schedule."""
 
     lr: float | None = of_run(
         None,
-        "learning rate, used as it is for any batch; when not set, "
+        f"learning rate, not scaled by the batch size; when not set, "
         f"{DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",
         "set_lr(lr)",
         more_than(0),
     )
     optimizer: str = of_run(
         "sgd",
-        "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, adamax, nadam, radam, asgd, "
-        "rprop, adafactor, or 'package.module:factory'; class rows: head.optimizer",
+        "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, adamax, nadam, radam, "
+        "asgd, rprop, adafactor, or 'package.module:factory'; class weights: see head.optimizer",
         "set_optimizer(optimizer)",
         check_optimizer,
     )
     optimizer_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
-        None, "more of the optimizer's own settings by name, such as {eps: 1.e-7}",
-        "set_optimizer_arguments(arguments)", check_arguments,
-    )  # fmt: skip
+        None,
+        "further arguments of the optimizer by name, such as {eps: 1.e-7}",
+        "set_optimizer_arguments(arguments)",
+        check_arguments,
+    )
     implementation: str = of_run(
-        "auto", "what computes the optimizer's step: auto, fused, foreach or for_loop",
-        "set_optimizer_implementation(name)", one_of("auto", "fused", "foreach", "for_loop"),
-    )  # fmt: skip
+        "auto",
+        "implementation of the optimizer step: auto, fused, foreach or for_loop",
+        "set_optimizer_implementation(name)",
+        one_of("auto", "fused", "foreach", "for_loop"),
+    )
     momentum: float = of_run(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
     nesterov: bool = of_run(
-        False, "Nesterov's momentum in SGD, of the network and of class rows",
+        False,
+        "use Nesterov momentum in SGD, for the network and the class weights",
         "set_nesterov(nesterov)",
-    )  # fmt: skip
+    )
     betas: tuple[float, ...] = of_run(
-        (0.9, 0.999), "decay of the two moments of Adam and its relatives", "set_betas(betas)",
+        (0.9, 0.999),
+        "decay rates of the first and second moments of Adam and its variants",
+        "set_betas(betas)",
         _two_decays,
-    )  # fmt: skip
-    weight_decay: float = of_run(5e-4, "L2 decay of all parameters", "set_weight_decay(decay)", at_least(0))
+    )
+    weight_decay: float = of_run(
+        5e-4, "weight decay (L2) of all parameters", "set_weight_decay(decay)", at_least(0)
+    )
     l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
     decay_norm_and_bias: bool = of_run(
-        True, "decay parameters of one dimension, too: biases, norms, PReLU's slopes",
+        True,
+        "apply weight decay to one-dimensional parameters too: biases, norm weights, PReLU slopes",
         "set_decay_norm_and_bias(decay)",
-    )  # fmt: skip
+    )
     groups: tuple[dict[str, Any], ...] = of_run(
         (),
-        "groups of parameters with settings of their own: each has a pattern, and may have lr_factor, "
-        "weight_decay, l1_decay, frozen and settings of the optimizer; the first that matches counts; "
+        "parameter groups: a list of mappings with pattern and optionally lr_factor, weight_decay, "
+        "l1_decay, frozen and arguments of the optimizer; the first matching pattern is used; "
         "add_parameter_group adds one",
         "set_parameter_groups(groups)",
         _groups,
     )
     freeze: tuple[str, ...] = of_run(
-        (), "patterns of parameters that are not trained, such as [stem, stages.0]",
-        "set_freeze(patterns)", _patterns,
-    )  # fmt: skip
+        (),
+        "patterns of parameters that are not trained, such as [stem, stages.0]",
+        "set_freeze(patterns)",
+        _patterns,
+    )
     schedule: str = of_run(
         "cosine",
-        "how the learning rate falls: cosine, polynomial, exponential, step or multi_step (step_boundaries), "
+        "learning rate schedule: cosine, polynomial, exponential, step or multi_step (step_boundaries), "
         "constant, or 'package.module:function'; when not set: step if step_boundaries or lr_decay_factor "
-        "are set, constant if a generator reader does not tell its length",
+        "is set, constant if the length of a generator reader is unknown, else cosine",
         "set_lr_schedule(schedule)",
         _schedule,
     )
     decay_steps: int | None = of_run(
         None,
-        "step at which a polynomial, cosine or exponential schedule ends; None: the last of the run",
+        "step at which a polynomial, cosine or exponential schedule ends; when not set, the last step of "
+        "the run",
         "set_decay_steps(num)",
         at_least(1),
     )
@@ -262,24 +280,30 @@ class OptimOptions:
         1.0, "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
     )
     cosine_cycles: int = of_run(
-        1, "cosine curves from the first step to the last, one after another (warm restarts)",
-        "set_cosine_cycles(num)", at_least(1),
-    )  # fmt: skip
+        1,
+        "number of cosine cycles over the run (warm restarts)",
+        "set_cosine_cycles(num)",
+        at_least(1),
+    )
     end_lr_factor: float = of_run(
         0.0,
-        "where a polynomial, cosine or exponential schedule ends, as a part of the learning rate",
+        "final learning rate of a polynomial, cosine or exponential schedule, as a fraction of the full "
+        "learning rate",
         "set_end_lr_factor(factor)",
         between(0, 1),
     )
     warmup_epochs: int = of_run(
-        0, "epochs over which the learning rate rises linearly from 0", "set_warmup_epochs(num)",
+        0,
+        "epochs over which the learning rate increases linearly from 0",
+        "set_warmup_epochs(num)",
         at_least(0),
-    )  # fmt: skip
+    )
     warmup_steps: int | None = of_run(
         None,
-        f"the same in steps, instead of warmup_epochs; when neither is set, {WARMUP_SHARE:.0%} of the run's "
-        f"steps, at most {WARMUP_STEPS}; {WARMUP_STEPS_OF_UNKNOWN_LENGTH} where the length is unknown; "
-        "0 with a schedule 'package.module:function'",
+        "steps over which the learning rate increases linearly from 0, instead of warmup_epochs; when "
+        f"neither is set, {WARMUP_SHARE:.0%} of the run's steps, at most {WARMUP_STEPS}; "
+        f"{WARMUP_STEPS_OF_UNKNOWN_LENGTH} if the length is unknown; 0 with a schedule "
+        "'package.module:function'",
         "set_warmup_steps(num)",
         at_least(0),
     )
@@ -290,19 +314,22 @@ class OptimOptions:
         _increasing_steps,
     )
     lr_decay_factor: float = of_run(
-        0.1, "factor of the learning rate at each boundary", "set_lr_decay_factor(factor)",
+        0.1,
+        "factor of the learning rate at each step boundary",
+        "set_lr_decay_factor(factor)",
         between(0, 1),
-    )  # fmt: skip
+    )
     clip_norm: float | None = of_run(
         None,
-        f"clip gradients whose norm is larger; not set: {CLIP_NORM:g}, at most {CLIPPED_STEP} / lr; "
-        "0: no clipping",
+        f"maximum norm of the gradients (gradient clipping); when not set, the smaller of {CLIP_NORM:g} and "
+        f"{CLIPPED_STEP} / lr; 0: no clipping",
         "set_clip_norm(norm)",
         at_least(0),
     )
     clip_scope: str = of_run(
         "backbone",
-        "gradients that are clipped: backbone, or all (with the class rows: one more pass over them)",
+        "which gradients are clipped: backbone, or all (with those of the class weights, which takes "
+        "another pass over them)",
         "set_clip_scope(scope)",
         one_of("backbone", "all"),
     )

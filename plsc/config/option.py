@@ -1,4 +1,4 @@
-"""One option: how it is declared, which values it takes, and code of the user's that it names."""
+"""Declaration of options, validation of their values, and import of code that they name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import Any
 from plsc.errors import CheckpointError, OptionError, PlscError, did_you_mean, kind_and_line
 
 Check = Callable[[Any], "str | None"]
-"""Returns None for a good value, else what was expected."""
+"""Returns None for a valid value, else a description of valid ones."""
 
 
 def declare(
     default: Any, meaning: str, setter: str = "", check: Check | None = None, decides: str = "never"
 ) -> Any:
-    """Declare an option; `setter` is ``method(argument)`` of Entry, if it has one.
+    """Declare an option; `setter` is ``method(argument)`` of Entry, if there is one.
 
-    decides: when a checkpoint decides the option, where the script does not: ``never``, ``model`` (whenever
-    its network is used) or ``run`` (when its run is resumed). See `OptionSpec.harmless`.
+    decides: when the value in a checkpoint is used if the script sets none: ``never``, ``model`` (whenever
+    the checkpoint's network is used) or ``run`` (when its run is resumed). See `OptionSpec.harmless`.
     """
     details = {"meaning": meaning, "setter": setter, "check": check, "decides": decides}
     return field(default=default, metadata=details)
@@ -38,35 +38,35 @@ of_run = functools.partial(declare, decides="run")
 
 
 def at_least(low: float) -> Check:
-    """The value is `low` or more."""
+    """Accept values of `low` or more."""
     return lambda value: None if value >= low else f"at least {_in_digits(low)}"
 
 
 def more_than(low: float) -> Check:
-    """The value is more than `low`."""
-    return lambda value: None if value > low else f"more than {_in_digits(low)}"
+    """Accept values greater than `low`."""
+    return lambda value: None if value > low else f"greater than {_in_digits(low)}"
 
 
 def between(low: float, high: float) -> Check:
-    """The value is in [low, high]."""
+    """Accept values in [low, high]."""
     expected = f"between {_in_digits(low)} and {_in_digits(high)}"
     return lambda value: None if low <= value <= high else expected
 
 
 def one_of(*names: str) -> Check:
-    """The value is one of the names."""
+    """Accept one of the names."""
     listed = ", ".join(names)
     return lambda value: None if value in names else f"one of {listed}{did_you_mean(str(value), names)}"
 
 
 def _in_digits(number: float) -> str:
-    """Return a bound as one writes it: 16777216, 0.5, 1e-08."""
+    """Return a bound as text, integers in full: 16777216, 0.5, 1e-08."""
     return f"{int(number)}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:g}"
 
 
 def not_empty(text: str) -> str | None:
-    """The text is not blank."""
-    return None if text.strip() else "a path that is not empty"
+    """Accept strings that are not blank."""
+    return None if text.strip() else "a non-empty string"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class OptionSpec:
         return f"{self.group}.{self.name}".removeprefix(".")
 
     def checked(self, value: Any) -> Any:
-        """Return the value in the option's type, or raise OptionError."""
+        """Return the value converted to the option's type. Raises OptionError for an invalid value."""
         converted = convert(value, self.kind)
         expected = None
         if converted is WRONG:
@@ -104,18 +104,19 @@ class OptionSpec:
         return converted
 
     def saved(self, value: Any) -> Any:
-        """Return the value that a checkpoint has, in the option's type, or raise CheckpointError."""
+        """Return a value from a checkpoint, converted to the option's type. Raises CheckpointError."""
         try:
             return self.checked(value)
         except OptionError as error:
             raise CheckpointError(
-                f"the options in the checkpoint are damaged: {error}; choose another checkpoint"
+                f"an option in the checkpoint is invalid: {error}; choose another checkpoint"
             ) from error
 
     def harmless(self, value: Any) -> Any:
-        """Return a number, a switch or a known name; CheckpointError for any other string in the value.
+        """Return a value that a checkpoint may set: numbers, booleans and known names.
 
-        A checkpoint decides no code (``module:name``), no path and no regular expression.
+        Raises CheckpointError for any other string. A checkpoint must not choose code (``module:name``),
+        paths or regular expressions, as it may come from an untrusted source.
         """
         if _is_harmless(value):
             return value
@@ -123,16 +124,16 @@ class OptionSpec:
         if isinstance(value, str):
             call = f"{self.setter}({value!r}), or {self.setter.removesuffix('_name')} with the object"
         raise CheckpointError(
-            f"{self.path} is {shown_value(value)} in the checkpoint, which decides numbers and known names, "
-            f"but no code and no other strings; if that is what you want, set it here: {call}"
+            f"{self.path} is {shown_value(value)} in the checkpoint, but only numbers and known names are "
+            f"taken from a checkpoint, no code and no other strings; to use this value, set it here: {call}"
         )
 
 
-_PATTERN = re.compile(r"(type:)?[\w.*?\[\]!-]{1,200}")  # over the names of modules and operators
+_PATTERN = re.compile(r"(type:)?[\w.*?\[\]!-]{1,200}")  # matches names of modules and operators
 
 
 def _is_harmless(value: Any, key: str = "") -> bool:
-    """Whether a value, and each one in it, is a number, a switch, or a known name or pattern of names."""
+    """Return whether a value and all its items are numbers, booleans, names or patterns of names."""
     if isinstance(value, dict):
         return all(_is_harmless(item, str(name)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -162,7 +163,7 @@ _KINDS = {
 }
 _ITEMS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
 WRONG = object()
-"""What `convert` returns for a value of another type."""
+"""Returned by `convert` for a value of the wrong type."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
@@ -170,7 +171,7 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Return the value as `kind` when nothing is lost by it, else WRONG."""
+    """Return the value converted to `kind` if the conversion is lossless, else WRONG."""
     if isinstance(kind, types.UnionType):
         parts = (convert(value, part) for part in typing.get_args(kind))
         return next((part for part in parts if part is not WRONG), WRONG)
@@ -189,22 +190,22 @@ def convert(value: Any, kind: Any) -> Any:
     if kind is float:
         return float(value) if is_finite_number(value) else WRONG
     text = value.__fspath__() if hasattr(value, "__fspath__") else value
-    is_sound = isinstance(text, str) and "\0" not in text  # no file or module has it in its name
-    return os.path.expanduser(text) if is_sound else WRONG  # noqa: PTH111 - no path yet
+    is_valid = isinstance(text, str) and "\0" not in text  # no file or module name contains \0
+    return os.path.expanduser(text) if is_valid else WRONG  # noqa: PTH111 - may be no path
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether a value is a number, no bool, that a float can hold."""
+    """Return whether a value is a finite number that fits a float, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond the floats
+    except OverflowError:  # an int that is too large for a float
         return False
 
 
 def shown_value(value: Any) -> str:
-    """Return a value as an error shows it: its repr, in a line of bounded length."""
+    """Return the repr of a value for an error message, shortened to one line."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits
@@ -212,7 +213,7 @@ def shown_value(value: Any) -> str:
 
 
 def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
-    """Return the rows of the option table that a group's dataclass declares, by path."""
+    """Return the options that a dataclass declares, by path."""
     kinds = typing.get_type_hints(factory)
     found = {}
     for item in dataclasses.fields(factory):
@@ -228,9 +229,9 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
 
 
 def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the declared fields of a dataclass, as a mapping gives them, and the rest of the mapping.
+    """Split a mapping into validated fields of a dataclass and the remaining items.
 
-    what: the entry of an option, such as a data set and its name. Raises OptionError for a wrong value.
+    what: describes the mapping in errors, such as 'data set faces'. Raises OptionError for an invalid value.
     """
     specs = specs_of("", factory)
     try:
@@ -241,33 +242,32 @@ def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dic
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return ``module:name`` of a function, of a class, or of what functools.partial wraps."""
+    """Return ``module:name`` of a function or class; of a functools.partial, that of its function."""
     inner = getattr(function, "func", function)
     named = inner if hasattr(inner, "__qualname__") else type(inner)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def load_function(reference: str, option: str, setter: str) -> Callable[..., Any]:
-    """Import ``package.module:function``: a function, or a class that is called. Runs the user's code.
+    """Import ``package.module:function``, a function or class. This runs user code.
 
     Raises:
-        OptionError: no such module, nothing callable of that name in it, or it was defined in a script.
+        OptionError: the module cannot be imported, has no such callable, or is the main script.
     """
     module_name, _, name = reference.partition(":")
     if module_name == "__main__" or "<" in name:
         raise OptionError(
-            f"{option} is {reference!r}, which was defined in the script that trained; call {setter} in this "
-            "one, too, or put it into a module of its own and name it 'module:function'"
+            f"{option} is {reference!r}, which was defined in the training script; call {setter} in this "
+            "script too, or move the function to a module and pass 'module:function'"
         )
     try:
         found: Any = importlib.import_module(module_name)
     except PlscError:
         raise
-    except Exception as error:  # anything may happen while a user's module runs
-        said = kind_and_line(error)
+    except Exception as error:  # user code may raise anything
         raise OptionError(
-            f"cannot import {module_name!r} of {option} {reference!r}: {said}; name it "
-            "'package.module:function' and start where Python finds the package"
+            f"cannot import {module_name!r} for {option} {reference!r}: {kind_and_line(error)}; expected "
+            "'package.module:function' of a package that Python can import from the working directory"
         ) from error
     for part in name.split("."):
         near = did_you_mean(part, dir(found))

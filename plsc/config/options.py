@@ -1,8 +1,8 @@
-"""All options of a run, and the table that is made of them.
+"""The table of all options of a run, and the configuration that is resolved from it.
 
-Setters, command-line flags, config files, the docs page and the options in a checkpoint all derive from
-this table. Its rows are in the other files of this folder. An option is named by its path, such as
-``train.batch_size``.
+Setters, command-line flags, config files, docs/options.md and the options in a checkpoint are derived from
+this table. Its rows are declared in the other files of this folder. The path of an option, such as
+``train.batch_size``, is its name.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from plsc.errors import OptionError
 
 @dataclass(frozen=True)
 class Config:
-    """The options of a run, resolved: what was set, what a checkpoint decides, and defaults for the rest.
+    """The resolved options of a run: values that were set, values from a checkpoint, and defaults.
 
-    `explicit` holds the paths that were set, `adopted` those that came from a checkpoint. differences: a line
-    for each option that was set to another value than the checkpoint's. arguments: of the constructor of a
-    network of the user's own, from a checkpoint.
+    explicit: paths of options that were set. adopted: paths of options that come from a checkpoint.
+    differences: one line per option that was set to a value other than the checkpoint's. arguments:
+    constructor arguments of a custom network, from a checkpoint.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -61,7 +61,7 @@ class Config:
         return getattr(getattr(self, spec.group), spec.name)
 
     def changed(self, values: Mapping[str, Any]) -> Config:
-        """Return a configuration with other values, by path; they count neither as set nor as adopted."""
+        """Return a copy with other values, by path; `explicit` and `adopted` are unchanged."""
         groups: dict[str, Any] = {}
         for path, value in values.items():
             spec = find_option(path)
@@ -70,11 +70,11 @@ class Config:
         return replace(self, **groups)
 
     def data_sets(self) -> list[DataSet]:
-        """Return the data sets of `data.datasets`; none if there is one data set, of `data.dataset_dir`."""
+        """Return the data sets of `data.datasets`; empty if the run uses `data.dataset_dir`."""
         return read_data_sets(self.data.datasets)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the options as plain nested values for JSON or YAML."""
+        """Return the options as nested plain values, by group and name, for JSON or YAML."""
         nested: dict[str, dict[str, Any]] = {}
         for spec in all_options():
             value = self.get(spec.path)
@@ -84,24 +84,23 @@ class Config:
 
 
 class Options:
-    """The options as they are being set: `values` holds what was set, by path. `resolve` ends that."""
+    """Mutable options: `values` holds the values that were set, by path; `resolve` returns a `Config`."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return what `Config` has under that name, with the values set so far."""
-        if name.startswith("__"):  # copying and pickling ask for some
+        """Return the attribute of a `Config` with the values set so far."""
+        if name.startswith("__"):  # copy and pickle look up special methods
             raise AttributeError(name)
         return getattr(self.resolve(), name)
 
     def resolve(self, saved: Mapping[str, Any] | None = None, use: Literal["model", "run"] = "run") -> Config:
-        """Return the configuration: what was set, else what a checkpoint decides, else the defaults.
+        """Return the configuration: values that were set, else those of a checkpoint, else defaults.
 
-        saved: the options in its manifest; use: of its network, or of its run. Options that no checkpoint
-        decides, and unknown ones (of a newer version), are left out.
-
-        Raises CheckpointError for a value that is damaged, or that no checkpoint decides.
+        saved: options from the manifest of a checkpoint. use: whether only its network or its whole run is
+        used. Options that are never taken from a checkpoint and unknown ones (of a newer version) are
+        ignored. Raises CheckpointError for an invalid or unsafe value.
         """
         adopted, differences = {}, []
         for spec in all_options():
@@ -124,35 +123,35 @@ class Options:
         )
 
     def set(self, path: str, value: Any) -> None:
-        """Check and set an option. Raises OptionError with what was expected, what came."""
+        """Validate and set an option. Raises OptionError for an unknown path or an invalid value."""
         self.set_together({path: value})
 
     def set_together(self, values: Mapping[str, Any]) -> None:
-        """Set several options: all of them, or none if one is wrong."""
+        """Set several options, or none of them if one is invalid."""
         self.values |= {path: find_option(path).checked(value) for path, value in values.items()}
 
     def add_data_set(self, **values: Any) -> None:
-        """Add one to `data.datasets`; see `Entry.add_dataset`."""
+        """Add a data set to `data.datasets`; see `Entry.add_dataset`."""
         given = {key: value for key, value in values.items() if value is not None}
         one = read_data_sets([given])[0]
         self.set("data.datasets", (*self.data.datasets, one.as_dict()))
 
 
 def all_options() -> Iterator[OptionSpec]:
-    """Yield the rows of the option table, group by group."""
+    """Yield all options, group by group."""
     yield from _TABLE.values()
 
 
 def find_option(path: str) -> OptionSpec:
-    """Return the row of an option; OptionError with the nearest name if there is none."""
+    """Return the option at a path. Raises OptionError, with the nearest path, if there is none."""
     spec = _TABLE.get(path)
     if spec is None:
-        raise OptionError(f"there is no option {path!r}{nearest_option(path)}")
+        raise OptionError(f"unknown option {path!r}{nearest_option(path)}")
     return spec
 
 
 def nearest_option(path: str) -> str:
-    """Return ``; did you mean 'train.batch_size'?`` for a misspelt path, or one without its group."""
+    """Return ``; did you mean 'train.batch_size'?`` for a misspelt path or one without its group."""
     name = path.rpartition(".")[2].removeprefix("set_")
     names = {spec.name for spec in _TABLE.values()}
     if name in _SYNONYMS:

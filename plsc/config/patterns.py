@@ -1,12 +1,12 @@
-"""Patterns over the parameters of a network: which of them an option is about.
+"""Patterns that select parameters of a network.
 
 A pattern is one of
 
-- a name with the wildcards of the shell (``*``, ``?``, ``[ab]``; ``*`` also goes over dots): of a parameter
-  (``neck.fc.weight``, ``*.bias``), or of a module, and then of all parameters in it (``stem``, ``stages.0``);
-- ``type:`` and the name of a module's class, with the same wildcards (``type:BatchNorm*``): the parameters of
-  such modules, and of what they contain;
-- ``re:`` and a regular expression that the whole name of a parameter matches (``re:stages\\.[01]\\..*``).
+- the name of a parameter (``neck.fc.weight``, ``*.bias``) or of a module, which selects all parameters in it
+  (``stem``, ``stages.0``); with shell wildcards ``*``, ``?``, ``[ab]``, where ``*`` also matches dots;
+- ``type:`` and the class of a module, with the same wildcards (``type:BatchNorm*``): selects all parameters
+  in such modules;
+- ``re:`` and a regular expression that matches the full name of a parameter (``re:stages\\.[01]\\..*``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 Labels = Mapping[str, Sequence[str]]
-"""Names of parameters, to all that a pattern may match of each, its own name first."""
+"""Name of each parameter: all labels that a pattern may match, its own name first."""
 
 _TYPE, _REGEX = "type:", "re:"
 _SHOWN = 12
 
 
 def check_pattern(pattern: Any) -> str | None:
-    """Return None for a sound pattern, else what was expected."""
+    """Return None for a valid pattern, else what was expected."""
     if not isinstance(pattern, str) or not pattern.strip():
         return "a string such as 'stem', '*.bias', 'type:BatchNorm2d' or 're:stages\\..*'"
     if pattern.startswith(_REGEX):
@@ -41,12 +41,12 @@ def check_pattern(pattern: Any) -> str | None:
 
 
 def read_pattern(entry: Mapping[str, Any], what: str) -> str:
-    """Return the pattern that an entry of an option has. Raises OptionError without a sound one.
+    """Return the pattern of an entry. Raises OptionError if it is missing or invalid.
 
-    what: the entry, 'a parameter group' say.
+    what: describes the entry in errors, such as 'a parameter group'.
     """
     if "pattern" not in entry:
-        others = f" but {', '.join(map(str, entry))}"[:100] if entry else ""
+        others = f", only {', '.join(map(str, entry))}"[:100] if entry else ""
         raise OptionError(f"{what} has no pattern{others}; expected {check_pattern(None)}")
     expected = check_pattern(entry["pattern"])
     if expected is not None:
@@ -55,11 +55,11 @@ def read_pattern(entry: Mapping[str, Any], what: str) -> str:
 
 
 def label_parameters(network: nn.Module) -> dict[str, list[str]]:
-    """Return of each parameter, by its name: that, and the names and types of the modules that it is in."""
+    """Return the labels of each parameter: its name, and names and types of the modules that contain it."""
     types = {name: type(module).__name__ for name, module in network.named_modules()}
     return {
         name: [name, *_surroundings(name, types)]
-        for name, _ in network.named_parameters()  # one that is shared, once
+        for name, _ in network.named_parameters()  # a shared parameter appears once
     }
 
 
@@ -73,9 +73,10 @@ def _surroundings(name: str, types: Mapping[str, str]) -> Iterator[str]:
 
 
 def find_parameters(pattern: str, labels: Labels, option: str) -> list[str]:
-    """Return the names of the parameters that a pattern matches, in the order of the network.
+    """Return the names of the parameters that match a pattern, in the order of the network.
 
-    option: where the pattern stands, for the error. Raises OptionError, with near names, if there is none.
+    option: the option that holds the pattern, for the error. Raises OptionError, with similar names, if
+    nothing matches.
     """
     matches = _matcher(pattern)
     found = [name for name, own in labels.items() if any(map(matches, own))]
@@ -99,4 +100,4 @@ def _hint(pattern: str, labels: Labels) -> str:
     near = did_you_mean(pattern.strip("*."), known)
     top = list(dict.fromkeys(name.partition(".")[0] for name in labels))
     more = f" and {len(top) - _SHOWN} more" if len(top) > _SHOWN else ""
-    return f"; it consists of {', '.join(top[:_SHOWN])}{more}{near}"
+    return f"; its modules are {', '.join(top[:_SHOWN])}{more}{near}"

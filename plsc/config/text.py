@@ -1,4 +1,4 @@
-"""Options as text: the values of flags, YAML files of options, and the file that `plsc config` prints."""
+"""Options as text: values of command-line flags, YAML files, and the output of `plsc config`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 from plsc.config.options import Options, all_options, find_option
 from plsc.errors import OptionError
 
-_LARGEST = 2**20  # bytes of a file
+_LARGEST = 2**20  # bytes per file
 _FLOAT, _TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number and a date is a string; aliases are refused.
+    """YAML in which 1e-3 is a number, a date is a string, and aliases are an error.
 
-    300 bytes of nested aliases stand for gigabytes. where: the YAML's place, for that error.
+    300 bytes of nested aliases can expand to gigabytes. where: file or flag, for the error.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
             event = self.peek_event()
             raise OptionError(
                 f"{self._where} has the YAML alias *{event.anchor} in line {event.start_mark.line + 1}; "
-                "expected YAML without aliases: write the value itself, or quote a string that starts with *"
+                "aliases are not allowed: write the value itself, or quote a string that starts with *"
             )
         return super().compose_node(parent, index)
 
@@ -50,10 +50,10 @@ _Loader.add_implicit_resolver(
 
 
 def from_text(text: str, kind: Any, where: str) -> Any:
-    """Return the value that a string stands for, given its option's type; the string if it stands for none.
+    """Parse a string as a value of type `kind`; return the string itself if that is impossible.
 
-    A string option takes it as it is (null, where it may be None); others are numbers or YAML. where: for
-    errors, such as the flag.
+    A string option takes the text unchanged (or null, if None is allowed); other types are parsed as numbers
+    or YAML. where: the flag or file, for errors.
     """
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     for number in (int, float):
@@ -75,10 +75,10 @@ def from_text(text: str, kind: Any, where: str) -> Any:
 
 
 def set_from_file(options: Options, name: str) -> None:
-    """Set the options in a YAML file: ``train.batch_size: 64``, or groups with their options below them.
+    """Set the options of a YAML file: lines ``train.batch_size: 64``, or nested groups.
 
-    Raises OptionError with the file and the line: it cannot be read, is larger than a MiB, is no YAML, has
-    aliases, holds something else than options, or a wrong value.
+    Raises OptionError, with file and line, if the file cannot be read, is larger than 1 MiB, is not valid
+    YAML, has aliases, or has unknown options or invalid values.
     """
     for path, value, place in _entries(name):
         try:
@@ -96,10 +96,10 @@ def _entries(name: str) -> list[tuple[str, Any, str]]:
             data = file.read(_LARGEST + 1)
     except OSError as error:
         raise OptionError(
-            f"--config wants a YAML file of options, but {name!r} cannot be read: {error.strerror}"
+            f"cannot read {name!r}: {error.strerror}; --config expects a YAML file of options"
         ) from error
     if len(data) > _LARGEST:
-        raise OptionError(f"{name} has more than {_LARGEST} bytes; expected a YAML file of options")
+        raise OptionError(f"{name} is larger than {_LARGEST} bytes; --config expects a YAML file of options")
     try:
         return _walk(_Loader(data.decode("utf-8-sig"), name), name)
     except OptionError:
@@ -108,8 +108,8 @@ def _entries(name: str) -> list[tuple[str, Any, str]]:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or " ".join(str(error).split())[:100]
         raise OptionError(
-            f"{name}{f':{mark.line + 1}' if mark else ''} is no YAML: {problem}; write options as lines "
-            "'train:' and, indented by spaces, 'batch_size: 128'"
+            f"{name}{f':{mark.line + 1}' if mark else ''} is not valid YAML: {problem}; expected lines such "
+            "as 'train:' and below it, indented with spaces, 'batch_size: 128'"
         ) from error
 
 
@@ -117,8 +117,8 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
     content = loader.get_single_node()
     if not isinstance(content, yaml.MappingNode):
         raise OptionError(
-            f"{name} holds no options; expected lines such as 'train:' and, indented by spaces, "
-            "'batch_size: 128'"
+            f"{name} contains no options; expected lines such as 'train:' and below it, indented with "
+            "spaces, 'batch_size: 128'"
         )
     groups = {spec.group for spec in all_options()}
     found = []
@@ -131,9 +131,9 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
         elif isinstance(value, yaml.MappingNode):
             for inner, content in value.value:
                 add(f"{path}.", inner, content)
-        elif value.tag != "tag:yaml.org,2002:null":  # all its options are comments, say
+        elif value.tag != "tag:yaml.org,2002:null":  # an empty group is fine: all its lines may be comments
             raise OptionError(
-                f"{place}: {path} is a group; expected its options in the lines below it, indented by spaces"
+                f"{place}: {path} is a group; expected its options in the lines below, indented with spaces"
             )
 
     for key, value in content.value:
@@ -142,10 +142,10 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
 
 
 def render_options(options: Options) -> str:
-    """Return the options as YAML that --config reads, each with its meaning.
+    """Return all options as YAML for --config, each with its description.
 
-    Those that were not set are comments: in a file, an option that stands there counts as set, and a loss
-    refuses options that it does not have.
+    Options that were not set are comments, because every option in the file would count as set, and a loss
+    rejects options that it does not use.
     """
     lines: list[str] = []
     group = ""

@@ -1,4 +1,4 @@
-"""What a checkpoint decides of a configuration, and what it may not, before memory is taken for it."""
+"""Take options from a checkpoint into a configuration, and validate them before memory is allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plsc.train.classes import OpenedCheckpoint
 from plsc.train.heads import with_margin
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
-_LARGEST_BATCH = 2**30  # numbers in the images of a rank's batch
+_LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
 
 
 def resolve_run(
@@ -31,10 +31,10 @@ def resolve_run(
     ranks: int,
     model: BaseModel | None = None,
 ) -> Config:
-    """Return the configuration of a run; of one that resumes a checkpoint with what that decides.
+    """Return the configuration of a run, with the options of the checkpoint that it resumes, if any.
 
-    model: the network, where the script gives one. Raises OptionError, and CheckpointError for a checkpoint
-    that is damaged or of other data.
+    model: the network that the script set, if any. Raises OptionError, and CheckpointError for a checkpoint
+    that is damaged or belongs to other data sets.
     """
     if checkpoint is None:
         return with_margin(options.resolve())
@@ -43,29 +43,29 @@ def resolve_run(
     _check_data_sets(config, path, manifest)
     steps = manifest.scalars.get("steps_per_epoch")
     if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
-        # With other data sets, too: epochs and schedule are unchanged.
+        # Even if data sets change, the length of epochs and the schedule do not.
         config = config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
     return with_margin(_keep_global_batch(config, path, manifest, ranks))
 
 
 def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
-    """Return the configuration whose steps have as many samples as the checkpoint's, on any number of ranks.
+    """Return the configuration with the checkpoint's global batch size, for any number of ranks.
 
-    A script that sets the batch per rank that it set before may be started on any number of ranks; one that
-    sets another must come to the same product. Raises OptionError for that, CheckpointError for a damaged
-    manifest.
+    A script with the same batch size per rank as before may run on any number of ranks. With another batch
+    size per rank, the global batch size must be the same. Raises OptionError if it is not, CheckpointError
+    for a damaged manifest.
     """
     saved = Checker(str(path)).integer(manifest.scalars.get("global_batch"), "the global batch")
     if saved < ranks:
         raise OptionError(
-            f"{path} was trained with {saved} images a step, too few for {ranks} ranks; start fewer"
+            f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer ranks"
         )
     _check_batch(options, path, saved // ranks)
     train = options.train
     if "train.global_batch_size" in options.explicit and train.global_batch_size != saved:
         raise OptionError(
             f"train.global_batch_size is {train.global_batch_size}, but {path} was trained with {saved} "
-            "images a step, which a resumed run keeps; leave it out"
+            "images per step, which a resumed run must keep; remove the option"
         )
     product = train.batch_size * ranks
     if product == saved:
@@ -75,7 +75,8 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     if "train.batch_size" in options.explicit and not is_the_same:
         raise OptionError(
             f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
-            f"{path} was trained with {saved} images a step, which a resumed run keeps; leave it out"
+            f"{path} was trained with {saved} images per step, which a resumed run must keep; remove the "
+            "option"
         )
     kept = replace(
         options.changed({"train.global_batch_size": saved}),
@@ -85,8 +86,8 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
         return kept
     share = f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
     line = (
-        f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; a step keeps its {saved} images, "
-        f"{share} a rank"
+        f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; the global batch size remains "
+        f"{saved}, with {share} images per rank"
     )
     return replace(kept, differences=(*kept.differences, line))
 
@@ -98,10 +99,11 @@ def adopt(
     model: BaseModel | None,
     use: Literal["model", "run"],
 ) -> Config:
-    """Return the configuration of a run that uses a checkpoint, or its network.
+    """Return the configuration of a run with the options of a checkpoint.
 
-    model: the network, where the script gives one. Raises CheckpointError for a checkpoint that is damaged,
-    that contradicts itself, or that names code which the script does not name.
+    use: ``run`` to resume its run, ``model`` to use only its network. model: the network that the script
+    set, if any. Raises CheckpointError for a checkpoint that is damaged or inconsistent, or that names code
+    which the script does not name.
     """
     config = options.resolve(manifest.options, use)
     name = config.model.name
@@ -109,13 +111,13 @@ def adopt(
         arguments = manifest.scalars.get(ARGUMENTS_KEY, {})
         if arguments is None:
             raise CheckpointError(
-                f"{path} could not keep the arguments that {name} was made with; call set_model with an "
+                f"{path} does not contain the constructor arguments of {name}; call set_model with an "
                 "instance of it"
             )
         config = replace(config, arguments=safe_arguments(arguments))
     check_files(path, manifest)
     _check_head(config, path, manifest)
-    # A network that the script chooses is compared when it is loaded.
+    # A network that the script sets is compared with the checkpoint when the weights are loaded.
     is_chosen = any(line.startswith("model.") for line in config.differences)
     if model is None and not is_chosen and any(one.startswith("model.") for one in config.adopted):
         _check_network(config, path, manifest)
@@ -125,18 +127,18 @@ def adopt(
 
 
 def _check_batch(config: Config, path: Path, images: int) -> None:
-    """Raise CheckpointError if a checkpoint decides on batches per rank that take gigabytes."""
+    """Raise CheckpointError if options from a checkpoint lead to batches of gigabytes per rank."""
     sizes = {"train.batch_size", "train.global_batch_size", "model.image_shape"}
     shape = list(config.model.image_shape)
     if images * math.prod(shape) > _LARGEST_BATCH and config.adopted & sizes:
         raise CheckpointError(
-            f"{path} has images of {shape}, {images} per rank and step, more than {_LARGEST_BATCH} numbers; "
-            f"if that is what you want, set {' and '.join(sorted(config.adopted & sizes))}"
+            f"{path} asks for {images} images of shape {shape} per rank and step, more than {_LARGEST_BATCH} "
+            f"elements; to use this size, set {' and '.join(sorted(config.adopted & sizes))} here"
         )
 
 
 def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
-    """Compare the sizes with the class weights, of several heads with those of any."""
+    """Raise CheckpointError if the sizes in the options differ from those of the class weights."""
     infos = [
         info
         for info in manifest.tensors.values()
@@ -149,11 +151,11 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
         "model.emb_size": [size for *_, size in shapes],
     }
     for option in sorted(config.adopted & sizes.keys()):
-        # Without a head the network alone has an embedding size.
+        # Without a head, only the network has an embedding size.
         is_known = bool(shapes) or option != "model.emb_size"
         if is_known and config.get(option) not in (None, *sizes[option]):
             raise CheckpointError(
-                f"{path} has {option} {config.get(option)}, but class weights "
+                f"{path} is damaged: {option} is {config.get(option)}, but its class weights have the shapes "
                 f"{', '.join(str(list(shape)) for shape in shapes[:3]) or 'none'}; choose another checkpoint"
             )
 
@@ -161,11 +163,11 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
 def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     saved = {one.role.name: one for one in manifest.tensors.values() if one.role.kind == BACKBONE}
     options = config.model
-    # Of a user's or of another package: it may not compute without numbers.
+    # A custom or third-party network may not work on the meta device.
     is_foreign, is_wrong = ":" in options.name or "/" in options.name, False
     state = {}
     try:
-        with torch.device("meta"):  # no memory, no time for initial weights
+        with torch.device("meta"):  # allocates no memory and skips initialisation
             state = build_model(
                 options.name,
                 options.emb_size,
@@ -174,7 +176,7 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
                 options.neck,
                 config.arguments,
             ).state_dict()
-    except (RuntimeError, TypeError):  # sizes beyond torch's
+    except (RuntimeError, TypeError):  # sizes that torch cannot represent
         is_wrong = not is_foreign
     except OptionError:
         if not is_foreign:
@@ -182,32 +184,33 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     wrong = [key for key, one in state.items() if key not in saved or saved[key].shape != one.shape]
     if wrong or is_wrong:
         raise CheckpointError(
-            f"{path} has embeddings of {options.emb_size} and images of {list(options.image_shape)}, but "
-            f"other sizes of {options.name}{': ' * bool(wrong)}{shorten(wrong)}; choose another checkpoint"
+            f"{path} is damaged: its tensors do not fit {options.name} with embedding size "
+            f"{options.emb_size} and images of {list(options.image_shape)}{': ' * bool(wrong)}"
+            f"{shorten(wrong)}; choose another checkpoint"
         )
 
 
 def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
-    """Refuse a run over one data set that resumes a checkpoint of several, and the other way round.
+    """Raise CheckpointError if only one of checkpoint and run has several data sets.
 
-    `options`: with those of the checkpoint adopted. Raises CheckpointError.
+    options: the configuration with the options of the checkpoint.
     """
     saved = saved_heads(path, manifest)
     if saved is None and options.data.datasets:
         raise CheckpointError(
-            f"{path} has a single head, this run has one for each of its data sets (data.datasets); to begin "
-            "with its network, use set_pretrained instead of set_checkpoint_dir"
+            f"{path} has a single head, but this run has one head per data set (data.datasets); to start "
+            "from its network, use set_pretrained instead of set_checkpoint_dir"
         )
     if saved is not None and not options.data.datasets:
         raise CheckpointError(
-            f"{path} has a head for each of the data sets {', '.join(saved)}, this run has one data set "
-            "(data.dataset_dir); name those to go on with by add_dataset, or begin with its network by "
-            "set_pretrained instead of set_checkpoint_dir"
+            f"{path} has a head for each of the data sets {', '.join(saved)}, but this run has a single data "
+            "set (data.dataset_dir); to resume, add the data sets with add_dataset; to start from its "
+            "network, use set_pretrained instead of set_checkpoint_dir"
         )
 
 
 def saved_heads(path: Path, manifest: Manifest) -> dict[str, dict[str, Any]] | None:
-    """Return what a checkpoint's scalars tell of its heads by name; None if it has a single one."""
+    """Return the scalars of each head in a checkpoint, by name; None for a single head."""
     found = manifest.scalars.get(HEADS_KEY)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Options in, the parts of a run out: every name and combination is checked here, before any data."""
+"""Build the parts of a run from its options; invalid combinations are rejected before data is read."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from plsc.train.heads import build_heads, margin_of, sampling_of
 from plsc.train.network import (
     build_trained_network,
     check_network_options,
+    distribute_backbone,
     mode_note,
     shard_size,
-    spread_backbone,
     training_mode,
 )
 from plsc.train.optim import (
@@ -48,7 +48,7 @@ from plsc.train.state import Position, collect_group_numbers
 
 @dataclass
 class UserParts:
-    """What a script brings of its own, instead of the parts that options name."""
+    """Custom parts of a run, set by a script, that replace those named by options."""
 
     model: BaseModel | None = None
     train_reader: Any = None
@@ -61,14 +61,19 @@ class UserParts:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a training run. None is replaced once they are built; training changes what they hold.
+    """The parts of a training run.
 
-    options: of the run, with what building decided. network: the backbone; trained_network: the same, with
-    its gradients summed over the ranks. optimizer: of the backbone, and of the class weights where every
-    rank has all; row_optimizer: that of sharded class weights, else None. scaler: of the loss, None where
-    the mode needs none. samples: tells dropout layers the numbers of the samples. settings: of the
-    optimizer's groups, as they were built. notes: what the user should know before training begins.
-    position: how far the run is.
+    Attributes:
+        options: the configuration, with values that were resolved while building.
+        network: the backbone.
+        trained_network: the backbone wrapped for training: it sums gradients over the ranks.
+        optimizer: optimizer of the backbone, and of class weights that are not sharded.
+        row_optimizer: optimizer of sharded class weights, else None.
+        scaler: loss scaler, None if the precision mode needs none.
+        samples: the sample numbers of the current batch, for dropout layers.
+        settings: initial settings of the optimizer's parameter groups.
+        notes: log lines about the run, printed before training.
+        position: the position of the run.
     """
 
     options: Config
@@ -89,12 +94,12 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the run makes in all; None when a reader does not tell its length."""
+        """Total number of steps of the run; None if the length of a reader is unknown."""
         return _count_steps(self.options, self.data.loader.steps_per_epoch)
 
 
 def _count_steps(options: Config, steps_per_epoch: int | None) -> int | None:
-    """Return how many steps a run makes in all, None if that is not known before."""
+    """Return the total number of steps of a run, None if unknown."""
     if steps_per_epoch is None:
         return options.train.steps
     total = options.train.epochs * steps_per_epoch
@@ -106,30 +111,30 @@ def build_run(
 ) -> Run:
     """Build everything that training needs. Raises OptionError, DataError or CheckpointError.
 
-    checkpoint: the one that is to be restored; it numbers classes that have names.
+    checkpoint: the checkpoint to resume; classes with names get their numbers from it.
     """
     check_combinations(options, world.size)
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
-        if world.device.type == "cuda":  # else torch refuses each product there
+        if world.device.type == "cuda":  # without it, torch rejects matrix products on CUDA
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # The network by its name or the user's, its parameters grouped, some frozen.
+    # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
     global_batch = global_batch_size(options, world.size)
-    # A source, the order of its samples, and the loader whose workers read, decode and augment them.
+    # A source, the order of its samples, and a loader whose workers read, decode and augment them.
     data = open_training_data(
         options, world, user.train_reader, user.train_transform, global_batch, checkpoint
     )
     steps_per_epoch = data.loader.steps_per_epoch
     total_steps = _count_steps(options, steps_per_epoch)
     options = with_rate(options, global_batch, total_steps)
-    # `plsc.heads.ShardedHead` and its RowSGD, say; of several data sets a head each.
+    # For example plsc.heads.ShardedHead and RowSGD; one head per data set.
     head, row_optimizer = build_heads(options, data.class_num, data.sets, world)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
-    # DDP whose gradients are summed, not averaged, or FSDP2; the network itself on one rank.
-    trained_network, sharding_note = spread_backbone(network, options, world, global_batch)
-    # A torch.optim optimizer of the backbone; the row optimizer gets its learning rate, too.
+    # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
+    trained_network, sharding_note = distribute_backbone(network, options, world, global_batch)
+    # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
     optimizer, base_rate = build_updates(
         options,
         dict(network.named_parameters()),
@@ -169,7 +174,7 @@ def build_run(
 
 
 def _build_scaler(options: Config, device: torch.device) -> LossScaler | None:
-    """Return what scales the loss, or None in a mode that needs no scaling."""
+    """Return the loss scaler, or None if the precision mode needs none."""
     is_needed = training_mode(options, device) == "float16"
     if not (is_needed or options.precision.loss_scaling == "always"):
         return None
@@ -183,7 +188,8 @@ def check_combinations(options: Config, ranks: int) -> None:
     check_network_options(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
-            "train.epoch_steps is for several data sets (add_dataset); an epoch over one is a pass over it"
+            "train.epoch_steps is only for several data sets (add_dataset); remove it: with one data set, an "
+            "epoch is one pass over it"
         )
     check_optim(options)
     _check_pretrained(options)
@@ -193,29 +199,34 @@ def check_combinations(options: Config, ranks: int) -> None:
     if total is None:
         return
     product = options.train.batch_size * ranks
-    is_kept = "train.global_batch_size" in options.adopted  # from a run on other ranks, perhaps
+    is_kept = "train.global_batch_size" in options.adopted  # the run may resume on another number of ranks
     if "train.batch_size" in options.explicit and total != product and not is_kept:
         raise OptionError(
             f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
             f"{ranks} rank{'s' * (ranks > 1)} makes {product}; set one of the two"
         )
     if total < ranks:
-        raise OptionError(f"train.global_batch_size is {total}; expected at least {ranks}, the ranks")
+        raise OptionError(
+            f"train.global_batch_size is {total}; expected at least {ranks}, the number of ranks"
+        )
 
 
 def _check_pretrained(options: Config) -> None:
-    """Refuse weights to start from if there is a checkpoint to resume; "last" may find none."""
+    """Raise OptionError if both pretrained weights and a checkpoint to resume are set.
+
+    "last" is allowed, as it may find no checkpoint.
+    """
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
     source = url if place in (None, "last") else place
     if "model.pretrained" in options.explicit and source is not None:
         raise OptionError(
-            f"model.pretrained is {options.model.pretrained}, but the run resumes "
-            f"{source}, which gives its weights; set one of the two"
+            f"model.pretrained is {options.model.pretrained}, but the run resumes {source}, which replaces "
+            "all weights; set only one of them"
         )
 
 
 def global_batch_size(options: Config, ranks: int) -> int:
-    """Return the number of samples of a step over all ranks."""
+    """Return the number of samples per step over all ranks."""
     return options.train.global_batch_size or options.train.batch_size * ranks
 
 
@@ -226,7 +237,7 @@ def _check_batch_norm(
     options: Config,
     ranks: int,
 ) -> None:
-    """Refuse batches so small that batch norm has one value, or none, to normalise."""
+    """Raise OptionError for batches that are too small for batch norm: fewer than 2 images."""
     if options.model.sync_batch_norm and ranks > 1:
         return
     norms = {m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
@@ -252,34 +263,35 @@ def _check_batch_norm(
     split = f" in {' and '.join(parts)}" if parts else ""
     raise OptionError(
         f"{'the last' if is_short_end else 'a'} batch of {smallest} image{'s' * (smallest != 1)}{split} "
-        f"leaves fewer than 2 at once, from which batch norm cannot take statistics; use "
-        f"{', or '.join(remedies)}"
+        f"gives batch norm fewer than 2 images at once, but it needs 2 or more; use {', or '.join(remedies)}"
     )
 
 
 def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
-    """Return what the user should know before training begins."""
+    """Return the log lines that are printed before training."""
     parameters = sum(p.numel() for p in run.network.parameters())
     samples = run.data.num_samples
-    images = "a reader" if samples is None else f"{samples:,} images"
-    resumed = f", from step {run.position.step} ({checkpoint[0]})" if checkpoint else ""
+    images = "images from a reader" if samples is None else f"{samples:,} images"
     mode = training_mode(run.options, run.world.device)
-    mode = "" if mode == "float32" else f", {mode}"
+    if mode == "float32":
+        mode = run.options.runtime.dtype
     count = len(run.data.sets)
-    heads = f"{count} head{'s' * (count > 1)}" if count else run.options.head.loss_type
+    heads = f"{count} head{'s' * (count > 1)}" if count else f"loss {run.options.head.loss_type}"
     text = (
-        f"training {original_class_name(run.network)} ({parameters:,} parameters) with "
-        f"{heads} over {run.head.class_num:,} classes on {images}; "
-        f"{run.world.size} rank{'s' * (run.world.size > 1)}, {run.world.device.type}{mode}{resumed}"
+        f"training {original_class_name(run.network)} ({parameters:,} parameters), {heads}, "
+        f"{run.head.class_num:,} classes, {images}, "
+        f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
+        f"{mode}"
     )
-    return [text, _rates(run), *run.notes]
+    resumed = [f"resuming from {checkpoint[0]} at step {run.position.step}"] if checkpoint else []
+    return [text, *resumed, _rates(run), *run.notes]
 
 
 def _rates(run: Run) -> str:
-    """Return a line with the learning rate, where it comes from, the warm-ups and automatic scales."""
+    """Return a line with the learning rate and its origin, the schedule, warm-ups and automatic scales."""
     options = run.options
     if ":" in options.optim.optimizer:
-        source = "of the optimizer's factory"
+        source = "from the optimizer factory"
     elif "optim.lr" in options.explicit:
         source = "optim.lr"
     elif "optim.lr" in options.adopted:

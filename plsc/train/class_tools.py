@@ -1,4 +1,4 @@
-"""Class weights by means of the trained network: dominant sub-centres, new classes from images."""
+"""Compute class weights with a trained network: dominant sub-centres, new classes from images."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
 
 logger = logging.getLogger(__name__)
-_AT_A_TIME = 4096  # images whose embeddings are in memory
+_AT_A_TIME = 4096  # images whose embeddings are kept in memory
 
 
 def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:
-    """Keep of each class the row that most of its training images are nearest to; a collective.
+    """Keep, per class, the sub-centre closest to most of its training images; a collective.
 
     The network of `checkpoint.load_dir` embeds the training set. Writes the checkpoint `output`: the same run
-    at the same step, with one row per class; training resumes from it. Raises OptionError if there are no
-    sub-centres, or something stands where the new checkpoint is to be.
+    at the same step, with one weight vector per class, from which training can resume. Raises OptionError if
+    there are no sub-centres or `output` exists.
     """
     path, manifest = open_load_dir(options.resolve(), world)
     if output.exists() or output.is_symlink():
-        raise OptionError(f"{output} is there already; give a path that is not")
+        raise OptionError(f"{output} exists already; choose a new path")
     refuse_several_heads(path, manifest)
     plain = resolve_run(options, (path, manifest), world.size, user.model)
     as_predicted = plain.changed(NO_AUGMENTATION)
@@ -59,7 +59,8 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     head = run.head
     if not isinstance(head, ShardedHead) or head.centers == 1:
         raise OptionError(
-            f"{path} has one row a class; dropping the other sub-centres needs head.sub_centers of 2 or more"
+            f"{path} has one weight vector per class; expected a checkpoint trained with head.sub_centers of "
+            "2 or more"
         )
     restore(run, path, manifest)
     counts = _count(run, head)
@@ -72,12 +73,12 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     new_head.computed_by = head.computed_by
     made = dataclasses.replace(run, options=plain, head=new_head, row_optimizer=new_rows)
     save_checkpoint(output.parent, output.name, take_snapshot(made, {}, lineage=manifest.lineage), world)
-    _say(world, counts, output)
+    _log_result(world, counts, output)
     return output
 
 
 def _count(run: Run, head: ShardedHead) -> torch.Tensor:
-    """Return how many training images chose each row of this rank, [C_local, K]."""
+    """Return the number of training images closest to each sub-centre of this rank, [C_local, K]."""
     counts = new_counts(head)
     run.network.eval()
     with unsharded_parameters(run.network):
@@ -90,12 +91,15 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     return counts
 
 
-def _say(world: World, counts: torch.Tensor, output: Path) -> None:
+def _log_result(world: World, counts: torch.Tensor, output: Path) -> None:
     chosen = counts.max(dim=1).values.sum() if len(counts) else counts.sum()
     both = sum_over_ranks(torch.stack([chosen, counts.sum()]).double(), world.head_group)
     if world.is_main:
         share = float(both[0] / both[1])
-        logger.info(f"{output}: one row a class; {share:.1%} of the images are nearest to it")
+        logger.info(
+            f"wrote {output} with the dominant sub-centre of each class: the closest one for {share:.1%} of "
+            "the training images"
+        )
 
 
 def grow_from_images(
@@ -105,13 +109,18 @@ def grow_from_images(
     images: str | os.PathLike[str],
     model: BaseModel | str | None = None,
 ) -> Manifest:
-    """Write the checkpoint `source` with `count` more classes to `destination`, begun from images of them.
+    """Add `count` classes to the checkpoint `source`, initialised from images; write it to `destination`.
 
-    images: a set in any format (docs/formats.md) with one image or more of each new class. Its labels are the
-    new class numbers, or count the new classes from 0. model: the network, or the name of its class,
-    where it is one of your own. See `plsc.checkpoint.classes.change_classes`.
+    Args:
+        source: the checkpoint, which is unchanged.
+        destination: the checkpoint to write.
+        count: number of new classes.
+        images: a dataset in any format (docs/formats.md) with at least one image per new class. Its labels
+            are the new class numbers, or count the new classes from 0.
+        model: the network or the name of its class, if it is a custom one.
 
-    Raises OptionError, DataError, CheckpointError; nothing is published then.
+    Raises OptionError, DataError or CheckpointError, and writes nothing then. See
+    `plsc.checkpoint.classes.change_classes`.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
@@ -144,9 +153,9 @@ def _sum_directions(
     file: IO[bytes],
     name: str,
 ) -> np.ndarray:
-    """Return the sum of the unit embeddings of each class, float32 [count, D], which lies in `file`.
+    """Return the sum of the unit embeddings of each class, float32 [count, D], memory-mapped in `file`.
 
-    labels: int64 [N], of the images, in 0..count - 1; name: of the source, for messages.
+    labels: int64 [N], labels of the images in 0..count - 1. name: name of the source, for messages.
     """
     sums = np.memmap(file, np.float32, "w+", shape=(count, options.model.emb_size))
     for start in range(0, len(source), _AT_A_TIME):
@@ -167,23 +176,23 @@ def _sum_directions(
 
 
 def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray:
-    """Return which new class each image shows, in 0..count - 1; DataError unless each has an image."""
+    """Return the new class of each image, in 0..count - 1. Raises DataError if a class has no image."""
     labels = source.labels()
     if not len(labels):
-        raise DataError(f"{name} holds no images")
+        raise DataError(f"{name} contains no images; expected at least one image per new class")
     lowest, highest = int(labels.min()), int(labels.max())
     base = 0 if lowest == 0 else first
     if lowest < base or highest >= base + count:
         raise DataError(
-            f"the labels of {name} are {lowest}..{highest}; expected the {count} new classes, "
-            f"{first}..{first + count - 1}, or 0..{count - 1}"
+            f"the labels of {name} are {lowest}..{highest}; expected {first}..{first + count - 1} (the "
+            f"{count} new classes) or 0..{count - 1}"
         )
     has_image = np.zeros(count, dtype=bool)
     has_image[labels - base] = True
     if not has_image.all():
         missing = int(np.argmin(has_image))
         raise DataError(
-            f"{name} has no image of {count - int(has_image.sum())} of the {count} new classes, the first "
-            f"is {first + missing} (label {base + missing})"
+            f"{name} has no image for {count - int(has_image.sum())} of the {count} new classes, such as "
+            f"class {first + missing} (label {base + missing}); add images, or grow by fewer classes"
         )
     return labels - base

@@ -1,4 +1,4 @@
-"""The classes of a data set: how many, what they are called, which numbers they have in a resumed run."""
+"""The classes of a data set: their number, names, and numbering in a resumed run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plsc.parallel.world import World
 
 OpenedCheckpoint = tuple[Path, Manifest]
 
-# Labels that make more classes than both, and so hardly any with an image, are likely a typo.
+# Labels that imply more classes than both limits are rejected as a likely typo.
 _MANY_CLASSES = 10**7
 _MUCH_EMPTIER = 1000  # classes per image
 
@@ -26,16 +26,16 @@ _MUCH_EMPTIER = 1000  # classes per image
 def count_named_classes(
     source: Source, options: Config, checkpoint: OpenedCheckpoint | None, head: str = ""
 ) -> tuple[int, ClassNames | None, list[str]]:
-    """Return the number of classes, their names if they have some, and notes about labels.
+    """Return the number of classes, their names or None, and notes about the labels.
 
-    The classes of the source are numbered by `number_classes` before. head: the name of one of several.
+    Calls `number_classes` first. head: name of the head if there are several.
     """
     names, notes = number_classes(source, checkpoint, head)
     class_num, more = count_classes(source, options, least=0 if names is None else len(names))
     notes += more
     if names is None:
         return class_num, None, notes
-    if getattr(source, "class_names", None) is not None:  # and not the checkpoint alone has names
+    if getattr(source, "class_names", None) is not None:  # names are not only in the checkpoint
         notes.append(f"classes: {first_and_last_class(source, names)}")
     return class_num, names.resized(class_num), notes
 
@@ -43,18 +43,18 @@ def count_named_classes(
 def count_classes(
     source: Source, options: Config, world: World | None = None, least: int = 0
 ) -> tuple[int, list[str]]:
-    """Return the number of classes, `least` or more, and notes about labels.
+    """Return the number of classes, at least `least`, and notes about the labels.
 
-    world: if each rank has labels of its own.
+    world: set it if each rank has a different part of the labels.
     """
     world = world or World.single()
     count = len(source) * world.size
     if not count:
-        raise DataError("the dataset holds no samples; check the dataset folder")
+        raise DataError("the dataset contains no samples; check data.dataset_dir")
     if options.data.train_image_num not in (None, count):
         raise OptionError(
             f"data.train_image_num is {options.data.train_image_num}, but the dataset has {count} "
-            "images; leave it out, or mend the dataset"
+            "images; remove the option, or fix the dataset"
         )
     labels = source.labels()
     (largest,) = world.all_reduce_max(max(int(labels.max()), least - 1))
@@ -62,18 +62,18 @@ def count_classes(
     if options.head.class_num is None and class_num > max(_MANY_CLASSES, _MUCH_EMPTIER * count):
         where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
         raise OptionError(
-            f"the label {largest}{where} makes {class_num:,} classes, for {count:,} images; if they are so "
-            f"many, set_class_num({class_num}), else mend the label"
+            f"the label {largest}{where} would mean {class_num:,} classes for {count:,} images, which is "
+            f"likely a typo; fix the label, or confirm with set_class_num({class_num})"
         )
     if options.head.class_num == 1:
         raise OptionError(
-            f"head.class_num is 1; a classifier needs two or more, and the labels go up to {largest}: leave "
-            "it out, or correct set_class_num"
+            f"head.class_num is 1; expected 2 or more (the largest label is {largest}); remove the option or "
+            "correct set_class_num"
         )
     if class_num < 2:
         raise OptionError(
-            f"all {count} images are of one class; a classifier needs two or more: is "
-            f"{options.data.dataset_dir} the right folder, not one above it?"
+            f"all {count} images have the same class, but a classifier needs 2 classes or more; check that "
+            f"{options.data.dataset_dir} is the right folder, not its parent"
         )
     is_bad = (labels < 0) | (labels >= class_num)
     if options.data.bad_images == "stop" or is_bad.all():
@@ -83,11 +83,11 @@ def count_classes(
         notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
     has_image = np.zeros(class_num, dtype=bool)
     has_image[labels[~is_bad]] = True
-    # A class without images here may have some on another rank.
+    # A class without images on this rank may have images on another one.
     if world.size == 1 and not has_image.all():
         notes.append(
-            f"note: {class_num - has_image.sum()} of {class_num} classes have no image, the first is "
-            f"{np.argmin(has_image)}; labels count from 0"
+            f"note: {class_num - has_image.sum()} of {class_num} classes have no images, the first one is "
+            f"class {np.argmin(has_image)} (labels count from 0)"
         )
     return class_num, notes
 
@@ -95,13 +95,13 @@ def count_classes(
 def number_classes(
     source: Source | None, checkpoint: OpenedCheckpoint | None, head: str = ""
 ) -> tuple[ClassNames | None, list[str]]:
-    """Give the classes of a source the numbers that they have in a checkpoint, by their names.
+    """Number the classes of a source as in a checkpoint, matching them by name.
 
-    Names that are new become those of the checkpoint's classes without a name, in their order. Where one
-    side has no names, labels are numbers of classes. head: the name of one of several. Returns the names of
-    all classes, if there are some, and notes about what changed.
+    New names are assigned to the unnamed classes of the checkpoint, in order. If source or checkpoint has no
+    class names, labels are class numbers. head: name of the head if there are several. Returns the names of
+    all classes, or None, and notes about changes.
 
-    Raises CheckpointError if one side has a class that the other lacks.
+    Raises CheckpointError if source or checkpoint has a class that the other lacks.
     """
     own = None if source is None else class_names_of(source)
     if checkpoint is None:
@@ -109,7 +109,7 @@ def number_classes(
     path, manifest = checkpoint
     saved = read_class_names(path, manifest, head)
     if own is None or saved is None:
-        note = f"classes were renumbered: labels must follow {path / MAP_NAME}"
+        note = f"the classes of the checkpoint were renumbered: labels must match {path / MAP_NAME}"
         return saved if own is None else own, [note] if (path / MAP_NAME).is_file() else []
     numbers = saved.numbered(own)
     _check_equal(path, head, own, saved, numbers)
@@ -121,31 +121,31 @@ def number_classes(
 def _check_equal(path: Path, head: str, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
     """Raise CheckpointError for classes that the checkpoint or the data set lacks."""
     title = f"the data set {head}" if head else "the data set"
-    # The classes of several heads cannot be changed.
-    renaming = "give the data set another name, so that its head begins afresh"
+    # `plsc checkpoint classes` does not support several heads.
+    renaming = "rename the data set, so that its head starts from scratch"
     added = np.flatnonzero(numbers >= len(saved))
     if len(added):
-        command = f"add them by plsc checkpoint classes {path} NEW --grow {len(added)}"
+        command = f"add them with: plsc checkpoint classes {path} NEW --grow {len(added)}"
         raise CheckpointError(
-            f"{path} lacks {len(added)} of the {len(own)} classes of {title}, the first is "
-            f"'{own[added[0]]}'; take them out of it, or {renaming if head else command}"
+            f"{path} lacks {len(added)} of the {len(own)} classes of {title}, the first one is "
+            f"'{own[added[0]]}'; remove them from the data set, or {renaming if head else command}"
         )
     lacking = saved.lengths() > 0
     lacking[numbers] = False
     if lacking.any():
         first = int(np.argmax(lacking))
-        command = f"drop them by plsc checkpoint classes {path} NEW --drop FILE"
+        command = f"drop them with: plsc checkpoint classes {path} NEW --drop FILE"
         raise CheckpointError(
-            f"{title} lacks {lacking.sum()} of the {len(saved)} classes of {path}, the first is "
-            f"'{saved[first]}' (class {first}); put them back, or {renaming if head else command}"
+            f"{title} lacks {lacking.sum()} of the {len(saved)} classes of {path}, the first one is "
+            f"'{saved[first]}' (class {first}); restore them, or {renaming if head else command}"
         )
 
 
 def _describe(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> list[str]:
     is_new = saved.lengths()[numbers] == 0
     moved = int((numbers != np.arange(len(numbers))).sum())
-    said = [f"{moved} have other labels than by their sorted names"] if moved else []
+    changes = [f"{moved} labels differ from the sorted order of names"] if moved else []
     if is_new.any():
         first = int(np.argmax(is_new))
-        said.append(f"{is_new.sum()} are new, the first is '{own[first]}' (class {numbers[first]})")
-    return [f"classes are numbered by their names in {path}: {'; '.join(said)}"] if said else []
+        changes.append(f"{is_new.sum()} are new, the first one is '{own[first]}' (class {numbers[first]})")
+    return [f"classes are numbered as in {path}: {'; '.join(changes)}"] if changes else []

@@ -1,4 +1,4 @@
-"""The training data of a run: from the options, data sets and the user's reader to a loader."""
+"""Build the training data and loader of a run from options, data sets and custom readers."""
 
 from __future__ import annotations
 
@@ -47,17 +47,22 @@ NO_AUGMENTATION = {
     "data.low_resolution": 0.0,
     "data.random_erasing": 0.0,
 }
-"""The options of all augmentations that `make_recipe` reads, as they leave images alone."""
+"""Values of the augmentation options that disable all augmentations."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The loader, the number of samples if it is known, and of classes.
+    """The training data of a run.
 
-    notes: what the user should know of the data. first_sample: where this rank's part of the dataset begins,
-    when it reads no other. is_of_ranks: which samples a step takes depends on the number of ranks. sets: the
-    data sets, where there are several, with a head each. class_names: of each head whose classes have names,
-    '' where there is one head.
+    Attributes:
+        loader: loader of the batches of this rank.
+        num_samples: number of samples, None if unknown.
+        class_num: number of classes.
+        notes: log lines about the data.
+        first_sample: index of this rank's first sample, if each rank reads only its own part.
+        is_of_ranks: whether the samples of a step depend on the number of ranks.
+        sets: the data sets, if there are several, with one head each.
+        class_names: class names by head, '' for a single head; only heads whose classes have names.
     """
 
     loader: Loader
@@ -71,12 +76,12 @@ class TrainingData:
 
 
 def is_generator_reader(reader: Any) -> bool:
-    """Whether this is a function that returns a generator, and not an indexed dataset."""
+    """Return whether a reader is a function that returns a generator, not an indexed dataset."""
     return callable(reader) and not hasattr(reader, "__getitem__")
 
 
 def open_training_source(options: Config, reader: Any) -> Source:
-    """Return the source of a dataset object, or of the dataset folder when there is none."""
+    """Return the source of a Dataset, or of the dataset folder if `reader` is None."""
     if reader is not None:
         if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
             raise OptionError(
@@ -104,7 +109,7 @@ def open_training_data(
 ) -> TrainingData:
     """Return the training data and its loader; a collective.
 
-    checkpoint: the one that the run resumes. Raises OptionError, DataError or CheckpointError.
+    checkpoint: the checkpoint that the run resumes. Raises OptionError, DataError or CheckpointError.
     """
     data = options.data
     if data.datasets:
@@ -142,13 +147,15 @@ def _open_generator(
 ) -> TrainingData:
     data, class_num = options.data, options.head.class_num
     if class_num is None:
-        raise OptionError("a generator reader cannot tell its classes; call set_class_num")
+        raise OptionError("the number of classes of a generator reader is unknown; call set_class_num")
     if transform is not None:
-        raise OptionError("train_transform is for a dataset; a generator reader transforms its images itself")
+        raise OptionError(
+            "train_transform cannot be used with a generator reader; transform the images in the reader"
+        )
     if data.loader == "threads" and data.num_workers:
         raise OptionError(
-            "data.loader is 'threads', but a generator reader draws from Python's and torch's global "
-            "generators, which threads share; use 'processes', or set_num_workers(0)"
+            "data.loader is 'threads', but a generator reader uses the global random generators, which "
+            "threads share; use 'processes', or set_num_workers(0)"
         )
     loader = ReaderLoader(
         reader,
@@ -171,13 +178,16 @@ def _open_generator(
 def _open_rank_files(
     options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
 ) -> TrainingData:
-    """Each rank has a plan of its own over its own part, of as many samples as every other rank's."""
+    """Open this rank's part of the data, with its own sample order; all parts have the same size."""
     if reader is not None:
-        raise OptionError("data.order 'rank_files' reads the files of file_list.txt, not a reader")
+        raise OptionError(
+            "data.order 'rank_files' reads the files in file_list.txt, so it cannot be used with a reader; "
+            "remove one of them"
+        )
     if global_batch % world.size:
         raise OptionError(
-            f"data.order 'rank_files' needs the same batch on every rank, but the global batch is "
-            f"{global_batch} on {world.size} ranks"
+            f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
+            f"{global_batch} is not a multiple of {world.size} ranks"
         )
     source = open_rank_source(options.data.dataset_dir, world)
     class_num, notes = count_classes(source, options, world)
@@ -196,11 +206,10 @@ def _open_rank_files(
 
 
 def open_rank_source(data_dir: str, world: World) -> Source:
-    """Return the source of this rank's part: the r-th of those that ``data_dir/file_list.txt`` names.
+    """Return the source of this rank's part, the r-th entry of ``data_dir/file_list.txt``; a collective.
 
     The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
-    part for each rank, if one cannot be opened, or if their counts differ: then the ranks would not make
-    the same steps. A collective.
+    part per rank, if a part cannot be opened, or if the parts have different numbers of samples.
     """
     source: Source | None = None
     problem = ""
@@ -216,15 +225,15 @@ def open_rank_source(data_dir: str, world: World) -> Source:
     few, many = counts.index(min(counts)), counts.index(max(counts))
     if counts[few] != counts[many] or source is None:
         raise DataError(
-            f"data.order 'rank_files' needs as many samples on every rank, but rank {few} has "
-            f"{counts[few]} and rank {many} has {counts[many]}; partition the data for {world.size} "
-            "ranks anew, or use another order"
+            f"data.order 'rank_files' needs the same number of samples on every rank, but rank {few} has "
+            f"{counts[few]} and rank {many} has {counts[many]}; partition the data again for {world.size} "
+            "ranks, or use another order"
         )
     return source
 
 
 def _open_part(data_dir: str, part: str) -> Source:
-    """Return the source of one part: base64 lines, unless its name tells another format."""
+    """Return the source of one part: base64 lines, unless its suffix indicates another format."""
     is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
     if is_plain_text and not Path(part).is_dir():
         return Base64Source(data_dir, files=[part])
@@ -235,31 +244,31 @@ def _own_part(data_dir: str, world: World) -> str:
     parts = read_file_list(data_dir, must_exist=False)
     if len(parts) != world.size:
         raise DataError(
-            f"data.order 'rank_files' needs a part for each rank, but {data_dir}/file_list.txt names "
-            f"{len(parts)} for {world.size} ranks; start {len(parts)} ranks, or partition the data anew"
+            f"data.order 'rank_files' needs one part per rank, but {data_dir}/file_list.txt lists "
+            f"{len(parts)} parts for {world.size} ranks; start {len(parts)} ranks, or partition the data "
+            "again"
         )
     return parts[world.rank]
 
 
 def _check_several(options: Config, reader: Any) -> None:
-    """Raise OptionError for what several data sets do not go with."""
+    """Raise OptionError for options that cannot be used with several data sets."""
     if reader is not None:
-        raise OptionError(
-            "train_reader is set beside several data sets (data.datasets); leave one of the two out"
-        )
+        raise OptionError("both train_reader and data.datasets are set; remove one of them")
     if "head.class_num" in options.explicit and options.head.class_num is not None:
         raise OptionError(
-            "head.class_num is set, but each of several data sets has classes of its own; give class_num "
-            "to add_dataset, or leave it out"
+            "head.class_num is set, but each of the data sets has its own classes; pass class_num to "
+            "add_dataset, or remove the option"
         )
     if options.data.order == "rank_files":
         raise OptionError(
-            "data.order 'rank_files' is for one data set; use 'global', 'block' or 'sequential'"
+            "data.order 'rank_files' cannot be used with several data sets; use 'global', 'block' or "
+            "'sequential'"
         )
     if options.data.last_batch == "keep":
         raise OptionError(
-            "data.last_batch is 'keep', but every step over several data sets has the same number of images "
-            "of each; use 'pad' or 'drop'"
+            "data.last_batch 'keep' cannot be used with several data sets, as every step has the same number "
+            "of images from each; use 'pad' or 'drop'"
         )
 
 
@@ -270,7 +279,7 @@ def _open_several(
     global_batch: int,
     checkpoint: OpenedCheckpoint | None,
 ) -> TrainingData:
-    """Return the data of all data sets of `data.datasets`: of each, a share of every step."""
+    """Open all data sets of `data.datasets`; every step takes a share of its images from each."""
     wanted = options.data_sets()
     counts = split_batch(global_batch, [one.weight for one in wanted])
     own_options = [_options_of_set(options, one) for one in wanted]
@@ -278,8 +287,8 @@ def _open_several(
     class_names: dict[str, ClassNames] = {}
     if "data.dataset_dir" in options.explicit:
         notes.append(
-            f"note: of {options.data.dataset_dir} only the pair files are used: the images to "
-            "train on are those of the data sets that were added"
+            f"note: data.datasets is set, so only pair files are read from {options.data.dataset_dir}, no "
+            "training images"
         )
     for one, own, per_step in zip(wanted, own_options, counts, strict=True):
         with _naming(one.name):
@@ -292,8 +301,8 @@ def _open_several(
         sets.append(TrainingSet(one.name, own, class_num, len(source), per_step, seed))
         sources.append(source)
         notes.append(
-            f"data set {one.name}: {len(source):,} images of {class_num:,} classes ({own.data.dataset_dir}), "
-            f"{own.head.loss_type}, {per_step} of the {global_batch} images of a step"
+            f"data set {one.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} classes, "
+            f"loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
         )
         notes += [f"{one.name}: {note}" for note in about]
     class_nums = [one.class_num for one in sets]
@@ -301,7 +310,7 @@ def _open_several(
     if options.data.train_image_num not in (None, len(joined)):
         raise OptionError(
             f"data.train_image_num is {options.data.train_image_num}, but the data sets have {len(joined)} "
-            "images; leave it out, or fix them"
+            "images; remove the option, or fix the data sets"
         )
     steps = _epoch_steps(options, len(joined), global_batch)
     plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
@@ -312,7 +321,7 @@ def _open_several(
 
 
 def _options_of_set(options: Config, one: DataSet) -> Config:
-    """Return a data set's options, all checked before any data is read."""
+    """Return the options of a data set, validated before any data is read."""
     with _naming(one.name):
         own = options_of(options, one)
         margin_of(own)
@@ -320,14 +329,14 @@ def _options_of_set(options: Config, one: DataSet) -> Config:
 
 
 def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
-    """Return the steps of an epoch of the run."""
+    """Return the number of steps per epoch."""
     steps = options.train.epoch_steps
     if steps is None:
         steps = count_steps(num_samples, global_batch, options.data.last_batch)
     if steps == 0:
         raise DataError(
-            f"last_batch 'drop' leaves no step: all data sets have {num_samples} samples, fewer than the "
-            f"global batch of {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
+            f"data.last_batch 'drop' leaves no step per epoch: the data sets have {num_samples} samples, "
+            f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
         )
     return steps
 
@@ -348,7 +357,7 @@ def _share(one: TrainingSet, options: Config) -> Share:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Let errors say which data set they are about."""
+    """Add the name of the data set to errors."""
     try:
         yield
     except DataError as error:
@@ -358,19 +367,19 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def check_save_dir(source: Source, options: Config) -> None:
-    """Refuse to save into a folder whose folders are classes."""
+    """Raise OptionError if the save folder would become a class folder of the dataset."""
     save_dir = Path(options.checkpoint.save_dir).resolve()
     if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
         raise OptionError(
             f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
-            "where every folder is a class; choose another"
+            "where every folder is a class; choose a folder outside of it"
         )
 
 
 def make_recipe(
     options: Config, transform: Transform | None, class_num: int, first_sample: int = 0
 ) -> Recipe:
-    """Return how a sample becomes an image, as the options say; see `Recipe`."""
+    """Return how samples are decoded and augmented; see `Recipe`."""
     data = options.data
     brightness, contrast, saturation = data.colour_jitter
     augmentation = Augmentation(
@@ -399,15 +408,15 @@ def source_loader(
     options: Config,
     world: World,
 ) -> SourceLoader:
-    """Return the loader of a source, behind a cache if the options ask for one."""
+    """Return the loader of a source, with a cache if `data.cache` is set."""
     data = options.data
     kind, reason = choose_kind(data.loader, source, recipe, data.num_workers)
     if data.cache != "none":
         if kind == "processes" and data.num_workers:
             way_out = "set_num_workers(0)" if data.loader == "auto" else "set_loader('auto')"
             raise OptionError(
-                f"data.cache '{data.cache}' is shared by threads, but this run reads by processes, "
-                f"{reason}; {way_out}, or leave the cache out"
+                f"data.cache '{data.cache}' works only with threads, but this run loads images with "
+                f"processes, {reason}; {way_out}, or remove the cache"
             )
         cache: MemoryCache | DiskCache = MemoryCache(data.cache_bytes)
         if data.cache == "disk":

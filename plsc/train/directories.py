@@ -1,4 +1,4 @@
-"""Where a run saves, and which checkpoint it loads: a path, a URL, or "last" or "best" of a folder."""
+"""Choose the folder in which a run saves, and the checkpoint that it loads: path, URL, "last" or "best"."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.logs import METRICS_NAME, PLOT_NAME
 
-LAST, BEST = "last", "best"  # of the save_dir, in place of a path
-SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # that a run writes next to its checkpoints
+LAST, BEST = "last", "best"  # checkpoints of save_dir, instead of a path
+SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # files that a run writes next to its checkpoints
 logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"version_[0-9]{1,18}")
-_EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of an epoch's checkpoint
-_START_SECONDS = 20.0  # for a store to answer before training begins
+_EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of the checkpoint of an epoch
+_START_SECONDS = 20.0  # timeout of a store before training starts
 _LARGEST_BEST = 2**16  # bytes
 
 
 @dataclass(frozen=True)
-class Home:
-    """A folder in which one run saves, and its store: those of save_dir itself, or of a version in it."""
+class RunFolder:
+    """A folder in which one run saves, and its store: save_dir itself, or one of its versions."""
 
     version: str
     local: Store
@@ -50,17 +50,17 @@ class Home:
 
     @property
     def stores(self) -> list[Store]:
-        """Return the folder, and the store if there is one."""
+        """The folder, and the remote store if there is one."""
         return [self.local] if self.remote is None else [self.local, self.remote]
 
     def name_of(self, locations: Collection[str]) -> str:
-        """Return the name of the checkpoint at one of some paths or URLs if it is in here, else nothing."""
+        """Return the name of the checkpoint if one of its paths or URLs is in this folder, else ''."""
         here = {_resolved(store.url) for store in self.stores}
         names = [base_name(one) for one in map(_resolved, locations) if parent_of(one) in here]
         return names[0] if names else ""
 
     def holds_other_run(self, run_id: str) -> bool:
-        """Whether some checkpoint in here carries the id of another run, or this is a link to elsewhere."""
+        """Return whether a checkpoint here has another run id, or the folder is a symbolic link."""
         if self.version and self.local.is_link(""):
             return True
         found = [manifest for store in self.stores for _, manifest in checkpoints_in(store)]
@@ -69,10 +69,16 @@ class Home:
 
 @dataclass(frozen=True)
 class Start:
-    """Which run this is, where it saves (a folder, and the URL of a store or None), and what it resumes.
+    """The identity of a run, the folder in which it saves, and the checkpoint that it resumes.
 
-    checkpoint: its local folder and manifest, None if the run begins anew. resumed: its name if it is in the
-    folder or store where this run saves, else empty. launches: of all ranks. note: for the user.
+    Attributes:
+        local: folder on this machine.
+        url: URL of the store, or None.
+        run_id: id of the run, stored in its checkpoints.
+        resumed: name of the resumed checkpoint if it is in `local` or `url`, else ''.
+        launches: launcher ids of all ranks.
+        note: log line about this choice.
+        checkpoint: local folder and manifest of the resumed checkpoint; None if the run starts from scratch.
     """
 
     local: Path
@@ -86,9 +92,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Directories:
-    """Where a run saves: its `start`, and the store where each checkpoint is sent, too.
+    """The folder in which a run saves, and the store to which it uploads.
 
-    is_shared: all ranks see the same folder. is_owner: this rank tidies it on its machine.
+    is_shared: all ranks see the same folder. is_owner: this rank deletes old files on its machine. lock: the
+    lock of the folder, held by its owner.
     """
 
     start: Start
@@ -103,33 +110,33 @@ class Directories:
         return self.start.local
 
     def release(self) -> None:
-        """Let other runs save here."""
+        """Release the lock of the folder, so that other runs can save to it."""
         if self.lock is not None:
             self.lock.release()
 
 
-def homes_of(options: Config) -> list[Home]:
-    """Return where runs of this save_dir may have saved: its versions, the newest first, then itself.
+def list_run_folders(options: Config) -> list[RunFolder]:
+    """Return the folders in which runs may have saved: the versions of save_dir, newest first, then save_dir.
 
-    Raises DataError if a store does not answer.
+    Raises DataError if a store does not respond.
     """
     local, url = _roots(options)
-    top = _home(local, url, "")
+    top = _run_folder(local, url, "")
     names = {name for store in top.stores for name in store.names(only_folders=True)}
     known = sorted(filter(_VERSION.fullmatch, names), key=_number, reverse=True)
-    return [*(_home(local, url, version) for version in known), top]
+    return [*(_run_folder(local, url, version) for version in known), top]
 
 
-def interrupted_home(homes: list[Home], launches: Collection[str]) -> Home | None:
-    """Return where ranks that the launcher has replaced by this one's were saving; None if it replaced none.
+def find_interrupted(run_folders: list[RunFolder], launches: Collection[str]) -> RunFolder | None:
+    """Return the folder in which ranks were saving that the launcher has restarted, None if there is none.
 
-    A launcher's agent is in the note of the lock; this process may have trained before.
+    The note in the lock of a folder names the launcher. Locks of this process belong to an earlier run.
     """
-    for home in homes:
-        note = lock_note(Path(home.local.url))
+    for run_folder in run_folders:
+        note = lock_note(Path(run_folder.local.url))
         is_this_process = (note.get("host"), note.get("pid")) == (socket.gethostname(), os.getpid())
         if not is_this_process and not set(launches).isdisjoint(note.get("launches", [])):
-            return home
+            return run_folder
     return None
 
 
@@ -140,47 +147,47 @@ def choose_start(
     locations: Collection[str],
     run_id: str,
 ) -> Start:
-    """Return which run this is; for one process.
+    """Choose the folder and the id of the run; called by one process.
 
-    A run saves only where its own options say, and only where no other run's checkpoints are: a checkpoint
-    that is in such a folder is resumed in place; from any other one, or from none, a new run begins in
-    save_dir, or in its next version if save_dir has checkpoints. interrupted: the version of
-    `interrupted_home`. locations, run_id: of the checkpoint to resume, if any.
+    A run saves only within its save_dir, and never next to checkpoints of another run. A checkpoint in such a
+    folder is resumed in place. Otherwise a new run saves to save_dir, or to its next version if save_dir has
+    checkpoints. interrupted: the version from `find_interrupted`. locations, run_id: paths and run id of the
+    checkpoint to resume, if any.
     """
-    homes = homes_of(options)
+    run_folders = list_run_folders(options)
     fresh = secrets.token_hex(8)
 
-    def start(home: Home, run_id: str, resumed: str = "", note: str = "") -> Start:
-        url = None if home.remote is None else home.remote.url
-        return Start(Path(home.local.url), url, run_id, resumed, sorted(launches), note)
+    def start(run_folder: RunFolder, run_id: str, resumed: str = "", note: str = "") -> Start:
+        url = None if run_folder.remote is None else run_folder.remote.url
+        return Start(Path(run_folder.local.url), url, run_id, resumed, sorted(launches), note)
 
-    for home in homes:
-        name = home.name_of(locations)
+    for run_folder in run_folders:
+        name = run_folder.name_of(locations)
         is_resumed = name and not options.checkpoint.new_version
-        if home.version == interrupted or (
-            interrupted is None and is_resumed and not home.holds_other_run(run_id)
+        if run_folder.version == interrupted or (
+            interrupted is None and is_resumed and not run_folder.holds_other_run(run_id)
         ):
-            return start(home, run_id if name and run_id else fresh, name)
-    taken = [store for store in homes[-1].stores if checkpoints_in(store)]
+            return start(run_folder, run_id if name and run_id else fresh, name)
+    taken = [store for store in run_folders[-1].stores if checkpoints_in(store)]
     if not taken and not options.checkpoint.new_version:
-        return start(homes[-1], fresh)
-    newest = _number(homes[0].version) if len(homes) > 1 else -1
+        return start(run_folders[-1], fresh)
+    newest = _number(run_folders[0].version) if len(run_folders) > 1 else -1
     version = f"version_{max(newest, 0 if taken else -1) + 1}"
     note = ""
     if taken and not options.checkpoint.new_version:
         note = (
-            f"{taken[-1].shown} holds checkpoints of an earlier run; this run saves to "
-            f"{shown(join(options.checkpoint.save_dir, version))} (set_checkpoint_dir('last') resumes the "
-            "newest run)"
+            f"{taken[-1].shown} contains checkpoints of an earlier run, so this run saves to "
+            f"{shown(join(options.checkpoint.save_dir, version))}; to resume the newest run instead, use "
+            "set_checkpoint_dir('last')"
         )
-    return start(_home(*_roots(options), version), fresh, note=note)
+    return start(_run_folder(*_roots(options), version), fresh, note=note)
 
 
 def open_directories(options: Config, world: World, start: Start) -> Directories:
-    """Return the directories of a run that is about to begin: tidied after a kill, and locked. Collective.
+    """Lock the directories of a run, and clean up after a killed run; a collective.
 
-    Raises CheckpointError on all ranks: another run saves there, something that is no checkpoint has the name
-    of one, no permission, a store that does not answer (within a minute).
+    Raises CheckpointError on all ranks if another run saves there, if something else has the name of a
+    checkpoint, if a permission is missing, or if a store does not respond within a minute.
     """
     local = start.local
     index, count = rank_on_shared_disk(local, world)
@@ -193,13 +200,15 @@ def open_directories(options: Config, world: World, start: Start) -> Directories
         locks.append(FolderLock(local, {"launches": start.launches}))
         folder = Store(local)
         for name in clean(folder):
-            logger.warning(f"{local / name} was being replaced when a run was killed; it is back")
+            logger.warning(f"a run was killed while it replaced {local / name}; the old version was restored")
         for name in folder.names():
             if name in SMALL_FILES and not stat.S_ISREG((local / name).lstat().st_mode):
-                raise CheckpointError(f"{local / name} is no regular file; remove it, or save elsewhere")
-            # Where an epoch is to be saved, which a run ended by its steps may have billions of.
+                raise CheckpointError(
+                    f"{local / name} is not a regular file; remove it, or save to another folder"
+                )
+            # Check existing names, not all epochs: a run limited by train.steps may have billions of epochs.
             if _EPOCH.fullmatch(name) and int(name) < options.train.epochs:
-                check_replaceable(folder, name)  # now, and not after an epoch of training
+                check_replaceable(folder, name)  # fail now, not after an epoch of training
 
     on_every_rank(world, f"save to {local}", claim)
     is_shared = min(on_every_rank(world, "count ranks", lambda: count)) == world.size
@@ -211,25 +220,25 @@ def open_directories(options: Config, world: World, start: Start) -> Directories
 
 
 def _roots(options: Config) -> tuple[Path, str | None]:
-    """Return the folder of this machine for save_dir, which may be a URL, and the URL of its store."""
+    """Return the local folder of save_dir, which may be a URL, and the URL of its store, if any."""
     checkpoint = options.checkpoint
     save_dir, upload_dir = checkpoint.save_dir, checkpoint.upload_dir
     if not is_url(save_dir):
         return Path(save_dir), upload_dir
     if upload_dir is not None:
         raise OptionError(
-            f"save_dir is a URL, and upload_dir is set, too ({shown(upload_dir)}); checkpoints are sent "
-            "to one store: leave one of the two out"
+            f"save_dir is a URL, and upload_dir is set too ({shown(upload_dir)}), but checkpoints are "
+            "uploaded to one store only; remove one of the two options"
         )
     local = checkpoint.local_dir
     return folder_for("runs", save_dir) if local is None else Path(local), save_dir
 
 
-def _home(local: Path, url: str | None, version: str) -> Home:
+def _run_folder(local: Path, url: str | None, version: str) -> RunFolder:
     remote = None
     if url is not None:
         remote = Store(join(url, version) if version else url, total_seconds=_START_SECONDS)
-    return Home(version, Store(local / version), remote)
+    return RunFolder(version, Store(local / version), remote)
 
 
 def _number(version: str) -> int:
@@ -241,7 +250,7 @@ def _resolved(location: str) -> str:
 
 
 def _open_store(url: str, options: Config, world: World, is_own: bool) -> Store:
-    """Return the store, once it has answered; what a kill left there is removed if it is this run's."""
+    """Return the store after checking that it responds; clean up after a kill if `is_own`."""
     opened: list[Store] = []
 
     def reach() -> None:
@@ -254,44 +263,42 @@ def _open_store(url: str, options: Config, world: World, is_own: bool) -> Store:
             store.exists()
         opened.append(Store(url, total_seconds=options.checkpoint.store_timeout))
 
-    on_every_rank(world, f"reach {shown(url)}", reach)
+    on_every_rank(world, f"connect to {shown(url)}", reach)
     return opened[0]
 
 
 def open_load_dir(options: Config, world: World) -> OpenedCheckpoint:
-    """Return the local folder of the checkpoint to load, fetched if need be, and its manifest; a collective.
+    """Return the local folder of the checkpoint to load, downloaded if necessary, and its manifest.
 
-    Raises OptionError if none is named, CheckpointError if there is none.
+    A collective. Raises OptionError if no checkpoint is set, CheckpointError if it does not exist.
     """
     opened = open_to_resume(options, world)
     if opened is not None:
         return opened
     if options.checkpoint.load_dir is None:
-        raise OptionError(
-            "there is no checkpoint to load; call set_checkpoint_dir, or give --checkpoint.load_dir"
-        )
+        raise OptionError("no checkpoint is set; call set_checkpoint_dir, or pass --checkpoint.load_dir")
     raise CheckpointError(
-        f"checkpoint.load_dir is {LAST!r}, but {shown(options.checkpoint.save_dir)} holds no checkpoint; "
-        "train first, or give the path of one"
+        f"checkpoint.load_dir is {LAST!r}, but {shown(options.checkpoint.save_dir)} contains no checkpoint; "
+        "train first, or set the path of a checkpoint"
     )
 
 
 def open_to_resume(options: Config, world: World) -> OpenedCheckpoint | None:
-    """Return the checkpoint that training resumes, and its manifest; None to begin anew; a collective.
+    """Return the checkpoint to resume and its manifest; None to start from scratch; a collective.
 
-    A run with "last" begins anew (or from `checkpoint.download_dir`) where nothing was saved yet, so that
-    the same script starts, and is started again.
+    With "last", a run starts from scratch (or from `checkpoint.download_dir`) if nothing has been saved yet,
+    so that the same script can start and resume the run.
     """
-    return _open(options, world, ())[0]
+    return _resolve_checkpoint(options, world, ())[0]
 
 
 def open_start(options: Config, world: World) -> Start:
-    """Return which run this is, and the checkpoint that it resumes, if any; a collective.
+    """Choose the folder of the run and the checkpoint that it resumes, if any; a collective.
 
-    Ranks that a launcher started in place of those that failed resume the run that these had begun.
+    Ranks that a launcher restarts after a failure resume the interrupted run.
     """
     launches = {one for one in world.all_gather_object(world.launch_id) if one}
-    checkpoint, locations, interrupted = _open(options, world, launches)
+    checkpoint, locations, interrupted = _resolve_checkpoint(options, world, launches)
     run_id = "" if checkpoint is None else checkpoint[1].run_id
 
     def choose() -> Start | None:
@@ -305,7 +312,7 @@ def open_start(options: Config, world: World) -> Start:
 
 
 def open_checkpoint(path: Path) -> Manifest:
-    """Return the manifest at `path`; the error names the checkpoints when it is a folder of some."""
+    """Return the manifest at `path`. If `path` is a folder of checkpoints, the error lists them."""
     try:
         return read_manifest(path)
     except CheckpointError as error:
@@ -313,32 +320,34 @@ def open_checkpoint(path: Path) -> Manifest:
         if not inside:
             raise
         raise CheckpointError(
-            f"{path} is not a checkpoint but holds some: {', '.join(inside)}; "
-            f"give one of them, such as {path / inside[-1]}"
+            f"{path} is not a checkpoint but a folder of checkpoints: {', '.join(inside)}; "
+            f"use one of them, such as {path / inside[-1]}"
         ) from error
 
 
-def _open(
+def _resolve_checkpoint(
     options: Config, world: World, launches: Collection[str]
 ) -> tuple[OpenedCheckpoint | None, set[str], str | None]:
-    """Return the checkpoint to load, if any, and all paths and URLs that it has.
+    """Return the checkpoint to load or None, all its paths and URLs, and the interrupted version or None.
 
-    And the version in which ranks of one of these `launches` were saving, None if there is none.
+    The interrupted version is the one in which ranks of one of these `launches` were saving.
     """
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
     (folder, found_url), interrupted = on_every_rank(
         world,
         f"find the {place if place in (LAST, BEST) else LAST} checkpoint of "
         f"{shown(options.checkpoint.save_dir)}",
-        lambda: _look(options, launches) if world.is_main else ((None, None), None),
+        lambda: _find_checkpoint(options, launches) if world.is_main else ((None, None), None),
     )[0]
     locations = {str(one) for one in (folder, found_url) if one is not None}
     if locations:
-        folder = _bring(folder, found_url, world)
+        folder = _make_local(folder, found_url, world)
     else:
         if place is not None and is_url(place):
             if url is not None:
-                raise OptionError(f"both {shown(place)} and {shown(url)} are to be loaded; name one")
+                raise OptionError(
+                    f"both load_dir {shown(place)} and download_dir {shown(url)} are URLs; set only one"
+                )
             url = place
         elif place not in (None, LAST, BEST):
             folder = Path(place)
@@ -349,15 +358,15 @@ def _open(
     return opened, locations, interrupted
 
 
-def _bring(folder: Path | None, url: str | None, world: World) -> Path:
-    """Return the folder of what rank 0 found, if every rank sees it, or a copy of what is in the store."""
+def _make_local(folder: Path | None, url: str | None, world: World) -> Path:
+    """Return the folder that rank 0 found if every rank sees it, else a local copy from the store."""
     if folder is not None:
-        seen = on_every_rank(world, f"look at {folder}", (folder / MANIFEST_NAME).is_file)
+        seen = on_every_rank(world, f"read {folder}", (folder / MANIFEST_NAME).is_file)
         if all(seen):
             return folder
         if url is None:
             raise CheckpointError(
-                f"rank {seen.index(False)} does not see {folder}, where rank 0 found the checkpoint; save to "
+                f"rank {seen.index(False)} cannot read {folder}, where rank 0 found the checkpoint; save to "
                 "a folder that all machines share, or to a store (checkpoint.upload_dir)"
             )
     assert url is not None
@@ -365,78 +374,79 @@ def _bring(folder: Path | None, url: str | None, world: World) -> Path:
 
 
 _Found = tuple[Path | None, str | None]
-"""A checkpoint that was found: its folder on rank 0's machine, its URL; one of the two at least."""
+"""Folder on rank 0's machine and URL of a checkpoint; at least one of them is set."""
 
 
-def _look(options: Config, launches: Collection[str]) -> tuple[_Found, str | None]:
-    """Return what is to be loaded from where the run saves, and the version that was interrupted.
+def _find_checkpoint(options: Config, launches: Collection[str]) -> tuple[_Found, str | None]:
+    """Return the checkpoint to load from save_dir, and the interrupted version; called by one process.
 
-    For one process. Raises CheckpointError if no best checkpoint is known.
+    Raises CheckpointError if no best checkpoint is known.
     """
     wanted = options.checkpoint.load_dir
     if not launches and wanted not in (LAST, BEST):
         return (None, None), None
-    homes = homes_of(options)
-    home = interrupted_home(homes, launches)
-    interrupted = None if home is None else home.version
-    if home is not None and (found := _find(home, LAST)):
+    run_folders = list_run_folders(options)
+    run_folder = find_interrupted(run_folders, launches)
+    interrupted = None if run_folder is None else run_folder.version
+    if run_folder is not None and (found := _find_in(run_folder, LAST)):
         return found, interrupted
-    for home in homes if wanted in (LAST, BEST) else ():
-        if found := _find(home, wanted):
+    for run_folder in run_folders if wanted in (LAST, BEST) else ():
+        if found := _find_in(run_folder, wanted):
             return found, interrupted
     if wanted == BEST:
         raise CheckpointError(
-            f"{shown(options.checkpoint.save_dir)} holds no checkpoint, so none is the best; train "
-            "first, or give the path of one"
+            f"checkpoint.load_dir is {BEST!r}, but {shown(options.checkpoint.save_dir)} contains no "
+            "checkpoint; train first, or set the path of a checkpoint"
         )
     return (None, None), interrupted
 
 
-def _find(home: Home, wanted: str | None) -> _Found | None:
+def _find_in(run_folder: RunFolder, wanted: str | None) -> _Found | None:
     """Return the last or best checkpoint of a run; None if it has none."""
-    here = checkpoints_in(home.local)
-    there = [] if home.remote is None else checkpoints_in(home.remote)
+    here = checkpoints_in(run_folder.local)
+    there = [] if run_folder.remote is None else checkpoints_in(run_folder.remote)
     if not here and not there:
         return None
     local_age, remote_age = (
         max((age_key(*entry) for entry in found), default=(-1, -1, "")) for found in (here, there)
     )
     if wanted == BEST:
-        # The store has what other machines saved, too, unless it misses what is newer here.
-        name = _name_of_best(home.stores[:: -1 if remote_age >= local_age else 1])
+        # The store also has checkpoints of other machines, unless local ones are newer.
+        name = _name_of_best(run_folder.stores[:: -1 if remote_age >= local_age else 1])
     else:
         name = max(local_age, remote_age)[-1]
     is_here, is_there = (name in (entry for entry, _ in found) for found in (here, there))
     if not (is_here or is_there):
         raise CheckpointError(
-            f"{home.local.child(BEST_NAME)} names {name!r}, which is not there; give the path of a checkpoint"
+            f"{run_folder.local.child(BEST_NAME)} names {name!r}, which does not exist; set the path of a "
+            "checkpoint"
         )
     is_newer_there = is_there and remote_age > local_age
     return (
-        Path(home.local.child(name)) if is_here and not is_newer_there else None,
-        home.remote.child(name) if home.remote is not None and is_there else None,
+        Path(run_folder.local.child(name)) if is_here and not is_newer_there else None,
+        run_folder.remote.child(name) if run_folder.remote is not None and is_there else None,
     )
 
 
 def _name_of_best(stores: list[Store]) -> str:
-    """Return the name of the best checkpoint, as the first best.json says."""
+    """Return the name of the best checkpoint from the first best.json."""
     for store in stores:
         where, data = f"{store.shown}/{BEST_NAME}", store.read(BEST_NAME, _LARGEST_BEST)
         if data is not None:
             break
     else:
         raise CheckpointError(
-            f"there is no {where}, so no checkpoint is known as the best; give the path of one"
+            f"{where} does not exist, so the best checkpoint is unknown; set the path of a checkpoint"
         )
     try:
         content: Any = json.loads(data)
     except (ValueError, RecursionError):
         content = None
     named = content.get("path") if isinstance(content, dict) else None
-    # Its last part alone counts: the folder may have moved, and what is outside of it is not meant.
+    # Use only the last part: the folder may have moved, and paths outside of it are not allowed.
     name = PurePath(named).name if isinstance(named, str) else ""
     if not name or name == "..":
         raise CheckpointError(
-            f"{where} is damaged: expected the name of a checkpoint as its path; give the path of one"
+            f"{where} is damaged: expected the name of a checkpoint as its path; set the path of a checkpoint"
         )
     return name

@@ -1,4 +1,4 @@
-"""What is done with a network: verification on pair files, during training and after it, and prediction."""
+"""Verification on pair files, during training and after it, and prediction of embeddings."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _DEFAULT_TARGET = "lfw"
 _FOLDS = 10
 
 TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]
-"""``reader(dataset_dir, val_targets)`` gives what plsc.utils.jpeg_reader.test gives."""
+"""``reader(dataset_dir, val_targets)`` returns the same as plsc.utils.jpeg_reader.test."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A set of pairs: images 2p and 2p + 1 are pair p.
+    """A pair file: images 2p and 2p + 1 are pair p.
 
-    images: [2P] encoded, or arrays as a reader gave them; is_same: bool [P].
+    images: [2P] encoded images, or arrays from a reader. is_same: bool [P].
     """
 
     name: str
@@ -65,10 +65,9 @@ class Target:
 
 
 def load_targets(options: Config, test_reader: TestReader | None = None) -> list[Target]:
-    """Return the pair files that `data.val_targets` names, in order.
+    """Return the pair files that `data.val_targets` names, in order; by default lfw.bin if it exists.
 
-    When nothing was named, lfw.bin is taken if it is there. Raises DataError for a file that is
-    missing or broken, or has too few pairs for ten folds.
+    Raises DataError for a missing or damaged file, or one with too few pairs for ten folds.
     """
     names = options.data.val_targets
     folder = Path(options.data.dataset_dir)
@@ -79,7 +78,7 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
             for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
         ]
     else:
-        folder = folder.parent if folder.is_file() else folder  # beside a train.rec, say
+        folder = folder.parent if folder.is_file() else folder  # such as the folder of train.rec
         if names is None:
             names = _DEFAULT_TARGET if (folder / f"{_DEFAULT_TARGET}.bin").exists() else ""
         targets = []
@@ -90,8 +89,8 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
         same = int(target.is_same.sum())
         if len(target.is_same) < _FOLDS or same in (0, len(target.is_same)):
             raise DataError(
-                f"{target.name} has {len(target.is_same)} pairs, {same} of them same; expected at "
-                f"least {_FOLDS} pairs, both same and different ones"
+                f"{target.name} has {len(target.is_same)} pairs, {same} of them of the same class; expected "
+                f"at least {_FOLDS} pairs, with both same and different classes"
             )
     return targets
 
@@ -99,7 +98,7 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
 def evaluate_targets(
     network: BaseModel, targets: Sequence[Target], options: Config, world: World
 ) -> dict[str, VerificationResult]:
-    """Return the ten-fold verification of every target, the same on all ranks; a collective."""
+    """Return the ten-fold verification of every pair file, identical on all ranks; a collective."""
     results = {}
     network = evaluated(network, options, world)
     for target in targets:
@@ -115,7 +114,7 @@ def evaluate_targets(
                 name=target.name,
                 num_threads=options.data.num_workers,
             )
-        # Every rank has all embeddings; one judges them, so that all report the same bits.
+        # Every rank has all embeddings, but only one evaluates them, so that results are identical.
         result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
         results[target.name] = world.broadcast_object(result)
     return results
@@ -123,10 +122,10 @@ def evaluate_targets(
 
 @dataclass
 class Prediction:
-    """Embeddings float32 [N, D], not normalised; names and labels of the N images, in their order.
+    """Embeddings, names and labels of N images, in the order of the dataset.
 
-    A name is the path of the file, or says which sample of a reader it is. A label is -1 where the reader
-    gave none.
+    embeddings: float32 [N, D], not normalised. names: path of the file, or ``sample <n>`` of a reader.
+    labels: int64 [N], -1 for images of a reader without labels.
     """
 
     embeddings: np.ndarray
@@ -140,8 +139,8 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
     targets = load_targets(config, user.test_reader)
     if not targets:
         raise DataError(
-            f"there is nothing to test on in {config.data.dataset_dir}; put a pair file there and "
-            "name it with set_val_targets"
+            f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "
+            "set_val_targets"
         )
     results = evaluate_targets(network, targets, config, world)
     if world.is_main:
@@ -152,9 +151,9 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
 
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
-    """Return the embeddings of the dataset's images, or of the predict reader's.
+    """Return the embeddings of the images of the dataset or the predict reader.
 
-    Classes with names are numbered as in the checkpoint, those that it lacks behind its own.
+    Classes with names are numbered as in the checkpoint; new classes follow after them.
     """
     checkpoint = open_load_dir(options.resolve(), world)
     network, config = load_for_run(options, world, user.model, checkpoint)
@@ -167,7 +166,7 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     if class_names is not None and saved is not None:
         assert isinstance(source, IndexedSource)
         source.renumber(saved.numbered(class_names))
-    # A Dataset of the user's own may not be made for several threads.
+    # A custom Dataset may not be thread-safe.
     threads = 0 if isinstance(source, TorchDatasetSource) else config.data.num_workers
     images = ImagesOf(source, range(len(source)))
     embeddings = _embed(network, images, config, world, config.data.dataset_dir, threads)
@@ -222,9 +221,9 @@ def load_for_run(
     custom: BaseModel | None,
     checkpoint: OpenedCheckpoint | None = None,
 ) -> tuple[BaseModel, Config]:
-    """Return a checkpoint's network, and the configuration with what the checkpoint decides of it.
+    """Return the network of a checkpoint, and the configuration with the checkpoint's model options.
 
-    custom: the user's network, which takes the weights. checkpoint: by default that of `checkpoint.load_dir`.
+    custom: a custom network to load the weights into. checkpoint: by default that of `checkpoint.load_dir`.
     """
     path, manifest = checkpoint or open_load_dir(options.resolve(), world)
     config = adopt(options, path, manifest, custom, "model")
@@ -238,13 +237,13 @@ def load_for_run(
     except RuntimeError as error:
         raise CheckpointError(
             f"{path} does not fit {type(network).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; use the model and image shape that were trained"
+            f"{' '.join(str(error).split())[:300]}; use the network and image shape that were trained"
         ) from error
     return network, config
 
 
 class ImagesOf:
-    """Images of a source without their labels, read when they are asked for."""
+    """The images of a source without labels, read on access."""
 
     def __init__(self, source: Source, which: range) -> None:
         self._source = source
@@ -275,7 +274,7 @@ def _embed(
 
 
 def _predict_stream(network: BaseModel, reader: Any, options: Config, world: World) -> Prediction:
-    """Every rank runs the reader; each chunk of its images is shared out over the ranks."""
+    """Predict the images of a generator: every rank reads all images and computes its share of each chunk."""
     parts: list[np.ndarray] = []
     labels: list[int] = []
     whole = reader(0, 1) if declares_shards(reader) else reader()

@@ -1,4 +1,4 @@
-"""The heads of a run, one for each of its data sets: their options, margins and optimizers of the rows."""
+"""Build the heads of a run, one per data set: options, margins and optimizers of the class weights."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ ONLY_SHARDED = (
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """A data set that was opened.
+    """One of several data sets, after it was opened.
 
-    options: the run's, with those of this data set and its head in place; class_num: its classes;
-    num_samples: its images; per_step: how many of them a step has, over all ranks; seed: of its order and of
-    its head.
+    options: options of the run with those of this data set and its head. class_num: number of classes.
+    num_samples: number of images. per_step: images per step over all ranks. seed: seed of its sample order
+    and of its head.
     """
 
     name: str
@@ -76,21 +76,18 @@ def margin_arguments(name: str) -> Mapping[str, inspect.Parameter]:
 
 
 def margin_of(options: Config) -> Margin:
-    """Return the margin of the loss type.
-
-    Raises OptionError for an option that was set and that the loss does not have.
-    """
+    """Return the margin of the loss type. Raises OptionError for a set option that the loss does not use."""
     head = options.head
     name = head.loss_type.removeprefix("dist_")
     if not head.loss_type.startswith("dist_"):
         for path in ONLY_SHARDED:
             if path in options.explicit:
                 raise OptionError(
-                    f"{path} is {options.get(path)}, but {head.loss_type} has all class rows on every rank; "
-                    f"use dist_{head.loss_type}, or leave it out"
+                    f"{path} is {options.get(path)}, but it is only for sharded class weights, and "
+                    f"{head.loss_type} is not sharded; use dist_{head.loss_type}, or remove the option"
                 )
     has = margin_arguments(name)
-    ours = options.adopted | {"head.scale"}  # the default of the scale is not the margin's
+    ours = options.adopted | {"head.scale"}  # its default here differs from that of the margin classes
     given = {
         argument: options.get(path)
         for path, argument in MARGIN_OPTIONS.items()
@@ -103,19 +100,20 @@ def margin_of(options: Config) -> Margin:
 
 
 def sampling_of(options: Config) -> Sampling | None:
-    """Return which classes take part in a step; None for a head with all class weights on every rank."""
+    """Return how classes are sampled in each step; None for a head that is not sharded."""
     head = options.head
     if not head.loss_type.startswith("dist_"):
         return None
     if head.hard_share and head.sample_ratio == 1:
         raise OptionError(
-            f"head.hard_share is {head.hard_share}, but all classes take part; set head.sample_ratio below 1"
+            f"head.hard_share is {head.hard_share}, but head.sample_ratio is 1, so no classes are sampled; "
+            "set head.sample_ratio below 1"
         )
     return Sampling(head.sample_ratio, head.hard_share)
 
 
 def with_margin(options: Config) -> Config:
-    """Return the configuration with the loss's own margin where none was set or adopted."""
+    """Return the configuration with the default margin of the loss if none was set or adopted."""
     has = margin_arguments(options.head.loss_type.removeprefix("dist_"))
     return options.changed(
         {
@@ -127,10 +125,10 @@ def with_margin(options: Config) -> Config:
 
 
 def options_of(options: Config, one: DataSet) -> Config:
-    """Return the options of a run with those of one of its data sets in place.
+    """Return the options of a run, overridden by those of one of its data sets.
 
-    A data set with a loss of its own takes of the run's options for margins the scale alone: the others
-    were chosen for another loss. One whose head is not sharded takes none of those for sharded rows.
+    A data set with another loss than the run ignores the run's margin options except the scale. A head that
+    is not sharded ignores options of sharded class weights.
     """
     loss_type = one.loss_type or options.head.loss_type
     name = loss_type.removeprefix("dist_")
@@ -154,7 +152,7 @@ def options_of(options: Config, one: DataSet) -> Config:
 def build_heads(
     options: Config, class_num: int, sets: Sequence[TrainingSet], world: World
 ) -> tuple[Head | JointHead, RowOptimizer | JointRows | None]:
-    """Return the head on its device, or one of the heads of several data sets, and its row optimizer."""
+    """Return the head on its device and its row optimizer; for several data sets, joint ones."""
     if not sets:
         return _build_one(options, class_num, world, options.train.seed)
     heads, rows = {}, {}
@@ -180,7 +178,7 @@ def _build_one(options: Config, class_num: int, world: World, seed: int) -> tupl
         row_dtype=dtype,
         initial_norm=head.initial_norm,
         offload=head.offload,
-        on_nonfinite="pass",  # the loop sees it in the loss, and names the images
+        on_nonfinite="pass",  # the training loop checks the loss, and names the images
         seed=seed,
         group=world.head_group,
     ).to(world.device)
@@ -188,7 +186,7 @@ def _build_one(options: Config, class_num: int, world: World, seed: int) -> tupl
 
 
 def head_products(options: Config) -> str:
-    """Return the type of the factors in the products of sharded heads: 'float32' or 'bfloat16'."""
+    """Return the data type of the inputs of matrix products in sharded heads: 'float32' or 'bfloat16'."""
     products = options.head.products
     if products != "auto":
         return products
@@ -196,7 +194,7 @@ def head_products(options: Config) -> str:
 
 
 def _row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:
-    """Return the optimizer of the sharded rows; `build_updates` gives it its learning rate."""
+    """Return the optimizer of sharded class weights; `build_updates` sets its learning rate."""
     optim = options.optim
     decay = options.head.weight_decay
     settings: dict[str, Any] = {"weight_decay": optim.weight_decay if decay is None else decay}

@@ -1,4 +1,4 @@
-"""A training run and its loop: next batch, forward, head, backward, step, log, maybe evaluate and save."""
+"""A training run and its loop: next batch, forward, head, backward, update, log, evaluate, save."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
-    """Train, from the start (`model.pretrained` may give weights) or from `checkpoint.load_dir`."""
+    """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
     start = open_start(options.resolve(), world)
     config = resolve_run(options, start.checkpoint, world.size, user.model)
     run = build_run(config, world, user, start.checkpoint)
@@ -64,10 +64,11 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             warm_start = start_from_pretrained(run)
             lines += warm_start.lines() if warm_start else []
             seed_generators(world, config.train.seed)
-        log = RunLog(directories.local, world.is_main, run.position.step, run.total_steps)
+        epochs = None if config.train.steps else config.train.epochs
+        log = RunLog(directories.local, world.is_main, run.position.step, run.total_steps, epochs)
         with closing(log):
             for line in [*describe_run(run, start.checkpoint), *lines]:
-                log.say(line)
+                log.message(line)
             result = Trainer(run, log, Saver(run, log, directories)).train()
         result.warm_start = warm_start
         return result
@@ -76,14 +77,14 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
 
 
 class StepWatch(Protocol):
-    """Looks on as the steps are made."""
+    """Callbacks of the training loop, for `plsc profile`."""
 
     def begin_step(self) -> None:
-        """A step begins; the loop's other work since the step before is done."""
+        """Called before each step."""
         ...
 
     def end_step(self, images: int) -> None:
-        """A step of so many images, of all ranks, is made."""
+        """Called after each step; images: size of the global batch."""
         ...
 
 
@@ -91,11 +92,17 @@ class StepWatch(Protocol):
 class TrainResult:
     """The outcome of a training run.
 
-    steps: steps made in all; epochs: epochs finished; metrics: the last logged step, as in
-    metrics.jsonl; evaluation: the last result for each pair file; checkpoint: the last one saved.
-    best_model_path: the best checkpoint that is there; best_model_score: its value of best_metric
-    (checkpoint.monitor). unsent: checkpoints that are whole on this machine and could not be sent to
-    the store. warm_start: what of `model.pretrained` the run began with.
+    Attributes:
+        steps: number of steps, those before a resume included.
+        epochs: number of finished epochs.
+        metrics: metrics of the last logged step, as in metrics.jsonl.
+        evaluation: the last result of each pair file.
+        checkpoint: the last checkpoint that was saved.
+        best_model_path: the best checkpoint in the save folder.
+        best_model_score: its value of `best_metric`.
+        best_metric: the metric of `checkpoint.monitor`.
+        unsent: checkpoints that are complete on this machine but could not be uploaded.
+        warm_start: the weights that were loaded from `model.pretrained`.
     """
 
     steps: int
@@ -111,7 +118,10 @@ class TrainResult:
 
 
 class Trainer:
-    """Trains a run to its last epoch or step. All methods are collectives. watch: looks on."""
+    """Trains a run to its last epoch or step. All methods are collectives.
+
+    watch: callbacks before and after each step.
+    """
 
     def __init__(self, run: Run, log: RunLog, saver: Saver, watch: StepWatch | None = None) -> None:
         self._run = run
@@ -125,7 +135,7 @@ class Trainer:
         self._since_save = Mean()
         self._last_loss = math.nan
         self._evaluated_at = -1
-        self._is_length_told = False
+        self._has_warned_of_length = False
         self._first_step = run.position.step + 1
         loader = run.data.loader
         is_generator = isinstance(loader, ReaderLoader)
@@ -143,47 +153,47 @@ class Trainer:
         self._result = TrainResult(run.position.step, run.position.epoch, metrics={})
 
     def train(self) -> TrainResult:
-        """Return the outcome.
+        """Train and return the result.
 
         Raises TrainingError for a loss that is not finite, TrainingInterrupted after SIGINT or SIGTERM,
-        once the state has been saved; DataError and CheckpointError from below.
+        once the state has been saved, and DataError or CheckpointError.
         """
         if self._is_over():
-            self._log.say(nothing_left(self._position.step, self._position.epoch))
+            self._log.message(nothing_left(self._position.step, self._position.epoch))
         with StopSignal(self._options.stop_deadline) as stop:
             while not self._is_over():
                 self._train_epoch(stop)
             self._result.unsent = self._saver.close()
-        self._note_saved()
+        self._update_result()
         return self._result
 
     def _train_epoch(self, stop: StopSignal) -> None:
-        """Train to the end of the epoch, or to the run's last step; evaluate, save and plot there."""
+        """Train to the end of the epoch or to the last step of the run; then evaluate, save and plot."""
         run, position = self._run, self._position
         run.network.train()
         self._window = Meter()
         has_ended = False
         with closing(self._read()) as batches:
-            # There may be no step left: a run may resume where an epoch has just ended.
+            # A run may resume at the end of an epoch: then no step is left.
             while not (has_ended or self._made_all_steps()):
                 has_ended = not self._train_step(batches, stop)
         expected = run.data.loader.steps_per_epoch
-        if has_ended and (line := epoch_warning(position, expected)) and not self._is_length_told:
-            self._is_length_told = True
-            self._log.say(line, logging.WARNING)
-        # The run's last step may be the epoch's last, too.
+        if has_ended and (line := epoch_warning(position, expected)) and not self._has_warned_of_length:
+            self._has_warned_of_length = True
+            self._log.message(line, logging.WARNING)
+        # The last step of the run may also be the last one of the epoch.
         if has_ended or position.step_in_epoch == expected:
             position.next_epoch()
         self._evaluate()
-        self._say(self._learning.rising(position.epoch), logging.WARNING)
+        self._message(self._learning.rising(position.epoch), logging.WARNING)
         every = run.options.checkpoint.every_n_epochs
         if self._is_over() or (every and position.epoch % every == 0):
             self._save()
         self._log.plot()
-        self._bad_samples.say()
+        self._bad_samples.log_summary()
 
     def _train_step(self, batches: Generator[Batch, None, None], stop: StopSignal) -> bool:
-        """Make the next step, with what is due after it; return False where the epoch has no more batches."""
+        """Run the next step, then log, evaluate and save if due; return False at the end of the epoch."""
         run, position, window = self._run, self._position, self._window
         if self._watch is not None:
             self._watch.begin_step()
@@ -193,25 +203,25 @@ class Trainer:
         window.batch_arrived()
         with span("synchronise ranks"):
             is_saving = not self._saver.is_done()
-            agreed = agree(run.world, batch, run.head.class_num, stop.number, is_saving)
-        if not agreed.is_saving:
-            self._saver.settle()
-        if agreed.signal:
-            self._save_and_stop(agreed.signal)
-        if agreed.has_ended or batch is None:
+            status = exchange_status(run.world, batch, run.head.class_num, stop.number, is_saving)
+        if not status.is_saving:
+            self._saver.finish_save()
+        if status.signal:
+            self._save_and_stop(status.signal)
+        if status.has_ended or batch is None:
             return False
         is_logged = self._is_logged()
-        made = self._step.make(batch, agreed.sizes, is_logged)
-        self._bad_samples.note(batch.problems)
+        made = self._step.make(batch, status.sizes, is_logged)
+        self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
         window.end_step(made.output.batch, batch.skipped)
         if self._watch is not None:
             self._watch.end_step(made.output.batch)
-        self._say(self._data_wait.add(position.step_in_epoch, window.wait, window.step))
+        self._message(self._data_wait.add(position.step_in_epoch, window.wait, window.step))
         if position.step == self._first_step and not is_logged:
-            self._say(slow_start(window.step, self._options.log_period))
+            self._message(slow_start(window.step, self._options.log_period))
         self._read_losses(everything=is_logged)
-        del batch  # its memory is used again for the next one
+        del batch  # its memory is reused for the next one
         with span("log"):
             self._log.advance()
             if is_logged:
@@ -224,7 +234,7 @@ class Trainer:
         return True
 
     def _read(self) -> Generator[Batch, None, None]:
-        """Yield what is left of the epoch."""
+        """Yield the remaining batches of the epoch."""
         run, position = self._run, self._position
         batches = run.data.loader.epoch(position.epoch, position.step_in_epoch)
         if run.options.speed.overlap_copies:
@@ -232,7 +242,7 @@ class Trainer:
         return batches
 
     def _read_losses(self, everything: bool = True) -> None:
-        """Count the losses that are here; `everything` waits for them."""
+        """Collect losses that are available; with `everything`, wait for all of them."""
         for loss, images in self._step.losses.read(everything):
             self._last_loss = loss
             self._window.add_loss(loss)
@@ -260,22 +270,22 @@ class Trainer:
         sizes = [part.batch for part in output.parts.values()] or [output.batch]
         batch = min(sizes) // self._options.micro_batches
         rank = metrics["effective_rank"]
-        self._say(self._learning.spread(self._position.step, rank, batch), logging.WARNING)
-        self._say(self._learning.rising(self._position.epoch), logging.WARNING)
+        self._message(self._learning.spread(self._position.step, rank, batch), logging.WARNING)
+        self._message(self._learning.rising(self._position.epoch), logging.WARNING)
 
-    def _say(self, line: str | None, level: int = logging.INFO) -> None:
+    def _message(self, line: str | None, level: int = logging.INFO) -> None:
         if line:
-            self._log.say(line, level)
+            self._log.message(line, level)
 
     def _metrics_of_scaling(self) -> dict[str, float]:
-        """Return the loss scale of the next step, and how many steps were skipped in all."""
+        """Return the loss scale of the next step, and the total number of skipped steps."""
         scaler = self._run.scaler
         if scaler is None:
             return {}
         return {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
 
     def _metrics_of_heads(self, output: HeadOutput) -> dict[str, float | None]:
-        """Return the measures of each of several heads: ``loss/<name>`` and so on."""
+        """Return the metrics of each of several heads: ``loss/<name>`` and so on."""
         found: dict[str, float | None] = {}
         for name, part in output.parts.items():
             found[f"loss/{name}"] = _finite(part.mean_loss)
@@ -284,29 +294,29 @@ class Trainer:
         return found
 
     def _evaluate(self) -> None:
-        """Judge the network on the pair files, with the same batch-norm statistics on all ranks."""
+        """Evaluate the network on the pair files, with identical batch-norm statistics on all ranks."""
         run = self._run
         self._read_losses()
         if not run.targets:
             return
-        # In this order: buffers are made equal by way of the state dict, which splits a sharded backbone.
+        # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
         with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
         self._result.evaluation = results
         self._evaluated_at = self._position.step
         plain = {name: result.as_dict() for name, result in results.items()}
-        # At the end of an epoch the position is that of the next one already.
+        # At the end of an epoch, the position is already that of the next one.
         epoch = self._position.epoch - (self._position.step_in_epoch == 0)
         self._log.evaluation(self._position.step, epoch, plain)
 
     def _save(self, *, wait: bool = False) -> None:
-        """Save at a step boundary."""
+        """Save a checkpoint at a step boundary."""
         position = self._position
-        # Nothing is saved after a bad one.
+        # Check all losses first: nothing is saved after one that is not finite.
         self._read_losses()
         stop_at_bad_weights(self._run.world, position, self._run.network)
         self._bad_samples.gather()
-        # Of the epoch that ended, counted from 0, as in the original.
+        # The number of the epoch that ended, counted from 0, as in the original PLSC.
         name = str(position.epoch - 1)
         if position.step_in_epoch:
             name = f"{position.epoch}-step{position.step}"
@@ -318,20 +328,20 @@ class Trainer:
                 metrics[f"{target} accuracy"] = result.accuracy
         self._since_save = Mean()
         self._saver.save(name, metrics, wait=wait)
-        self._note_saved()
+        self._update_result()
 
     def _save_and_stop(self, signal_number: int) -> NoReturn:
-        """Save what was trained, send what there is time for, and raise TrainingInterrupted."""
+        """Save, upload until the deadline, and raise TrainingInterrupted."""
         position = self._position
-        if position.step_in_epoch:  # else the end of the epoch before was saved already
+        if position.step_in_epoch:  # else the end of the previous epoch has been saved
             self._save(wait=True)
         self._saver.close(seconds=self._options.stop_deadline / 2)
-        self._note_saved()
+        self._update_result()
         error = interrupted(signal_number, position.step, self._result.checkpoint)
-        self._log.say(str(error))
+        self._log.message(str(error))
         raise error
 
-    def _note_saved(self) -> None:
+    def _update_result(self) -> None:
         result, position, best = self._result, self._position, self._saver.best
         result.steps, result.epochs = position.step, position.epoch
         result.checkpoint = self._saver.last
@@ -341,13 +351,13 @@ class Trainer:
             result.best_metric = self._saver.retention.monitor or ""
 
     def _is_logged(self) -> bool:
-        """Whether the next step is: each log_period, and the last one of an epoch or of the run."""
+        """Return whether the next step is logged: every log_period, and the last of an epoch or the run."""
         step = self._position.step + 1
         is_last = self._position.step_in_epoch + 1 == self._run.data.loader.steps_per_epoch
         return step % self._options.log_period == 0 or is_last or step == self._options.steps
 
     def _is_due(self, period: int) -> bool:
-        """Whether what is done each so many steps is due now; the end of an epoch has it anyway."""
+        """Return whether a periodic action is due; not at the end of an epoch, where it is done anyway."""
         position = self._position
         is_end = position.step_in_epoch == self._run.data.loader.steps_per_epoch
         return period > 0 and position.step % period == 0 and not is_end
@@ -360,18 +370,18 @@ class Trainer:
 
 
 def _finite(value: Tensor | float | None) -> float | None:
-    """Return a measure as a number; None where there is none, as of a step whose embeddings overflowed."""
+    """Return a metric as a float, None if it is missing or not finite, as after an overflow."""
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The same on all ranks.
+class StepStatus:
+    """The status of all ranks before a step, identical on all ranks.
 
-    signal: the number of one that told any rank to stop, 0 for none; has_ended: some rank's reader has no
-    more batches; is_saving: some rank still writes a checkpoint; sizes: how many images each rank has in
-    this step, None where a label is out of range (the head looks for it, and says which).
+    signal: number of a signal that any rank received, 0 for none. has_ended: some rank has no more batches.
+    is_saving: some rank is still writing a checkpoint. sizes: images per rank in this step; None if a label
+    is out of range (the head then reports it).
     """
 
     signal: int
@@ -380,12 +390,12 @@ class Agreement:
     sizes: list[int] | None
 
 
-def agree(
+def exchange_status(
     world: World, batch: Batch | None, class_num: int, signal: int = 0, is_saving: bool = False
-) -> Agreement:
-    """Return what the ranks agree on; the arguments are this rank's. A collective.
+) -> StepStatus:
+    """Exchange the status of this rank with all others before a step; a collective.
 
-    batch: None where the reader has ended.
+    batch: None at the end of the epoch.
     """
     labels = None if batch is None else batch.labels
     is_wrong = labels is not None and bool(((labels < 0) | (labels >= class_num)).any())
@@ -397,6 +407,6 @@ def agree(
         int(is_wrong),
     )
     signals, ended, saving, sizes, wrong = zip(*gathered, strict=True)
-    return Agreement(
+    return StepStatus(
         max(signals), any(ended), any(saving), None if any(wrong) else [int(size) for size in sizes]
     )

@@ -1,4 +1,4 @@
-"""The backbone of a run: built, given its precision and layout, compiled or split over the ranks."""
+"""Build the backbone of a run: precision, memory layout, compilation, and distribution over the ranks."""
 
 from __future__ import annotations
 
@@ -38,54 +38,53 @@ logger = logging.getLogger(__name__)
 
 
 def check_network_options(options: Config, ranks: int) -> None:
-    """Raise OptionError for options of speed and precision that exclude others."""
+    """Raise OptionError for options of speed and precision that cannot be combined."""
     precision = options.precision
     if precision.mode != "float32" and options.runtime.dtype == "float64":
         raise OptionError(
-            f"precision.mode is {precision.mode}, but runtime.dtype is float64, which is for checks "
-            "in full precision; leave one of the two out"
+            f"precision.mode is {precision.mode}, but runtime.dtype is float64; remove one of the two options"
         )
     excluded = (
         (
             options.model.sync_batch_norm and ranks > 1,
-            "model.sync_batch_norm on several ranks: compiled code would have to be cut at every batch norm",
+            "model.sync_batch_norm on several ranks: every batch norm would break the compiled graph",
         ),
         (
             options.parallel.backbone == "sharded" and ranks > 1,
-            "parallel.backbone 'sharded': compiled code holds the parameters that sharding frees",
+            "parallel.backbone 'sharded': compiled code keeps the parameters that sharding frees",
         ),
         (
             options.memory.checkpoint_stages.strip() != "none",
-            "memory.checkpoint_stages: torch.compile itself decides what is computed again",
+            "memory.checkpoint_stages: torch.compile decides itself what is recomputed",
         ),
         (
             options.train.deterministic,
-            "train.deterministic: torch.compile does not promise the same results",
+            "train.deterministic: torch.compile does not guarantee equal results",
         ),
         (
             precision.white_list or precision.black_list,
-            "precision.white_list and black_list: compiled code does not call the modules that they name",
+            "precision.white_list or black_list: compiled code does not call the modules that they name",
         ),
     )
     for is_set, why in excluded if options.speed.compile else ():
         if is_set:
-            raise OptionError(f"speed.compile cannot be used with {why}; leave one of the two out")
+            raise OptionError(f"speed.compile cannot be used with {why}; remove one of the two options")
 
 
 def build_trained_network(
     options: Config, world: World, custom: BaseModel | None
 ) -> tuple[BaseModel, Assignment, SampleNumbers]:
-    """Return the backbone as it is trained, its groups of parameters, and its dropout's sample numbers."""
-    # What is split comes to its device in parts, see `spread_backbone`.
+    """Return the backbone for training, its parameter groups, and the sample numbers for dropout."""
+    # A sharded backbone is moved to the device in parts, see `distribute_backbone`.
     is_split = will_be_sharded(options, world.size)
     place = torch.device("cpu") if is_split else world.device
     network = build_network(options, world, custom, place)
-    unwrap(network)  # what an earlier run left on a network of the user's
+    unwrap(network)  # remove changes that an earlier run made to a custom network
     unfreeze(network)
     lists = look_up_lists(network, options)
     rules = read_initializations(options.model.initialization)
     initialise_by_rule(network, rules, options.train.seed)
-    # By names and types of the plain network: what follows replaces modules.
+    # Patterns match names and types of the plain network: the next lines replace modules.
     assignment = assign_parameters(network, options.optim)
     if options.model.sync_batch_norm:
         synchronise_batch_norm(network, world.backbone_group, world.device)
@@ -99,15 +98,15 @@ def build_trained_network(
 def build_network(
     options: Config, world: World, custom: BaseModel | None, place: torch.device | None = None
 ) -> BaseModel:
-    """Return the backbone, one of the user's checked with a dry run; its weights follow the seed.
+    """Return the backbone, with weights from the seed; a custom one is checked in a dry run.
 
-    place: where it is put; by default on the rank's device, where it will compute.
+    place: device of the parameters, by default that of the rank.
     """
     torch.manual_seed(options.train.seed)
     if custom is not None and is_sharded(custom):
         raise OptionError(
-            f"this {type(custom).__name__} was sharded over the ranks by an earlier run of this process; "
-            "make a new one (set_model)"
+            f"this {type(custom).__name__} was sharded over the ranks by an earlier run in this process; "
+            "create a new instance for set_model"
         )
     model = custom
     if model is None:
@@ -119,60 +118,60 @@ def build_network(
             neck=options.model.neck,
             arguments=options.arguments,
         )
-    # Those of plsc fit, and adapted ones were run once.
+    # Built-in networks need no check, and adapted ones were checked when they were built.
     if custom is not None or ":" in options.model.name:
         check_model(model, options.model.image_shape, options.model.emb_size)
     copy_expanded_buffers(model)
     model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
-    lay_out(model, options, world.device)
+    set_memory_format(model, options, world.device)
     return model
 
 
 def look_up_lists(network: nn.Module, options: Config) -> PrecisionLists:
-    """Return what the names in the lists of the options mean; OptionError for one that means nothing."""
+    """Resolve the names in the precision lists. Raises OptionError for a name that matches nothing."""
     precision = options.precision
     return PrecisionLists.resolve(network, precision.white_list, precision.black_list)
 
 
 def use_lists(network: nn.Module, lists: PrecisionLists, options: Config, device: torch.device) -> None:
-    """Let a network compute as its lists say, if it computes in 16 bits at all."""
+    """Apply the precision lists to a network that computes in 16 bits."""
     mode = training_mode(options, device)
     if mode != "float32":
         apply_lists(network, lists, getattr(torch, mode), device)
 
 
 def training_mode(options: Config, device: torch.device) -> str:
-    """Return 'float32', 'float16' or 'bfloat16': a CPU has no use for float16, and gets bfloat16."""
+    """Return 'float32', 'float16' or 'bfloat16'; a CPU uses bfloat16 instead of float16."""
     mode = options.precision.mode
     return "bfloat16" if mode == "float16" and device.type == "cpu" else mode
 
 
 def mode_note(options: Config, device: torch.device) -> str:
-    """Return what the user should know of the mode before training begins."""
+    """Return a log line if the device uses another precision than the options, else an empty string."""
     mode = options.precision.mode
     used = training_mode(options, device)
     if used == mode:
         return ""
     scaling = "" if options.precision.loss_scaling == "always" else ", without loss scaling"
-    return f"note: precision.mode is {mode}, which is for GPUs: this CPU computes in {used}{scaling}"
+    return f"note: precision.mode {mode} is only for GPUs: this CPU uses {used}{scaling}"
 
 
 def evaluation_context(options: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a network is evaluated."""
+    """Return the autocast context for evaluation."""
     follows = options.precision.evaluation == "training"
     return autocast(training_mode(options, device) if follows else "float32", device)
 
 
-def lay_out(network: BaseModel, options: Config, device: torch.device) -> None:
-    """Let a network keep its images channels last, if `speed.channels_last` says so, in place.
+def set_memory_format(network: BaseModel, options: Config, device: torch.device) -> None:
+    """Switch a network to channels last in place, if `speed.channels_last` says so.
 
-    With auto a network that does not stand it (one that asks for a `view` of its feature maps) stays as it
-    was. Raises OptionError if the option is on and the network does not stand it.
+    With ``auto``, a network that does not support it (because it calls `view` on feature maps) is unchanged.
+    Raises OptionError if the option is ``on`` and the network does not support it.
     """
     mode = options.speed.channels_last
     if mode == "off" or (mode == "auto" and not _pays(network, options, device)):
         return
-    # FSDP takes no parameters of another layout than torch's usual one.
+    # FSDP only supports parameters in torch's default layout.
     use_channels_last(network, weights=options.parallel.backbone == "replicated")
     try:
         dry_run(network, options.model.image_shape)
@@ -181,13 +180,13 @@ def lay_out(network: BaseModel, options: Config, device: torch.device) -> None:
         network.to(memory_format=torch.contiguous_format)
         if mode == "on":
             raise OptionError(
-                f"speed.channels_last is on, but {error}; in the network's code, reshape or flatten works "
-                "where view does not; or set_channels_last('off')"
+                f"speed.channels_last is on, but {error}; use reshape or flatten instead of view in the "
+                "network, or set_channels_last('off')"
             ) from error
 
 
 def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:
-    """Whether the layout is faster: measured on a CPU, for 16 bits on a GPU as its makers say."""
+    """Return whether channels last is faster: on CPUs as measured, on GPUs in 16 bits as NVIDIA documents."""
     if options.runtime.dtype == "float64":
         return False
     if not any(isinstance(module, nn.Conv2d) for module in network.modules()):
@@ -196,16 +195,16 @@ def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:
 
 
 def batch_sizes(options: Config, world: World, global_batch: int) -> set[int]:
-    """Return how many images this rank's micro-batches of a full global batch have: one number or two."""
+    """Return the sizes of this rank's micro-batches of a full global batch: one or two numbers."""
     mine = global_batch // world.size + (world.rank < global_batch % world.size)
     parts = options.train.micro_batches
     return {mine // parts + (part < mine % parts) for part in range(parts)} - {0}
 
 
 def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
-    """Return what to evaluate: the network, or one with `speed.fold_batch_norm`, made of its present weights.
+    """Return the network to evaluate; with `speed.fold_batch_norm`, a folded copy of its current weights.
 
-    Not a collective: on ranks with equal networks the outcome is the same.
+    Not a collective: ranks with equal networks get equal results.
     """
     if not options.speed.fold_batch_norm:
         return network
@@ -214,20 +213,20 @@ def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
         if folded != network.folding_failure:  # once, not at each evaluation
             network.folding_failure = folded
             if world.is_main:
-                logger.info(f"speed.fold_batch_norm is passed over for this network: {folded}")
+                logger.info(f"speed.fold_batch_norm is ignored for this network: {folded}")
         return network
     return folded
 
 
-def spread_backbone(
+def distribute_backbone(
     network: BaseModel, options: Config, world: World, global_batch: int
 ) -> tuple[nn.Module, str]:
-    """Return what to call in training, and a note on sharding; a collective.
+    """Return the network wrapped for training, and a log line about sharding or ''; a collective.
 
-    Its backward() leaves the sum of all ranks' gradients. With `speed.compile` it is compiled. A sharded
-    network is changed in place, so optimizers are built afterwards. The note is for the user, or empty.
+    Its backward() sums the gradients of all ranks. With `speed.compile` it is compiled. A sharded network is
+    changed in place, so build optimizers afterwards.
 
-    Raises OptionError for a network that cannot be sharded, or not as `parallel.shard_units` says.
+    Raises OptionError for a network that cannot be sharded, or not with `parallel.shard_units`.
     """
     parallel = options.parallel
     if not will_be_sharded(options, world.size):
@@ -237,8 +236,8 @@ def spread_backbone(
             trained = CompiledNetwork(network, sizes, world)
         note = ""
         if parallel.backbone == "sharded":
-            why = "one rank" if world.size == 1 else "one rank a copy"
-            note = f"{why}: the backbone is not sharded, its parameters stay whole on each rank"
+            why = "there is one rank" if world.size == 1 else "parallel.shard_size is 1"
+            note = f"note: the backbone is not sharded, because {why}"
         return sum_gradients(trained, world, options.speed.bucket_mb), note
     size = shard_size(options, world.size)
     calls = count_calls(network, options.model.image_shape)
@@ -248,29 +247,29 @@ def spread_backbone(
     shard_network(network, units, world, size, datetime.timedelta(seconds=options.runtime.timeout))
     _try_sharded(network, options, world)
     groups = f", {world.size // size} groups of {size}" if size < world.size else ""
-    return network, f"the backbone is sharded over {size} ranks{groups}, in {len(units) + 1} units"
+    return network, f"the backbone is sharded over {size} ranks{groups}, in {len(units) + 1} FSDP units"
 
 
 def will_be_sharded(options: Config, ranks: int) -> bool:
-    """Whether `spread_backbone` splits the network, which is then made on the CPU: it must fit there."""
+    """Return whether `distribute_backbone` shards the network, which is then built in CPU memory."""
     return options.parallel.backbone == "sharded" and shard_size(options, ranks) > 1
 
 
 def shard_size(options: Config, ranks: int) -> int:
-    """Return how many ranks share a copy of a sharded backbone. Raises OptionError if it does not fit."""
+    """Return the number of ranks per copy of a sharded backbone. Raises OptionError for an invalid number."""
     size = options.parallel.shard_size or ranks
     if ranks % size == 0:
         return size
     if "parallel.shard_size" in options.explicit:
         raise OptionError(
-            f"parallel.shard_size is {size}, which does not divide the {ranks} ranks; choose a divisor of "
-            f"{ranks}, or 0 for all of them"
+            f"parallel.shard_size is {size}; expected a divisor of the number of ranks, {ranks}, or 0 for "
+            "all ranks"
         )
-    return ranks  # it came from a run on other ranks
+    return ranks  # the option came from a run on another number of ranks
 
 
 def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
-    """See that the network computes with its parameters split: on two blank images; a collective."""
+    """Run the sharded network on two blank images to check that it works; a collective."""
     images = torch.zeros(
         (2, *options.model.image_shape),
         device=world.device,
@@ -283,7 +282,7 @@ def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
             reshard(network)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise OptionError(
-            f"{type(network).__name__} cannot be sharded as it is: "
-            f"{kind_and_line(error)}; if a layer's parameters are used while the layer around them does not "
-            "run, name the units yourself (parallel.shard_units), or set_backbone_parallel('replicated')"
+            f"{type(network).__name__} cannot be sharded: {kind_and_line(error)}; if parameters are used "
+            "outside the forward of their module, choose the FSDP units with parallel.shard_units, or "
+            "set_backbone_parallel('replicated')"
         ) from error

@@ -1,4 +1,4 @@
-"""Options in, the optimizer of the network and the schedule of the learning rate out."""
+"""Build the optimizer of the network and the learning rate schedule from the options."""
 
 from __future__ import annotations
 
@@ -41,43 +41,43 @@ ScheduleFunction = Callable[..., float]
 
 
 def check_optim(options: Config) -> None:
-    """Raise OptionError for options of the optimizer and schedule that contradict each other."""
+    """Raise OptionError for contradicting options of optimizer and schedule."""
     optim = options.optim
     both = {"optim.warmup_epochs", "optim.warmup_steps"} <= options.explicit
     if both and optim.warmup_epochs and optim.warmup_steps is not None:
         raise OptionError(
             f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}; "
-            "set one of the two"
+            "set only one of them"
         )
     if optim.schedule == "exponential" and not optim.end_lr_factor:
         raise OptionError(
-            "an exponential schedule never comes to 0, where optim.end_lr_factor has it end; call "
-            "set_end_lr_factor(0.01), say"
+            "optim.end_lr_factor is 0, which an exponential schedule never reaches; set a positive value, "
+            "such as set_end_lr_factor(0.01)"
         )
     if optim.cosine_cycles > 1 and optim.schedule != "cosine":
         raise OptionError(
             f"optim.cosine_cycles is {optim.cosine_cycles}, but optim.schedule is {optim.schedule!r}; call "
-            "set_lr_schedule('cosine'), or leave it out"
+            "set_lr_schedule('cosine'), or remove the option"
         )
     if optim.nesterov and not optim.momentum:
-        raise OptionError("optim.nesterov needs a momentum; set_momentum(0.9), or leave it out")
+        raise OptionError("optim.nesterov needs a momentum; call set_momentum(0.9), or remove the option")
     is_custom = ":" in optim.optimizer
     takes = () if is_custom else OPTIMIZERS[optim.optimizer.lower()].takes
     if "optim.betas" in options.explicit and "betas" not in takes:
         raise OptionError(
-            f"optim.betas is set, but the optimizer {optim.optimizer} does not take it; leave it out"
+            f"optim.betas is set, but the optimizer {optim.optimizer} does not use it; remove the option"
         )
     for group in read_parameter_groups(optim.groups):
         _check_group(group, takes)
     if is_custom and "optim.implementation" in options.explicit:
         raise OptionError(
-            f"optim.implementation is set, but the factory {optim.optimizer} makes the optimizer; have it "
-            "set foreach or fused, and leave this out"
+            f"optim.implementation has no effect on the optimizer factory {optim.optimizer}; remove the "
+            "option, and pass foreach or fused to the optimizer in the factory"
         )
 
 
 def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:
-    """Check the settings that are options of the run, too: torch checks an optimizer's defaults alone."""
+    """Validate settings that are also options of the run: torch validates only an optimizer's defaults."""
     for name in group.arguments.keys() & set(takes):
         try:
             find_option(f"optim.{name}").checked(group.arguments[name])
@@ -86,21 +86,21 @@ def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:
 
 
 def default_rate(global_batch: int) -> float:
-    """Return the learning rate where none is set."""
+    """Return the default learning rate."""
     return DEFAULT_RATE * global_batch / REFERENCE_BATCH
 
 
 def default_warmup(total_steps: int | None) -> int:
-    """Return the warm-up steps where none are set; total_steps: None if the length of the run is unknown."""
+    """Return the default number of warm-up steps; total_steps: None if the length of the run is unknown."""
     if total_steps is None:
         return WARMUP_STEPS_OF_UNKNOWN_LENGTH
     return min(WARMUP_STEPS, int(WARMUP_SHARE * total_steps))
 
 
 def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Config:
-    """Return the configuration with the schedule, rate, warm-up and clipping that a checkpoint keeps.
+    """Return the configuration with resolved schedule, learning rate, warm-up and clipping, for checkpoints.
 
-    A warm-up in epochs remains one; the other way to set it is cleared. total_steps: None if unknown.
+    Of warmup_epochs and warmup_steps, the unused one is cleared. total_steps: None if unknown.
     """
     options = options.changed({"optim.schedule": _schedule(options, total_steps)})
     optim, warmup = options.optim, options.optim.warmup_steps
@@ -109,7 +109,7 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
     else:
         if warmup is None:
             ends = [end for end in (total_steps, optim.decay_steps) if end is not None]
-            # A custom function gives the whole rate; warmup_epochs, here 0, may have been set.
+            # A custom schedule includes its warm-up; warmup_epochs may have been set to 0.
             has_none = ":" in optim.schedule or (
                 "optim.warmup_epochs" in options.explicit and "optim.warmup_steps" not in options.explicit
             )
@@ -122,7 +122,7 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
 
 
 def _schedule(options: Config, total_steps: int | None) -> str:
-    """Return the name of the schedule: the default gives way to steps that are set, and needs a length."""
+    """Return the name of the schedule; the default depends on the step options and the length of the run."""
     optim, explicit = options.optim, options.explicit
     if "optim.schedule" in explicit | options.adopted:
         return optim.schedule
@@ -140,10 +140,10 @@ def build_updates(
     device: torch.device,
     factory: Factory | None,
 ) -> tuple[torch.optim.Optimizer, float]:
-    """Return the optimizer of the network and of dense heads, and the rate at its schedule's full height.
+    """Return the optimizer of the network and of replicated heads, and its full learning rate.
 
-    The groups of the sharded rows get their rate at full height, too. named: the network's parameters, as
-    they are to be updated, under the names of the assignment. factory: instead of `optim.optimizer`.
+    Also sets the full learning rate of the sharded class weights. named: the network's parameters by the
+    names in `assignment`. factory: replaces `optim.optimizer`.
     """
     optim, base = options.optim, options.optim.lr
     assert base is not None  # see with_rate
@@ -153,7 +153,7 @@ def build_updates(
     dense = [p for _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
     if dense:
         groups.append({"params": dense, **_settings_of_dense_heads(options)})
-    if not groups:  # the network is frozen, and the rows have an optimizer of their own
+    if not groups:  # the network is frozen, and class weights have their own optimizer
         groups.append({"params": []})
     for group in [] if rows is None else rows.param_groups:
         group[FULL_RATE] = base * options.head.lr_factor
@@ -181,16 +181,16 @@ def build_schedule(
     steps_per_epoch: int | None,
     function: ScheduleFunction | None,
 ) -> Schedule:
-    """Return the schedule of a rate at its full height, `base`.
+    """Return the schedule of the learning rate; base: the full learning rate.
 
-    total_steps, steps_per_epoch: None where a generator reader does not tell. function: instead of
-    `optim.schedule`. Raises OptionError where a number of steps is needed.
+    total_steps, steps_per_epoch: None if the length of a generator reader is unknown. function: replaces
+    `optim.schedule`. Raises OptionError if the schedule needs an unknown number of steps.
     """
     optim = options.optim
     if optim.warmup_epochs and steps_per_epoch is None:
         raise OptionError(
-            "optim.warmup_epochs needs the length of an epoch, which a generator reader does not "
-            "tell; call set_train_image_num, or set_warmup_steps"
+            "optim.warmup_epochs needs the length of an epoch, which is unknown for a generator reader; call "
+            "set_train_image_num, or use set_warmup_steps"
         )
     warmup = optim.warmup_steps or optim.warmup_epochs * (steps_per_epoch or 0)
     if ":" in optim.schedule:
@@ -203,13 +203,13 @@ def build_schedule(
     last = optim.decay_steps or total_steps
     if last is None:
         raise OptionError(
-            f"optim.schedule {optim.schedule!r} needs the number of steps, which a generator reader does "
-            "not tell; call set_decay_steps, set_train_steps or set_train_image_num"
+            f"optim.schedule {optim.schedule!r} needs the number of steps, which is unknown for a generator "
+            "reader; call set_decay_steps, set_train_steps or set_train_image_num"
         )
     if optim.decay_steps and optim.decay_steps <= warmup:
         raise OptionError(
-            f"optim.decay_steps is {optim.decay_steps}, but the warm-up takes {warmup} steps, after "
-            "which the rate would be at its end at once; expected more"
+            f"optim.decay_steps is {optim.decay_steps}, but the warm-up already takes {warmup} steps; "
+            f"expected more than {warmup}"
         )
     end = optim.end_lr_factor
     falling = {
@@ -226,26 +226,26 @@ def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction
     check_schedule_function(function)
     try:
         arguments = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some functions in C do not tell
+    except (TypeError, ValueError):  # some functions written in C have no signature
         arguments = []
     given = {"total_steps": total_steps} if "total_steps" in arguments else {}
     shape = shapes.custom(lambda step: function(step, **given), name)
-    shape(0)  # a mistake in it is reported now, if possible
+    shape(0)  # report errors in the function before training
     return shape
 
 
 def check_schedule_function(function: Any) -> None:
-    """Raise OptionError for a schedule of torch's, which is none here, and for what is no function."""
+    """Raise OptionError for a torch scheduler, or for anything that is not callable."""
     made = getattr(function, "func", function)  # of functools.partial
     kind = made if inspect.isclass(made) else type(made)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         raise OptionError(
-            f"the schedule is torch's {kind.__name__}, which counts its own calls and changes the rates it "
-            "finds, so that a resumed run could have other ones; give a function of the step, such as "
-            "lambda step: 0.97 ** (step // 1000), or one of the named schedules"
+            f"the schedule is torch's {kind.__name__}, which counts its own calls, so a resumed run could "
+            "get other learning rates; expected a function of the step, such as "
+            "lambda step: 0.97 ** (step // 1000), or the name of a schedule"
         )
     if not callable(function):
         raise OptionError(
-            f"the schedule is {function!r}; expected a name, or a function that takes the count of updates "
-            "made and returns what multiplies the learning rate"
+            f"the schedule is {function!r}; expected a name, or a function that takes the number of updates "
+            "and returns a factor for the learning rate"
         )

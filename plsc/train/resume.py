@@ -1,4 +1,4 @@
-"""A checkpoint, back into a run: on the same ranks bit for bit, on another number of them up to rounding."""
+"""Restore a run from a checkpoint: exactly on the same number of ranks, up to rounding on another number."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ from plsc.train.snapshot import own_tensors, seed_generators, take_own
 from plsc.train.state import check_counts, collect_tensors, make_state
 
 _WORDS = {
-    "class_num": "a number of classes of",
-    "loss_type": "the loss type",
-    "num_samples": "(in the middle of an epoch) a number of images of",
+    "class_num": "number of classes",
+    "loss_type": "loss type",
+    "num_samples": "number of images (in the middle of an epoch)",
 }
 _HOW_TO_CHANGE = {
     "classes": " (plsc checkpoint classes changes them)",
-    "embedding size": "; set_pretrained takes the weights that fit",
-    "loss type": "; set_pretrained takes the weights that fit",
-    "optimizer": "; set_pretrained takes the weights, and the optimizer begins afresh",
+    "embedding size": "; set_pretrained loads the weights that fit",
+    "loss type": "; set_pretrained loads the weights that fit",
+    "optimizer": "; set_pretrained loads the weights without the optimizer state",
 }
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
-    """Load the whole state of `path` into the run; a collective.
+    """Load the state of the checkpoint `path` into the run; a collective.
 
-    Of several heads those that the run and the checkpoint both have; returns lines about the others.
+    Of several heads, those in both the run and the checkpoint are loaded. Returns log lines about the others
+    and about the optimizer.
     """
     match = _match_heads(run, path, manifest)
     _check_fits(run, path, manifest)
@@ -90,13 +91,13 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
 
 
 def _restore_groups(run: Run, path: Path, saved: Any) -> None:
-    """Give the groups of a custom optimizer the numbers that training had changed; torch's change none."""
+    """Restore the numbers in the parameter groups of a custom optimizer; torch's optimizers keep none."""
     groups = run.optimizer.param_groups
     if not isinstance(saved, list) or len(saved) not in (0, len(groups)):
         count = len(saved) if isinstance(saved, list) else "no"
         raise CheckpointError(
-            f"{path} has numbers of the optimizer for {count} groups of parameters, this run has "
-            f"{len(groups)}; group them as they were"
+            f"{path} has optimizer settings of {count} parameter groups, but this run has {len(groups)}; use "
+            "the parameter groups that were saved"
         )
     if ":" not in run.options.optim.optimizer:
         return
@@ -111,12 +112,12 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
     here, before = describe_implementation(run.optimizer), scalars.get("optimizer_computed_by")
     if before not in (None, here):
         lines.append(
-            f"the optimizer's step is computed by {here} here, {before} in the checkpoint: the last "
-            "bits differ"
+            f"the optimizer step is computed by {here} here, by {before} in the checkpoint: results may "
+            "differ by rounding"
         )
     if fresh:
         lines.append(
-            f"the checkpoint has no state of the optimizer for {len(fresh)} parameters: theirs begins afresh"
+            f"the checkpoint has no optimizer state for {len(fresh)} parameters: theirs is initialised"
         )
     return lines
 
@@ -125,13 +126,13 @@ def _restore_position(run: Run, path: Path, manifest: Manifest) -> None:
     check, position = Checker(str(path)), run.position
     updates = check.integer(manifest.scalars.get("updates", manifest.step), "the count of updates")
     if updates > manifest.step:
-        raise check.wrong(f"{updates} updates are more than the {manifest.step} steps")
+        raise check.wrong(f"it counts {updates} updates in {manifest.step} steps")
     position.step, position.updates = manifest.step, updates
     position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
 
 
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
-    """Give the heads the count of steps, which keys sampling and rounding, and what computed them."""
+    """Restore the step count of the heads, which seeds sampling and rounding, and their backend."""
     saved = saved_heads(path, manifest) or {}
     for name, head, _ in each_head(run.head, run.row_optimizer):
         if not isinstance(head, ShardedHead):
@@ -140,7 +141,7 @@ def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -
         before = manifest.scalars.get("head_computed_by")
         if run.data.sets:
             before = saved.get(name, {}).get("computed_by")
-        if not (match.dropped or match.added):  # then the batches of the heads are other ones
+        if not (match.dropped or match.added):  # other data sets change the batch sizes of all heads
             head.computed_by = head.resumed_from = None if before is None else str(before)
 
 
@@ -164,22 +165,22 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
     for what, (theirs, mine) in expected.items():
         if theirs != mine:
             raise CheckpointError(
-                f"{path} was saved with {what} {theirs}, this run has {mine}; to resume, they must "
-                f"be the same{_HOW_TO_CHANGE.get(what, '')}"
+                f"{path} was saved with {what} {theirs}, but this run has {mine}; to resume, they must be "
+                f"equal{_HOW_TO_CHANGE.get(what, '')}"
             )
     if not manifest.step_in_epoch or run.data.sets:  # of several data sets, match_heads has looked
         return
     saved_samples = scalars.get("num_samples")
     if saved_samples != run.data.num_samples:
         raise CheckpointError(
-            f"{path} was saved in the middle of an epoch over {saved_samples} images, the dataset has "
-            f"{run.data.num_samples} now; resume from the end of an epoch, or bring the data back"
+            f"{path} was saved in the middle of an epoch of {saved_samples} images, but the dataset now has "
+            f"{run.data.num_samples}; resume from the end of an epoch, or restore the dataset"
         )
     if run.data.is_of_ranks and manifest.world_size != run.world.size:
         raise CheckpointError(
-            f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks that each read data "
-            f"of their own (order 'rank_files', or a reader that shards itself); {run.world.size} cannot "
-            f"go on there; start {manifest.world_size} ranks, or resume from the end of an epoch"
+            f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks, each with its own "
+            "data (order 'rank_files', or a reader that shards itself), but this run has "
+            f"{run.world.size} ranks; start {manifest.world_size} ranks, or resume from the end of an epoch"
         )
 
 
@@ -189,35 +190,35 @@ def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
     )
     if not is_sound:
         raise CheckpointError(
-            f"the manifest of {path} is damaged: the optimizer's numbers are no numbers; "
-            "choose another checkpoint"
+            f"the manifest of {path} is damaged: the optimizer state has values that are not numbers; choose "
+            "another checkpoint"
         )
     return saved
 
 
 @dataclass(frozen=True)
 class HeadMatch:
-    """Which heads the checkpoint alone has (dropped), and which the run alone (added)."""
+    """Heads that only the checkpoint has (dropped) and that only the run has (added)."""
 
     dropped: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return what the user should know of it."""
+        """Return log lines about these heads."""
         lines = []
         if self.dropped:
             lines.append(
-                f"data sets left out: {', '.join(self.dropped)}; their heads stay in that checkpoint and "
-                "are not in those of this run"
+                f"data sets removed: {', '.join(self.dropped)}; checkpoints of this run will not contain "
+                "their heads"
             )
         if self.added:
-            lines.append(f"data sets that are new: {', '.join(self.added)}; their heads begin afresh")
+            lines.append(f"data sets added: {', '.join(self.added)}; their heads start from scratch")
         return lines
 
     def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
-        """Whether a tensor is of no head, or of one that run and checkpoint both have.
+        """Return whether a tensor belongs to no head, or to a head that run and checkpoint both have.
 
-        roles: of all tensors of the one or the other, by key; key: of a tensor there.
+        roles: roles of all tensors of the run or of the checkpoint, by key.
         """
         role = roles.get(key)
         if role is not None and role.kind in (OPTIMIZER, CLASS_OPTIMIZER):
@@ -227,7 +228,7 @@ class HeadMatch:
 
 
 def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
-    """Return which heads are not in both. Raises CheckpointError if one of them, or its data set, changed."""
+    """Return the heads that are not in both. Raises CheckpointError if a common head or its data changed."""
     if not isinstance(run.head, JointHead):
         return HeadMatch()
     saved, here = saved_heads(path, manifest), run.head.heads
@@ -235,8 +236,8 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
     match = HeadMatch([n for n in saved if n not in here], [n for n in here if n not in saved])
     if len(match.added) == len(here):
         raise CheckpointError(
-            f"{path} has heads of the data sets {', '.join(saved)}, this run of others, "
-            f"{', '.join(match.added)}; keep one of them at least, under its name, or use set_pretrained"
+            f"{path} has heads of the data sets {', '.join(saved)}, but this run only has others: "
+            f"{', '.join(match.added)}; keep at least one of them under its name, or use set_pretrained"
         )
     for one in run.data.sets:
         if one.name not in saved:
@@ -248,17 +249,17 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
             theirs = saved[one.name].get(key)
             if theirs != value:
                 raise CheckpointError(
-                    f"{path} was saved with {_WORDS[key]} {theirs} for the data set {one.name}, this run has "
-                    f"{value}; to resume, they must be the same"
+                    f"{path} was saved with {_WORDS[key]} {theirs} for the data set {one.name}, but this run "
+                    f"has {value}; to resume, they must be equal"
                 )
     return match
 
 
 def restore_scaler(scaler: LossScaler, saved: object, check: Checker) -> None:
-    """Let the loss scale go on from a checkpoint's; CheckpointError if that is damaged."""
+    """Restore the loss scale from a checkpoint. Raises CheckpointError if its state is damaged."""
     values = check.mapping(saved, "the state of the loss scaling")
     scale = values.get("scale")
     if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale < 2**53:
-        raise check.wrong(f"the loss scale is {str(scale)[:80]}, expected a number from 1")
+        raise check.wrong(f"the loss scale is {str(scale)[:80]}, expected a number of at least 1")
     counts = {name: check.integer(check.item(values, name), f"{name} of the loss scaling") for name in COUNTS}
     scaler.load(float(scale), counts)

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: copied at a step boundary, then published, uploaded, thinned out."""
+"""Asynchronous checkpoints: copied at a step boundary, then written, published, uploaded and pruned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from plsc.train.directories import SMALL_FILES, Directories
 from plsc.train.logs import RunLog
 from plsc.train.snapshot import take_snapshot
 
-_SHARE_OF_MEMORY = 0.8  # of what is left, for a copy of the state
+_SHARE_OF_MEMORY = 0.8  # maximum share of the available memory for a copy of the state
+
+_SHORTEST_STALL = 0.1  # seconds; shorter pauses are not logged
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ class _Pending:
 
 
 class Saver:
-    """Saves a run. Its methods are collectives, to be called by all ranks at the same step.
+    """Saves the checkpoints of a run. All ranks call its methods, which are collectives, at the same step.
 
-    last: the newest checkpoint that was published, at first the one that the run resumes. best: name and
-    value of the best one in the run's folder, by the metric of `retention`; None if none is judged.
+    Attributes:
+        last: the newest published checkpoint; before the first save, the one that the run resumes.
+        best: name and metric value of the best checkpoint in the run's folder, by the metric of
+            `retention`; None if no checkpoint has this metric.
     """
 
     def __init__(self, run: Run, log: RunLog, directories: Directories) -> None:
@@ -71,7 +75,7 @@ class Saver:
         self._uploader: Uploader | None = None
         if directories.store is not None:
             self._uploader = Uploader(run, log, directories, directories.store, self.retention)
-            # A run before may have been killed before it had sent what this one resumes.
+            # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.
             if self.last is not None and self.last.resolve().parent == directories.local.resolve():
                 self._uploader.add(directories.local / self.last.name)
         self._has_warned = False
@@ -82,13 +86,13 @@ class Saver:
         )[0]
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
-        """Begin to publish the run's state under a name; `wait` until it is there.
+        """Save the state of the run as the checkpoint `name`, in the background unless `wait` is set.
 
-        metrics: what the checkpoint is judged by. Raises CheckpointError, also of the save before, unless
-        errors are to be passed over.
+        metrics: values for `Retention`. Raises CheckpointError, also for the previous save, unless
+        `checkpoint.on_error` is ``continue``.
         """
         began = time.monotonic()
-        self.settle()  # at most one copy at a time is in memory
+        self.finish_save()  # at most one copy is in memory
         state = take_snapshot(self._run, metrics, self.directories.start.run_id, self._lineage)
         wait = wait or not self._can_copy(state)
         if not wait:
@@ -97,33 +101,32 @@ class Saver:
         future = self._background.submit(lambda: self._publish(path, state))
         self._pending = _Pending(future, path, time.monotonic() - began)
         if wait:
-            self.settle()
+            self.finish_save()
 
     def _can_copy(self, state: Snapshot) -> bool:
-        """Whether there is memory for a copy; if not, that is logged once."""
+        """Return whether memory suffices for a copy; log once if it does not."""
         if not self._options.asynchronous:
             return False
-        # Offloaded rows are in this machine's memory because there are very many of them.
+        # Offloaded class weights already fill this machine's memory.
         free = 0 if self._run.options.head.offload else available_memory()
         if free is None or state.nbytes < _SHARE_OF_MEMORY * free:
             return True
         if not self._has_warned:
             self._has_warned = True
             why = (
-                "no copy is made of offloaded rows"
+                "head.offload is set, so class weights are not copied"
                 if self._run.options.head.offload
-                else f"a copy of {format_bytes(state.nbytes)} does not fit into this machine's memory "
-                "beside the rows"
+                else f"a copy of {format_bytes(state.nbytes)} does not fit into CPU memory"
             )
-            self._log.say(f"{why}: training waits while a checkpoint is written")
+            self._log.message(f"{why}: training pauses while a checkpoint is written")
         return False
 
     def is_done(self) -> bool:
-        """Whether nothing is under way on this rank, or it has ended."""
+        """Return whether no save is running on this rank."""
         return self._pending is None or self._pending.future.done()
 
-    def settle(self) -> None:
-        """Wait for the save that is under way, and say what came of it. Raises as `save`."""
+    def finish_save(self) -> None:
+        """Wait for the running save, if any, and log its result. Raises the same errors as `save`."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -133,45 +136,47 @@ class Saver:
         except CheckpointError as error:
             if self._options.on_error == "stop":
                 raise
-            self._log.say(f"{error}; training goes on without it", logging.WARNING)
+            self._log.message(f"{error}; training continues without this checkpoint", logging.WARNING)
             return
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = pending.path, outcome.best
         speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
-        self._log.say(
-            f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s ({speed}/s), "
-            f"training waited {stall:.1f} s"
+        stalled = f", training stalled {stall:.1f} s" if stall >= _SHORTEST_STALL else ""
+        self._log.message(
+            f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s "
+            f"({speed}/s){stalled}"
         )
         if outcome.problem:
-            self._log.say(outcome.problem, logging.WARNING)
+            self._log.message(outcome.problem, logging.WARNING)
         if self._uploader is not None:
             self._uploader.add(pending.path)
 
     def close(self, seconds: float | None = None) -> list[Path]:
-        """Wait for all that is under way; return what could not be sent to the store, oldest first.
+        """Wait for the running save and all uploads; return the checkpoints not uploaded, oldest first.
 
-        seconds: for the uploads; None: until it has succeeded or failed.
+        seconds: deadline for the uploads; None: wait until each has succeeded or failed.
         """
-        self.settle()
+        self.finish_save()
         self._background.close()
         return [] if self._uploader is None else self._uploader.close(seconds)
 
     def _publish(self, path: Path, state: Snapshot) -> _Outcome:
-        """Write, publish, thin out; in the thread."""
+        """Write, publish and prune, in the background thread."""
         began = time.monotonic()
         is_shared = self.directories.is_shared or self.directories.store is None
         save_checkpoint(path.parent, path.name, state, self._world, is_shared=is_shared)
         seconds = time.monotonic() - began
-        tidied = on_every_rank(self._world, f"look at {path.parent}", lambda: self._tidy(path))
-        best, size, _ = tidied[0]
-        return _Outcome(size, seconds, best, tidied[self._world.rank][2])
+        pruned = on_every_rank(self._world, f"prune {path.parent}", lambda: self._prune_and_find_best(path))
+        best, size, _ = pruned[0]
+        return _Outcome(size, seconds, best, pruned[self._world.rank][2])
 
-    def _tidy(self, newest: Path) -> tuple[tuple[str, float] | None, int, str | None]:
-        """Thin out, and note the best one; return it and the newest one's size, on rank 0, and a problem.
+    def _prune_and_find_best(self, newest: Path) -> tuple[tuple[str, float] | None, int, str | None]:
+        """Delete old checkpoints and write best.json; return best, size of the newest, and a problem.
 
-        What was saved is saved: that an older one cannot be deleted is a problem, and no error.
+        Best and size are those of rank 0. A failure to delete is only a problem to log: the newest
+        checkpoint is saved.
         """
-        problem = _problem_of(partial(self._thin_out, newest)) if self.directories.is_owner else None
+        problem = _problem_of(partial(self._prune, newest)) if self.directories.is_owner else None
         if not self._world.is_main:
             return None, 0, problem
         size = sum(file.bytes for file in read_manifest(newest).files.values())
@@ -179,9 +184,9 @@ class Saver:
         naming = partial(write_best, folder, self.retention.monitor, best)
         return best, size, _problem_of(naming) or problem
 
-    def _thin_out(self, newest: Path) -> None:
+    def _prune(self, newest: Path) -> None:
         start, uploader = self.directories.start, self._uploader
-        # Nothing else begins to be sent meanwhile.
+        # No other upload starts while this lock is held.
         with contextlib.nullcontext() if uploader is None else uploader.lock:
             uploading = "" if uploader is None else uploader.uploading
             keep = {newest.name, start.resumed, uploading}
@@ -192,7 +197,7 @@ class Saver:
 
 
 def _problem_of(action: Callable[[], object]) -> str | None:
-    """Do something that may fail and that nothing depends on; return what went wrong, None if nothing did."""
+    """Run an action whose failure is not fatal; return the error message, None on success."""
     try:
         action()
     except (PlscError, OSError) as error:
@@ -201,25 +206,25 @@ def _problem_of(action: Callable[[], object]) -> str | None:
 
 
 def retention_of(run: Run) -> Retention:
-    """Return which checkpoints are kept. Raises OptionError for a metric that none of the run would have."""
+    """Return which checkpoints to keep. Raises OptionError for a metric that this run does not measure."""
     options = run.options.checkpoint
     known = [*(f"{target.name} accuracy" for target in run.targets), "loss"]
     metric = known[0] if options.monitor is None else options.monitor
-    # A checkpoint's may be another.
+    # A metric that comes from a checkpoint may be unknown here.
     if metric not in known and "checkpoint.monitor" in run.options.explicit:
         raise OptionError(
-            f"checkpoint.monitor is {metric!r}, which no checkpoint of this run would have; "
-            f"{suggest(metric, known)}"
+            f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
         )
     mode = mode_of(options.monitor_mode, metric)
     return Retention(options.keep_last, options.save_top_k, metric, mode)
 
 
 class Uploader:
-    """Uploads what was published on this machine. `add` and `close` are collectives.
+    """Uploads the published checkpoints in the background. `add` and `close` are collectives.
 
-    uploading: name of the checkpoint that is being uploaded, and must stay. lock: to be held while old ones
-    are deleted.
+    Attributes:
+        uploading: name of the checkpoint that is being uploaded; it must not be deleted.
+        lock: hold it while deleting checkpoints.
     """
 
     def __init__(
@@ -236,15 +241,18 @@ class Uploader:
         self._jobs: list[tuple[Path, Future[str | None]]] = []
 
     def add(self, path: Path) -> None:
-        """Send a checkpoint after those before it, unless the store has it; the call does not wait."""
+        """Queue a checkpoint for upload, unless the store already has it."""
         self._jobs.append((path, self._background.submit(partial(self._send, path))))
 
     def close(self, seconds: float | None = None) -> list[Path]:
-        """Wait, for so long; try again what had failed; return what is here and could not be sent."""
+        """Wait for the uploads and retry failed ones; return the local checkpoints that were not uploaded.
+
+        seconds: deadline; None: no deadline.
+        """
         give_up = None if seconds is None else time.monotonic() + seconds
         jobs, self._jobs = self._jobs, []
         failed = [path for path, future in jobs if not _has_succeeded(future, give_up)]
-        # One that a newer one has pushed out is not missed.
+        # A checkpoint that has been pruned since does not count.
         unsent = [path for path in failed if path.is_dir()]
         while unsent and give_up is None:
             again = self._background.submit(partial(self._send, unsent[0]))
@@ -254,21 +262,21 @@ class Uploader:
         self._background.close()
         if unsent:
             names, here = ", ".join(path.name for path in unsent), self._directories.local
-            self._log.say(
-                f"not sent to {self._store.shown}: {names}; whole in {here}; when the store is back: "
-                f"plsc checkpoint push {here} {self._store.shown}",
+            self._log.message(
+                f"not uploaded to {self._store.shown}: {names} (complete in {here}); when the store is "
+                f"available again, run: plsc checkpoint push {here} {self._store.shown}",
                 logging.WARNING,
             )
         return unsent
 
     def _send(self, path: Path) -> str | None:
-        """Send one checkpoint, in the thread; return None, or what went wrong."""
+        """Upload one checkpoint, in the background thread; return None, or the error message."""
         try:
-            doing = f"look into {self._store.shown}"
+            doing = f"read {self._store.shown}"
             if on_every_rank(self._world, doing, lambda: self._choose(path))[0]:
                 self._send_chosen(path)
         except PlscError as error:
-            self._log.say(str(error), logging.WARNING)
+            self._log.message(str(error), logging.WARNING)
             return str(error)
         finally:
             with self.lock:
@@ -276,9 +284,9 @@ class Uploader:
         return None
 
     def _choose(self, path: Path) -> bool:
-        """Return whether to send the checkpoint: it is still there, and the store has not this very one.
+        """Return whether to upload the checkpoint: it still exists, and the store has no identical one.
 
-        It stays from now on while it is sent. The answer of rank 0 counts.
+        From now on it is protected from deletion. Only the result of rank 0 is used.
         """
         with self.lock:
             if not path.is_dir():
@@ -288,7 +296,7 @@ class Uploader:
             return True
         try:
             return manifest_in(self._store, path.name)[0] != read_manifest(path)
-        except CheckpointError:  # there is none, or half of one
+        except CheckpointError:  # missing or incomplete in the store
             return True
 
     def _send_chosen(self, path: Path) -> None:
@@ -297,16 +305,16 @@ class Uploader:
         mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""
-        transfer = Transfer(f"sending {path} to {self._store.shown}{of}", total, self._world.is_main)
+        transfer = Transfer(f"uploading {path} to {self._store.shown}{of}", total, self._world.is_main)
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
         if self._world.is_main:
-            self._tidy(path)
+            self._update_store(path)
 
-    def _tidy(self, newest: Path) -> None:
-        """Prune the store, and send the files next to the checkpoints, as they are now: some still grow.
+    def _update_store(self, newest: Path) -> None:
+        """Prune the store and upload metrics, plot and list of bad samples, which change during the run.
 
-        A failure is logged and stops neither the rest nor the run: the checkpoint itself was sent.
+        Failures are logged and not fatal: the checkpoint itself has been uploaded.
         """
         store, retention, start = self._store, self._retention, self._directories.start
         actions: list[Callable[[], object]] = [
@@ -317,14 +325,14 @@ class Uploader:
             if path.is_file():
                 actions.append(partial(self._send_file, path))
         for problem in filter(None, map(_problem_of, actions)):
-            self._log.say(problem, logging.WARNING)
+            self._log.message(problem, logging.WARNING)
 
     def _send_file(self, path: Path) -> None:
         self._store.write(path.name, path.read_bytes())
 
 
 def _has_succeeded(future: Future[str | None], give_up: float | None) -> bool:
-    """Wait for a job, no longer than until a time of `time.monotonic`; return whether nothing went wrong."""
+    """Wait for an upload until `give_up` (in time.monotonic() seconds); return whether it succeeded."""
     left = None if give_up is None else max(0.0, give_up - time.monotonic())
     try:
         return future.result(left) is None

@@ -1,8 +1,8 @@
-"""What a checkpoint of a run holds, taken without changing the run, and what of it is one rank's own.
+"""Collect the state of a run for a checkpoint without changing the run; restore the state of each rank.
 
-A rank's own are the buffers that differ over the ranks and the global random generators. Nothing of plsc
-draws from these. But a network of the user's may draw from `random`, numpy's or torch's, and a resumed run is
-to draw what the uninterrupted one draws.
+The state of each rank consists of buffers that differ between ranks and of the global random generators. plsc
+does not draw from these generators, but a custom network or reader may draw from `random`, numpy or torch. A
+resumed run then draws the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run, global_batch_size
 from plsc.train.state import collect_group_numbers, collect_numbers, collect_tensors
 
-_LARGEST_STATE = 2**20  # bytes; it is about 30 thousand
-_PYTHON, _NUMPY = 0, 1  # parts of the keys
+_LARGEST_STATE = 2**20  # bytes; typical states have 30,000
+_PYTHON, _NUMPY = 0, 1  # parts of the hash keys
 
 
 def take_snapshot(
@@ -45,9 +45,9 @@ def take_snapshot(
     run_id: str = "",
     lineage: list[dict[str, Any]] | None = None,
 ) -> Snapshot:
-    """Return the run's state, without a copy of it; a collective. Nothing of the run is changed.
+    """Return the state of the run without copying it; a collective. The run is unchanged.
 
-    metrics: what the checkpoint is judged by. lineage: changes of the classes in the checkpoints before.
+    metrics: values for `Retention`. lineage: class changes of earlier checkpoints.
     """
     manifest = Manifest(
         plsc_version=__version__,
@@ -57,7 +57,7 @@ def take_snapshot(
         world_size=run.world.size,
         class_num=run.head.class_num,
         emb_size=run.options.model.emb_size,
-        # Those of several heads are among the scalars.
+        # Class ranges of several heads are stored in the scalars.
         class_ranges=[] if isinstance(run.head, JointHead) else _class_ranges(run.head, run.world),
         options=without_secrets(run.options.as_dict()),
         scalars={
@@ -79,10 +79,10 @@ def _class_ranges(head: Head, world: World) -> list[list[int]]:
 def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
     """Return the tensors of a checkpoint; a collective.
 
-    They are the run's own, not copies, but for the network's buffers: where ranks have different ones (batch
-    norm that is not synchronised) ``backbone.<buffer>`` is their mean, and a rank's own are under
-    ``rank<r>.buffers.<type>``, end to end in the order of `_buffers`, for a resume on as many ranks.
-    ``rank<r>.random`` is the state of a rank's random generators; `class_name_tensors` names the classes.
+    They are not copies, except for the network's buffers. Where buffers differ between ranks (batch norm that
+    is not synchronised), ``backbone.<buffer>`` is their mean. The buffers of rank r are concatenated, in the
+    order of `_buffers`, in ``rank<r>.buffers.<type>``, for a resume on the same number of ranks.
+    ``rank<r>.random`` is the state of its random generators; `class_name_tensors` holds the class names.
     """
     found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
     mine = pack_buffers(run)
@@ -123,7 +123,7 @@ def _scalars(run: Run) -> dict[str, Any]:
 
 
 def _heads(run: Run) -> dict[str, Any]:
-    """Return what the scalars tell of several heads by name; nothing for a single one."""
+    """Return the scalars of each of several heads, by name; empty for a single head."""
     if not isinstance(run.head, JointHead):
         return {}
     saved = {}
@@ -140,7 +140,7 @@ def _heads(run: Run) -> dict[str, Any]:
 
 
 def _changed_settings(run: Run) -> list[dict[str, float]]:
-    """Return the numbers of each of the optimizer's groups that training has changed."""
+    """Return, per parameter group of the optimizer, the numbers that training has changed."""
     pairs = zip(collect_group_numbers(run.optimizer), run.settings, strict=True)
     changed = [
         {name: value for name, value in now.items() if value != before.get(name)} for now, before in pairs
@@ -149,9 +149,9 @@ def _changed_settings(run: Run) -> list[dict[str, float]]:
 
 
 def own_tensors(run: Run, manifest: Manifest) -> dict[Role, Tensor]:
-    """Return empty tensors for what the checkpoint has of this rank alone; loaded, they go to `take_own`.
+    """Return empty tensors for the checkpoint's state of this rank; once loaded, pass them to `take_own`.
 
-    Nothing if it was saved on another number of ranks: then no rank is the same.
+    Empty if the checkpoint was saved by another number of ranks.
     """
     if manifest.world_size != run.world.size:
         return {}
@@ -166,14 +166,14 @@ def own_tensors(run: Run, manifest: Manifest) -> dict[Role, Tensor]:
         if math.prod(info.shape) > _LARGEST_STATE:
             raise CheckpointError(
                 f"the checkpoint is damaged: {random.key} has {math.prod(info.shape)} bytes, expected at "
-                f"most {_LARGEST_STATE}; choose another one"
+                f"most {_LARGEST_STATE}; choose another checkpoint"
             )
         own[random] = torch.empty(info.shape, dtype=torch.uint8)
     return own
 
 
 def take_own(run: Run, own: dict[Role, Tensor]) -> bool:
-    """Put this rank's own buffers and generators in place; return whether generators were among them."""
+    """Restore the buffers and random generators of this rank; return whether there were generators."""
     for kind in pack_buffers(run):
         packed = own.get(_own(run, f"buffers.{kind}"))
         if packed is not None:
@@ -186,7 +186,7 @@ def take_own(run: Run, own: dict[Role, Tensor]) -> bool:
 
 
 def pack_buffers(run: Run) -> dict[str, Tensor]:
-    """Return copies of the network's saved buffers, end to end, one tensor [n] for each type."""
+    """Return copies of the network's saved buffers, concatenated to one tensor [n] per type."""
     kinds: dict[str, list[Tensor]] = {}
     for buffer in _buffers(run).values():
         kinds.setdefault(_kind(buffer), []).append(buffer.detach().flatten())
@@ -202,7 +202,7 @@ def _unpack_buffers(run: Run, kind: str, packed: Tensor) -> None:
 
 
 def _buffers(run: Run) -> dict[str, Tensor]:
-    """Return the buffers that the network's state dict holds, by name, in its order."""
+    """Return the buffers in the network's state dict, by name, in its order."""
     saved = set(run.network.state_dict())
     every = run.network.named_buffers(remove_duplicate=False)
     return {name: buffer for name, buffer in every if name in saved}
@@ -213,13 +213,13 @@ def _kind(tensor: Tensor) -> str:
 
 
 def seed_generators(world: World, *key: int) -> None:
-    """Seed ``random`` and ``numpy.random`` by a key and the rank; torch is seeded at each step."""
+    """Seed ``random`` and ``numpy.random`` with a key and the rank; torch is seeded at each step."""
     random.seed(hash_key(*key, world.rank, _PYTHON))
     np.random.seed(hash_key(*key, world.rank, _NUMPY) % 2**32)
 
 
 def pack_generators(device: torch.device) -> Tensor:
-    """Return the state of this rank's global generators as JSON text, uint8 [n]."""
+    """Return the state of this rank's global random generators as JSON in a tensor, uint8 [n]."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -233,20 +233,20 @@ def pack_generators(device: torch.device) -> Tensor:
 
 
 def unpack_generators(packed: Tensor, device: torch.device) -> None:
-    """Put the global generators in the state that `pack_generators` returned.
+    """Restore the global random generators from the result of `pack_generators`.
 
-    A state of a GPU's generator is passed over on the CPU. Raises CheckpointError if it is no such state.
+    The state of a GPU generator is ignored on a CPU. Raises CheckpointError for an invalid state.
     """
     try:
         state = json.loads(bytes(packed.tolist()))
         version, words, gauss = state["python"]
         python = (version, tuple(words), gauss)
         name, keys, *rest = state["numpy"]
-        if not 0 <= rest[0] <= len(keys):  # numpy would read there without a check
+        if not 0 <= rest[0] <= len(keys):  # numpy does not check this index before it reads
             raise ValueError(f"position {rest[0]} of {len(keys)}")
         numpy_state = (name, np.array(keys, dtype=np.uint32), *rest)
         torch_state = _bytes(state["torch"])
-        random.Random().setstate(python)  # tried elsewhere first: all change, or none
+        random.Random().setstate(python)  # try on other generators first: restore all or none
         np.random.RandomState().set_state(numpy_state)
         torch.Generator().set_state(torch_state)
         random.setstate(python)

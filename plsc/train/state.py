@@ -1,4 +1,4 @@
-"""What a run must remember: where it is, and the tensors that training changes."""
+"""The state of a run: its position, and the tensors and numbers that training changes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from plsc.optim.optimizers import FULL_RATE, ExpectedStates, StateInfo
 from plsc.parallel.backbone import local_part, split_rows
 
 Numbers = Mapping[str, Mapping[str, float]]
-"""Plain numbers of the optimizer's state, by their names, by the key of the tensor that they belong to."""
+"""Plain numbers in the optimizer state: key of the parameter, then name of the state."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 @dataclass
 class Position:
-    """How far the run is: counts of steps made and of epochs finished.
+    """The position of a run: number of steps and of finished epochs.
 
-    updates: the steps that changed the weights, which the learning rate follows; the others were skipped.
+    updates: steps that changed the weights, that is, were not skipped; the learning rate depends on it.
     """
 
     step: int = 0
@@ -48,13 +48,13 @@ class Position:
     updates: int = 0
 
     def advance(self, is_skipped: bool = False) -> None:
-        """One more step is made."""
+        """Count a step."""
         self.step += 1
         self.step_in_epoch += 1
         self.updates += not is_skipped
 
     def next_epoch(self) -> None:
-        """The epoch is finished."""
+        """Finish the epoch."""
         self.epoch += 1
         self.step_in_epoch = 0
 
@@ -65,9 +65,9 @@ def collect_tensors(
     optimizer: torch.optim.Optimizer,
     rows: RowOptimizer | JointRows | None,
 ) -> dict[Role, Tensor | ShardedTensor]:
-    """Return the tensors of a run, replicated and sharded ones, by their roles in a checkpoint.
+    """Return the replicated and sharded tensors of a run, by their roles in a checkpoint.
 
-    Nothing is copied. A sharded backbone's parameters and states of their shape are among the sharded ones.
+    Tensors are not copied. Parameters of a sharded backbone and states of their shape are sharded tensors.
     """
     found: dict[Role, Tensor | ShardedTensor] = {}
     rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
@@ -97,7 +97,7 @@ def collect_tensors(
 
 
 def collect_numbers(network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer) -> Numbers:
-    """Return what of the optimizer's state are plain numbers, such as a count of steps, for JSON."""
+    """Return the plain numbers of the optimizer state, such as step counts, for JSON."""
     numbers = {}
     for key, parameter in _named_parameters(network, head).items():
         states = optimizer.state.get(parameter, {})
@@ -108,9 +108,9 @@ def collect_numbers(network: nn.Module, head: Head | JointHead, optimizer: torch
 
 
 def collect_group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Return the numbers among the settings of each of an optimizer's groups, but for its learning rates.
+    """Return the numbers in each parameter group of an optimizer, except learning rates.
 
-    Some optimizers outside of torch keep state there.
+    Some third-party optimizers keep state there.
     """
     return [
         {
@@ -129,11 +129,10 @@ def make_state(
     tensors: Mapping[str, TensorInfo],
     numbers: Numbers,
 ) -> None:
-    """Give the optimizer the state that a checkpoint has: numbers, and empty tensors to be loaded into.
+    """Create the optimizer state of a checkpoint: its numbers, and empty tensors to load into.
 
-    tensors: the checkpoint's, of which those of the optimizer are looked at. Raises CheckpointError for
-    state of a parameter that is not here, that is larger than it, or that is not what an optimizer of
-    torch's keeps for it.
+    tensors: all tensors of the checkpoint; only those of the optimizer are used. Raises CheckpointError for
+    state of an unknown parameter, state that is too large, or state that the torch optimizer does not keep.
     """
     named = _named_parameters(network, head)
     expected = ExpectedStates(optimizer)
@@ -148,10 +147,10 @@ def make_state(
         parameter = named.get(name)
         if parameter is None:
             raise CheckpointError(
-                f"the checkpoint has optimizer state for {name}, which this model does not have; use the "
-                "model that was saved"
+                f"the checkpoint has optimizer state for {name}, which this network does not have; use the "
+                "network that was saved"
             )
-        if not parameter.requires_grad:  # frozen since
+        if not parameter.requires_grad:  # frozen since the checkpoint was saved
             continue
         given.setdefault(name, set()).add(state)
         wanted = (expected.of(parameter) or {}).get(state, _ANY)
@@ -167,7 +166,7 @@ def make_state(
 
 
 def _check_state(key: str, wanted: StateInfo | None, info: TensorInfo | None) -> None:
-    """Refuse a state of another shape or type than the optimizer's: its kernels would take it for that."""
+    """Raise CheckpointError for state of the wrong shape or type: the optimizer does not check it."""
     saved = None if info is None else (tuple(info.shape), _DTYPES.get(info.dtype))
     if saved != wanted:
         described = "a number" if info is None else f"{info.dtype} {list(info.shape)}"
@@ -175,38 +174,39 @@ def _check_state(key: str, wanted: StateInfo | None, info: TensorInfo | None) ->
         if wanted is not None:
             expected = f"{str(wanted[1]).removeprefix('torch.')} {list(wanted[0])}"
         raise CheckpointError(
-            f"the checkpoint's optimizer state {key} is {described}, the optimizer's is {expected}; use the "
-            "model and the optimizer that were saved, or set_pretrained, which takes the weights alone"
+            f"the optimizer state {key} in the checkpoint is {described}, but this optimizer expects "
+            f"{expected}; use the network and optimizer that were saved, or load only the weights with "
+            "set_pretrained"
         )
 
 
 def check_counts(path: Path, tensors: Tensors) -> None:
-    """Refuse loaded counts of steps that are none: rates of Adam and its relatives are powers of them."""
+    """Raise CheckpointError for invalid step counts: Adam and its variants compute powers with them."""
     for role, value in tensors.items():
         tensor = local_of(value)
         if role.kind == OPTIMIZER and role.name == "step" and tensor.numel() == 1:
             count = float(tensor)
             if not 0 <= count < math.inf:
                 raise CheckpointError(
-                    f"{path}: the optimizer's count of steps {role.key} is {count}, expected a number from "
-                    "0; choose another checkpoint"
+                    f"{path}: the optimizer's step count {role.key} is {count}, expected a finite number of "
+                    "at least 0; choose another checkpoint"
                 )
 
 
 def _check_complete(name: str, given: set[str], needed: Collection[str]) -> None:
-    """Refuse a part of the states that the optimizer makes all at once."""
+    """Raise CheckpointError if some of the states that the optimizer creates together are missing."""
     missing = sorted(set(needed) - given)
     if missing:
         raise CheckpointError(
             f"the checkpoint has no optimizer state {', '.join(missing)} for {name}, which the optimizer "
-            "keeps with this run's settings; leave the optimizer's settings as they were, or use "
-            "set_pretrained, which takes the weights alone"
+            "needs with the settings of this run; use the optimizer settings that were saved, or load only "
+            "the weights with set_pretrained"
         )
 
 
 _ANY: Any = object()
-_COUNTS = ("step", "mu_product")  # scalars that torch keeps on the CPU, as a rule
-_SMALL = 4096  # numbers that a state may have though its parameter is smaller: a count, a table
+_COUNTS = ("step", "mu_product")  # scalars that torch usually keeps on the CPU
+_SMALL = 4096  # elements that a state may have even if its parameter is smaller, such as counts and tables
 
 
 def _empty_state(
@@ -216,23 +216,26 @@ def _empty_state(
     parameter: nn.Parameter,
     optimizer: torch.optim.Optimizer,
 ) -> Tensor:
-    """Return zeros for a state: laid out as the parameter, but counts of steps where torch keeps them."""
+    """Return zeros for a state: in the parameter's layout, but step counts on the device that torch uses."""
     if math.prod(info.shape) > max(parameter.numel(), _SMALL):
         raise CheckpointError(
-            f"the checkpoint's optimizer state {key} is {list(info.shape)}, its parameter "
-            f"{list(parameter.shape)}; use the model that was saved"
+            f"the optimizer state {key} in the checkpoint has shape {list(info.shape)}, but its parameter "
+            f"has {list(parameter.shape)}; use the network that was saved"
         )
     dtype = _DTYPES.get(info.dtype)
     if dtype is None:
-        raise CheckpointError(f"the checkpoint's optimizer state {key} is of unknown type {info.dtype}")
-    if state in _COUNTS and not _keeps_counts_beside(parameter, optimizer):
+        raise CheckpointError(
+            f"the optimizer state {key} in the checkpoint has the unknown data type {info.dtype}; choose "
+            "another checkpoint"
+        )
+    if state in _COUNTS and not _keeps_counts_on_device(parameter, optimizer):
         return torch.zeros(info.shape, dtype=dtype, device="cpu")
     if tuple(info.shape) == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(info.shape, dtype=dtype, device=parameter.device)
 
 
-def _keeps_counts_beside(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     is_captured = bool(group.get("capturable") or group.get("fused"))
     return is_captured or isinstance(optimizer, torch.optim.ASGD)

@@ -34,10 +34,10 @@ from plsc.train.state import Position
 
 @dataclass
 class StepResult:
-    """What a step made of a batch.
+    """The result of a training step.
 
-    output: what the head said; rate: the backbone's learning rate; is_skipped: there was an overflow, so
-    nothing was learnt.
+    output: output of the head. rate: learning rate of the backbone. is_skipped: gradients overflowed, so the
+    weights are unchanged.
     """
 
     output: HeadOutput
@@ -46,10 +46,9 @@ class StepResult:
 
 
 class Step:
-    """Makes the steps of a run, one at a call, at the run's position. A collective.
+    """Executes the training steps of a run, one per call of `make`; a collective.
 
-    save_dir: for the names of a bad batch; by default the run's option. losses: those of the steps that were
-    made, to be read.
+    save_dir: folder for bad_batch.json, by default `checkpoint.save_dir`. losses: the losses of the steps.
     """
 
     def __init__(self, run: Run, save_dir: Path | None = None) -> None:
@@ -63,11 +62,11 @@ class Step:
         self._has_updated = False
 
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
-        """Make one update, or skip it; its loss is then in `losses`.
+        """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
 
-        sizes: those of `Agreement`, so that the head need not ask the device. is_logged: measure what only a
-        log line needs. Raises TrainingError for a loss that is not finite, here or, on a GPU, from `losses`
-        (unless it is scaled).
+        sizes: those of `StepStatus`, which save the head a synchronisation with the device. is_logged: also
+        compute metrics that only log lines need. Raises TrainingError for a loss that is not finite; on a
+        GPU without loss scaling, `losses` raises it one step later.
         """
         run = self._run
         rate = run.rate(run.position.updates)
@@ -79,10 +78,10 @@ class Step:
         output = self._forward_backward(batch, sizes, is_logged)
         run.head.sync_gradients()
         with span("clip gradients"):
-            is_skipped, is_excused = self._judge(output)
-        self.losses.note(output.mean_loss, output.batch, run.position, rate, batch.names, is_excused)
+            is_skipped, is_excused = self._find_overflow(output)
+        self.losses.add(output.mean_loss, output.batch, run.position, rate, batch.names, is_excused)
         if run.scaler is not None or not self.losses.is_late:
-            self.losses.check()  # before anything is written
+            self.losses.check()  # before any weight changes
         if is_skipped:
             self._skip()
         else:
@@ -90,7 +89,7 @@ class Step:
         if run.scaler is not None:
             run.scaler.update(is_skipped)
             if run.scaler.is_hopeless:
-                raise _hopeless(run.scaler)
+                raise _too_many_skips(run.scaler)
         return StepResult(output, rate, is_skipped)
 
     def _set_rates(self, factor: float) -> None:
@@ -99,15 +98,15 @@ class Step:
         set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
     def _set_margins(self, updates: int) -> None:
-        """Set the share of the margin of every head for the step after so many updates."""
+        """Set the margin warm-up of every head for the step after so many updates."""
         steps = self._run.options.head.margin_warmup_steps
         for _, head, _ in each_head(self._run.head, self._run.row_optimizer):
             head.margin.share = min(1.0, (updates + 1) / max(1, steps))
 
     def _forward_backward(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> HeadOutput:
-        """Leave the gradients of the mean loss of the global batch; in micro-batches, one after another.
+        """Compute the gradients of the mean loss of the global batch, one micro-batch after another.
 
-        The backbone's are multiplied by the loss scale, if there is one.
+        Gradients of the backbone are multiplied by the loss scale, if there is one.
         """
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         scale = 1.0 if run.scaler is None else run.scaler.scale
@@ -122,7 +121,7 @@ class Step:
             is_last = part == parts - 1
             self._seed(part)
             run.samples.numbers = None if split is None else split[part]
-            # Only the last one sums the gradients over the ranks.
+            # Gradients are summed over the ranks only in the last micro-batch.
             with nullcontext() if is_last else no_gradient_sync(run.trained_network):
                 with span("forward"), autocast(self._mode, device):
                     embeddings = run.trained_network(images[part], labels[part], True)
@@ -141,9 +140,10 @@ class Step:
         return outputs[0] if parts == 1 else join_outputs(outputs)
 
     def _number_samples(self, batch: Batch) -> Tensor | None:
-        """Return the numbers of a batch's samples, int64 [b]; None if no dropout layer asks.
+        """Return the sample numbers of a batch for dropout, int64 [b]; None if no layer needs them.
 
-        Their places in the dataset, or in the global batch of a generator reader; neither depends on ranks.
+        A number is the index in the dataset, or in the global batch of a generator reader. It does not depend
+        on the number of ranks.
         """
         data = self._run.data
         if self._run.samples.layers == 0:
@@ -159,19 +159,19 @@ class Step:
     def _seed(self, part: int) -> None:
         """Seed torch's generators for a micro-batch of the step.
 
-        The CPU's identically on all ranks and for every part, as the dropout layers need it, which tell
-        samples apart by their numbers; a GPU's differently on each, for what a network draws there itself.
+        The CPU generator gets the same seed on all ranks and for all micro-batches, as dropout layers expect:
+        they distinguish samples by number. GPU generators get different seeds: only custom layers use them.
         """
         seed, step, world = self._options.seed, self._run.position.step, self._run.world
         torch.manual_seed(hash_key(seed, step))
         if world.device.type == "cuda":
             torch.cuda.manual_seed(hash_key(seed, step, world.rank, part))
 
-    def _judge(self, output: HeadOutput) -> tuple[bool, bool]:
-        """Return whether the step is to be skipped, and whether its loss may be bad; identical on all ranks.
+    def _find_overflow(self, output: HeadOutput) -> tuple[bool, bool]:
+        """Return whether to skip the step, and whether its loss may be infinite; identical on all ranks.
 
-        Divides the backbone's gradients by the loss scale. With a scale this waits for the device, once a
-        step: rows must not be written before it is known.
+        Divides the gradients of the backbone by the loss scale. With a scale, this synchronises with the
+        device once per step: class weights must not change before the result is known.
         """
         run = self._run
         if run.scaler is None:
@@ -193,20 +193,20 @@ class Step:
                 run.row_optimizer.step(clip=clip)
 
     def _update_backbone(self) -> None:
-        """Let the optimizer make its step. Raises OptionError if it cannot where the backbone is sharded."""
+        """Run the optimizer step. Raises OptionError if it fails because the backbone is sharded."""
         run = self._run
         try:
             run.optimizer.step()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # one of torch's, or of a user's, and of many kinds
+        except Exception as error:  # torch and custom optimizers raise various types
             if self._has_updated or not is_sharded(run.network):
                 raise
             raise cannot_update_sharded(run.options.optim.optimizer, error) from error
         self._has_updated = True
 
     def _skip(self) -> None:
-        """Leave everything as it was before the step: the rows of the heads, and all running statistics."""
+        """Restore the state before the step: class weights of the heads and all running statistics."""
         if self._run.row_optimizer is not None:
             self._run.row_optimizer.skip()
         if self._before is not None:
@@ -214,17 +214,17 @@ class Step:
 
 
 def _of_part(sizes: list[int], part: int, parts: int) -> list[int]:
-    """Return how many images each rank has in one of the micro-batches, as `Tensor.tensor_split` has it."""
+    """Return the number of images per rank in one of the micro-batches, as `Tensor.tensor_split` splits."""
     return [size // parts + (part < size % parts) for size in sizes]
 
 
 def clip_gradients(run: Run) -> float | Tensor:
-    """Scale the gradients down to `optim.clip_norm` if their norm is larger; return the factor for the rows.
+    """Clip the gradients to `optim.clip_norm`; return the factor for the class weights; a collective.
 
-    Scope backbone: its norm alone counts, and the class rows are not scaled. Scope all: the norm is that of
-    all parameters, the rows of all ranks among them, which costs one more pass over the rows. A collective.
+    With the scope ``backbone``, only the backbone's norm counts, and class weights are not scaled. With
+    ``all``, the norm includes the class weights of all ranks, which needs another pass over them.
 
-    On a GPU the factor is a tensor there, so that nothing waits for it.
+    On a GPU the factor is a tensor, to avoid a synchronisation.
     """
     limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
     assert limit is not None  # see with_rate
@@ -235,7 +235,7 @@ def clip_gradients(run: Run) -> float | Tensor:
     norm = gradient_norm(gradients)
     if scope == "all" and run.row_optimizer is not None:
         norm = torch.hypot(norm, run.row_optimizer.gradient_norm().to(norm))
-    # Gradients that are not finite stay as they are: `stop_at_bad_weights` names those alone.
+    # Gradients that are not finite are not scaled, so that `stop_at_bad_weights` can name the parameters.
     factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
     if not factor.is_cuda and factor == 1:
         return 1.0
@@ -246,22 +246,21 @@ def clip_gradients(run: Run) -> float | Tensor:
     return factor if factor.is_cuda else float(factor)
 
 
-def _hopeless(scaler: LossScaler) -> TrainingError:
-    """Return the error that ends a run of which no step comes through."""
-    why = "cannot fall below 1" if scaler.is_dynamic else "is fixed"
+def _too_many_skips(scaler: LossScaler) -> TrainingError:
+    """Return the error for a run in which every step overflows."""
+    why = "cannot be lower than 1" if scaler.is_dynamic else "is constant"
     return TrainingError(
         f"{MOST_SKIPS} steps in a row had a nan or inf in their gradients or embeddings, with a loss scale "
-        f"of {scaler.scale:g}, which {why}: float16 has too small a range for this network; use "
-        "set_precision('bfloat16'), keep the layers that overflow in float32 (set_precision_black_list), or "
-        "lower the learning rate, and resume from the last checkpoint"
+        f"of {scaler.scale:g}, which {why}: the range of float16 is too small for this network. Use "
+        "set_precision('bfloat16'), compute the layers that overflow in float32 (set_precision_black_list), "
+        "or lower the learning rate, and resume from the last checkpoint"
     )
 
 
 class BufferCopy:
-    """A copy of the buffers of modules, running statistics among them, to put back if a step is skipped.
+    """A copy of the buffers of modules, to restore them if a step is skipped.
 
-    A network with an inf in its activations has it in the statistics of its batch norms, too, from where it
-    would never go away.
+    An inf in the activations also enters the running statistics of batch norms, and would remain there.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -270,7 +269,7 @@ class BufferCopy:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the buffers as they are now."""
+        """Copy the current buffers."""
         buffers = self._buffers()
         self._copies = [torch.empty_like(buffer) for buffer in buffers]
         if buffers:
@@ -278,7 +277,7 @@ class BufferCopy:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the buffers the values that they had at the last `take`."""
+        """Restore the buffers from the last `take`."""
         if self._copies:
             torch._foreach_copy_(self._buffers(), self._copies)
 
@@ -288,7 +287,10 @@ class BufferCopy:
 
 @dataclass
 class _Coming:
-    """The loss of a step, and what to say if it is bad. arrived: None where it is here already."""
+    """The loss of a step, with details for the error if it is not finite.
+
+    arrived: event after the copy to the CPU, None if the loss is on the CPU already.
+    """
 
     value: Tensor
     arrived: torch.cuda.Event | None
@@ -300,9 +302,9 @@ class _Coming:
 
 
 class LossReader:
-    """Takes the losses of steps and gives them back as numbers, in order.
+    """Queue of the losses of steps, which are read as numbers in order.
 
-    save_dir: for the names of a bad batch; is_late: whether a loss may be read a step after it was made.
+    save_dir: folder for bad_batch.json. is_late: whether a loss may be read one step later.
     """
 
     def __init__(self, world: World, save_dir: Path, is_late: bool) -> None:
@@ -312,7 +314,7 @@ class LossReader:
         self._coming: deque[_Coming] = deque()
         self._read: list[tuple[float, int]] = []
 
-    def note(
+    def add(
         self,
         loss: Tensor,
         images: int,
@@ -321,9 +323,9 @@ class LossReader:
         names: Sequence[str],
         is_excused: bool = False,
     ) -> None:
-        """Take the loss of a step over so many images, at a position; names: this rank's samples.
+        """Add the mean loss of a step over so many images; names: samples of this rank.
 
-        is_excused: the step is skipped, and its loss need not be finite.
+        is_excused: the step is skipped, so its loss need not be finite.
         """
         value, arrived = loss.detach(), None
         if loss.is_cuda:
@@ -334,16 +336,16 @@ class LossReader:
         self._coming.append(_Coming(value, arrived, images, replace(position), rate, names, is_excused))
 
     def read(self, everything: bool) -> list[tuple[float, int]]:
-        """Return losses with the images they are of: all of them, or those that may not come later.
+        """Return (loss, images) of the steps; with `everything`, also of the last step if reading is late.
 
-        Raises TrainingError, identical on all ranks, for one that is not finite and not excused.
+        Raises TrainingError on all ranks for a loss that is not finite and not excused.
         """
         self.check(kept_back=1 if self.is_late and not everything else 0)
         losses, self._read = self._read, []
         return losses
 
     def check(self, kept_back: int = 0) -> None:
-        """Look at the losses but for the last so many; they are still to be read. Raises as `read`."""
+        """Check all losses except the last `kept_back`, and keep them for `read`. Raises the same errors."""
         while len(self._coming) > kept_back:
             coming = self._coming.popleft()
             if coming.arrived is not None:

@@ -1,4 +1,4 @@
-"""Start from given weights: what matches by name and shape is taken, all else begins afresh."""
+"""Start from pretrained weights: load tensors whose name and shape match, initialise all others."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _FILES = (".safetensors", ".pt", ".pth", ".bin")
 
 @dataclass
 class WarmStart:
-    """What a run started from.
+    """The weights that a run started from.
 
-    source: path or URL; backbone: what of the network was there; head: names of the head's tensors that
-    were taken; head_left: name: why it was not.
+    source: path or URL. backbone: which tensors of the network matched. head: names of the head's tensors
+    that were loaded. head_left: tensors that were not loaded, with the reasons.
     """
 
     source: str
@@ -51,25 +51,23 @@ class WarmStart:
     head_left: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Return the summary for the log, a few lines of bounded length."""
+        """Return a summary for the log, a few lines of limited length."""
         lines = [f"starting from the weights of {self.source}:", *self.backbone.lines()]
         if self.head:
-            lines.append(f"taken for the head: {shorten(self.head)}")
+            lines.append(f"loaded into the head: {shorten(self.head)}")
         left = [f"{printable(name)} {why}" for name, why in self.head_left.items()]
         if left:
-            lines.append(f"not taken for the head: {shorten(left, longest=240)}")
+            lines.append(f"not loaded into the head: {shorten(left, longest=240)}")
         return lines
 
 
 def start_from_pretrained(run: Run) -> WarmStart | None:
-    """Load `model.pretrained`, if it is set, into network and head; a collective.
+    """Load `model.pretrained`, if set, into network and head; a collective.
 
-    Optimizer, schedule and position are left as they are, and the head's margin statistics too where the
-    file has none.
+    Optimizer, schedule and position are unchanged. So are the head's margin statistics if the file has none.
 
     Raises:
-        CheckpointError: identical on all ranks: no such file, a damaged or malicious one, or nothing in it
-            matches.
+        CheckpointError: on all ranks, if the file is missing, damaged or malicious, or nothing matches.
     """
     location = run.options.model.pretrained
     if location is None:
@@ -107,13 +105,13 @@ def _take(
     started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
     _take_head(run.head, head, orders, started)
     if not started.head:
-        advice = "choose the network and embedding size that were saved (set_model_name, set_emb_size)"
+        advice = "use the network and embedding size that were saved (set_model_name, set_emb_size)"
         refuse_no_match(started.backbone, source, advice)
     return started
 
 
 def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
-    """Return which class of a checkpoint each class is; by head, where both have names."""
+    """Return the index of each class in the checkpoint, per head, if both have class names."""
     manifest = read_manifest(path)
     orders = {}
     for head, names in run.data.class_names.items():
@@ -129,9 +127,9 @@ def _take_head(
     orders: dict[str, np.ndarray],
     started: WarmStart,
 ) -> None:
-    """Take the class rows if the classes are the same, and the margin's statistics with them.
+    """Load class weights and margin statistics if the classes are the same.
 
-    orders: of `_orders`; classes without names are the same if there are as many.
+    orders: result of `_orders`. Classes without names are the same if their number is equal.
     """
     rows: dict[str, tuple[Tensor, Head, np.ndarray]] = {}
     whole: dict[str, Tensor] = {}
@@ -144,13 +142,13 @@ def _take_head(
     for name, parts in found.items():
         here, owner, order = rows.get(name, (whole.get(name), None, _NONE))
         if here is None:
-            started.head_left[name] = "is not in this head"
+            started.head_left[name] = "does not exist in this head"
             continue
         wanted = (owner.class_num, *here.shape[1:]) if owner is not None else tuple(here.shape)
         if parts.shape != wanted:
-            started.head_left[name] = f"is {str(list(parts.shape))[:80]}, here {list(wanted)}"
+            started.head_left[name] = f"has shape {str(list(parts.shape))[:80]}, expected {list(wanted)}"
         elif owner is not None and (order >= owner.class_num).any():
-            started.head_left[name] = "is of classes with other names"
+            started.head_left[name] = "has classes with other names"
         elif owner is not None:
             _copy_rows(parts, order[slice(*owner.class_range)], here, started.source, name)
             started.head.append(name)
@@ -163,7 +161,7 @@ def _take_head(
 def _copy_rows(
     parts: RowParts | StoredTensor, order: np.ndarray, here: Tensor, source: str, name: str
 ) -> None:
-    """Fill `here` with the rows of `parts` that have the numbers `order`, int64 [rows of `here`]."""
+    """Copy the rows of `parts` with the indices `order`, int64 [rows of `here`], to `here`."""
     if not len(order):
         return
     places = np.argsort(order)
@@ -176,13 +174,13 @@ def _copy_rows(
 
 
 def _is_remote_checkpoint(location: str) -> bool:
-    """Whether a URL is that of a checkpoint folder: by its name, which is the same on every rank."""
+    """Return whether a URL names a checkpoint folder, judging by its suffix, which is equal on all ranks."""
     return is_url(location) and not location.endswith(_FILES)
 
 
 @contextmanager
 def _local(location: str) -> Iterator[Path]:
-    """Give the path of a local file or folder, fetched into a temporary folder if it is at a URL."""
+    """Yield the local path of a file or folder; a URL is downloaded to a temporary folder."""
     if not is_url(location):
         yield Path(location)
         return

@@ -1,8 +1,8 @@
-"""The original's reader of base64 lines, under its old import path; thin over ``plsc.data``.
+"""The base64 reader of the original PLSC, under its old import path; a thin layer over ``plsc.data``.
 
-Of the list of files, rank r of R reads the r-th of R equal runs. Rank and R are those that the reader is
-called with, as plsc does (``reader.shards_itself``), else the arguments, else what the launcher set: RANK and
-WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
+The list of files is split into equal consecutive parts, one per rank. Rank and number of ranks are those with
+which the reader is called, as plsc does (``reader.shards_itself``), else the arguments, else the environment
+variables RANK and WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def train(
     rank: int | None = None,
     ranks: int | None = None,
 ) -> Reader:
-    """Return a reader of this rank's parts: each call yields (image, label), in the order of the lines.
+    """Return a reader of this rank's files: each call yields (image, label), in the order of the lines.
 
-    An image is float32 [C, H, W], (x - 127.5) / 128, mirrored at random (from ``random``). Raises DataError
-    for a label outside 0..num_classes - 1, and for a list that cannot be divided equally.
+    Images are float32 [C, H, W], (x - 127.5) / 128, mirrored at random (with ``random``). Raises DataError
+    for a label outside 0..num_classes - 1, and for files that cannot be divided equally over the ranks.
     """
     source = Base64Source(data_dir, file_list)
     options = {"rand_mirror": True, "normalize": True}
@@ -50,15 +50,15 @@ def arc_iterator(
     normalize: bool = False,
     image_shape: ImageShape = (3, 112, 112),
 ) -> Reader:
-    """Return a reader as `train` does, of the list at a path of its own.
+    """Return a reader like `train`, for a file list at any path.
 
-    Names in the list are relative to its folder. Without `normalize` an image is float32 of 0..255. Raises
-    OptionError for color_jitter and rotate: the augmentations of plsc are options of its loader.
+    Names in the list are relative to its folder. Without `normalize`, images are float32 in 0..255. Raises
+    OptionError for color_jitter and rotate: use the augmentation options of plsc instead.
     """
     if color_jitter or rotate:
         raise OptionError(
-            "color_jitter and rotate are not part of this reader; set the augmentations of the loader "
-            "(plsc config prints them, data.*) or transform what the reader yields"
+            "color_jitter and rotate are not supported by this reader; use the augmentation options data.* "
+            "(plsc config lists them), or transform the images that the reader yields"
         )
     path = Path(file_list)
     source = Base64Source(path.parent, path.name)
@@ -75,7 +75,7 @@ def _reader(
     normalize: bool,
 ) -> Reader:
     rank, ranks = _rank_and_world_size(rank, ranks)
-    _share(source, rank, ranks, num_classes)  # errors come now, not with the first image
+    _share(source, rank, ranks, num_classes)  # report errors now, not at the first image
 
     def reader(rank: int = rank, ranks: int = ranks) -> Iterator[tuple[np.ndarray, int]]:
         for index in _share(source, rank, ranks, num_classes):
@@ -94,7 +94,7 @@ def _reader(
 
 
 def _share(source: Base64Source, rank: int, ranks: int, num_classes: int) -> range:
-    """Return the samples of a rank's files, after a check of their labels."""
+    """Return the samples of a rank's files, after checking their labels."""
     counts = source.lines_per_file
     lines = counts.reshape(ranks, -1).sum(axis=1) if len(counts) % ranks == 0 else None
     if lines is None or (lines != lines[0]).any():
@@ -115,7 +115,7 @@ def _share(source: Base64Source, rank: int, ranks: int, num_classes: int) -> ran
 
 def _rank_and_world_size(rank: int | None, ranks: int | None) -> tuple[int, int]:
     if (rank is None) != (ranks is None):
-        raise OptionError("rank and ranks belong together; give both or neither")
+        raise OptionError("only one of rank and ranks is set; pass both or neither")
     if rank is None or ranks is None:
         rank = int(os.environ.get("RANK", os.environ.get("PADDLE_TRAINER_ID", "0")))
         ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("PADDLE_TRAINERS_NUM", "1")))

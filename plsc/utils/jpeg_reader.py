@@ -1,4 +1,4 @@
-"""The original's reader of image files, under its old import path; thin over ``plsc.data``."""
+"""The image reader of the original PLSC, under its old import path; a thin layer over ``plsc.data``."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LoadedPairs = tuple[list[np.ndarray], list[bool]]
 
 
 def get_train_image_list(data_dir: str | Path) -> list[tuple[str, int]]:
-    """Return (path, label) of each line of ``label.txt``, in its order."""
+    """Return (path, label) of each line of ``label.txt``, in order."""
     source = LabelFileSource(data_dir)
     labels = source.labels().tolist()
     return [(str(source.path(index)), label) for index, label in enumerate(labels)]
 
 
 def arc_train(data_dir: str | Path, class_dim: int, image_shape: ImageShape = (3, 112, 112)) -> Reader:
-    """Return a reader of the shuffled training set: each call yields (image, label) once through.
+    """Return a reader of the training set: each call yields all (image, label) in a new random order.
 
-    An image is float32 [C, H, W], (x - 127.5) / 128, mirrored at random. Order and mirroring come
-    from ``random``. Raises DataError for a label outside 0..class_dim - 1.
+    Images are float32 [C, H, W], (x - 127.5) / 128, mirrored at random. Order and mirroring are drawn from
+    ``random``. Raises DataError for a label outside 0..class_dim - 1.
     """
     source = LabelFileSource(data_dir)
     check_labels(source, class_dim)
@@ -49,8 +49,8 @@ def arc_train(data_dir: str | Path, class_dim: int, image_shape: ImageShape = (3
 def load_bin(path: str | Path, image_size: int | tuple[int, int]) -> LoadedPairs:
     """Return ([plain, flipped], is_same) of a pair file such as lfw.bin.
 
-    Both arrays are float32 [2P, 3, H, W], normalised, images 2i and 2i + 1 being pair i.
-    ``image_size`` is (H, W), or one number for a square.
+    Both arrays are float32 [2P, 3, H, W], normalised; images 2i and 2i + 1 are pair i.
+    image_size: (H, W), or one number for a square.
     """
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     pairs = read_pairs(Path(path))
@@ -65,18 +65,18 @@ def test(
     datasets: str,
     image_size: int | tuple[int, int] = (112, 112),  # noqa: PT028 - no pytest test
 ) -> tuple[list[LoadedPairs], list[str]]:
-    """Load ``<data_dir>/<name>.bin`` for each of the comma separated names.
+    """Load ``<data_dir>/<name>.bin`` for each of the comma-separated names.
 
     Returns the results of ``load_bin`` and the names. Raises DataError if a file is missing.
     """
     names = [name.strip() for name in datasets.split(",") if name.strip()]
     if not names:
-        raise DataError(f"no dataset named in {datasets!r}; expected names such as 'lfw,cfp_fp'")
+        raise DataError(f"datasets is {datasets!r}; expected names such as 'lfw,cfp_fp'")
     loaded = []
     for name in names:
         path = Path(data_dir) / f"{name}.bin"
         if not path.is_file():
-            raise DataError(f"{path} does not exist; put the pair file there or drop {name!r}")
+            raise DataError(f"{path} does not exist; put the pair file there, or remove {name!r}")
         loaded.append(load_bin(path, image_size))
     return loaded, names
 

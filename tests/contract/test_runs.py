@@ -59,7 +59,7 @@ def test_a_run_saves_prunes_restarts_and_resumes_in_every_store(url, dataset, tm
     capsys.readouterr()
 
     start(dataset, url, train__epochs=2)
-    assert f"{url} holds checkpoints of an earlier run; this run saves to {url}/version_1" in (
+    assert f"{url} contains checkpoints of an earlier run, so this run saves to {url}/version_1" in (
         capsys.readouterr().out
     )
     assert "1" in [name for name, _ in checkpoints_in(again)]

@@ -12,7 +12,7 @@ from plsc.checkpoint.save import local_of
 from plsc.config import Options
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.loop import agree
+from plsc.train.loop import exchange_status
 from plsc.train.state import collect_tensors
 from plsc.train.step import Step
 
@@ -51,7 +51,7 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
         step, losses = Step(run), []
         run.network.train()
         for batch in itertools.islice(run.data.loader.epoch(0, 0), 3):
-            sizes = agree(world, batch, run.head.class_num).sizes
+            sizes = exchange_status(world, batch, run.head.class_num).sizes
             losses.append(float(step.make(batch, sizes, is_logged=True).output.mean_loss))
             run.position.advance()
     found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)

@@ -24,7 +24,7 @@ from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.directories import open_checkpoint
 from plsc.train.evaluation import Target, evaluate_targets
-from plsc.train.loop import agree
+from plsc.train.loop import exchange_status
 from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
 from plsc.train.step import Step
@@ -272,9 +272,9 @@ def check_networks(world: World, dataset: Path, folder: Path) -> None:
     for (key, mine), right in zip(run.network.named_parameters(), Uneven().parameters(), strict=True):
         assert mine.full_tensor().equal(right.double()), key
     refusals = {
-        r"earlier run of this process": (run.network, {}),
-        r"Borrowing cannot be sharded as it is: .*name the units yourself": (Borrowing(), {}),
-        r"parallel.shard_size is 3, which does not divide the 4": (
+        r"earlier run in this process": (run.network, {}),
+        r"Borrowing cannot be sharded: .*choose the FSDP units": (Borrowing(), {}),
+        r"parallel.shard_size is 3; expected a divisor of the number of ranks, 4": (
             Uneven(), {"parallel.shard_size": 3},
         ),
         r"adafactor does not support a sharded": (Uneven(), {"optim.optimizer": "adafactor"}),
@@ -298,7 +298,7 @@ def check_factories(world: World, dataset: Path, folder: Path) -> None:
         run = build_run(options, world, user)
         run.network.train()
         batch = next(iter(run.data.loader.epoch(0)))
-        sizes = agree(world, batch, run.head.class_num).sizes
+        sizes = exchange_status(world, batch, run.head.class_num).sizes
         step = Step(run)
         message = r"^the optimizer users:factory does not support a sharded backbone: .*"
         with pytest.raises(OptionError, match=message + r"set_backbone_parallel\('replicated'\)$"):

@@ -21,6 +21,10 @@ import os, signal, sys, time
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}: {sys.argv[1:]}", flush=True)
 print(f"rank {rank} has {os.environ['OMP_NUM_THREADS']} threads", file=sys.stderr, flush=True)
+if rank == 0:
+    open("started", "w").close()
+while what != "done" and not os.path.exists("started"):
+    time.sleep(0.05)
 if what == "fail" and rank == 1:
     raise ValueError("boom")
 if what == "plsc" and rank == 1:

@@ -134,7 +134,7 @@ def cases(files: Files):
     yield "other embedding size", "embedding size 8", resume(files.checkpoint, set_emb_size=12)
     yield "batch size 0", "between 1 and", train(set_train_batch_size=0)
     yield "loss not finite", "the loss is", train(set_lr=1e30, set_train_epochs=50)
-    yield "nothing to test on", "no checkpoint to load", lambda: entry(files).test()
+    yield "nothing to test on", "no checkpoint is set", lambda: entry(files).test()
     yield "predict without checkpoint", "set_checkpoint_dir", lambda: entry(files).predict()
 
 

@@ -179,7 +179,7 @@ def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):
     seven = relabelled(every, tmp_path / "seven", keep=lambda label: label == 7)
     for images, grow, message in [
         (six, 2, "are 0..5; expected the 2 new classes, 6..7, or 0..1"),
-        (seven, 2, "no image of 1 of the 2 new classes, the first is 6 (label 6)"),
+        (seven, 2, "no image for 1 of the 2 new classes, such as class 6 (label 6)"),
         (seven, 0, "grow is 0"),
         (tmp_path / "none", 2, "none"),
     ]:
@@ -199,7 +199,7 @@ def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):
         "b",
     ]
     assert main(given) == 1
-    assert "--images is for --grow" in capsys.readouterr().err
+    assert "--images can only be used with --grow" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -264,11 +264,11 @@ def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tm
     assert names_in(grown) == ["a", "c", ""]
     capsys.readouterr()
     losses, last = train(three, tmp_path / "saved", EPOCHS + 2, grown)
-    printed = capsys.readouterr().out
-    assert "2 have other labels than by their sorted names" in printed
-    assert "1 are new, the first is 'b' (class 2)" in printed
-    assert "classes: 0 is 'a' (a/" in printed
-    assert "), 2 is 'b' (b/" in printed
+    said = capsys.readouterr().out
+    assert "2 labels differ from the sorted order of names" in said
+    assert "1 are new, the first one is 'b' (class 2)" in said
+    assert "classes: 0 is 'a' (a/" in said
+    assert "), 2 is 'b' (b/" in said
     assert names_in(last) == ["a", "c", "b"]
     by_number = with_label_file(three, tmp_path / "numbers", {"a": 0, "b": 2, "c": 1})
     assert train(by_number, tmp_path / "again", EPOCHS + 2, grown)[0] == losses

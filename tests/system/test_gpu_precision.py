@@ -7,7 +7,7 @@ import torch
 
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.loop import agree
+from plsc.train.loop import exchange_status
 from plsc.train.step import Step
 from tests.devices import NEEDS_GPU
 from tests.images import write_dataset
@@ -83,7 +83,7 @@ def test_a_step_that_is_not_logged_does_not_wait_for_the_device(mode, dataset, t
     run.network.train()
     step = Step(run)
     for number, batch in enumerate(run.data.loader.epoch(0, 0)):
-        sizes = agree(run.world, batch, run.head.class_num).sizes
+        sizes = exchange_status(run.world, batch, run.head.class_num).sizes
         torch.cuda.set_sync_debug_mode("error" if number >= 3 else "default")  # kernels are made first
         try:
             result = step.make(batch, sizes, False)

@@ -112,10 +112,10 @@ CASES = {
         "train", {"optim": {"groups": [{"pattern": "re:(.*)*x", "frozen": True}]}}, "optim.groups is"
     ),
     "an embedding is larger than memory": (
-        "predict", {"model": {"emb_size": 10**9}}, "model.emb_size 1000000000, but class weights"
+        "predict", {"model": {"emb_size": 10**9}}, "model.emb_size is 1000000000, but its class weights"
     ),
     "an embedding is larger than memory, in all places": (
-        "predict", {"model": {"emb_size": 10**9}, "emb_size": 10**9}, "but class weights"
+        "predict", {"model": {"emb_size": 10**9}, "emb_size": 10**9}, "but its class weights"
     ),
     "images are larger than memory": (
         "predict", {"model": {"image_shape": [3, 100000, 100000]}}, "images of [3, 100000, 100000]"
@@ -124,10 +124,10 @@ CASES = {
         "predict", {"model": {"image_shape": [3, 2**62, 2**62]}}, "images of [3, 4611686018427387904"
     ),
     "classes are more than memory": (
-        "train", {"head": {"class_num": 10**12}}, "head.class_num 1000000000000, but class weights"
+        "train", {"head": {"class_num": 10**12}}, "head.class_num is 1000000000000, but its class weights"
     ),
     "sub-centres are more than memory": (
-        "train", {"head": {"sub_centers": 64}}, "head.sub_centers 64, but class weights"
+        "train", {"head": {"sub_centers": 64}}, "head.sub_centers is 64, but its class weights"
     ),
     "a batch is larger than memory": (
         "train", {"train": {"batch_size": 10**12}}, "train.batch_size is 1000000000000; expected"
@@ -205,7 +205,7 @@ def without(folder, parts):
 ABSENT = {
     "a huge embedding": ("predict", {"model": {"emb_size": 10**9}}, "other sizes of SmallResNet"),
     "huge images": ("predict", {"model": {"image_shape": [3, 9008, 9008]}}, "other sizes of SmallResNet"),
-    "many classes": ("train", {"head": {"class_num": 10**11}}, "but class weights none"),
+    "many classes": ("train", {"head": {"class_num": 10**11}}, "but its class weights have the shapes none"),
 }  # fmt: skip
 
 

@@ -287,7 +287,7 @@ def test_a_dataset_on_s3_gives_the_same_parts_as_a_local_one(tmp_path, s3):
     assert local.keys() == remote.keys()
     assert all(local[name] == remote[name] for name in local if name != "manifest.json")
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert "is whole: 3000 lines" in run(*arguments, "--verify")
+    assert "is intact: 3000 lines" in run(*arguments, "--verify")
     assert "already exists" in run(*arguments, code=1)
     store.pipe(f"{s3}/out/part_2.txt", remote["part_2.txt"][:-1] + b" ")
     assert "part_2.txt" in run(*arguments, "--verify", code=1)

@@ -95,7 +95,7 @@ def test_the_command_profiles_what_the_options_of_train_say(dataset, tmp_path, c
     }  # fmt: skip
     assert main(["profile", *(f"--{name}={value}" for name, value in flags.items())]) == 0
     out = capsys.readouterr().out
-    assert "2 steps, ranks: 1, cpu" in out
+    assert "2 steps on 1 rank (cpu)" in out
     assert not any(name in out for name in OF_RANKS)
     assert "update class weights" not in out  # a dense head has none
     assert "aten::convolution_backward" in out

@@ -161,7 +161,7 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
         assert not (save_dir / "0").exists()
         return str(caught.value)
 
-    assert "set one of the two" in refusal(trained, set_checkpoint_dir=str(trained))
+    assert "set only one of them" in refusal(trained, set_checkpoint_dir=str(trained))
     assert "No such file" in refusal(tmp_path / "absent.pth")
     assert "has no manifest.json" in refusal(tmp_path)
     torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "a.pth")

@@ -61,14 +61,14 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_train_batch_size", 1.5, "expected an integer"),
         ("set_lr", float("nan"), "expected a number"),
         ("set_lr", float("inf"), "expected a number"),
-        ("set_lr", 0, "more than 0"),
+        ("set_lr", 0, "greater than 0"),
         ("set_image_shape", (112, 112), "channels, height, width"),
         ("set_image_shape", (2, 112, 112), "1 or 3 channels"),
         ("set_image_shape", "3,112,112", "list of integers"),
         ("set_loss_type", "cosine", "one of dist_softmax"),
         ("set_step_boundaries", (5, 5), "increasing"),
         ("set_max_last_checkpoint_num", 0, "at least 1, or -1"),
-        ("set_model_save_dir", " ", "not empty"),
+        ("set_model_save_dir", " ", "non-empty"),
         ("set_calc_acc", 1, "True or False"),
         ("set_margin", -0.5, "at least 0"),
         ("set_dataset_dir", None, "expected a string"),
@@ -76,7 +76,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_warmup_steps", 2**63, "expected an integer"),
         ("set_freeze", {"stem": 1}, "list of strings"),
         ("set_step_boundaries", b"ab", "list of integers"),
-        ("set_initializations", [{"pattern": "x", "rule": [1]}], "no rule is named [1]"),
+        ("set_initializations", [{"pattern": "x", "rule": [1]}], "unknown rule [1]"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_says_what_was_expected_what_came_and_which_setter(setter, value, expected):
@@ -157,7 +157,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
         (["train", "--train.batchsize", "3"], "did you mean 'train.batch_size'"),
         (["train", "--train.epochs", "2.5"], "train.epochs"),
         (["trian"], "did you mean 'train'"),
-        (["predict", "--output", "/no such folder/x.npz"], "there is no folder"),
+        (["predict", "--output", "/no such folder/x.npz"], "does not exist"),
     ],
 )
 def test_a_wrong_command_line_ends_in_one_line(arguments, said, capsys):

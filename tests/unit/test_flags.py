@@ -30,12 +30,12 @@ def said_of(capsys, *arguments) -> str:
         ("optim.step_boundaries", "[1,a]", "expected a list of integers"),
         ("train.epochs", "0", "train.epochs is 0; expected at least 1"),
         ("train.epochs", "0", "; see --train.epochs"),
-        ("batch_size", "3", "no option --batch_size; did you mean 'train.batch_size'?"),
+        ("batch_size", "3", "unknown flag --batch_size; did you mean 'train.batch_size'?"),
         ("lr", "3", "did you mean 'optim.lr'?"),
         (
             "config",
             "/none.yaml",
-            "--config wants a YAML file of options, but '/none.yaml' cannot be read: No",
+            "cannot read '/none.yaml': No",
         ),
     ],
 )
@@ -54,15 +54,15 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ("optim.lr: fast", ":1: optim.lr is 'fast'; expected a number"),
         (
             "train: {batch_sise: 3}",
-            ":1: there is no option 'train.batch_sise'; did you mean 'train.batch_size'?",
+            ":1: unknown option 'train.batch_sise'; did you mean 'train.batch_size'?",
         ),
         (
             "train:\n  epochs: [1",
-            ":2 is no YAML: expected ',' or ']', but got '<stream end>'; write options as lines",
+            ":2 is not valid YAML: expected ',' or ']', but got '<stream end>'; expected lines such",
         ),
         (
             "train:\n\tepochs: 1",
-            ":2 is no YAML: found character '\\t' that cannot start any token; write",
+            ":2 is not valid YAML: found character '\\t' that cannot start any token; expected",
         ),
         (
             "model:\ntrain: 3\n",
@@ -70,14 +70,14 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ),
         (
             "optim: [a]",
-            ":1: optim is a group; expected its options in the lines below it, inde",
+            ":1: optim is a group; expected its options in the lines below, inde",
         ),
-        ("hello", " holds no options; expected lines such as 'train:'"),
-        ("", " holds no options; expected lines such as 'train:'"),
-        (b"\xff\xfe", " is no YAML: 'utf-8' codec can't decode byte 0xff"),
-        (b"a: \0", " is no YAML: unacceptable character"),
-        ("[" * 100_000, " is no YAML: "),
-        ("#" * 2**20 + "\n", " has more than 1048576 bytes"),
+        ("hello", " contains no options; expected lines such as 'train:'"),
+        ("", " contains no options; expected lines such as 'train:'"),
+        (b"\xff\xfe", " is not valid YAML: 'utf-8' codec can't decode byte 0xff"),
+        (b"a: \0", " is not valid YAML: unacceptable character"),
+        ("[" * 100_000, " is not valid YAML: "),
+        ("#" * 2**20 + "\n", " is larger than 1048576 bytes"),
     ],
 )
 def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(text, expected, tmp_path, capsys):
@@ -92,7 +92,7 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
         bomb = f"&a{level} [{bomb}, *a{level - 1 if level else ''}]"
     file = tmp_path / "run.yaml"
     file.write_text(f"optim:\n  groups: {bomb}\n")
-    assert f"{file} has the YAML alias *a in line 2; expected" in said_of(capsys, "config", "--config", file)
+    assert f"{file} has the YAML alias *a in line 2; aliases" in said_of(capsys, "config", "--config", file)
     for arguments in (
         ["config", "--optim.groups", bomb],
         ["config", f"--optim.groups={bomb}"],
@@ -136,19 +136,19 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
     [
         (
             [],
-            "a command must be given; known: train, test, predict, profile, dominant, config, plan, launch, ",
+            "no command was given; known: train, test, predict, profile, dominant, config, plan, launch, ",
         ),
-        (["trian"], "no command 'trian'; known: train, test,"),
+        (["trian"], "unknown command 'trian'; known: train, test,"),
         (["data", "insp"], "did you mean 'inspect'?"),
-        (["data"], "a command must be given"),
+        (["data"], "no command was given"),
         (["dominant"], "required: --output; see plsc dominant --help"),
         (["data", "inspect", "x", "--check"], "--check: expected one argument"),
         (["data", "inspect", "x", "--check", "1.5"], "--check is '1.5'; expected an integer"),
         (
             ["data", "inspect", "x", "--chek", "0"],
-            "there is no option --chek; did you mean 'check'?; see plsc data inspect --help",
+            "unknown flag --chek; did you mean 'check'?; see plsc data inspect --help",
         ),
-        (["data", "inspect", "x", "y"], "there is no place for y; see plsc data inspect --help"),
+        (["data", "inspect", "x", "y"], "unexpected argument y; see plsc data inspect --help"),
         (["checkpoint", "lst"], "did you mean 'list'?"),
     ],
 )

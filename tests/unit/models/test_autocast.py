@@ -211,5 +211,5 @@ def test_lists_may_be_sets_or_missing_but_not_overlap():
     lists = AutoMixedPrecisionLists({"softmax", "linear"}, ("BatchNorm2d",))
     assert (lists.white_list, lists.black_list) == (("linear", "softmax"), ("BatchNorm2d",))
     assert AutoMixedPrecisionLists().white_list == ()
-    with pytest.raises(OptionError, match="softmax cannot be both"):
+    with pytest.raises(OptionError, match="softmax: in both"):
         AutoMixedPrecisionLists(["softmax"], ["softmax"])

@@ -146,7 +146,7 @@ def test_the_neck_option_sets_the_neck_of_every_network(name, norms, parts, expe
     "parts", ["", "norm", "norm-norm", "linear-dropout", "dropout-norm-linear", "linear-", "Linear"]
 )
 def test_an_invalid_neck_raises_with_the_valid_ones(parts):
-    message = "'linear', with 'norm-', 'dropout-' .*such as 'dropout-linear'"
+    message = "'linear', optionally with 'norm-', 'dropout-' .*such as 'dropout-linear'"
     with pytest.raises(OptionError, match=f"model.neck is {parts!r}; expected {message}"):
         Options().set("model.neck", parts)
 

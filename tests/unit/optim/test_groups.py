@@ -49,7 +49,7 @@ def test_patterns_match_names_modules_types_and_regular_expressions(pattern, nam
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("stemm.*", "of stem, plain, fc; did you mean 'stem'"),
+        ("stemm.*", "are stem, plain, fc; did you mean 'stem'"),
         ("fc.weigth", "did you mean 'fc.weight'"),
         ("type:BatchNorm3d", "did you mean 'type:BatchNorm2d'"),
         ("Stem", "did you mean 'stem'"),
@@ -114,15 +114,15 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
     ("group", "message"),
     [
         ({}, "a parameter group has no pattern; expected a string"),
-        ({"patern": "neck"}, "a parameter group has no pattern but patern; expected a string"),
+        ({"patern": "neck"}, "a parameter group has no pattern, only patern; expected a string"),
         ({"pattern": None}, "pattern of a parameter group is None"),
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (
             {"pattern": "fc", "lr_factor": 0},
-            "'fc': lr_factor is 0; expected more than",
+            "'fc': lr_factor is 0; expected greater than",
         ),
-        ({"pattern": "fc", "lr": 0.1}, "other arguments than 'lr': set_lr"),
-        ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so nothing else"),
+        ({"pattern": "fc", "lr": 0.1}, "arguments other than 'lr': use set_lr"),
+        ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so its other settings"),
         ({"pattern": "fc", "momentum": float("nan")}, "plain values"),
         ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),
     ],
@@ -214,10 +214,10 @@ def test_rules_and_arguments_are_those_of_torch(rule, holds):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"rule": "xavier"}, "no rule is named 'xavier'"),
-        ({"rule": "normal", "sd": 1.0}, "has no 'sd'; known: mean, std"),
+        ({"rule": "xavier"}, "unknown rule 'xavier'"),
+        ({"rule": "normal", "sd": 1.0}, "has no argument 'sd'; known: mean, std"),
         ({"rule": "normal", "std": "1"}, "std is '1'; expected a finite number"),
-        ({"rule": "constant"}, "needs val"),
+        ({"rule": "constant"}, "needs the argument val"),
         ({"rule": "kaiming_normal", "mode": "fan"}, "cannot be used for fc.weight"),
         ({"rule": "normal", "std": -1.0}, "cannot be used for fc.weight"),
         ({"rule": "orthogonal", "pattern": "*.bias"}, "needs parameters with 2 or more dimensions"),

@@ -176,8 +176,8 @@ def test_a_custom_schedule_that_fails_later_raises_with_the_step(factor, message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"warmup_epochs": 1, "warmup_steps": 5}, "set one of the two"),
-        ({"schedule": "exponential"}, "never comes to 0"),
+        ({"warmup_epochs": 1, "warmup_steps": 5}, "set only one of them"),
+        ({"schedule": "exponential"}, "never reaches"),
         ({"cosine_cycles": 2, "schedule": "step"}, "optim.schedule is 'step'"),
     ],
 )
@@ -190,7 +190,7 @@ def test_contradictory_schedules_raise(changes, message):
 
 
 def test_a_decay_that_ends_before_the_warm_up_raises():
-    with pytest.raises(OptionError, match="decay_steps is 3, but the warm-up takes 5 steps"):
+    with pytest.raises(OptionError, match="decay_steps is 3, but the warm-up already takes 5 steps"):
         schedule(schedule="cosine", total=10, decay_steps=3, warmup_steps=5)
     assert schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0  # a short trial run
 
@@ -202,7 +202,7 @@ def test_the_error_for_an_unknown_number_of_steps_says_how_to_set_it():
         schedule(warmup_epochs=2)
     with pytest.raises(OptionError, match="did you mean 'cosine'"):
         schedule(schedule="cosin")
-    with pytest.raises(OptionError, match="defined in the script"):
+    with pytest.raises(OptionError, match="defined in the training script"):
         schedule(schedule="__main__:mine")
     with pytest.raises(OptionError, match="has no 'halvin'; did you mean 'halving'"):
         schedule(schedule=f"{__name__}:halvin")

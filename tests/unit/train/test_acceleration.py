@@ -13,7 +13,7 @@ from plsc.models.compiled import CompiledNetwork
 from plsc.models.folding import FoldedNetwork
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
-from plsc.train.network import batch_sizes, check_network_options, evaluated, lay_out
+from plsc.train.network import batch_sizes, check_network_options, evaluated, set_memory_format
 from tests.images import write_dataset
 from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, options_with, pairs
 from tests.resuming import different, losses_of, options_of, saved_at, train
@@ -63,7 +63,7 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
 def test_every_feature_map_and_gradient_stays_channels_last():
     network = build_model("SmallResNet", 16, SHAPE, dropout=0.0)
     options = options_with({"speed.channels_last": "on"})
-    lay_out(network, options, torch.device("cpu"))
+    set_memory_format(network, options, torch.device("cpu"))
     maps: list[torch.Tensor] = []
     for module in network.modules():
         if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, nn.PReLU)):
@@ -81,7 +81,7 @@ def test_every_feature_map_and_gradient_stays_channels_last():
 def test_the_order_of_features_does_not_depend_on_the_layout():
     first, last = (build_model("SmallResNet", 16, SHAPE, dropout=0.0).eval() for _ in range(2))
     last.load_state_dict(first.state_dict())
-    lay_out(last, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
+    set_memory_format(last, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
     images = torch.randn(4, *SHAPE)
     with torch.no_grad():
         torch.testing.assert_close(last(images), first(images), rtol=1e-4, atol=1e-5)
@@ -111,11 +111,11 @@ class Viewing(BaseModel):
 
 def test_a_network_that_does_not_stand_the_layout_is_left_alone_or_refused():
     network = Viewing()
-    lay_out(network, options_with({"speed.channels_last": "auto"}), torch.device("cpu"))
+    set_memory_format(network, options_with({"speed.channels_last": "auto"}), torch.device("cpu"))
     assert network.conv.weight.is_contiguous()
     network(torch.randn(2, *SHAPE))
     with pytest.raises(OptionError, match=r"channels_last is on, but .* set_channels_last\('off'\)"):
-        lay_out(network, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
+        set_memory_format(network, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
 
 
 def test_what_excludes_each_other_says_so():
@@ -147,7 +147,7 @@ def test_evaluation_takes_the_plain_network_or_a_folded_one_never_a_compiled_one
     network = Viewing()
     for _ in range(2):
         assert evaluated(network, run.options, run.world) is network
-    assert sum("passed over for this network" in text for text in messages) == 1
+    assert sum("ignored for this network" in text for text in messages) == 1
 
 
 def test_batches_on_a_cpu_pass_as_they_are_and_their_reader_is_closed():

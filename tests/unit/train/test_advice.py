@@ -20,7 +20,9 @@ def said(wait, step, workers=1, is_generator=False, steps=60):
 
 def test_as_many_workers_as_read_a_batch_while_one_is_computed():
     (line,) = said(0.020, 0.030)
-    assert line.startswith("a step waits 20 of its 30 ms (67%) for its batch; 1 worker and 8 cores")
+    assert line.startswith(
+        "data loading is slow: a step of 30 ms waits 20 ms (67%) for its batch, with 1 worker and 8 cores"
+    )
     assert line.endswith("; try set_num_workers(4)")  # 30 / 10 and a tenth more
     (line,) = said(0.005, 0.030, workers=0)
     assert line.endswith("try set_num_workers(1)")
@@ -36,14 +38,14 @@ def test_nothing_is_said_of_a_wait_below_a_twentieth_or_of_a_few_steps(wait):
 
 def test_a_worker_for_each_core_is_as_many_as_are_proposed():
     (line,) = said(0.020, 0.030, workers=8)
-    assert "there is a worker for each core already; see docs/data.md" in line
+    assert "every core has a worker already; see docs/data.md" in line
 
 
 def test_a_generator_is_told_what_helps_a_generator():
     (line,) = said(0.020, 0.030, workers=0, is_generator=True)
-    assert "set_num_workers(1) lets the reader run ahead" in line
+    assert "set_num_workers(1) runs the reader in the background" in line
     (line,) = said(0.020, 0.030, workers=1, is_generator=True)
-    assert "a generator runs in one process" in line
+    assert "a generator reader runs in one process" in line
 
 
 def test_the_first_steps_of_an_epoch_do_not_count():

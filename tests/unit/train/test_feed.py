@@ -109,9 +109,9 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
 
 
 def test_a_cache_for_processes_is_refused(dataset):
-    with pytest.raises(OptionError, match=r"shared by threads.*set_num_workers\(0\)"):
+    with pytest.raises(OptionError, match=r"works only with threads.*set_num_workers\(0\)"):
         feed(dataset, transform=blur, data__cache="memory")
-    with pytest.raises(OptionError, match=r"set_loader\('auto'\), or leave"):
+    with pytest.raises(OptionError, match=r"set_loader\('auto'\), or remove"):
         feed(dataset, data__cache="memory", data__loader="processes")
     feed(dataset, transform=blur, data__cache="memory", data__num_workers=0)
 
@@ -185,7 +185,7 @@ def test_every_sample_of_a_reader_is_trained_once_an_epoch(tmp_path, monkeypatch
     ("settings", "message"),
     [
         ({"data__loader": "threads"}, "which threads share"),
-        ({"transform": blur}, "transforms its images itself"),
+        ({"transform": blur}, "cannot be used with a generator reader"),
     ],
 )
 def test_what_a_generator_reader_cannot_have_is_refused(dataset, settings, message):
@@ -219,7 +219,7 @@ def test_a_rank_opens_its_own_part_and_needs_no_other(parts):
 
 
 def test_parts_of_unlike_counts_are_refused_with_the_counts(parts):
-    with pytest.raises(DataError, match=r"rank 0 has 4 and rank 1 has 6; partition the data for 3"):
+    with pytest.raises(DataError, match=r"rank 0 has 4 and rank 1 has 6; partition the data again for 3"):
         open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (6, ""), (5, "")]))
 
 
@@ -266,7 +266,7 @@ def test_ranks_with_files_of_their_own_read_each_sample_once(parts):
 def test_a_dataset_without_samples_is_refused_in_one_line():
     options = Options()
     options.set("head.class_num", 4)
-    with pytest.raises(DataError, match="holds no samples"):
+    with pytest.raises(DataError, match="contains no samples"):
         open_training_data(options, ALONE, Nothing(), None, 6)
 
 

@@ -28,7 +28,7 @@ from plsc.train.checks import (
     threads_note,
 )
 from plsc.train.logs import RunLog
-from plsc.train.loop import agree, run_training
+from plsc.train.loop import exchange_status, run_training
 from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step
@@ -40,7 +40,7 @@ def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
     with pytest.raises(TrainingError) as caught:
         stop_at_bad_loss(World.single(), tmp_path, Position(7, 1, 2), math.nan, 0.25, names)
     text = str(caught.value)
-    assert "the loss is nan at step 7 (epoch 1, learning rate 0.25)" in text
+    assert "the loss is nan at step 7 (epoch 2, learning rate 0.25)" in text
     assert "images/0.jpg (label.txt:1)" in text
     assert "and 2 more" in text
     assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
@@ -123,11 +123,11 @@ class Linear(BaseModel):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Constant, {"optim__lr": 0.01}, "gives the same embedding"),
+        (Constant, {"optim__lr": 0.01}, "returns the same embedding"),
         (
             Linear,
             {"optim__lr": 1.0, "head__loss_type": "dist_softmax", "optim__clip_norm": 0.0},
-            "the loss rises",
+            "the loss increases",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_run_that_does_not_learn_says_so_once_in_its_first_epoch(
     run_training(options_for(data, tmp_path, **given), World.single(), UserParts(model=model()))
     found = [text for text in messages if message in text]
     assert len(found) == 1
-    assert messages.index(found[0]) < next(i for i, one in enumerate(messages) if "epoch 1 " in one)
+    assert messages.index(found[0]) < next(i for i, one in enumerate(messages) if "epoch 2/2 " in one)
 
 
 def test_a_collapse_is_reported_once_when_it_outlasts_the_warm_up_twice():
@@ -170,13 +170,13 @@ def test_a_loss_that_rises_in_the_first_epoch_is_reported_once(slope, is_told):
 
 def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():
     assert slow_start(0.5, 200) is None
-    assert slow_start(64.2, 200).startswith("the first step took 64 s; a line is logged every 200 steps")
+    assert slow_start(64.2, 200).startswith("the first step took 64 s; progress is logged every 200 steps")
 
 
 def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
     error = interrupted(15, 0, None)
     assert (str(error), error.exit_code) == (
-        "stopped by SIGTERM after step 0; nothing was learnt yet, and nothing saved", 143
+        "stopped by SIGTERM after step 0; nothing had been trained, so nothing was saved", 143
     )  # fmt: skip
 
 
@@ -206,8 +206,8 @@ def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(tm
     log.step({**step_entry(2), "loss": None, "loss_scale": 32768.0, "skipped_steps": 3}, 10)
     log.close()
     plain, scaled = messages
-    assert plain == "epoch 0 step 1/10 loss 1.0000 lr 0.1 images/s 1"
-    assert scaled == "epoch 0 step 2/10 loss overflow lr 0.1 scale 32768 skipped 3 images/s 1"
+    assert plain == "epoch 1 step 1/10 loss 1.000 lr 0.1 1 images/s"
+    assert scaled == "epoch 1 step 2/10 loss overflow lr 0.1 loss_scale 32768 skipped_steps 3 1 images/s"
 
 
 def options_for(dataset, tmp_path, **changes):
@@ -261,7 +261,7 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     }.items():  # fmt: skip
         options.set(path, value)
     assert idle_note(options) == (
-        "note: set, but without effect in this run: optim.decay_power (optim.schedule is cosine), "
+        "note: these options have no effect in this run: optim.decay_power (optim.schedule is cosine), "
         "optim.clip_scope (optim.clip_norm is 0), memory.checkpoint_every (memory.checkpoint_stages is "
         "none), parallel.shard_size (parallel.backbone is replicated), precision.black_list (precision.mode "
         "is float32), precision.decr_ratio (precision.mode is float32)"
@@ -272,8 +272,8 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     }.items():  # fmt: skip
         options.set(path, value)
     assert idle_note(options) == (
-        "note: set, but without effect in this run: optim.end_lr_factor (optim.schedule is step), "
-        "optim.decay_power (optim.schedule is step), optim.nesterov (no optimizer here is sgd)"
+        "note: these options have no effect in this run: optim.end_lr_factor (optim.schedule is step), "
+        "optim.decay_power (optim.schedule is step), optim.nesterov (neither optimizer is sgd)"
     )
 
 
@@ -302,7 +302,7 @@ class Necked(BaseModel):
 def test_options_that_a_custom_network_is_not_made_with_are_noted(model, name, noted, dataset, tmp_path):
     options = options_for(dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2)
     notes = build_run(options, World.single(), UserParts(model=model)).notes[-1]
-    assert notes.count("(the custom network was not made with it)") == len(noted)
+    assert notes.count("(the custom network was constructed with another value)") == len(noted)
     assert all(f"{path} (the custom network" in notes for path in noted)
 
 
@@ -333,7 +333,7 @@ def two_steps(network, dataset, tmp_path, **changes):
     run.network.train()
     step, losses = Step(run), []
     for batch in run.data.loader.epoch(0):
-        sizes = agree(run.world, batch, run.head.class_num).sizes
+        sizes = exchange_status(run.world, batch, run.head.class_num).sizes
         losses.append(float(step.make(batch, sizes, False).output.mean_loss))
     return losses[:2], network.types
 
@@ -345,10 +345,10 @@ def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning
     changes = {"optim__freeze": ("*",), "head__loss_type": loss_type, "train__epochs": 1}
     options = options_for(dataset, tmp_path, train__with_test=False, **changes)
     run = build_run(options, World.single(), UserParts(model=Stages()))
-    assert "note: Stages has no trainable parameter; only the head is trained" in run.notes
+    assert "note: Stages has no trainable parameters; only the head is trained" in run.notes
     before = [p.detach().clone() for p in (*run.network.parameters(), *run.head.parameters())]
     batch = next(iter(run.data.loader.epoch(0)))
-    Step(run).make(batch, agree(run.world, batch, run.head.class_num).sizes, False)
+    Step(run).make(batch, exchange_status(run.world, batch, run.head.class_num).sizes, False)
     after = [*run.network.parameters(), *run.head.parameters()]
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] * 6 + [False]
 
@@ -380,7 +380,9 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
 
 def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
-    with pytest.raises(OptionError, match=r"the last batch of 1 image leaves fewer .*; use set_last_batch"):
+    with pytest.raises(
+        OptionError, match=r"the last batch of 1 image gives batch norm fewer .*; use set_last_batch"
+    ):
         build_run(options, World.single(), UserParts())
     options.set("train.micro_batches", 3)
     options.set("data.last_batch", "pad")
@@ -404,7 +406,7 @@ def test_a_wrong_image_count_and_too_few_classes_are_refused(dataset, tmp_path):
     with pytest.raises(OptionError, match="has 9 images"):
         build_run(options, World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=1)
-    with pytest.raises(OptionError, match=r"class_num is 1; .* labels go up to 2"):
+    with pytest.raises(OptionError, match=r"class_num is 1; .* largest label is 2"):
         build_run(options, World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=2)
     with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
@@ -423,11 +425,11 @@ def test_a_save_folder_among_the_class_folders_is_refused(dataset, tmp_path):
 
 def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
     shutil.copytree(dataset / "images", tmp_path / "nested" / "train")
-    with pytest.raises(OptionError, match="of one class"):
+    with pytest.raises(OptionError, match="have the same class"):
         build_run(options_for(tmp_path / "nested", tmp_path), World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=5)
     run = build_run(options, World.single(), UserParts())
-    assert run.notes[0].startswith("note: 2 of 5 classes have no image, the first is 3")
+    assert run.notes[0].startswith("note: 2 of 5 classes have no images, the first one is class 3")
 
 
 def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
@@ -443,7 +445,7 @@ def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
 
 def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
     assert batch_note(128, 128) == batch_note(128, None) == ""
-    assert "a step takes 1000 images, and the set has 128: it shows them 7.8 times" in batch_note(1000, 128)
+    assert "larger than the dataset of 128: each step uses every image 7.8 times" in batch_note(1000, 128)
     options = Options()
     assert threads_note(options) == ""
     options.set("runtime.cpu_threads", 4096)
@@ -454,7 +456,9 @@ def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
     run = build_run(
         options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
     )
-    with pytest.raises(OptionError, match=r"monitor is 'accuracy', which no checkpoint .*known: loss"):
+    with pytest.raises(
+        OptionError, match=r"monitor is 'accuracy', which this run does not measure; known: loss"
+    ):
         retention_of(run)
     run = replace(run, options=run.options.changed({"checkpoint.monitor": "loss"}))
     assert (retention_of(run).monitor, retention_of(run).mode) == ("loss", "min")

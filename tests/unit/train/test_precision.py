@@ -17,7 +17,7 @@ from plsc.train import step as step_module
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.heads import head_products
-from plsc.train.loop import agree
+from plsc.train.loop import exchange_status
 from plsc.train.resume import restore, restore_scaler
 from plsc.train.step import LossReader, Step
 from tests.images import write_dataset, write_pair_file
@@ -125,7 +125,7 @@ def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anyth
     with pytest.MonkeyPatch.context() as patch:
         make = Step.make
         patch.setattr(Step, "make", lambda *args: made.append(1) or make(*args))
-        with pytest.raises(TrainingError, match=r"the loss is nan at step 4 \(epoch 0"):
+        with pytest.raises(TrainingError, match=r"the loss is nan at step 4 \(epoch 1"):
             train_scripted(late, WORLD, "....l.....")
     # The fifth step's loss is looked at when the sixth has begun, or is to be saved.
     assert len(made) == (6 if every_n_steps == 3 else 5)
@@ -168,14 +168,14 @@ def first_step(dataset, save_dir, **settings):
     run.network.train()
     before = run.head.weight.detach().clone()
     batch = next(run.data.loader.epoch(0, 0))
-    output = Step(run).make(batch, agree(WORLD, batch, run.head.class_num).sizes, False).output
+    output = Step(run).make(batch, exchange_status(WORLD, batch, run.head.class_num).sizes, False).output
     gradient = torch.cat([p.grad.flatten() for p in run.network.parameters()])
     return output.mean_loss, gradient, run.head.weight.detach() - before
 
 
 def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_tolerance(dataset, tmp_path):
     exact = first_step(dataset, tmp_path / "a")
-    # Loss, gradient, change of the class weights, relative to their norms; docs/precision.md states two.
+    # Loss, gradient, change of the class weights, relative to their norms.
     for settings, tolerances in (
         ({"precision__mode": "bfloat16"}, (0.005, 0.15, 0.05)),
         ({"head__products": "bfloat16"}, (0.001, 0.01, 0.01)),
@@ -224,8 +224,8 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
         ({"incr_every_n_steps": 0}, "incr_every_n_steps is 0; expected at least 1"),
         ({"decr_every_n_nan_or_inf": 2.5}, "expected an integer"),
         ({"incr_ratio": 1.0}, "incr_ratio is 1.0; expected more than 1"),
-        ({"decr_ratio": 1}, "decr_ratio is 1; expected more than 0 and less than 1"),
-        ({"decr_ratio": 0.0}, "decr_ratio is 0.0; expected more than 0"),
+        ({"decr_ratio": 1}, "decr_ratio is 1; expected a number greater than 0 and less than 1"),
+        ({"decr_ratio": 0.0}, "decr_ratio is 0.0; expected a number greater than 0"),
         ({"use_dynamic_loss_scaling": "yes"}, "expected True or False"),
         ({"amp_lists": ["softmax"]}, "expected plsc.AutoMixedPrecisionLists"),
     ],
@@ -243,7 +243,7 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     made = options(dataset, tmp_path / "a", precision__mode="float16")
     run = build_run(made, WORLD, UserParts(model=Scripted()))
     assert run.scaler is None
-    assert "\n".join(run.notes).count("is float16, which is for GPUs: this CPU computes in bfloat16") == 1
+    assert "\n".join(run.notes).count("float16 is only for GPUs: this CPU uses bfloat16") == 1
     assert head_products(made) == "bfloat16"
     made.set("head.products", "float32")
     assert head_products(made) == "float32"
@@ -280,7 +280,7 @@ def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, t
     restore(run, path, manifest)
     assert (run.scaler.scale, run.position.updates) == (64.0, 4)
     manifest.scalars["updates"] = 5
-    with pytest.raises(CheckpointError, match="5 updates are more than the 4 steps"):
+    with pytest.raises(CheckpointError, match="5 updates in 4 steps"):
         restore(run, path, manifest)
     assert tensors_of(path)
 

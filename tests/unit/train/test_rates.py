@@ -91,5 +91,5 @@ def test_an_automatic_scale_is_said_and_saved_as_auto(dataset, tmp_path, capsys)
 
 def test_a_scale_that_is_neither_auto_nor_positive_is_refused(dataset, tmp_path):
     for value in ("fast", 0, -1.0):
-        with pytest.raises(OptionError, match="expected a number more than 0, or 'auto'"):
+        with pytest.raises(OptionError, match="expected a number greater than 0, or 'auto'"):
             options(dataset, tmp_path, head__scale=value)

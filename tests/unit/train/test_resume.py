@@ -174,7 +174,9 @@ def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
     assert kept(trained, 4) == (32, [])
     total, lines = kept(trained, 3)
     assert total == 32
-    assert lines == ["ranks: 3 here, 4 in the checkpoint; a step keeps its 32 images, 10 or 11 a rank"]
+    assert lines == [
+        "ranks: 3 here, 4 in the checkpoint; the global batch size remains 32, with 10 or 11 images per rank"
+    ]
     # The script that set the batch of a rank is started again, on fewer ranks.
     assert kept(trained, 2, train__batch_size=8)[0] == 32
     assert kept(trained, 2, train__batch_size=16) == (32, [])
@@ -220,7 +222,7 @@ def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(tra
         with pytest.raises(CheckpointError, match=r"best\.json (is damaged|has 131072 bytes)"):
             open_load_dir(options, WORLD)
     file.unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint is known as the best"):
+    with pytest.raises(CheckpointError, match="the best checkpoint is unknown"):
         open_load_dir(options, WORLD)
     file.write_text(json.dumps({"path": best}))
 
@@ -261,7 +263,7 @@ def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(datase
         dataset, save_dir, checkpoint__load_dir="last", train__batch_size=6, train__epochs=1,
         data__val_targets="",
     )  # fmt: skip
-    with pytest.raises(CheckpointError, match="holds no checkpoint; train first"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint; train first"):
         open_load_dir(options, WORLD)
     assert train(options, WORLD).steps == 3
     (save_dir / ".saving-1-89abcdef").mkdir()
@@ -306,8 +308,8 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
         return lambda m: m["scalars"].update(optimizer_numbers=states)
 
     refused("is a number, the", numbers(10**9))
-    refused("no numbers", numbers(10**400))
-    refused("options in the checkpoint are", lambda m: m["options"]["optim"].update(lr="x"))
+    refused("not numbers", numbers(10**400))
+    refused("an option in the checkpoint is", lambda m: m["options"]["optim"].update(lr="x"))
 
 
 def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):

@@ -152,7 +152,7 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
     before = tensors_of(saved_at(trained, 7))
     run, said, path = resumed_run(sets, trained, tmp_path, "cars", "glyphs")
     assert [line.split(";")[0] for line in said] == [
-        "data sets left out: faces", "data sets that are new: cars",
+        "data sets removed: faces", "data sets added: cars",
     ]  # fmt: skip
     saved = {key: tensor for (_, key), tensor in tensors_of(path).items()}
     state = state_of(run)
@@ -211,7 +211,7 @@ def test_a_head_that_changed_is_refused(sets, trained, tmp_path):
             resumed_run(sets, trained, tmp_path, *names, **settings)
         assert "\n" not in str(caught.value)
 
-    refused("heads of the data sets faces, glyphs, this run of others, cars", "cars")
+    refused("heads of the data sets faces, glyphs, but this run only has others: cars", "cars")
     refused("loss type dist_adaface for the data set faces", head__loss_type="dist_arcface")
     other = tmp_path / "sets"
     shutil.copytree(sets, other)
@@ -302,12 +302,12 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
         values={"path": str(sets / "missing")},
     )
     refused("a step of 1 images cannot contain one image of each of 2", train__batch_size=1)
-    refused("give class_num to add_dataset", head__class_num=9)
-    refused("'rank_files' is for one data set", data__order="rank_files")
-    refused("last_batch is 'keep'", data__last_batch="keep")
-    refused("train_reader is set beside", reader=lambda: iter(()))
+    refused("pass class_num to add_dataset", head__class_num=9)
+    refused("'rank_files' cannot be used with several", data__order="rank_files")
+    refused("last_batch 'keep'", data__last_batch="keep")
+    refused("both train_reader and data.datasets", reader=lambda: iter(()))
     refused("train_image_num is 25, but the data sets have 26", data__train_image_num=25)
-    refused("data set glyphs: head.sample_ratio .* cosface has all class rows", values={
+    refused("data set glyphs: head.sample_ratio .* cosface is not sharded", values={
         "loss_type": "cosface", "sample_ratio": 0.5})  # fmt: skip
     refused("data set glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})
     refused(r"data set glyphs: label 3 .* outside 0\.\.2", DataError, values={"class_num": 3})

@@ -43,7 +43,7 @@ def test_each_start_is_a_run_in_the_next_version_and_last_resumes_the_newest_in_
     run = tmp_path / "run"
     for _ in range(3):
         start()
-    assert f"{run} holds checkpoints of an earlier run; this run saves to {run}/version_2" in (
+    assert f"{run} contains checkpoints of an earlier run, so this run saves to {run}/version_2" in (
         capsys.readouterr().out
     )
     folders = [run, run / "version_1", run / "version_2"]
