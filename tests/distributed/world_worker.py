@@ -25,7 +25,7 @@ def meet(entry: Entry, name: str) -> None:
         assert (world.rank, world.size, world.local_rank) == (RANK, RANKS, RANK)
         world.close()
 
-    entry._together(verb)
+    entry._run(verb)
     print(f"rank {RANK} met the others: {name}", flush=True)
 
 
