@@ -41,7 +41,7 @@ def run_doctor(options: Options) -> None:
     try:
         world = World.from_options(runtime)
     except PlscError as error:
-        _report([list(_local_findings(None)), [Finding("error", "ranks", str(error))]])
+        _report([[*_local_findings(None), Finding("error", "ranks", str(error))]])
         raise SystemExit(1) from error
     mine = [*_local_findings(world.device), _checked("collective", lambda: _collective(world))]
     try:

@@ -160,3 +160,12 @@ def test_doctor_reports_other_ranks_where_they_differ_and_what_is_not_ok(capsys)
         ["warning", "versions", "rank 1: plsc 2; install the same on all machines"],
         ["warning", "disk", "rank 1: full"],
     ]
+
+
+def test_doctor_fails_when_the_ranks_cannot_connect(capsys):
+    options = Options()
+    options.set_together({"runtime.backend": "mpi", "runtime.rank": 0, "runtime.world_size": 2})
+    with pytest.raises(SystemExit, match="1"):
+        doctor.run_doctor(options)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split()[:4] == ["error", "ranks", "backend", "is"]
