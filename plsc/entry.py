@@ -86,10 +86,14 @@ class Entry(Setters):
         """Use a custom network instead of `model.name`. Raises OptionError unless it is a BaseModel."""
         if not isinstance(model, BaseModel):
             is_class = isinstance(model, type)
-            found = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
+            name = model.__name__ if is_class else type(model).__name__
+            if is_class and issubclass(model, BaseModel):
+                raise OptionError(
+                    f"set_model got the class {name}; expected an instance, such as set_model({name}())"
+                )
             raise OptionError(
-                f"the model is {found}; expected an instance of a subclass of "
-                "plsc.models.base_model.BaseModel"
+                f"set_model got {'the class ' if is_class else 'an object of type '}{name}; expected an "
+                "instance of a subclass of plsc.models.base_model.BaseModel"
             )
         self._model = model
         self.options.set("model.name", name_of(type(model)))

@@ -132,7 +132,9 @@ def run_profile(
     Raises OptionError for invalid `steps` or `output`, and all errors of training.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
-        raise OptionError(f"steps is {steps!r}; expected an integer from 1 to {MOST_STEPS}")
+        raise OptionError(
+            f"the number of profiled steps is {steps!r}; expected an integer from 1 to {MOST_STEPS}"
+        )
     folder = _folder(output)
     user = replace(user, model=copy.deepcopy(user.model))  # the user's network is not trained
     checkpoint = open_to_resume(options.resolve(), world)

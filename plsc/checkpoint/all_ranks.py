@@ -59,7 +59,7 @@ def rank_on_shared_disk(folder: Path, world: World) -> tuple[int, int]:
         (folder / mark).touch()
         return mark
 
-    marks = on_every_rank(world, doing, leave)
+    marks = on_every_rank(world, doing, leave, "check the permissions, or choose another folder")
 
     def look() -> list[int]:
         return [rank for rank, one in enumerate(marks) if (folder / one).exists()]

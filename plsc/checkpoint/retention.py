@@ -41,7 +41,7 @@ class Retention:
             raise OptionError(f"cannot keep {min(self.last, self.top)} checkpoints; -1 keeps all")
         if self.last == 0 and (self.top == 0 or self.monitor is None):
             raise OptionError(
-                "these settings keep no checkpoint; keep at least the last one, or the best by a metric"
+                "keep_last 0 keeps no checkpoint; set keep_last to at least 1, or save_top_k and monitor"
             )
         if self.mode not in ("min", "max"):
             raise OptionError(f"mode is {self.mode!r}; expected 'min' or 'max'")

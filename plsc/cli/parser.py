@@ -91,7 +91,8 @@ def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Seque
         if word not in found.commands:
             problem = f"unknown command {word!r}" if word else "no command was given"
             hint = did_you_mean(word, found.commands)
-            raise OptionError(f"{problem}; known: {', '.join(found.commands)}{hint}; see {name} --help")
+            known = ", ".join(found.commands)
+            raise OptionError(_with_help(f"{problem}; known: {known}{hint}", name))
         name, chosen = f"{name} {word}", found.commands[word]
         if isinstance(chosen, Command):
             return name, chosen, words
@@ -104,6 +105,11 @@ def _overview(name: str, group: Group) -> str:
     lines = [f"  {one:{width}}{command.meaning}" for one, command in group.commands.items()]
     usage = f"usage: {name} <command> [--help] [arguments]"
     return "\n".join([usage, "", _sentence(group.meaning), "", "commands:", *lines])
+
+
+def _with_help(message: str, command: str) -> str:
+    """Return an error message that ends with a reference to the command's help."""
+    return f"{message}{' See' if message.endswith('?') else '; see'} {command} --help"
 
 
 def _sentence(text: str) -> str:
@@ -157,7 +163,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise OptionError for an error of argparse."""
-        raise OptionError(f"{message}; see {self.prog} --help")
+        raise OptionError(_with_help(message, self.prog))
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Parse the command line; return the arguments of the command's function. Raises OptionError."""
@@ -180,9 +186,11 @@ class CommandParser(argparse.ArgumentParser):
         return {**values, "options": options} if self._takes_options else values
 
     def _hint(self, name: str) -> str:
-        known = [known for one in self._arguments.values() for known in (one.name, one.option)]
+        flags = [one for one in self._arguments.values() if not one.positional]
+        known = [known for one in flags for known in (one.name, one.option)]
         near = did_you_mean(name, filter(None, known))
-        return near or (nearest_option(name) if self._takes_options else "")
+        near = near or (nearest_option(name) if self._takes_options else "")
+        return re.sub(r"'([\w.]+)'", r"--\1", near)
 
     def _value(self, one: Argument, text: str) -> Any:
         value = convert(from_text(text, one.kind, f"--{one.name}"), one.kind)
@@ -207,6 +215,8 @@ class CommandParser(argparse.ArgumentParser):
                 value = shlex.quote(value[1:-1])
             return f"--{name} {value}".rstrip() if name else call[0]
 
+        if self._takes_options:  # a reference to a setter's description, with no value
+            text = re.sub(r"; see set_\w+\(\)$", f"; see {self.prog} --help", text)
         return re.sub(r"\b(set_\w+)\(([^()]*)\)", flag, text)
 
 

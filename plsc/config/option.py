@@ -93,15 +93,24 @@ class OptionSpec:
         converted = convert(value, self.kind)
         expected = None
         if converted is WRONG:
-            expected = describe_kind(self.kind)
+            expected = describe_kind(self.kind) + self._example()
         elif self.check and converted is not None:
             expected = self.check(converted)
         if expected is not None:
             where = f"; see {self.setter}()" if self.setter else ""
-            raise OptionError(
-                f"{self.path} is {shown_value(value)}; expected {expected} ({self.meaning}){where}"
-            )
+            meaning = self._brief_meaning(expected)
+            raise OptionError(f"{self.path} is {shown_value(value)}; expected {expected} ({meaning}){where}")
         return converted
+
+    def _example(self) -> str:
+        if not isinstance(self.default, tuple) or not self.default:
+            return ""
+        return f", such as {list(self.default)}".replace(", ", ",").replace(",such", ", such")
+
+    def _brief_meaning(self, expected: str) -> str:
+        """Return the start of the description; without its list of names if the error lists them already."""
+        is_list = expected.startswith("one of") or "known: " in expected
+        return re.split(r"[:;] | \(" if is_list else "; ", self.meaning, maxsplit=1)[0]
 
     def saved(self, value: Any) -> Any:
         """Return a value from a checkpoint, converted to the option's type. Raises CheckpointError."""
@@ -267,7 +276,7 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
     except Exception as error:  # user code may raise anything
         raise OptionError(
             f"cannot import {module_name!r} for {option} {reference!r}: {kind_and_line(error)}; expected "
-            "'package.module:function' of a package that Python can import from the working directory"
+            "'package.module:name' of a package that Python can import from the working directory"
         ) from error
     for part in name.split("."):
         near = did_you_mean(part, dir(found))

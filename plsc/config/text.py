@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from plsc.config.options import Options, all_options, find_option
-from plsc.errors import OptionError
+from plsc.errors import OptionError, suggest
 
 _LARGEST = 2**20  # bytes per file
 _FLOAT, _TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
@@ -109,7 +109,7 @@ def _entries(name: str) -> list[tuple[str, Any, str]]:
         problem = getattr(error, "problem", None) or " ".join(str(error).split())[:100]
         raise OptionError(
             f"{name}{f':{mark.line + 1}' if mark else ''} is not valid YAML: {problem}; expected lines such "
-            "as 'train:' and below it, indented with spaces, 'batch_size: 128'"
+            "as 'train:' and, indented below it, '  batch_size: 128'"
         ) from error
 
 
@@ -117,8 +117,8 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
     content = loader.get_single_node()
     if not isinstance(content, yaml.MappingNode):
         raise OptionError(
-            f"{name} contains no options; expected lines such as 'train:' and below it, indented with "
-            "spaces, 'batch_size: 128'"
+            f"{name} contains no options; expected lines such as 'train:' and, indented below it, "
+            "'  batch_size: 128'"
         )
     groups = {spec.group for spec in all_options()}
     found = []
@@ -126,6 +126,8 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
     def add(prefix: str, key: yaml.Node, value: yaml.Node) -> None:
         place = f"{name}:{key.start_mark.line + 1}"
         path = f"{prefix}{key.value}"[:200]
+        if not prefix and "." not in path and path not in groups and isinstance(value, yaml.MappingNode):
+            raise OptionError(f"{place}: unknown group of options {path!r}; {suggest(path, groups)}")
         if path not in groups:
             found.append((path, loader.construct_object(value, deep=True), place))
         elif isinstance(value, yaml.MappingNode):

@@ -104,7 +104,7 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
             "convert it or change set_image_shape"
         )
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
-        raise DataError("contains NaN or infinite values; fix the dataset", kind="not finite")
+        raise DataError("contains NaN or infinite values; fix the image", kind="not finite")
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]

@@ -77,7 +77,7 @@ class SourceLoader:
         if self.num_workers == 0:
             return "data: images are read between the training steps (num_workers 0)"
         what = self.kind if self.num_workers > 1 else {"threads": "thread"}.get(self.kind, "process")
-        return f"data: {self.num_workers} {what} per rank prefetch batches, {self.reason}"
+        return f"data: {self.num_workers} {what} per rank load images in the background, {self.reason}"
 
     def _read(self, request: Request, stopped: Callable[[], bool]) -> Batch:
         return self._reader.read(request, self._ring, stopped)
@@ -131,4 +131,4 @@ def choose_kind(asked: str, source: Source, recipe: Recipe, num_workers: int) ->
         return "processes", "because of your transform"
     if _is_dataset(source):
         return "processes", "because of your Dataset"
-    return "threads", "because no Python code of yours is involved"
+    return "threads", "because there is no custom Python code in the data pipeline"

@@ -55,15 +55,16 @@ class Overview:
         """Return the summary as lines of text."""
         lines = [
             f"samples          {self.samples}",
-            f"classes          {self.classes} (labels up to {self.largest_label}, "
-            f"{self.unused} of these ids have no sample)",
+            f"classes          {self.classes} (largest label {self.largest_label}, "
+            f"{self.unused} labels without samples)",
             *([f"  {self.first_and_last}"] if self.first_and_last else []),
             f"images per class {self.fewest} to {self.most}, median {self.median:g}",
+            "  images per class    classes",
         ]
         widest = max((count for _, _, count in self.images_per_class), default=1)
         for low, high, count in self.images_per_class:
             span = f"{low}" if low == high else f"{low}-{high}"
-            lines.append(f"  {span:>15} {count:>10} {'#' * max(1, round(40 * count / widest))}")
+            lines.append(f"  {span:>16} {count:>10} {'#' * max(1, round(40 * count / widest))}")
         lines.append(
             f"encoded bytes    median {self.bytes_median:g}, largest {self.bytes_most} "
             f"(of {self.checked} samples checked)"

@@ -79,7 +79,10 @@ def read_pairs(path: str | os.PathLike[str]) -> PairSet:
         with path.open("rb") as file:
             value = _load(file, status.st_size, str(path))
     except OSError as error:
-        raise DataError(f"cannot read pair file {path}: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read pair file {path}: {error.strerror or error}; data.val_targets expects names of "
+            "pair files in the dataset folder, without .bin"
+        ) from error
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise DataError(f"{path} contains {_kind(value)}; expected a pair of lists (images, is_same)")
     return _checked(value[0], value[1], str(path))

@@ -212,7 +212,8 @@ class ReaderLoader:
     def _check(self, item: Any, ordinal: int, epoch: int) -> Sample:
         name = f"sample {ordinal} of epoch {epoch} of the {self.title}"
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise DataError(f"{name}: expected (image, label), got {type(item).__name__}")
+            items = f" of {len(item)} items" if isinstance(item, (tuple, list)) else ""
+            raise DataError(f"{name}: expected (image, label), got {type(item).__name__}{items}")
         return self._image(item[0], name), self._label(item[1], name), name
 
     def _image(self, image: Any, name: str) -> torch.Tensor:

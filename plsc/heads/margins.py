@@ -375,5 +375,6 @@ def build_margin(name: str, **options: Any) -> Margin:
     for option in options:
         if option not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
+            has = f"{has}; remove {option}"
             raise OptionError(f"{name} has no option {option}; {has}{did_you_mean(option, known)}")
     return MARGINS[name](**options)

@@ -44,7 +44,8 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     output = dry_run(model, image_shape)
     if not isinstance(output, Tensor):
         raise OptionError(
-            f"{name} returns a {type(output).__name__}; expected one tensor of embeddings [batch, {emb_size}]"
+            f"{name} returns {'None' if output is None else f'a {type(output).__name__}'}; expected one "
+            f"tensor of embeddings [batch, {emb_size}]"
         )
     if not output.is_floating_point():
         raise OptionError(f"{name} returns {output.dtype} embeddings; expected floating point")

@@ -52,8 +52,8 @@ def build_model(
         return load_custom(name, **{**options, **(arguments or {})})
     if name not in NETWORKS:
         raise OptionError(
-            f"unknown model {name!r}; {suggest(name, NETWORKS)}; also possible: '{TORCHVISION}resnet18', "
-            f"'{TIMM}vit_tiny_patch16_224', or your own 'package.module:Class'"
+            f"unknown model {name!r}; expected '{TORCHVISION}NAME', '{TIMM}NAME', your own "
+            f"'package.module:Class', or a name; {suggest(name, NETWORKS)}"
         )
     reference, own = NETWORKS[name]
     module, _, made = reference.partition(":")
@@ -72,7 +72,8 @@ def load_custom(reference: str, **options: object) -> BaseModel:
     chosen = load_function(reference, "model.name", "set_model")
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
         raise OptionError(
-            f"model {reference!r} is {chosen!r}; expected a subclass of plsc.models.base_model.BaseModel"
+            f"model.name is {reference!r}, but {chosen.__name__} is not a network; expected a subclass of "
+            "plsc.models.base_model.BaseModel"
         )
     accepted = inspect.signature(chosen).parameters
     advice = f"its __init__ can have the parameters {', '.join(options)}"
@@ -117,7 +118,10 @@ def _torchvision_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Mo
 
     known = models.list_models(module=models)
     if name not in known:
-        raise OptionError(f"torchvision has no network {name!r}{did_you_mean(name, known)}")
+        raise OptionError(
+            f"torchvision has no network {name!r} for classification; torchvision.models.list_models() lists "
+            f"the names{did_you_mean(name, known)}"
+        )
     settings: dict[str, Any] = {}
     if name.startswith("vit_"):
         settings = {"image_size": image_shape[-1]}
@@ -154,7 +158,10 @@ def _timm_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, i
         ) from error
     # Also rejects names such as hf-hub:..., which would be downloaded.
     if not timm.is_model(name):
-        raise OptionError(f"timm has no network {name!r}{did_you_mean(name, timm.list_models())}")
+        raise OptionError(
+            f"timm has no network {name!r}; timm.list_models() lists the names"
+            f"{did_you_mean(name, timm.list_models())}"
+        )
     channels = image_shape[0]
     settings: dict[str, Any] = {
         "pretrained": False,

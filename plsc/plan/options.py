@@ -83,7 +83,10 @@ class PlanOptions:
         for name, spec in specs_of("", PlanOptions).items():
             setattr(self, name, spec.checked(getattr(self, name)))
         if self.classes is None and self.model is None:
-            raise OptionError("nothing to plan; set classes for the head, model for the backbone, or both")
+            raise OptionError(
+                "nothing to plan; set classes (--classes) to plan the head, model (--model) to plan the "
+                "backbone, or both"
+            )
         for needed, what, names in (
             ("classes", "head", _OF_HEAD),
             ("model", "backbone", _OF_BACKBONE),

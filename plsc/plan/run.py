@@ -129,7 +129,9 @@ def _flags(changes: Mapping[str, Any], needed: int) -> str:
 
 def _render_head(plan: HeadPlan) -> list[str]:
     stored_at = "in CPU memory" if plan.is_offloaded else "on the device"
-    terms = "6 B n D, exponentials kept" if plan.keeps_terms else "8 B n D, exponentials twice"
+    terms = (
+        "6 B n D, exponentials computed once" if plan.keeps_terms else "8 B n D, exponentials computed twice"
+    )
     moved = "copied both ways" if plan.is_offloaded else "read and written"
     lines = [
         f"Head: {plan.classes:,} classes; ranks: {plan.ranks:,}; classes per rank: {plan.local_classes:,}; "
@@ -148,7 +150,7 @@ def _render_head(plan: HeadPlan) -> list[str]:
     return [
         *lines,
         "",
-        "Arithmetic per step and rank",
+        "Computation per step and rank",
         _operations(f"products, {terms}", plan.operations),
         _line(f"class weights and states {moved}", plan.rows_moved),
         "",
@@ -170,7 +172,7 @@ def _render_backbone(plan: BackbonePlan) -> list[str]:
         "Total of the backbone, bytes per rank",
         _line("device", plan.device_bytes),
         "",
-        "Arithmetic per step and rank",
+        "Computation per step and rank",
         _operations("products, forward and backward", plan.operations),
         "",
         *_network(plan.transfers),
@@ -182,7 +184,7 @@ def _network(transfers: Iterable[Transfer]) -> list[str]:
     if not rows:
         return ["Network traffic per step: none, there is one rank"]
     rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    return ["Network traffic per step, bytes: payload, and sent per rank in a ring"] + [
+    return ["Communication per step, bytes: payload, then bytes that each rank sends (ring algorithm)"] + [
         f"  {name:<44}{_human(payload):>14}{payload:>18,}{_human(sent):>14}{sent:>18,}"
         for name, payload, sent in rows
     ]

@@ -68,7 +68,7 @@ def count_classes(
     if options.head.class_num == 1:
         raise OptionError(
             f"head.class_num is 1; expected 2 or more (the largest label is {largest}); remove the option or "
-            "correct set_class_num"
+            "increase it"
         )
     if class_num < 2:
         raise OptionError(

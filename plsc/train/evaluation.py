@@ -236,10 +236,17 @@ def load_for_run(
         network.load_state_dict(load_weights(path))
     except RuntimeError as error:
         raise CheckpointError(
-            f"{path} does not fit {type(network).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; use the network and image shape that were trained"
+            f"{path} does not fit {type(network).__name__}: {_first_problem(error)}; use the network, "
+            "embedding size and image shape that were trained"
         ) from error
     return network, config
+
+
+def _first_problem(error: RuntimeError) -> str:
+    """Return the first problem that ``load_state_dict`` lists, and the number of the others."""
+    _, *problems = (line.strip().rstrip(".") for line in str(error).splitlines() if line.strip())
+    first = problems[0][:300] if problems else str(error)[:300]
+    return f"{first} (and {len(problems) - 1} more)" if len(problems) > 1 else first
 
 
 class ImagesOf:

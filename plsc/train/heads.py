@@ -96,7 +96,7 @@ def margin_of(options: Config) -> Margin:
     try:
         return build_margin(name, **given)
     except OptionError as error:
-        raise OptionError(f"head.loss_type is {head.loss_type}: {error}") from error
+        raise OptionError(f"{error} (head.loss_type is {head.loss_type})") from error
 
 
 def sampling_of(options: Config) -> Sampling | None:

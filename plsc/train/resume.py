@@ -38,9 +38,9 @@ _WORDS = {
 }
 _HOW_TO_CHANGE = {
     "classes": " (plsc checkpoint classes changes them)",
-    "embedding size": "; set_pretrained loads the weights that fit",
-    "loss type": "; set_pretrained loads the weights that fit",
-    "optimizer": "; set_pretrained loads the weights without the optimizer state",
+    "embedding size": ", or load only the weights that fit with set_pretrained",
+    "loss type": ", or load only the weights that fit with set_pretrained",
+    "optimizer": ", or load only the weights with set_pretrained",
 }
 
 
@@ -165,8 +165,8 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
     for what, (theirs, mine) in expected.items():
         if theirs != mine:
             raise CheckpointError(
-                f"{path} was saved with {what} {theirs}, but this run has {mine}; to resume, they must be "
-                f"equal{_HOW_TO_CHANGE.get(what, '')}"
+                f"{path} was saved with {what} {theirs}, but this run has {mine}; use the saved value to "
+                f"resume{_HOW_TO_CHANGE.get(what, '')}"
             )
     if not manifest.step_in_epoch or run.data.sets:  # of several data sets, match_heads has looked
         return
@@ -250,7 +250,7 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
             if theirs != value:
                 raise CheckpointError(
                     f"{path} was saved with {_WORDS[key]} {theirs} for the data set {one.name}, but this run "
-                    f"has {value}; to resume, they must be equal"
+                    f"has {value}; use the saved value to resume"
                 )
     return match
 

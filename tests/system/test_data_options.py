@@ -59,7 +59,7 @@ def losses(dataset, save_dir, transform=None, **settings):
 def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tmp_path, capsys):
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
     plain = losses(dataset, tmp_path / "0")
-    assert "data: 2 threads per rank prefetch batches" in capsys.readouterr().out
+    assert "data: 2 threads per rank load images in the background" in capsys.readouterr().out
     same = [
         {"set_num_workers": 0},
         {"set_loader": "processes"},
@@ -85,7 +85,10 @@ def test_a_torchvision_transform_gives_the_same_run_with_any_number_of_processes
     ]
     assert runs[0] == runs[1] == runs[2]
     assert runs[0] != losses(dataset, tmp_path / "plain")
-    assert "processes per rank prefetch batches, because of your transform" in capsys.readouterr().out
+    assert (
+        "processes per rank load images in the background, because of your transform"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_with_random_torchvision_transforms_resumes_bit_for_bit_in_worker_processes(tmp_path):

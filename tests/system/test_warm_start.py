@@ -97,7 +97,7 @@ def test_a_warm_start_takes_network_and_head_but_neither_momentum_nor_position(
     assert result.warm_start.head == ["head.weight"]
     printed = capsys.readouterr().out
     assert f"starting from the weights of {trained}:" in printed
-    assert "(100.0% of its numbers)" in printed
+    assert "(100.0% of its elements)" in printed
 
 
 def test_with_last_the_first_start_takes_the_weights_and_the_next_one_resumes(dataset, trained, tmp_path):

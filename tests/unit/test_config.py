@@ -154,7 +154,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", "--train.batchsize", "3"], "did you mean 'train.batch_size'"),
+        (["train", "--train.batchsize", "3"], "did you mean --train.batch_size?"),
         (["train", "--train.epochs", "2.5"], "train.epochs"),
         (["trian"], "did you mean 'train'"),
         (["predict", "--output", "/no such folder/x.npz"], "does not exist"),

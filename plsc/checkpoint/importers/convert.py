@@ -133,7 +133,7 @@ def _read_source(path: Path, layout: str, given: Network) -> Source:
         CheckpointError: files are missing, duplicated, damaged, malicious, or of an unknown layout.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; expected weights to import")
+        raise CheckpointError(f"{path} does not exist; expected a weight file or a folder of shards")
     if layout == "auto":
         layout = _recognise(path)
     if layout == INSIGHTFACE:

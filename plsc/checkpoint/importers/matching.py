@@ -38,7 +38,7 @@ class Match:
         """Return a summary of a few lines."""
         total = len(self.matched) + len(self.missing) + len(self.shapes)
         lines = [
-            f"{len(self.matched)} of the network's {total} tensors match ({self.share:.1%} of its numbers)"
+            f"{len(self.matched)} of the network's {total} tensors match ({self.share:.1%} of its elements)"
         ]
         if self.missing:
             lines.append(f"not in the file: {shorten(self.missing)}")
@@ -93,7 +93,8 @@ def refuse_no_match(match: Match, source: str, advice: str) -> None:
     """Raise CheckpointError if no parameter came from the file."""
     if not match.share:
         raise CheckpointError(
-            f"nothing in {source} matches the network: {'; '.join(match.lines()[1:])}; {advice}"
+            f"no tensor in {source} matches the network by name and shape: "
+            f"{'; '.join(match.lines()[1:])}; {advice}"
         )
 
 

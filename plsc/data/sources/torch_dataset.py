@@ -49,7 +49,7 @@ class TorchDatasetSource:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(
                 f"{self.name(index)}: expected (image, label), got {type(item).__name__}"
-                + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+                + (f" of {len(item)} items" if isinstance(item, (tuple, list)) else "")
             )
         return item[0], whole_number(item[1], self.name(index))
 

@@ -198,7 +198,7 @@ def test_the_command_prints_what_was_imported(arcface_torch, tmp_path, capsys):
     assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck"), "--ranks", "2"]) == 0
     printed = capsys.readouterr().out
     assert "IResNet18, embedding size 16" in printed
-    assert "(100.0% of its numbers)" in printed
+    assert "(100.0% of its elements)" in printed
     assert "11 classes" in printed
     assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck")]) == 1
     assert "already exists" in capsys.readouterr().err

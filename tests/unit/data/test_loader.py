@@ -407,7 +407,9 @@ def test_the_kind_of_loader_is_chosen_from_the_pipeline(label_folder):
     assert loader(files, num_workers=2, transform=add_noise).kind == "processes"
     own = loader(TorchDatasetSource(Noisy()), num_workers=2)
     assert own.kind == "processes"
-    assert own.describe() == "data: 2 processes per rank prefetch batches, because of your Dataset"
+    assert (
+        own.describe() == "data: 2 processes per rank load images in the background, because of your Dataset"
+    )
     assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process per rank")
     with pytest.raises(OptionError, match="which threads share"):
         loader(files, kind="threads", num_workers=2, transform=add_noise)

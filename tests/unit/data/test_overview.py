@@ -41,7 +41,7 @@ def test_broken_samples_are_counted_and_named(folder):
 def test_the_summary_is_lines_of_text(folder):
     text = inspect_dataset(open_source(folder)).render()
     assert "samples          19" in text
-    assert "4 of these ids have no sample" in text
+    assert "4 labels without samples" in text
     assert "broken           2 of 19 checked" in text
 
 

@@ -265,7 +265,7 @@ def test_the_command_prints_bytes_and_units(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "nothing to plan; set classes for the head, model for"),
+        ([], "nothing to plan; set classes (--classes) to plan the head, model"),
         (
             ["--model", "ResNet18", "--optimizer", "adamw"],
             "optimizer is an option of the head; set classes, too",
@@ -277,7 +277,7 @@ def test_the_command_prints_bytes_and_units(capsys):
         (["--classes", "many"], "--classes is 'many'; expected a number"),
         (["--classes", "10", "--head.offload", "no way"], "expected True or False"),
         (["--classes", "10", "--rows", "fp8"], "rows is 'fp8'; expected one of"),
-        (["--classes", "10", "--rankz", "8"], "did you mean 'ranks'?"),
+        (["--classes", "10", "--rankz", "8"], "did you mean --ranks?"),
     ],
 )
 def test_the_command_reports_invalid_flags_in_one_line(arguments, expected, capsys):

@@ -46,7 +46,8 @@ def names(feed, epoch=0):
 def test_threads_are_the_default_and_are_said_once(dataset):
     made = feed(dataset)
     assert made.notes == [
-        "data: 2 threads per rank prefetch batches, because no Python code of yours is involved"
+        "data: 2 threads per rank load images in the background, "
+        "because there is no custom Python code in the data pipeline"
     ]
     assert (made.num_samples, made.class_num) == (20, 4)
 
@@ -57,7 +58,7 @@ def blur(image: torch.Tensor) -> torch.Tensor:
 
 def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(dataset):
     made = feed(dataset, transform=blur, data__flip=False)
-    assert "processes per rank prefetch batches, because of your transform" in made.notes[-1]
+    assert "processes per rank load images in the background, because of your transform" in made.notes[-1]
     plain = feed(dataset, data__flip=False)
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)
@@ -99,7 +100,9 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
         data__cache_decoded=True,
     )
     list(made.loader.epoch(0))
-    assert made.notes[-1].endswith("because no Python code of yours is involved")  # nor did anybody choose
+    assert made.notes[-1].endswith(
+        "because there is no custom Python code in the data pipeline"
+    )  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
     assert source.cache.used >= 20 * 16 * 16 * 3
