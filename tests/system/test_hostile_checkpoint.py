@@ -323,7 +323,8 @@ def hostile(spec):
                   [{"pattern": "fc", "rule": "constant", "val": 1}], [{"name": "a", "path": URL}],
                   "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
-                  "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear", "file:///tmp/a"):  # fmt: skip
+                  "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
+                  "file:///tmp/a"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value
