@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from plsc.config import Options
 from plsc.config.model import Initialization
@@ -69,7 +70,17 @@ class Entry(Setters):
         self._model: BaseModel | None = None
         self._optimizer: Factory | None = None
         self._schedule: ScheduleFunction | None = None
+        self._store: dist.Store | None = None
         self._world: World | None = None
+
+    def set_store(self, store: dist.Store) -> None:
+        """Let the ranks meet in a torch.distributed store of your own, instead of `runtime.init_method`.
+
+        It must be shared by all ranks, such as a TCPStore; `set_rank` and `set_world_size` number them.
+        """
+        if not isinstance(store, dist.Store):
+            raise OptionError(f"the store is a {type(store).__name__}; expected a torch.distributed.Store")
+        self._store = store
 
     def set_model(self, model: BaseModel) -> None:
         """Use a custom network instead of `model.name`. Raises OptionError unless it is a BaseModel."""
@@ -343,7 +354,7 @@ class Entry(Setters):
             runtime = self.options.runtime
             if runtime.cpu_threads:
                 torch.set_num_threads(runtime.cpu_threads)
-            self._world = World.from_environment(runtime.device, runtime.backend, runtime.timeout)
+            self._world = World.from_options(runtime, self._store)
             atexit.register(self._world.close)
         user = UserParts(
             self._model,

@@ -12,7 +12,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -110,21 +110,30 @@ def refusing(what: str, advice: str = "") -> Iterator[None]:
         raise OptionError(f"{what}: {kind_and_line(error)[:300]}{ending}") from error
 
 
-def record_failure(error: BaseException) -> None:
+MESSAGE_START = "plsc: error: "
+LAUNCHER_VARIABLE = "PLSC_LAUNCHER"
+"""Environment variable: process id of the `plsc launch` that prints the errors of its ranks."""
+
+
+def record_failure(error: BaseException, wording: Callable[[str], str] = str) -> bool:
     """Write an error to the file for torchrun's failure summary, if torchrun started this process.
 
     Writes the message of a PlscError, the traceback of other errors. The `record` decorator of
     torch.distributed.elastic would also write all causes, which may contain secrets.
+
+    wording: changes the message, such as setters to flags. Returns whether `plsc launch` will print it.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        text = f"plsc: error: {error}"
+        text = f"{MESSAGE_START}{wording(str(error))}"
         if not isinstance(error, PlscError):
             text = shown("".join(traceback.format_exception(error))).rstrip()
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": type(error).__name__}
         content = {"message": {"message": text, "extraInfo": extra}}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump(content, file)
+            return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
+    return False
 
 
 _SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib reduces two slashes to one

@@ -60,7 +60,7 @@ def state_of(run) -> dict[str, torch.Tensor]:
 
 def train_scripted(options, world, script: str, network=Scripted):
     """Train so that each step goes as the script says; what a skipped step leaves must be what it found."""
-    make, judge = Step.make, Step._judge
+    make, find_overflow = Step.make, Step._find_overflow
 
     def scripted(self, batch, sizes, is_logged):
         run = self._run
@@ -81,16 +81,16 @@ def train_scripted(options, world, script: str, network=Scripted):
                 assert len(head.weight) == 0 or any(key.startswith("head") for key in changed)
         return made
 
-    def judging(self, output):
+    def finding_overflow(self, output):
         if Scripted.kind == "p":
             self._run.network.fc.weight.grad[0, 0] = math.inf
         if Scripted.kind == "l":
             output.mean_loss.fill_(math.nan)
-        return judge(self, output)
+        return find_overflow(self, output)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "make", scripted)
-        patch.setattr(Step, "_judge", judging)
+        patch.setattr(Step, "_find_overflow", finding_overflow)
         return train(options, world, network)
 
 

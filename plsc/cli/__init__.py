@@ -12,14 +12,20 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from plsc.cli import checkpoint, data, run
+from plsc.cli import checkpoint, data, doctor, launch, run
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
 from plsc.terminal import Terminal, on_terminal
 
 COMMANDS = Group(
     "train classifiers over very many classes",
-    {**run.COMMANDS, "data": data.GROUP, "checkpoint": checkpoint.GROUP},
+    {
+        **run.COMMANDS,
+        "launch": launch.COMMAND,
+        "doctor": doctor.COMMAND,
+        "data": data.GROUP,
+        "checkpoint": checkpoint.GROUP,
+    },
 )
 logger = logging.getLogger(__name__)
 _HEAD_START_SECONDS = 1.0  # torchrun ends all ranks of a machine as soon as one has left
@@ -43,7 +49,7 @@ def _run(words: Sequence[str], terminal: Terminal) -> int:
         command.run(**parser.read(words))
         sys.stdout.flush()
     except PlscError as error:
-        return _report(error)
+        return _report(error, terminal)
     except KeyboardInterrupt:  # during training, the second one: the first one saves and stops
         logger.error("stopped immediately; checkpoints saved before are intact")
         return 128 + signal.SIGINT
@@ -54,14 +60,14 @@ def _run(words: Sequence[str], terminal: Terminal) -> int:
     return 0
 
 
-def _report(error: PlscError) -> int:
-    """Log an error that ends the command, unless another rank logs it; return the exit code."""
-    record_failure(error)
+def _report(error: PlscError, terminal: Terminal) -> int:
+    """Log an error that ends the command, unless another process logs it; return the exit code."""
+    is_printed_by_launcher = record_failure(error, terminal.wording)
     if isinstance(error, SystemExit):  # a run stopped by a signal has logged it already
         return error.exit_code
     if getattr(error, "is_reported", False):
         time.sleep(_HEAD_START_SECONDS)
-    else:
+    elif not is_printed_by_launcher:
         logger.error("%s", error)
     return error.exit_code
 

@@ -26,7 +26,8 @@ class Argument:
     """A flag ``--name`` or a positional argument of a command.
 
     kind: its type; bool makes a switch. default: default value, or REQUIRED. meaning: help text. positional:
-    passed without ``--name``. option: path of an option, which is a second name of the flag.
+    passed without ``--name``; a tuple takes all words that follow, flags included. option: path of an
+    option, which is a second name of the flag.
     """
 
     name: str
@@ -150,11 +151,14 @@ class CommandParser(argparse.ArgumentParser):
     def _add(self, one: Argument, is_flags_only: bool) -> None:
         how: dict[str, Any] = {"action": _Note, "help": _help(one.meaning, one.kind, one.default)}
         if one.positional:
+            if typing.get_origin(one.kind) is tuple:
+                how["nargs"] = argparse.PARSER
             self.add_argument(one.name, **how)
             return
         if one.kind is bool:  # a value behind a switch would be taken for a positional argument
             how |= {"nargs": "?", "const": "true"} if is_flags_only else {"nargs": 0}
-        names = [f"--{name}" for name in (one.name, one.option) if name]
+        spellings = dict.fromkeys((one.name, one.name.replace("_", "-"), one.option))
+        names = [f"-{name}" if len(name) == 1 else f"--{name}" for name in spellings if name]
         self.add_argument(*names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how)
 
     def error(self, message: str) -> NoReturn:
@@ -171,7 +175,9 @@ class CommandParser(argparse.ArgumentParser):
         options = Options()
         values = {name: one.default for name, one in self._arguments.items() if one.default is not REQUIRED}
         for name, text in namespace.given:
-            if name in self._arguments:
+            if isinstance(text, list):
+                values[name] = text
+            elif name in self._arguments:
                 values[name] = self._value(self._arguments[name], text)
             elif name == "config":
                 set_from_file(options, text)

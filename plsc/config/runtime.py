@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from plsc.config.option import (
 from plsc.errors import OptionError
 
 
+def _meeting_place(url: str) -> str | None:
+    good = re.fullmatch(r"env://|tcp://[^/]+:\d+|file:///.+", url)
+    return None if good else "env://, tcp://host:port, or file:///path"
+
+
 @dataclass(frozen=True)
 class RuntimeOptions:
     """Device and communication."""
@@ -27,9 +33,22 @@ class RuntimeOptions:
     )
     backend: str = declare(
         "auto",
-        "communication backend: auto (NCCL on CUDA, gloo elsewhere), gloo or nccl",
+        "communication backend: auto (NCCL on CUDA, gloo elsewhere), gloo, nccl or mpi",
         "set_backend(backend)",
-        one_of("auto", "gloo", "nccl"),
+        one_of("auto", "gloo", "nccl", "mpi"),
+    )
+    init_method: str = declare(
+        "env://",
+        "where the ranks meet: env:// (environment variables of the launcher), tcp://host:port of rank 0, or "
+        "file:///path on a shared file system",
+        "set_init_method(url)",
+        _meeting_place,
+    )
+    rank: int | None = declare(
+        None, "rank of this process, from 0; None: RANK of the environment", "set_rank(rank)", at_least(0)
+    )
+    world_size: int | None = declare(
+        None, "number of ranks; None: WORLD_SIZE of the environment", "set_world_size(ranks)", at_least(1)
     )
     timeout: float = declare(
         1800.0,
@@ -45,7 +64,7 @@ class RuntimeOptions:
     )
     cpu_threads: int = declare(
         0,
-        "CPU threads per rank; 0: the default of PyTorch (torchrun sets 1)",
+        "CPU threads per rank; 0: the default of PyTorch (torchrun sets 1, plsc launch cores / ranks)",
         "set_cpu_threads(num)",
         between(0, 4096),
     )

@@ -773,10 +773,27 @@ class Setters:
         self.options.set("runtime.device", device)
 
     def set_backend(self, backend: str) -> None:
-        """Set ``runtime.backend``: communication backend: auto (NCCL on CUDA, gloo elsewhere), gloo or
-        nccl. Default: 'auto'.
+        """Set ``runtime.backend``: communication backend: auto (NCCL on CUDA, gloo elsewhere), gloo, nccl
+        or mpi. Default: 'auto'.
         """
         self.options.set("runtime.backend", backend)
+
+    def set_init_method(self, url: str) -> None:
+        """Set ``runtime.init_method``: where the ranks meet: env:// (environment variables of the
+        launcher), tcp://host:port of rank 0, or file:///path on a shared file system. Default:
+        'env://'.
+        """
+        self.options.set("runtime.init_method", url)
+
+    def set_rank(self, rank: int | None) -> None:
+        """Set ``runtime.rank``: rank of this process, from 0; None: RANK of the environment. Default:
+        None.
+        """
+        self.options.set("runtime.rank", rank)
+
+    def set_world_size(self, ranks: int | None) -> None:
+        """Set ``runtime.world_size``: number of ranks; None: WORLD_SIZE of the environment. Default: None."""
+        self.options.set("runtime.world_size", ranks)
 
     def set_timeout(self, seconds: float) -> None:
         """Set ``runtime.timeout``: seconds that a rank waits for the other ranks before it fails. Default:
@@ -791,8 +808,8 @@ class Setters:
         self.options.set("runtime.dtype", dtype)
 
     def set_cpu_threads(self, num: int) -> None:
-        """Set ``runtime.cpu_threads``: CPU threads per rank; 0: the default of PyTorch (torchrun sets 1).
-        Default: 0.
+        """Set ``runtime.cpu_threads``: CPU threads per rank; 0: the default of PyTorch (torchrun sets 1,
+        plsc launch cores / ranks). Default: 0.
         """
         self.options.set("runtime.cpu_threads", num)
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plsc.errors import DistributedError, OptionError, kind_and_line
+from plsc.config.runtime import RuntimeOptions
+from plsc.errors import DistributedError, OptionError, PlscError, kind_and_line
 
 _LEAVE_SECONDS = 5.0  # a failed rank never arrives
 
@@ -61,57 +62,63 @@ class World:
     def from_environment(
         device: str = "auto", backend: str = "auto", timeout_seconds: float = 1800.0
     ) -> World:
-        """Join the ranks started by torchrun or another env:// launcher; without one, a single process.
+        """Join the ranks started by torchrun or another env:// launcher; without one, a single process."""
+        return World.from_options(RuntimeOptions(device=device, backend=backend, timeout=timeout_seconds))
+
+    @staticmethod
+    def from_options(options: RuntimeOptions, store: dist.Store | None = None) -> World:
+        """Join the other ranks at `runtime.init_method` or in a store; without a launcher, a single process.
 
         A default process group that the script has already created is used and not destroyed.
 
-        device: 'auto', 'cpu' or 'cuda'. backend: 'auto' (NCCL on CUDA, else gloo), 'gloo' or 'nccl'.
-
         Raises:
-            OptionError: the device is not available.
+            OptionError: the device or backend is not available, or the rank or world size is unknown.
             DistributedError: the ranks cannot connect.
         """
-        launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        rank = int(os.environ["RANK"]) if launched else 0
-        size = int(os.environ["WORLD_SIZE"]) if launched else 1
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        chosen = _choose_device(device, local_rank)
         already_made = dist.is_initialized()
         if already_made:
             rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = _rank_and_size(options, store)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = _choose_device(options.device, local_rank)
         launch_id = _launch_id()
         if size == 1:
             return World(0, 1, local_rank, chosen, launch_id=launch_id)
-        timeout = datetime.timedelta(seconds=timeout_seconds)
+        backend, timeout = options.backend, datetime.timedelta(seconds=options.timeout)
         if backend == "auto":
             backend = "nccl" if chosen.type == "cuda" else "gloo"
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
+        if backend == "mpi" and not dist.is_mpi_available():
+            raise OptionError("backend is 'mpi', but this torch was built without MPI; use 'gloo' or 'nccl'")
         try:
             if not already_made:
-                store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
-                dist.init_process_group(
-                    backend,
-                    store=unused_store(store, rank, size, timeout_seconds),
-                    rank=rank,
-                    world_size=size,
-                    timeout=timeout,
-                )
+                meeting = store or next(dist.rendezvous(options.init_method, rank, size, timeout=timeout))[0]
+                meeting = unused_store(meeting, rank, size, options.timeout)
+                local_rank = _find_local_rank(meeting, rank)
+                chosen = _choose_device(options.device, local_rank)
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            if not already_made:
+                # An MPI group has no store, which the other groups need.
+                first = "gloo" if backend == "mpi" else backend
+                dist.init_process_group(first, store=meeting, rank=rank, world_size=size, timeout=timeout)
+            backbone_group = _new_group(backend, timeout) if backend == "mpi" else dist.group.WORLD
             head_group = _new_group(backend, timeout)
             control_group, save_group, upload_group = (_new_group("gloo", timeout) for _ in range(3))
             private_store = _private_store(control_group)
+        except PlscError:
+            raise
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise DistributedError(
                 f"rank {rank} of {size} could not connect to the other ranks over {backend} at "
-                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
-                f"{kind_and_line(error)}; start all ranks with torchrun"
+                f"{_place(options, store)}: {kind_and_line(error)}; start all ranks with torchrun"
             ) from error
         return World(
             rank=rank,
             size=size,
             local_rank=local_rank,
             device=chosen,
-            backbone_group=dist.group.WORLD,
+            backbone_group=backbone_group,
             head_group=head_group,
             control_group=control_group,
             save_group=save_group,
@@ -195,6 +202,36 @@ class World:
             while leaving < self.size and time.monotonic() < deadline:
                 time.sleep(0.01)
                 leaving = self.store.add("leaving", 0)
+
+
+def _rank_and_size(options: RuntimeOptions, store: dist.Store | None) -> tuple[int, int]:
+    """Return rank and world size: the options', else the environment's; 0 and 1 without a launcher."""
+    environment = os.environ if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else {}
+    rank = int(environment.get("RANK", "-1")) if options.rank is None else options.rank
+    size = int(environment.get("WORLD_SIZE", "0")) if options.world_size is None else options.world_size
+    if rank < 0 and not size and options.init_method == "env://" and store is None:
+        return 0, 1
+    if not 0 <= rank < size:
+        raise OptionError(
+            f"rank is {rank if rank >= 0 else 'not set'} and world size {size or 'not set'}; expected a rank "
+            "from 0 to world size - 1; call set_rank(rank) and set_world_size(ranks)"
+        )
+    return rank, size
+
+
+def _find_local_rank(store: dist.Store, rank: int) -> int:
+    """Return LOCAL_RANK of the environment, else the number of lower ranks on this machine."""
+    store.set(f"host/{rank}", socket.gethostname())
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    hosts = [store.get(f"host/{lower}").decode() for lower in range(rank)]
+    return hosts.count(socket.gethostname())
+
+
+def _place(options: RuntimeOptions, store: dist.Store | None) -> str:
+    if options.init_method != "env://":
+        return options.init_method
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if store is None else "a store"
 
 
 def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:

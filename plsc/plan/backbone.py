@@ -91,8 +91,6 @@ def plan_backbone(model: str, **others: Any) -> BackbonePlan:
         # The current block, the next one, and all parameters outside of blocks, each with gradients.
         gathered = min(found.parameters, found.outside_blocks + 2 * found.largest_block)
         step["gathered parameters and their gradients"] = 2 * gathered
-    elif ranks > 1:
-        step["gradient buckets"] = found.trained
     return BackbonePlan(
         name=model,
         images=images,

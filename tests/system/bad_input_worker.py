@@ -129,7 +129,7 @@ def cases(files: Files):
     yield "odd pair file", "odd.bin", train(set_val_targets="odd")
     yield "no checkpoint folder", "no checkpoint folder", resume(files.root / "nothing")
     yield "no manifest", "manifest.json", resume(files.root / "no manifest")
-    yield "a folder of checkpoints", "give one of them", resume(files.run)
+    yield "a folder of checkpoints", "use one of them", resume(files.run)
     yield "other class count", "classes 5", resume(files.checkpoint, set_class_num=9)
     yield "other embedding size", "embedding size 8", resume(files.checkpoint, set_emb_size=12)
     yield "batch size 0", "between 1 and", train(set_train_batch_size=0)

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from plsc.heads import ShardedHead
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "head.md"
-PLAIN, SEVERAL = "Use the head in your own training loop", "Several processes"
+PLAIN, SEVERAL = "Use the head in your own training loop", "DDP and FSDP2"
 CLASSES, BATCH, STEPS = 40, 32, 12
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -52,6 +52,18 @@ BLOCKS = read_blocks()
 TORCH, HEADS, _, CONSTRUCTION, LOOP = BLOCKS[PLAIN][0].split("\n\n")
 SETUP = f"{TORCH}\n{HEADS}\n{CONSTRUCTION}"
 PROCESSES, FSDP = BLOCKS[SEVERAL]
+# What the page says in words: the head under autocast, a scheduler for each optimizer.
+FORWARD = "    out = head(backbone(images), labels)"
+AUTOCAST = LOOP.replace(
+    FORWARD, f"    with torch.autocast(images.device.type, dtype=torch.bfloat16):\n    {FORWARD}"
+)
+SCHEDULES = f"""
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+schedulers = [cosine(o, T_max=30) for o in (optimizer, head_optimizer)]
+{LOOP}
+    for scheduler in schedulers:
+        scheduler.step()
+"""
 
 
 def make_backbone() -> nn.Sequential:

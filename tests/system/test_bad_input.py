@@ -99,7 +99,7 @@ def test_a_wrong_setting_ends_a_script_with_an_exception(one_bad_image, tmp_path
             JOB, ranks, str(one_bad_image), str(tmp_path / "run"), "set_loss_type='softmax'",
             "set_margin=0.3", check=False, timeout=90,
         )  # fmt: skip
-        assert_exception(done, ranks, "OptionError", "softmax has no margin")
+        assert_exception(done, ranks, "OptionError", "softmax has no option margin")
 
 
 def test_the_command_line_shows_one_line_and_no_traceback(tmp_path, capfd):

@@ -178,7 +178,7 @@ def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):
     every, six, checkpoint = trained
     seven = relabelled(every, tmp_path / "seven", keep=lambda label: label == 7)
     for images, grow, message in [
-        (six, 2, "are 0..5; expected the 2 new classes, 6..7, or 0..1"),
+        (six, 2, "are 0..5; expected 6..7 (the 2 new classes) or 0..1"),
         (seven, 2, "no image for 1 of the 2 new classes, such as class 6 (label 6)"),
         (seven, 0, "grow is 0"),
         (tmp_path / "none", 2, "none"),
@@ -324,7 +324,7 @@ def test_a_warm_start_matches_class_weights_by_name(named, trained, tmp_path, ca
     other = class_folders(trained[0], tmp_path / "other", {"a": 0, "d": 2})
     capsys.readouterr()
     losses_of_warm_start(other, tmp_path / "c", checkpoint)
-    assert "head.weight is of classes with other names" in capsys.readouterr().out
+    assert "head.weight has classes with other names" in capsys.readouterr().out
 
 
 def losses_of_warm_start(dataset, save_dir, checkpoint):

@@ -71,7 +71,7 @@ def test_a_mistake_gives_a_one_line_error(dataset, tmp_path, capsys):
         "--check is -1": ["inspect", str(dataset), "--check", "-1"],
         "--sheet_images is 0": ["inspect", "x", "--sheet", "a.png", "--sheet_images", "0"],
         "ends in .png": ["inspect", "x", "--sheet", "a.jpg"],
-        "no folder /nowhere": ["inspect", "x", "--sheet", "/nowhere/a.png"],
+        "the folder /nowhere does not exist": ["inspect", "x", "--sheet", "/nowhere/a.png"],
         "expected an integer": ["inspect", str(dataset), "--check", "some"],
     }
     for message, arguments in wrong.items():

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ run as they stand; the flags of `plsc` in shell blocks exist.
+"""Python blocks of README.md and docs/ run, flags of `plsc` in shell blocks exist, links lead somewhere.
 
 The blocks of a page run in order, in one namespace, in a folder with a dataset `faces` and its checkpoint
 `saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is left
@@ -84,3 +84,23 @@ def test_the_flags_of_commands_exist(page, monkeypatch):
         if words[:1] == ["plsc"] and words[-1:] != ["--help"]:
             name, found, words = find_command(COMMANDS, words[1:])
             CommandParser(name, found).read(words)
+
+
+def anchors(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", one) for one in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    ]
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
+)
+def test_links_to_files_and_headings_exist(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or target.suffix != ".md" or anchor in anchors(target), link

@@ -161,7 +161,7 @@ def test_load_network_embeds_as_predict_does_and_draws_nothing(dataset, tmp_path
     if custom:
         with pytest.raises(CheckpointError, match="no code"):
             plsc.load_network(checkpoint)
-    with pytest.raises(CheckpointError, match="is not a checkpoint but holds some: 0"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint but a folder of checkpoints: 0"):
         plsc.load_network(checkpoint.parent)
 
 
@@ -344,7 +344,7 @@ def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_o
     with pytest.raises(OptionError, match="exists already"):
         ins.keep_dominant(full / "0")
     ins = entry(dataset, tmp_path / "unused", set_checkpoint_dir=str(small))
-    with pytest.raises(OptionError, match="sub-centre"):
+    with pytest.raises(OptionError, match=r"expected a checkpoint trained with head\.sub_centers"):
         ins.keep_dominant(tmp_path / "again")
 
 

@@ -16,7 +16,7 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads import Execution, RowSGD, Sampling, ShardedHead, build_margin
 from tests.distributed.launch import run_ranks
 from tests.system import head_alone_worker as alone
-from tests.system.head_alone_worker import BLOCKS, LOOP, PAGE, SETUP, train
+from tests.system.head_alone_worker import AUTOCAST, BLOCKS, LOOP, PAGE, SCHEDULES, SETUP, train
 
 WORKER = Path(alone.__file__)
 
@@ -64,7 +64,7 @@ def test_the_plain_loop_learns_and_equals_a_torch_optimizer_on_whole_gradients(p
 
 
 def test_under_autocast_the_loss_falls_and_rows_stay_near_those_of_float32(plain):
-    mixed = train(SETUP, *BLOCKS["Mixed precision"])
+    mixed = train(SETUP, AUTOCAST)
     assert mixed.losses[-1] < 0.7 * mixed.losses[0]
     difference = (mixed.head.weight - plain.head.weight).norm() / plain.head.weight.norm()
     assert 0 < difference < 0.05
@@ -74,7 +74,7 @@ def test_under_autocast_the_loss_falls_and_rows_stay_near_those_of_float32(plain
 def test_a_loss_scale_changes_no_bit():
     # It is a power of two; in bfloat16 nothing overflows, so no step is skipped.
     scaled = BLOCKS["GradScaler"][0].replace("torch.float16", "torch.bfloat16")
-    assert_same(train(SETUP, scaled), train(SETUP, *BLOCKS["Mixed precision"]))
+    assert_same(train(SETUP, scaled), train(SETUP, AUTOCAST))
 
 
 def test_float16_with_a_scaler_learns_though_steps_overflow():
@@ -119,7 +119,7 @@ def test_clipping_over_all_parameters_equals_that_of_torch():
 
 
 def test_schedules_of_torch_work_on_the_row_optimizer(plain):
-    run = train(SETUP, *BLOCKS["Learning-rate schedules"])
+    run = train(SETUP, SCHEDULES)
     assert_same(run, with_torch(alone.make_batches(), steps_of_schedule=30), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(run.head.weight, plain.head.weight, rtol=1e-2)
 
@@ -235,17 +235,15 @@ def test_the_page_has_no_code_that_is_not_run_here():
     assert blocks == {
         alone.PLAIN: 1,
         alone.SEVERAL: 2,
-        "Mixed precision": 1,
         "GradScaler": 1,
         "Gradient accumulation": 1,
         "Gradient clipping": 1,
-        "Learning-rate schedules": 1,
         "Checkpoints": 1,
         "Lightning": 1,
         "Accelerate": 1,
         "Sub-centres": 2,
     }
-    assert len(table_of_bytes()) == 7
+    assert len(table_of_bytes()) == 6
 
 
 def test_the_dominant_sub_centres_make_a_head_with_one_row_a_class():

@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
         set_image_shape=(3, 32, 32),
     ).train()
     started = result.warm_start
-    assert started.head_left == {"head.weight": "is [6, 16], here [9, 16]"}
+    assert started.head_left == {"head.weight": "has shape [6, 16], expected [9, 16]"}
     assert started.backbone.shapes == {"neck.fc.weight": ((16, 1024), (16, 256))}
     assert 0.5 < started.backbone.share < 1
     assert any(

@@ -191,7 +191,7 @@ def test_torch_attention_follows_the_lists_of_its_operators(name):
         ([], ["BatchNorm3d"], "black_list has 'BatchNorm3d'.*did you mean 'BatchNorm"),
         ([], ["conv2"], "did you mean 'conv2d'"),
         (["neck.*"], ["neck.fc"], "both match neck.fc; remove"),
-        (["linear"], ["linear"], "linear cannot be both"),
+        (["linear"], ["linear"], "linear: in both the white list .* and the black list"),
     ],
 )
 def test_names_that_match_nothing_or_both_lists_raise(white, black, message):

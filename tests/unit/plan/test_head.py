@@ -226,7 +226,7 @@ def test_one_rank_sends_nothing():
         ({"batch": 0}, "batch is 0; expected"),
         ({"batch": [3, 3], "ranks": 3}, "expected one size per rank [(]ranks: 3[)]"),
         ({"batch": [0]}, "not all 0"),
-        ({"ratio": 0.0}, r"ratio is 0.0; expected a share of the classes in \(0, 1\]"),
+        ({"ratio": 0.0}, "ratio is 0.0; expected a number greater than 0 and at most 1"),
         ({"ratio": math.nan}, "ratio is nan"),
         ({"rows": "fp8"}, "rows is 'fp8'; expected one of float32, bfloat16"),
         ({"optimizer": "lamb"}, "optimizer is 'lamb'; expected one of sgd, adamw, adagrad"),

@@ -207,7 +207,7 @@ def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(tra
     file.write_text('{"path": "/somewhere/else/0", "metric": "loss", "value": 1.5}')
     assert open_to_resume(options, WORLD)[0] == trained / "0"
     file.write_text('{"path": "7"}')
-    with pytest.raises(CheckpointError, match="names '7', which is not there"):
+    with pytest.raises(CheckpointError, match="names '7', which does not exist"):
         open_load_dir(options, WORLD)
     for text in (
         '{"path": ".."}',
@@ -294,9 +294,9 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
             file.write_text(sound)
         assert "\n" not in str(caught.value)
 
-    refused("classes 6, this run has 9", head__class_num=9)
-    refused("loss type dist_arcface, this run has dist_cosface", head__loss_type="dist_cosface")
-    refused("optimizer Adam, this run", lambda m: m["scalars"].update(optimizer="Adam"))
+    refused("classes 6, but this run has 9", head__class_num=9)
+    refused("loss type dist_arcface, but this run has dist_cosface", head__loss_type="dist_cosface")
+    refused("optimizer Adam, but this run", lambda m: m["scalars"].update(optimizer="Adam"))
     refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
     key = "momentum.backbone.fc.bias"
     refused("manifest says 1099511627776", lambda m: m["tensors"]["rank0.random"].update(shape=[2**40]))
@@ -307,7 +307,7 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
         states = {"backbone.fc.bias": {"momentum_buffer": value}}
         return lambda m: m["scalars"].update(optimizer_numbers=states)
 
-    refused("is a number, the", numbers(10**9))
+    refused("is a number, but this optimizer expects float32", numbers(10**9))
     refused("not numbers", numbers(10**400))
     refused("an option in the checkpoint is", lambda m: m["options"]["optim"].update(lr="x"))
 
@@ -316,5 +316,5 @@ def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):
     train(options_of(dataset, tmp_path / "a", train__batch_size=4, train__steps=2), WORLD)
     other = write_dataset(tmp_path / "other", classes=6, per_class=4)
     resumed = options_of(other, tmp_path / "b", checkpoint__load_dir=str(tmp_path / "a/0-step2"))
-    with pytest.raises(CheckpointError, match="over 18 images, the dataset has 24 now"):
+    with pytest.raises(CheckpointError, match="of 18 images, but the dataset now has 24"):
         train(resumed, WORLD)

@@ -127,9 +127,9 @@ def test_the_log_has_the_losses_of_each_head_and_their_mean_over_the_images(trai
 def test_the_terminal_names_the_data_sets_and_their_losses(sets, tmp_path, capsys):
     train(options(sets, tmp_path / "run", train__steps=1), WORLD)
     said = capsys.readouterr().out
-    assert "with 2 heads over 10 classes on 26 images" in said
-    assert "glyphs: 8 images of 4 classes" in said
-    assert "cosface, 2 of the 6 images of a step" in said
+    assert "2 heads, 10 classes, 26 images" in said
+    assert "glyphs): 8 images, 4 classes" in said
+    assert "cosface, 2 of the 6 images per step" in said
     assert " loss/faces " in said
     assert " loss/glyphs " in said
 
@@ -199,7 +199,7 @@ def test_runs_with_one_head_and_with_several_do_not_go_on_from_each_other(sets, 
     with pytest.raises(CheckpointError, match=r"has a single head, .* use set_pretrained"):
         train(several, WORLD)
     back = run_options(sets / "faces", tmp_path / "b", checkpoint__load_dir=str(trained / "1"))
-    with pytest.raises(CheckpointError, match="data sets faces, glyphs, this run has one"):
+    with pytest.raises(CheckpointError, match="data sets faces, glyphs, but this run has a single data set"):
         train(back, WORLD)
     assert not (tmp_path / "a/0").exists()
     assert not (tmp_path / "b/0").exists()
@@ -217,11 +217,13 @@ def test_a_head_that_changed_is_refused(sets, trained, tmp_path):
     shutil.copytree(sets, other)
     lines = (other / "faces/label.txt").read_text().splitlines()
     (other / "faces/label.txt").write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(CheckpointError, match=r"middle of an epoch.* images of 18 .* has 17"):
+    with pytest.raises(
+        CheckpointError, match=r"images \(in the middle of an epoch\) 18 for the data set faces, .* has 17"
+    ):
         resumed_run(other, trained, tmp_path)
     resumed_run(other, trained, tmp_path, at=5)  # at the end of an epoch a data set may change
     (other / "faces/label.txt").write_text("\n".join(lines[:-3]) + "\n")
-    with pytest.raises(CheckpointError, match=r"classes of 6 for the data set faces, .* 5"):
+    with pytest.raises(CheckpointError, match=r"classes 6 for the data set faces, .* has 5"):
         resumed_run(other, trained, tmp_path, at=5)
 
 
@@ -318,7 +320,7 @@ def test_the_length_of_an_epoch_can_be_set_over_several_data_sets_only(sets, tmp
     made = options(sets, tmp_path, train__epoch_steps=3)
     assert build_run(made, WORLD, UserParts(Drawing())).total_steps == 6
     made.set("data.datasets", [])
-    with pytest.raises(OptionError, match="epoch_steps is for several data sets"):
+    with pytest.raises(OptionError, match="epoch_steps is only for several data sets"):
         build_run(made, WORLD, UserParts(Drawing()))
 
 

@@ -158,7 +158,7 @@ def test_data_sets_are_options_like_any_other(tmp_path):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"name": "faces", "path": "x"}, "two data sets 'faces'"),
+        ({"name": "faces", "path": "x"}, "two data sets are named 'faces'"),
         ({"name": "a.b", "path": "x"}, "letters, digits, _ and -"),
         ({"name": None, "path": "x"}, "name is None; expected a string"),
         ({"name": "b", "path": " "}, "data set b: .*path.* non-empty"),
@@ -167,7 +167,10 @@ def test_data_sets_are_options_like_any_other(tmp_path):
         ({"name": "b", "path": "x", "weight": float("nan")}, "expected a number"),
         ({"name": "b", "path": "x", "weight": "2"}, "expected a number"),
         ({"name": "b", "path": "x", "loss_type": "cos"}, "data set b: .* one of dist_softmax"),
-        ({"name": "b", "path": "x", "sample_ratio": 2.0}, r"in \(0, 1\]"),
+        (
+            {"name": "b", "path": "x", "sample_ratio": 2.0},
+            "sample_ratio is 2.0; expected a number greater than 0 and at most 1",
+        ),
     ],
 )
 def test_a_wrong_data_set_is_refused_in_one_line_and_changes_nothing(values, said):
@@ -180,7 +183,7 @@ def test_a_wrong_data_set_is_refused_in_one_line_and_changes_nothing(values, sai
 
 
 def test_a_misspelt_key_in_a_config_is_named():
-    with pytest.raises(OptionError, match=r"no 'wieght'.*'weight'"):
+    with pytest.raises(OptionError, match=r"no option 'wieght'.*did you mean 'weight'"):
         Options().set("data.datasets", [{"name": "a", "path": "x", "wieght": 2}])
     with pytest.raises(OptionError, match="list of mappings"):
         Options().set("data.datasets", ["a"])

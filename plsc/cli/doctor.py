@@ -1,0 +1,203 @@
+"""``plsc doctor``: what is installed and found here, and one collective between the ranks."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plsc import __version__
+from plsc.cli.parser import Command
+from plsc.config import Options
+from plsc.errors import PlscError, kind_and_line
+
+_SECONDS = 60.0  # that a rank waits for the others, where runtime.timeout is not set
+_LITTLE_MEMORY, _LITTLE_DISK = 2 * 2**30, 10 * 2**30
+_NUMBERS = 2**20  # in the tensor of the collective
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report. status: ok, warning or error; `text` says what to do unless it is ok."""
+
+    status: str
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.status:9}{self.name:14}{self.text}"
+
+
+def run_doctor(options: Options) -> None:
+    """Print the findings of rank 0, and what is not ok or differs on others. Exit code 1 for an error."""
+    from plsc.parallel.world import World
+
+    runtime = options.resolve().runtime
+    if "runtime.timeout" not in options.values:
+        runtime = replace(runtime, timeout=_SECONDS)
+    try:
+        world = World.from_options(runtime)
+    except PlscError as error:
+        _report([[*_local_findings(None), Finding("error", "ranks", str(error))]])
+        raise SystemExit(1) from error
+    mine = [*_local_findings(world.device), _checked("collective", lambda: _collective(world))]
+    try:
+        everyones = world.all_gather_object(mine)
+    except RuntimeError as error:
+        everyones = [[*mine, Finding("error", "ranks", f"another rank ended: {kind_and_line(error)}")]]
+    world.close()
+    if world.is_main:
+        _report(everyones)
+    if any(one.status == "error" for found in everyones for one in found):
+        raise SystemExit(1)
+
+
+def _report(everyones: list[list[Finding]]) -> None:
+    first = everyones[0]
+    for one in first:
+        print(one)
+    for rank, found in enumerate(everyones[1:], start=1):
+        for one in found:
+            if one.name == "versions" and one not in first:
+                one = replace(one, status="warning", text=f"{one.text}; install the same on all machines")
+            if one.status != "ok" and one not in first:
+                print(replace(one, text=f"rank {rank}: {one.text}"))
+
+
+def _checked(name: str, check: Callable[[], Finding]) -> Finding:
+    """Return what a check finds; an error of its own is a finding, too."""
+    try:
+        return check()
+    except Exception as error:  # drivers and libraries raise anything
+        return Finding("error", name, kind_and_line(error))
+
+
+def _local_findings(device: Any) -> Iterator[Finding]:
+    yield _checked("versions", _versions)
+    yield _checked("devices", _devices)
+    yield _checked("compiler", _compiler)
+    yield _checked("head kernels", lambda: _head_kernels(device))
+    yield _checked("data tools", _data_tools)
+    yield _checked("memory", _memory)
+    yield _checked("disk", _disk)
+
+
+def _versions() -> Finding:
+    import torch
+
+    texts = [f"plsc {__version__}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    if torch.version.cuda:
+        texts.append(f"CUDA {torch.version.cuda}")
+    if torch.distributed.is_nccl_available() and torch.cuda.is_available():
+        texts.append("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
+    return Finding("ok", "versions", ", ".join(texts))
+
+
+def _devices() -> Finding:
+    import torch
+
+    from plsc.parallel.machine import usable_cores
+
+    cores = f"{usable_cores()} CPU cores, {torch.get_num_threads()} threads per rank"
+    if not torch.cuda.is_available():
+        return Finding(
+            "warning", "devices", f"no GPU, {cores}; for GPUs install their driver and torch for CUDA"
+        )
+    texts = []
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        name = torch.cuda.get_device_name(number)
+        texts.append(f"{number}: {name}, {_gigabytes(free)} of {_gigabytes(total)} free")
+    return Finding("ok", "devices", "; ".join([*texts, cores]))
+
+
+def _compiler() -> Finding:
+    import os
+
+    for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        if command and (path := shutil.which(command.split()[0])):
+            return Finding("ok", "compiler", path)
+    return Finding("warning", "compiler", "no C compiler, which Triton needs on a GPU; install gcc or clang")
+
+
+def _head_kernels(device: Any) -> Finding:
+    import torch
+
+    from plsc.heads.kernels import native, triton_backend
+
+    is_cuda = device.type == "cuda" if device else torch.cuda.is_available()
+    name = "Triton" if is_cuda else "C"
+    reason = triton_backend.unavailable(device or torch.device("cuda")) if is_cuda else native.unavailable()
+    if reason:
+        return Finding("warning", "head kernels", f"plain PyTorch, which is slower; {name}: {reason}")
+    return Finding("ok", "head kernels", name)
+
+
+def _data_tools() -> Finding:
+    from plsc.data import decode, native
+
+    slow = []
+    if native.library() is None:
+        slow.append("the C library is missing: install plsc again where there is a C compiler")
+    if decode.decode_jpeg is None:
+        slow.append("simplejpeg is missing: pip install simplejpeg")
+    if slow:
+        return Finding("warning", "data tools", f"slower; {'; '.join(slow)}")
+    return Finding("ok", "data tools", "C library, simplejpeg")
+
+
+def _memory() -> Finding:
+    from plsc.parallel.machine import available_memory
+
+    free = available_memory()
+    if free is None:
+        return Finding("ok", "memory", "unknown on this system")
+    text = f"{_gigabytes(free)} available"
+    if free < _LITTLE_MEMORY:
+        return Finding("warning", "memory", f"{text}; end other programs, or raise the container's limit")
+    return Finding("ok", "memory", text)
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(".").free
+    text = f"{_gigabytes(free)} free in this folder"
+    if free < _LITTLE_DISK:
+        return Finding("warning", "disk", f"{text}; save checkpoints elsewhere (checkpoint.save_dir)")
+    return Finding("ok", "disk", text)
+
+
+def _collective(world: Any) -> Finding:
+    """Sum a tensor over the ranks, and compare the sum."""
+    import torch
+    import torch.distributed as dist
+
+    if world.size == 1:
+        return Finding("ok", "collective", "one rank; to test more: plsc launch --nproc 2 -m plsc.cli doctor")
+    numbers = torch.full((_NUMBERS,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(numbers.clone(), group=world.backbone_group)  # connects
+    world.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(numbers, group=world.backbone_group)
+    total = numbers.sum().item() / _NUMBERS
+    milliseconds = 1000 * (time.perf_counter() - start)
+    expected = world.size * (world.size + 1) / 2
+    how = f"{world.size} ranks, {dist.get_backend(world.backbone_group)}"
+    if total != expected:
+        text = f"{how}: the sum is {total}, expected {expected}; check the driver and the network"
+        return Finding("error", "collective", text)
+    text = f"{how}: the sum of {_NUMBERS * 4 / 2**20:.0f} MiB took {milliseconds:.1f} ms"
+    return Finding("ok", "collective", text)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+COMMAND = Command(
+    "check versions, devices, kernels, memory, disk, and one collective between the ranks",
+    run_doctor,
+    takes_options=True,
+)

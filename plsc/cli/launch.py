@@ -1,0 +1,265 @@
+"""``plsc launch``: one process per device on each machine, started by torchrun's agent."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plsc.cli.parser import REQUIRED, Argument, Command
+from plsc.errors import LAUNCHER_VARIABLE, MESSAGE_START, DistributedError, OptionError, kind_and_line
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+logger = logging.getLogger(__name__)
+_RANK_PROCESS = Path(__file__).with_name("rank_process.py")
+# From SIGTERM to SIGKILL: more than the 60 seconds that a rank may take to save (train.stop_deadline).
+_SECONDS_TO_END = 70
+_LAST_BYTES = 4096  # of a log, in which the last line is
+
+
+def run_launch(
+    devices: str | None, nproc: int | None, nnodes: str, rdzv_endpoint: str | None, max_restarts: int,
+    log_dir: str | None, cpu_threads: int | None, m: bool, script: list[str],
+) -> None:  # fmt: skip
+    """Start the ranks of this machine and wait for them.
+
+    Raises OptionError for a wrong argument, DistributedError with the message of the rank that failed first,
+    SystemExit after a signal.
+    """
+    nodes = _nodes(nnodes, rdzv_endpoint)
+    if max_restarts < 0:
+        raise OptionError(f"--max-restarts is {max_restarts}; expected at least 0")
+    if not m and not Path(script[0]).is_file():
+        raise OptionError(f"there is no script {script[0]}; expected a Python file, or -m and a module")
+    ranks = _choose_devices(devices, nproc)
+    _set_threads(cpu_threads, ranks)
+
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
+    if max_restarts == 0:  # otherwise each attempt prints its own message
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    if nodes[0] < nodes[1]:  # torch 2.15 needs it for nodes that join later
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # rank 0's lines at once
+
+    from torch.distributed.launcher.api import LaunchConfig
+
+    logs: dict[int, Path] = {}
+    with tempfile.TemporaryDirectory(prefix="plsc-launch-") as errors:
+        config = LaunchConfig(
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            nproc_per_node=ranks,
+            run_id="plsc" if rdzv_endpoint else uuid.uuid4().hex,
+            role="",
+            rdzv_backend="c10d",
+            rdzv_endpoint=rdzv_endpoint or "localhost:0",
+            local_addr=None if rdzv_endpoint else "127.0.0.1",
+            max_restarts=max_restarts,
+            logs_specs=_rank_logs(Path(log_dir) if log_dir else None, errors, logs),
+            log_line_prefix_template="${role_name}",  # empty, so that lines are as the rank wrote them
+        )
+        rank_process = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), "both" if log_dir else "apart"]
+        command = [sys.executable, "-u", *(["-m"] if m else []), *script]
+        _run_ranks(config, [*rank_process, *command], logs)
+
+
+def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]) -> None:
+    """Run Python with these arguments on each rank; turn what torchrun's agent raises into our errors."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    for name in ("multiprocessing", "agent"):  # their reports of each signal and exit code
+        reports = logging.getLogger(f"torch.distributed.elastic.{name}")
+        reports.addHandler(logging.NullHandler())
+        reports.propagate = False
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        raise _failure(error.failures, logs) from None
+    except RendezvousError as error:
+        raise DistributedError(
+            f"the machines could not meet at {config.rdzv_endpoint}: "
+            f"{kind_and_line(error.__cause__ or error)}; check --rdzv-endpoint, and start all launchers"
+        ) from error
+    except SignalException as error:
+        logger.info("all ranks of this machine have ended after %s", error.sigval.name)
+        raise SystemExit(128 + error.sigval) from None
+
+
+def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
+    """Return the least and the most machines."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise OptionError(f"--nnodes is {nnodes!r}; expected a number of machines, such as 2, or MIN:MAX")
+    port = re.fullmatch(r".+:(\d{1,5})", rdzv_endpoint or "host:0")
+    if port is None or int(port[1]) > 65535:
+        raise OptionError(f"--rdzv-endpoint is {rdzv_endpoint!r}; expected host:port, such as node0:29500")
+    if most > 1 and not rdzv_endpoint:
+        raise OptionError(
+            f"--nnodes is {nnodes}, without --rdzv-endpoint; expected host:port of one of the machines, the "
+            "same on all"
+        )
+    return least, most
+
+
+def _choose_devices(devices: str | None, nproc: int | None) -> int:
+    """Show the ranks the chosen GPUs only; return the number of ranks."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if nproc is not None and nproc < 1:
+        raise OptionError(f"--nproc is {nproc}; expected at least 1")
+    if devices is None:
+        devices = "all" if count else "cpu"
+    if devices == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return nproc or 1
+    if devices == "all":
+        if not count:
+            raise OptionError("--devices is all, but torch sees no GPU; use --devices cpu")
+        chosen = list(range(nproc or count))
+    else:
+        if not all(word.strip().isdecimal() for word in devices.split(",")):
+            raise OptionError(f"--devices is {devices!r}; expected ids such as 0,2, or all, or cpu")
+        chosen = [int(word) for word in devices.split(",")]
+        if len(set(chosen)) < len(chosen):
+            raise OptionError(f"--devices is {devices}, with an id twice; give each GPU one rank")
+        if nproc not in (None, len(chosen)):
+            raise OptionError(f"--nproc is {nproc}, but --devices names {len(chosen)} GPUs; give one of them")
+    if max(chosen) >= count:
+        raise OptionError(f"GPU {max(chosen)} was chosen, but torch sees {count} GPUs, counted from 0")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in chosen)
+    return len(chosen)
+
+
+def _set_threads(cpu_threads: int | None, ranks: int) -> None:
+    """Set OMP_NUM_THREADS for the ranks: as given, else as the environment has it, else the cores' share."""
+    from plsc.parallel.machine import usable_cores
+
+    if cpu_threads is not None:
+        if cpu_threads < 1:
+            raise OptionError(f"--cpu-threads is {cpu_threads}; expected at least 1")
+        os.environ["OMP_NUM_THREADS"] = str(cpu_threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+
+
+def _rank_logs(folder: Path | None, errors: str, files: dict[int, Path]) -> LogsSpecs:
+    """Return where the ranks' output goes: to the console, or to a file per rank, which is added to `files`.
+
+    With files, the console shows the output of rank 0 only. errors: folder of the ranks' error records.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+    if folder is None:
+        return DefaultLogsSpecs(log_dir=errors)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--log-dir is {folder}, which cannot be made: {error.strerror}") from error
+    root = folder
+
+    class RankLogs(DefaultLogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            found = super().reify(envs)
+            for local_rank, variables in envs.items():
+                rank = int(variables["RANK"])
+                files[rank] = _new_file(root, rank)
+                found.stdouts[local_rank] = str(files[rank])
+                if rank == 0:
+                    found.tee_stdouts[local_rank] = str(files[rank])
+            return found
+
+    return RankLogs(log_dir=errors)
+
+
+def _new_file(folder: Path, rank: int) -> Path:
+    """Return ``rank<n>.log``; an earlier one becomes ``rank<n>.1.log``, or the next free number."""
+    path = folder / f"rank{rank}.log"
+    if path.exists():
+        numbered = (folder / f"rank{rank}.{number}.log" for number in itertools.count(1))
+        path.rename(next(name for name in numbered if not name.exists()))
+    return path
+
+
+def _failure(failures: dict[int, ProcessFailure], logs: dict[int, Path]) -> DistributedError:
+    """Return the message of the rank that failed first, and add it to that rank's log."""
+
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
+        one = failures[rank]
+        recorded = one.error_file_data["message"]
+        is_recorded = isinstance(recorded, dict)
+        # The launcher ends all ranks when one has failed.
+        is_ended = one.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        is_consequence = (
+            recorded["extraInfo"].get("kind") == DistributedError.__name__ if is_recorded else is_ended
+        )
+        return is_consequence, not is_recorded, is_ended, one.timestamp
+
+    rank = min(sorted(failures), key=order)
+    first, log = failures[rank], logs.get(rank)
+    message = _message(first, log)
+    if not message.startswith("rank "):  # another rank's
+        message = f"rank {rank} failed: {message}"
+    if log:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{MESSAGE_START}{message}\n")
+        message = f"{message}; see {log}"
+    error = DistributedError(message)
+    error.exit_code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    return error
+
+
+def _message(failure: ProcessFailure, log: Path | None) -> str:
+    """Return the message that a rank recorded, else how it ended, and the last line of its log."""
+    recorded = failure.error_file_data["message"]
+    if isinstance(recorded, dict):
+        text = recorded["message"].strip()
+        return text.removeprefix(MESSAGE_START) if text.startswith(MESSAGE_START) else text.splitlines()[-1]
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        return f"ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+    return f"exit code {failure.exitcode}, {_last_line(log) if log else 'its output is above'}"
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "without output")
+
+
+COMMAND = Command(
+    "run a script on several devices, one process (rank) each, on one machine or several",
+    run_launch,
+    (
+        Argument("devices", str, None, "GPUs: ids such as 0,2, or all, or cpu; all GPUs if there are any"),
+        Argument("nproc", int, None, "ranks on this machine: the first GPUs, or processes on the CPU"),
+        Argument("nnodes", str, "1", "machines, or MIN:MAX where they may come and go"),
+        Argument("rdzv_endpoint", str, None, "host:port of one machine, where all machines meet"),
+        Argument("max_restarts", int, 0, "times that all ranks are started again after a failure"),
+        Argument("log_dir", str, None, "folder for a log file per rank; the console shows rank 0's"),
+        Argument("cpu_threads", int, None, "CPU threads per rank; OMP_NUM_THREADS, or cores / ranks"),
+        Argument("m", bool, False, "run a module, as python -m does"),
+        Argument(
+            "script", tuple[str, ...], REQUIRED, "script, or module, and its arguments", positional=True
+        ),
+    ),
+)

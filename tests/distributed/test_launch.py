@@ -1,0 +1,165 @@
+"""`plsc launch` with real processes: logs, failures, signals, several machines; and `plsc doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import clean_environment
+from tests.distributed.test_elastic import free_port
+from tests.distributed.test_interruption import worker_pids
+
+SCRIPT = """
+import os, signal, sys, time
+rank, what = int(os.environ["RANK"]), sys.argv[1]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}: {sys.argv[1:]}", flush=True)
+print(f"rank {rank} has {os.environ['OMP_NUM_THREADS']} threads", file=sys.stderr, flush=True)
+if rank == 0:
+    open("started", "w").close()
+while what != "done" and not os.path.exists("started"):
+    time.sleep(0.05)
+if what == "fail" and rank == 1:
+    raise ValueError("boom")
+if what == "plsc" and rank == 1:
+    from plsc.errors import OptionError, record_failure
+    record_failure(OptionError("set_x(3) is wrong"))
+    sys.exit(3)
+if what == "killed" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what != "done":
+    time.sleep(100)
+"""
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = clean_environment()
+    del environment["OMP_NUM_THREADS"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "plsc.cli", "launch", *arguments],
+        cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def run(*arguments: str, cwd: Path) -> tuple[int, str, str]:
+    process = start(*arguments, cwd=cwd)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "job.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_each_rank_has_a_log_file_which_the_next_launch_keeps_and_rank_0_is_on_the_console(folder):
+    arguments = (
+        "--nproc",
+        "2",
+        "--log-dir",
+        "logs",
+        "--cpu_threads",
+        "3",
+        "job.py",
+        "done",
+        "--log-dir",
+        "x",
+    )
+    for _ in range(2):
+        code, out, err = run(*arguments, cwd=folder)
+        line = "rank {} of 2: ['done', '--log-dir', 'x']\nrank {} has 3 threads\n"
+        assert (code, out, err) == (0, line.format(0, 0), "")
+        for rank in range(2):
+            assert (folder / f"logs/rank{rank}.log").read_text() == line.format(rank, rank)
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == [
+        "rank0.1.log", "rank0.log", "rank1.1.log", "rank1.log",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "message"),
+    [
+        ("fail", 1, "exit code 1, ValueError: boom"),
+        ("plsc", 3, "set_x(3) is wrong"),
+        ("killed", 137, "ended by SIGKILL (out of memory?)"),
+    ],
+)
+def test_the_message_of_the_failing_rank_is_printed_last_and_once(what, code, message, folder):
+    found, out, err = run("--nproc", "2", "--log-dir", "logs", "job.py", what, cwd=folder)
+    assert (found, err) == (code, f"plsc: error: rank 1 failed: {message}; see logs/rank1.log\n")
+    assert (folder / "logs/rank1.log").read_text().endswith(f"plsc: error: rank 1 failed: {message}\n")
+    assert "rank 0 of 2" in out
+
+
+def test_a_command_under_launch_leaves_its_message_to_the_launcher(folder):
+    code, _, err = run("--nproc", "2", "-m", "plsc.cli", "config", "--train.epochs", "0", cwd=folder)
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert " failed: train.epochs is 0; expected at least 1 " in err
+    assert err.endswith("; see --train.epochs\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_when_the_launcher_is_stopped_or_killed_no_process_is_left(number, folder):
+    launcher = start("--nproc", "2", "--log-dir", "logs", "job.py", "wait", cwd=folder)
+    logs = [folder / f"logs/rank{rank}.log" for rank in range(2)]
+    try:
+        wait_until(lambda: all(log.exists() and "threads" in log.read_text() for log in logs))
+        ranks = worker_pids(launcher)
+        assert len(ranks) == 2
+        os.kill(launcher.pid, number)
+        launcher.communicate(timeout=60)
+        wait_until(lambda: not any(map(is_running, ranks)), 10)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_two_machines_meet_at_the_endpoint(folder):
+    endpoint = f"127.0.0.1:{free_port()}"
+    arguments = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "job.py", "done")
+    machines = [start(*arguments, cwd=folder) for _ in range(2)]
+    texts = ["".join(machine.communicate(timeout=120)) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], texts
+    assert sorted(text.splitlines()[0] for text in texts) == [f"rank {n} of 2: ['done']" for n in range(2)]
+
+
+def test_all_ranks_are_started_again_after_a_failure(folder):
+    code, _, err = run(
+        "--nproc", "2", "--max-restarts", "1", "--log-dir", "logs", "job.py", "fail", cwd=folder
+    )
+    assert code == 1
+    assert "boom" in (folder / "logs/rank1.1.log").read_text()
+    assert err.endswith("rank 1 failed: exit code 1, ValueError: boom; see logs/rank1.log\n")
+
+
+def test_doctor_sums_over_the_ranks(folder):
+    code, out, err = run("--nproc", "2", "-m", "plsc.cli", "doctor", "--runtime.device", "cpu", cwd=folder)
+    assert (code, err) == (0, "")
+    lines = [line.split(maxsplit=1) for line in out.splitlines()]
+    assert {status for status, _ in lines} <= {"ok", "warning"}
+    assert lines[0][1].split()[:2] == ["versions", "plsc"]
+    assert any(
+        text.startswith("collective") and "2 ranks, gloo: the sum of 4 MiB" in text for _, text in lines
+    )

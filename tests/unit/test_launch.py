@@ -1,0 +1,171 @@
+"""The arguments of `plsc launch`, and which of several failures it prints."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from plsc.cli import doctor
+from plsc.cli.launch import COMMAND, _choose_devices, _failure, _nodes, _set_threads
+from plsc.cli.parser import CommandParser
+from plsc.config import Options
+from plsc.errors import OptionError
+from plsc.parallel.world import World
+
+
+def read(*words: str) -> dict:
+    return CommandParser("plsc launch", COMMAND).read(words)
+
+
+def test_what_follows_the_script_is_the_scripts():
+    given = read("--devices", "0,2", "--log-dir", "logs", "train.py", "--devices", "1", "-m", "--help")
+    assert given["script"] == ["train.py", "--devices", "1", "-m", "--help"]
+    assert (given["devices"], given["log_dir"], given["m"]) == ("0,2", "logs", False)
+    given = read("--max_restarts", "2", "-m", "plsc.cli", "train")
+    assert (given["max_restarts"], given["m"], given["script"]) == (2, True, ["plsc.cli", "train"])
+
+
+@pytest.mark.parametrize("words", [["--nproc", "2"], ["--device", "0", "train.py"], ["--nproc", "x", "a.py"]])
+def test_a_wrong_command_line_is_refused(words):
+    with pytest.raises(OptionError, match=r"see plsc launch --help|expected an integer"):
+        read(*words)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nproc", "visible", "expected"),
+    [
+        (None, None, None, (4, "0,1,2,3")),
+        (None, 2, None, (2, "0,1")),
+        ("all", None, "4,5,6,7", (4, "4,5,6,7")),
+        ("0,2", None, None, (2, "0,2")),
+        ("2,0", 2, "4,5,6,7", (2, "6,4")),
+        ("3", None, None, (1, "3")),
+        ("cpu", None, None, (1, "")),
+        ("cpu", 3, "4,5,6,7", (3, "")),
+        ("4", None, None, "GPU 4 was chosen, but torch sees 4 GPUs, counted from 0"),
+        (None, 5, None, "GPU 4 was chosen"),
+        ("0,0", None, None, "an id twice"),
+        ("0,1", 3, None, "--devices names 2 GPUs"),
+        ("0-2", None, None, "expected ids such as 0,2, or all, or cpu"),
+        ("all", 0, None, "--nproc is 0; expected at least 1"),
+    ],
+)
+def test_devices_are_ids_or_all_or_the_cpu_and_nproc_a_count(devices, nproc, visible, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if isinstance(expected, str):
+        with pytest.raises(OptionError, match=expected):
+            _choose_devices(devices, nproc)
+        return
+    assert (_choose_devices(devices, nproc), os.environ["CUDA_VISIBLE_DEVICES"]) == expected
+
+
+def test_without_gpus_the_ranks_are_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert _choose_devices(None, 3) == 3
+    with pytest.raises(OptionError, match="torch sees no GPU; use --devices cpu"):
+        _choose_devices("all", None)
+
+
+def test_the_cores_are_shared_unless_threads_are_set(monkeypatch):
+    monkeypatch.setattr("plsc.parallel.machine.usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    _set_threads(None, 2)
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    _set_threads(None, 3)
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+    _set_threads(4, 3)
+    assert os.environ["OMP_NUM_THREADS"] == "4"
+
+
+def test_machines_are_a_number_or_a_range_and_need_an_endpoint():
+    assert _nodes("1", None) == (1, 1)
+    assert _nodes("2:4", "host:29500") == (2, 4)
+    for nnodes in ("0", "two", "3:2", "1:"):
+        with pytest.raises(OptionError, match="expected a number of machines"):
+            _nodes(nnodes, "host:29500")
+    for endpoint in ("host", "host:", ":1", "host:99999"):
+        with pytest.raises(OptionError, match="expected host:port"):
+            _nodes("1", endpoint)
+    with pytest.raises(OptionError, match="without --rdzv-endpoint"):
+        _nodes("2", None)
+
+
+def failure(exitcode: int, text: str = "", kind: str = "OptionError", timestamp: int = 5) -> SimpleNamespace:
+    recorded = {"message": text, "extraInfo": {"kind": kind}} if text else "<NONE>"
+    name = signal.Signals(-exitcode).name if exitcode < 0 else ""
+    return SimpleNamespace(
+        exitcode=exitcode, timestamp=timestamp, error_file_data={"message": recorded},
+        signal_name=lambda: name,
+    )  # fmt: skip
+
+
+def echo(text: str, timestamp: int = 5) -> SimpleNamespace:
+    return failure(1, f"plsc: error: {text}", "DistributedError", timestamp)
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({0: failure(-15), 1: failure(1, "plsc: error: a")}, "rank 1 failed: a"),
+        ({0: echo("rank 1 failed: a", timestamp=4), 1: failure(1, "plsc: error: a")}, "rank 1 failed: a"),
+        ({0: failure(143, "plsc: error: a"), 1: failure(1, "plsc: error: b")}, "rank 1 failed: b"),
+        ({0: echo("rank 9 failed: a")}, "rank 9 failed: a"),
+        ({0: echo("lost"), 1: failure(-9)}, "rank 1 failed: ended by SIGKILL"),
+        ({0: failure(2, timestamp=7), 1: failure(3)}, "rank 1 failed: exit code 3"),
+        ({0: failure(1, "Traceback:\n  line\nValueError: x", "ValueError")}, "rank 0 failed: ValueError: x"),
+    ],
+)  # fmt: skip
+def test_the_first_failure_that_is_no_consequence_of_another_is_printed(failures, expected):
+    assert str(_failure(failures, {})).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"init_method": "tcp://host:1"}, "rank is not set and world size not set; expected a rank from 0"),
+        ({"init_method": "file:///x", "rank": 2, "world_size": 2}, "rank is 2 and world size 2"),
+        ({"backend": "mpi", "rank": 0, "world_size": 2}, "this torch was built without MPI"),
+    ],
+)
+def test_a_place_among_the_ranks_must_be_known(values, expected, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    options = Options()
+    options.set_together({f"runtime.{name}": value for name, value in values.items()})
+    with pytest.raises(OptionError, match=expected):
+        World.from_options(options.runtime)
+
+
+@pytest.mark.parametrize("url", ["tcp://host", "file://relative", "http://host:1", "env:", ""])
+def test_an_address_that_no_rank_can_meet_at_is_refused(url):
+    with pytest.raises(OptionError, match="expected env://, tcp://host:port, or file:///path"):
+        Options().set("runtime.init_method", url)
+
+
+def test_doctor_reports_other_ranks_where_they_differ_and_what_is_not_ok(capsys):
+    same = doctor.Finding("ok", "versions", "plsc 1")
+    other = doctor.Finding("ok", "versions", "plsc 2")
+    slow = doctor.Finding("warning", "disk", "full")
+    doctor._report([[same], [other, slow, doctor.Finding("ok", "memory", "1 GiB")]])
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["ok", "versions", "plsc 1"],
+        ["warning", "versions", "rank 1: plsc 2; install the same on all machines"],
+        ["warning", "disk", "rank 1: full"],
+    ]
+
+
+def test_doctor_fails_when_the_ranks_cannot_connect(capsys):
+    options = Options()
+    options.set_together({"runtime.backend": "mpi", "runtime.rank": 0, "runtime.world_size": 2})
+    with pytest.raises(SystemExit, match="1"):
+        doctor.run_doctor(options)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split()[:4] == ["error", "ranks", "backend", "is"]
