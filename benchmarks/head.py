@@ -109,7 +109,8 @@ def run_child(arguments: list[str], timeout: float | None) -> tuple[list[Sample]
         if child.returncode == -signal.SIGKILL:
             trouble = "killed (out of memory?)"
         elif child.returncode:
-            trouble = "failed: " + (errors.strip().splitlines() or ["?"])[-1][:120]
+            last = (errors.strip().splitlines() or ["?"])[-1]
+            trouble = "out of memory" if is_out_of_memory(last) else f"failed: {last[:120]}"
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         text, _ = child.communicate()

@@ -198,14 +198,16 @@ def utilisation(device: torch.device) -> Iterator[list[int]]:
         ended.set()
 
 
+def is_out_of_memory(text: str) -> bool:
+    """Return whether an error message is about memory; a thread that cannot start has no room for its stack."""
+    wanted = ("allocate memory", "not enough memory", "out of memory", "no memory", "new thread")
+    return any(part in text.lower() for part in wanted)
+
+
 def outcome_of(error: BaseException) -> str:
     """Return what stands in the table for a way that failed."""
     text = str(error)
-    # A thread that cannot start has no room for its stack.
-    wanted = ("allocate memory", "not enough memory", "out of memory", "no memory", "new thread")
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-        part in text.lower() for part in wanted
-    ):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or is_out_of_memory(text):
         return "out of memory"
     return f"failed: {type(error).__name__}: {(text.splitlines() or [''])[0][:100]}"
 
