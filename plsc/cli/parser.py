@@ -217,7 +217,8 @@ class CommandParser(argparse.ArgumentParser):
 
         if self._takes_options:  # a reference to a setter's description, with no value
             text = re.sub(r"; see set_\w+\(\)$", f"; see {self.prog} --help", text)
-        return re.sub(r"\b(set_\w+)\(([^()]*)\)", flag, text)
+        text = re.sub(r"\b(set_\w+)\(([^()]*)\)", flag, text)
+        return re.sub(r"\bcall (?=--)", "pass ", text)
 
 
 def _help(meaning: str, kind: Any, default: Any) -> str:

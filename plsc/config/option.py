@@ -110,7 +110,7 @@ class OptionSpec:
     def _brief_meaning(self, expected: str) -> str:
         """Return the start of the description; without its list of names if the error lists them already."""
         is_list = expected.startswith("one of") or "known: " in expected
-        return re.split(r"[:;] | \(" if is_list else "; ", self.meaning, maxsplit=1)[0]
+        return re.split(r"[:;] " if is_list else "; ", self.meaning, maxsplit=1)[0]
 
     def saved(self, value: Any) -> Any:
         """Return a value from a checkpoint, converted to the option's type. Raises CheckpointError."""

@@ -101,7 +101,7 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     if image.shape[0] != channels:
         raise DataError(
             f"has {image.shape[0]} channels (shape {tuple(image.shape)}), expected {channels}; "
-            "convert it or change set_image_shape"
+            "convert it or change set_image_shape()"
         )
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
         raise DataError("contains NaN or infinite values; fix the image", kind="not finite")

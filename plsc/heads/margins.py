@@ -375,6 +375,7 @@ def build_margin(name: str, **options: Any) -> Margin:
     for option in options:
         if option not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
-            has = f"{has}; remove {option}"
-            raise OptionError(f"{name} has no option {option}; {has}{did_you_mean(option, known)}")
+            raise OptionError(
+                f"{name} has no option {option}; {has}{did_you_mean(option, known) or f'; remove {option}'}"
+            )
     return MARGINS[name](**options)

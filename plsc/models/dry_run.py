@@ -27,7 +27,7 @@ def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool 
     graph = torch.enable_grad() if with_graph else torch.no_grad()
     refused = refusing(
         f"{type(model).__name__} fails for images of shape {tuple(image_shape)}",
-        "change the network or set_image_shape",
+        "change the network or set_image_shape()",
     )
     with evaluating(model), torch.random.fork_rng(devices=[]), graph, refused:
         return model(images)
@@ -52,7 +52,7 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     if output.shape != (2, emb_size):
         raise OptionError(
             f"{name} returns embeddings of shape {list(output.shape)} for 2 images; expected "
-            f"[2, {emb_size}]; change its last layer or set_emb_size"
+            f"[2, {emb_size}]; change its last layer or set_emb_size()"
         )
     _check_no_new_parameters(model, image_shape)
 

@@ -140,7 +140,7 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Verif
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "
-            "set_val_targets"
+            "set_val_targets()"
         )
     results = evaluate_targets(network, targets, config, world)
     if world.is_main:

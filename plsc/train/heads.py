@@ -96,7 +96,8 @@ def margin_of(options: Config) -> Margin:
     try:
         return build_margin(name, **given)
     except OptionError as error:
-        raise OptionError(f"{error} (head.loss_type is {head.loss_type})") from error
+        chosen = [f"head.loss_type {head.loss_type}", *(o for o in MARGIN_OPTIONS if o in options.explicit)]
+        raise OptionError(f"{error} (set: {', '.join(chosen)})") from error
 
 
 def sampling_of(options: Config) -> Sampling | None:

@@ -37,10 +37,10 @@ _WORDS = {
     "num_samples": "number of images (in the middle of an epoch)",
 }
 _HOW_TO_CHANGE = {
-    "classes": " (plsc checkpoint classes changes them)",
-    "embedding size": ", or load only the weights that fit with set_pretrained",
-    "loss type": ", or load only the weights that fit with set_pretrained",
-    "optimizer": ", or load only the weights with set_pretrained",
+    "classes": ", or change the classes with plsc checkpoint classes",
+    "embedding size": ", or load only the weights that fit with set_pretrained()",
+    "loss type": ", or load only the weights that fit with set_pretrained()",
+    "optimizer": ", or load only the weights with set_pretrained()",
 }
 
 
@@ -240,7 +240,7 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
     if len(match.added) == len(here):
         raise CheckpointError(
             f"{path} has heads of the data sets {', '.join(saved)}, but this run only has others: "
-            f"{', '.join(match.added)}; keep at least one of them under its name, or use set_pretrained"
+            f"{', '.join(match.added)}; keep at least one of them under its name, or use set_pretrained()"
         )
     for one in run.data.sets:
         if one.name not in saved:

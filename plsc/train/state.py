@@ -200,7 +200,7 @@ def _check_complete(name: str, given: set[str], needed: Collection[str]) -> None
         raise CheckpointError(
             f"the checkpoint has no optimizer state {', '.join(missing)} for {name}, which the optimizer "
             "needs with the settings of this run; use the optimizer settings that were saved, or load only "
-            "the weights with set_pretrained"
+            "the weights with set_pretrained()"
         )
 
 

@@ -105,7 +105,7 @@ def _take(
     started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
     _take_head(run.head, head, orders, started)
     if not started.head:
-        advice = "use the network and embedding size that were saved (set_model_name, set_emb_size)"
+        advice = "use the network and embedding size that were saved (set_model_name(), set_emb_size())"
         refuse_no_match(started.backbone, source, advice)
     return started
 

@@ -30,7 +30,7 @@ def test_checkpoints_restore_every_bit_on_uneven_and_empty_shards(cases):
     for ranks in range(1, 5):
         assert [path.name for path in (folder / str(ranks)).iterdir()] == ["1"]
         kinds = {path.suffix for path in (folder / str(ranks) / "1").iterdir()}
-        assert kinds == {".json", ".safetensors"}, "nothing in it may be a pickle"
+        assert kinds == {".json", ".safetensors"}, "no tensor in it may be a pickle"
 
 
 def test_class_weights_can_be_loaded_on_fewer_ranks(cases):

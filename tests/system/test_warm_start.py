@@ -166,7 +166,7 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
     assert "has no manifest.json" in refusal(tmp_path)
     torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "a.pth")
     message = refusal(tmp_path / "a.pth")
-    assert "nothing in" in message
+    assert "no tensor in" in message
     assert "not in the network: a" in message
     torch.save({"a": Malicious()}, tmp_path / "b.pth")
     assert "requests posix.system" in refusal(tmp_path / "b.pth")

@@ -150,7 +150,7 @@ def _refuse(options: dict[str, Any], accepted: tuple[str, ...]) -> None:
     for name in options:
         if name not in accepted:
             known = f"it accepts {', '.join(accepted)}" if accepted else "remove it"
-            raise OptionError(f"{name} is set, but this data format has no such option; {known}")
+            raise OptionError(f"{name} is set, but this data format does not use it; {known}")
 
 
 def _only_dataset(location: str, names: list[str]) -> str | None:

@@ -326,7 +326,7 @@ def test_a_file_without_network_name_requires_model(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
     assert "pass --model" in refusal(tmp_path / "a.safetensors", tmp_path / "ck")
     network = Network("SmallResNet", 8, (1, 16, 16))
-    assert "nothing in" in refusal(tmp_path / "a.safetensors", tmp_path / "ck", network=network)
+    assert "no tensor in" in refusal(tmp_path / "a.safetensors", tmp_path / "ck", network=network)
 
 
 def test_a_full_disk_is_reported_and_nothing_is_left(arcface_torch, tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_remote_folders_are_recognised_by_their_content():
 
 def test_an_option_that_the_format_does_not_accept_is_refused(tmp_path):
     write(tmp_path / "a.rec")
-    with pytest.raises(OptionError, match="label_map is set, but this data format has no such option"):
+    with pytest.raises(OptionError, match="label_map is set, but this data format does not use it"):
         open_source(tmp_path / "a.rec", label_map="x.json")
     (tmp_path / "folders/one").mkdir(parents=True)
     (tmp_path / "folders/one/a.jpg").write_bytes(b"image")
