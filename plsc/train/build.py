@@ -158,6 +158,11 @@ def build_run(
         threads_note(options),
         idle_note(options, constructor_arguments(network) or {} if is_custom else None),
     )
+    if options.speed.compile and any(one.layers for one in user.callbacks):
+        raise OptionError(
+            "a callback has layers, but outputs of layers are not available with speed.compile; "
+            "set_compile(False)"
+        )
     position = Position()
     return Run(
         options=options,

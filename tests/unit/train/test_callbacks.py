@@ -132,6 +132,10 @@ def test_wrong_callbacks_raise_with_the_known_names(dataset, tmp_path):
     ins.add_callback(print, "after_step", layers=["stages.9"])
     with pytest.raises(OptionError, match=r"names the layer 'stages\.9'"):
         ins.train()
+    ins = entry(dataset, tmp_path / "run", set_compile=True)
+    ins.add_callback(print, "after_step", layers=["stem"])
+    with pytest.raises(OptionError, match=r"not available with speed\.compile"):
+        ins.train()
     late = entry(dataset, tmp_path / "late")
     late.add_callback(lambda context: context.layer_output("stem"), "after_step")
     with pytest.raises(OptionError, match=r"add the callback with layers=\['stem'\]"):
