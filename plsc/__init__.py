@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plsc.config.runtime import AutoMixedPrecisionLists
     from plsc.entry import Entry
+    from plsc.train.callbacks import Callback, EarlyStopping
     from plsc.train.evaluation import load_network
 
 __version__ = "0.1.0"
 
-__all__ = ["AutoMixedPrecisionLists", "Entry", "__version__", "load_network"]
+__all__ = ["AutoMixedPrecisionLists", "Callback", "EarlyStopping", "Entry", "__version__", "load_network"]
 
 # Imported on first use: `import plsc` alone does not import torch.
 _MODULES = {
     "AutoMixedPrecisionLists": "plsc.config.runtime",
+    "Callback": "plsc.train.callbacks",
+    "EarlyStopping": "plsc.train.callbacks",
     "Entry": "plsc.entry",
     "load_network": "plsc.train.evaluation",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from plsc.profiling import ProfileResult, run_profile
 from plsc.storage.urls import set_hdfs_user
 from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
+from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
 from plsc.train.evaluation import Prediction, run_prediction, run_test
 from plsc.train.loop import TrainResult, run_training
@@ -71,6 +72,7 @@ class Entry(Setters):
         self._optimizer: Factory | None = None
         self._schedule: ScheduleFunction | None = None
         self._store: dist.Store | None = None
+        self._callbacks: list[Callback] = []
         self._world: World | None = None
 
     def set_store(self, store: dist.Store) -> None:
@@ -306,6 +308,32 @@ class Entry(Setters):
                 values[f"checkpoint.{option}"] = url
         self.options.set_together(values)
 
+    def add_callback(
+        self,
+        callback: Callback | Callable[[Context], None],
+        event: str | None = None,
+        *,
+        every: int = 1,
+        layers: Sequence[str] = (),
+    ) -> None:
+        """Call a function or the methods of a Callback at the events of training, on all ranks.
+
+        Args:
+            callback: an instance of a class derived from `plsc.Callback`; or ``f(context)``, with an event.
+            event: the event of a function, such as ``after_step``; see docs/callbacks.md.
+            every: of the events of a step: call it in every n-th step only.
+            layers: names of modules whose outputs the function reads by ``context.layer_output(name)``.
+        """
+        if isinstance(callback, Callback):
+            self._callbacks.append(callback)
+        elif callable(callback) and not isinstance(callback, type) and event is not None:
+            self._callbacks.append(FunctionCallback(callback, event, every, layers))
+        else:
+            raise OptionError(
+                f"the callback is {callback!r}, event {event!r}; expected an instance of plsc.Callback, or a "
+                "function and the name of an event"
+            )
+
     def train(self) -> TrainResult:
         """Train and return the final metrics, evaluation and checkpoints.
 
@@ -364,6 +392,7 @@ class Entry(Setters):
             self.train_transform,
             self._optimizer,
             self._schedule,
+            tuple(self._callbacks),
         )
         world = self._world
         try:

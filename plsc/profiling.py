@@ -31,6 +31,7 @@ from plsc.parallel.world import World
 from plsc.spans import PREFIX
 from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
+from plsc.train.callbacks import Callback, Callbacks, Context
 from plsc.train.directories import open_to_resume
 from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
@@ -148,8 +149,8 @@ def run_profile(
     return _report(watch, world, folder)
 
 
-class _ProfilingWatch:
-    """Times and traces the steps of a run, as a `StepWatch`: warm-up, timed steps, traced steps.
+class _ProfilingWatch(Callback):
+    """Times and traces the steps of a run, as a callback: warm-up, timed steps, traced steps.
 
     One extra step follows the timed steps, while the profiler starts. Another one follows the traced steps,
     so that the last trace ends with its step and not with the run.
@@ -171,7 +172,7 @@ class _ProfilingWatch:
         before = schedule(wait=WARM_UP + steps, warmup=1, active=self.traced, repeat=1)
         self.profile = profile(activities=activities, schedule=before)
 
-    def begin_step(self) -> None:
+    def step_start(self, context: Context) -> None:
         """Start a step. At the end of an epoch, the loop calls this twice before a step is made."""
         if self._is_open:
             return
@@ -186,10 +187,11 @@ class _ProfilingWatch:
             self.seconds += self._now()
             self.memory = _peak_memory(self._device)
 
-    def end_step(self, images: int) -> None:
+    def after_step(self, context: Context) -> None:
         """Finish a step."""
         if WARM_UP <= self._made < WARM_UP + self.steps:
-            self.images += images
+            assert context.output is not None
+            self.images += context.output.batch
         self._made += 1
         self._is_open = False
 
@@ -203,12 +205,13 @@ def _train(run: Run, steps: int, output: Path) -> _ProfilingWatch:
     device = run.world.device
     watch = _ProfilingWatch(device, steps)
     endless = {"train.steps": watch.total, "train.epochs": _ENDLESS}
-    run = replace(run, options=run.options.changed(endless))
+    callbacks = Callbacks([*run.callbacks.all, watch], run.callbacks.context)
+    run = replace(run, options=run.options.changed(endless), callbacks=callbacks)
     silent = RunLog(output, False, 0, watch.total)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        Trainer(run, silent, _NoSaver(), watch).train()
+        Trainer(run, silent, _NoSaver()).train()
     finally:
         watch.profile.stop()
     return watch

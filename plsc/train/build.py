@@ -23,6 +23,7 @@ from plsc.optim.optimizers import Factory
 from plsc.optim.schedule import Schedule
 from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
+from plsc.train.callbacks import Callback, Callbacks, Context
 from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
@@ -57,6 +58,7 @@ class UserParts:
     train_transform: Transform | None = None
     optimizer: Factory | None = None
     schedule: ScheduleFunction | None = None
+    callbacks: tuple[Callback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Run:
         settings: initial settings of the optimizer's parameter groups.
         notes: log lines about the run, printed before training.
         position: the position of the run.
+        callbacks: called at the events of the run.
     """
 
     options: Config
@@ -91,6 +94,7 @@ class Run:
     settings: list[dict[str, float]]
     notes: list[str]
     position: Position
+    callbacks: Callbacks
 
     @property
     def total_steps(self) -> int | None:
@@ -154,6 +158,12 @@ def build_run(
         threads_note(options),
         idle_note(options, constructor_arguments(network) or {} if is_custom else None),
     )
+    if options.speed.compile and any(one.layers for one in user.callbacks):
+        raise OptionError(
+            "a callback has layers, but outputs of layers are not available with speed.compile; "
+            "set_compile(False)"
+        )
+    position = Position()
     return Run(
         options=options,
         world=world,
@@ -169,7 +179,8 @@ def build_run(
         samples=samples,
         settings=collect_group_numbers(optimizer),
         notes=list(filter(None, notes)),
-        position=Position(),
+        position=position,
+        callbacks=Callbacks(user.callbacks, Context(network, head, world, position)),
     )
 
 

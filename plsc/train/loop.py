@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -76,18 +76,6 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         directories.release()
 
 
-class StepWatch(Protocol):
-    """Callbacks of the training loop, for `plsc profile`."""
-
-    def begin_step(self) -> None:
-        """Called before each step."""
-        ...
-
-    def end_step(self, images: int) -> None:
-        """Called after each step; images: size of the global batch."""
-        ...
-
-
 @dataclass
 class TrainResult:
     """The outcome of a training run.
@@ -118,16 +106,14 @@ class TrainResult:
 
 
 class Trainer:
-    """Trains a run to its last epoch or step. All methods are collectives.
+    """Trains a run to its last epoch or step. All methods are collectives."""
 
-    watch: callbacks before and after each step.
-    """
-
-    def __init__(self, run: Run, log: RunLog, saver: Saver, watch: StepWatch | None = None) -> None:
+    def __init__(self, run: Run, log: RunLog, saver: Saver) -> None:
         self._run = run
         self._log = log
         self._saver = saver
-        self._watch = watch
+        self._callbacks = run.callbacks
+        self._is_stopped = False
         self._options = run.options.train
         self._position = run.position
         self._step = Step(run, log.folder)
@@ -151,6 +137,7 @@ class Trainer:
             watches_loss=starts_afresh and not run.options.head.margin_warmup_steps,
         )
         self._result = TrainResult(run.position.step, run.position.epoch, metrics={})
+        self._callbacks.context.checkpoint = saver.last
 
     def train(self) -> TrainResult:
         """Train and return the result.
@@ -160,22 +147,30 @@ class Trainer:
         """
         if self._is_over():
             self._log.message(nothing_left(self._position.step, self._position.epoch))
-        with StopSignal(self._options.stop_deadline) as stop:
-            while not self._is_over():
-                self._train_epoch(stop)
-            self._result.unsent = self._saver.close()
-        self._update_result()
+        try:
+            self._callbacks("run_start")
+            with StopSignal(self._options.stop_deadline) as stop:
+                while not self._is_over():
+                    self._train_epoch(stop)
+                self._result.unsent = self._saver.close()
+            self._update_result()
+            self._callbacks("run_end")
+        except BaseException as error:
+            self._callbacks.context.error = error
+            self._callbacks("exception")
+            raise
         return self._result
 
     def _train_epoch(self, stop: StopSignal) -> None:
         """Train to the end of the epoch or to the last step of the run; then evaluate, save and plot."""
         run, position = self._run, self._position
         run.network.train()
+        self._callbacks("epoch_start")
         self._window = Meter()
         has_ended = False
         with closing(self._read()) as batches:
             # A run may resume at the end of an epoch: then no step is left.
-            while not (has_ended or self._made_all_steps()):
+            while not (has_ended or self._is_last_step_made()):
                 has_ended = not self._train_step(batches, stop)
         expected = run.data.loader.steps_per_epoch
         if has_ended and (line := epoch_warning(position, expected)) and not self._has_warned_of_length:
@@ -186,6 +181,8 @@ class Trainer:
             position.next_epoch()
         self._evaluate()
         self._message(self._learning.rising(position.epoch), logging.WARNING)
+        self._callbacks("epoch_end")
+        self._stop_if_asked()
         every = run.options.checkpoint.every_n_epochs
         if self._is_over() or (every and position.epoch % every == 0):
             self._save()
@@ -195,28 +192,36 @@ class Trainer:
     def _train_step(self, batches: Generator[Batch, None, None], stop: StopSignal) -> bool:
         """Run the next step, then log, evaluate and save if due; return False at the end of the epoch."""
         run, position, window = self._run, self._position, self._window
-        if self._watch is not None:
-            self._watch.begin_step()
+        self._callbacks("step_start")
         window.start_step()
         with span("data"):
             batch = next(batches, None)
         window.batch_arrived()
         with span("synchronise ranks"):
             is_saving = not self._saver.is_done()
-            status = exchange_status(run.world, batch, run.head.class_num, stop.number, is_saving)
+            is_stopping = bool(self._callbacks.context.stop_reason)
+            status = exchange_status(
+                run.world, batch, run.head.class_num, stop.number, is_saving, is_stopping
+            )
         if not status.is_saving:
             self._saver.finish_save()
+            self._update_result()
         if status.signal:
             self._save_and_stop(status.signal)
+        if status.is_stopping:
+            self._is_stopped = True
+            return not status.has_ended
         if status.has_ended or batch is None:
             return False
+        self._callbacks.context.batch = batch
+        self._callbacks("batch_start")
         is_logged = self._is_logged()
         made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
         window.end_step(made.output.batch, batch.skipped)
-        if self._watch is not None:
-            self._watch.end_step(made.output.batch)
+        self._callbacks("after_step")
+        self._callbacks.end_step()
         self._message(self._data_wait.add(position.step_in_epoch, window.wait, window.step))
         if position.step == self._first_step and not is_logged:
             self._message(slow_start(window.step, self._options.log_period))
@@ -265,7 +270,11 @@ class Trainer:
             "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
             "bad_samples": self._bad_samples.gather(),
         }
-        self._result.metrics = metrics
+        context = self._callbacks.context
+        metrics = {**context.scalars, **metrics}
+        context.scalars = {}
+        self._result.metrics = context.metrics = metrics
+        self._callbacks("logged")
         self._log.step(metrics, self._run.total_steps)
         sizes = [part.batch for part in output.parts.values()] or [output.batch]
         batch = min(sizes) // self._options.micro_batches
@@ -302,12 +311,13 @@ class Trainer:
         # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
         with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
-        self._result.evaluation = results
+        self._result.evaluation = self._callbacks.context.evaluation = results
         self._evaluated_at = self._position.step
         plain = {name: result.as_dict() for name, result in results.items()}
         # At the end of an epoch, the position is already that of the next one.
         epoch = self._position.epoch - (self._position.step_in_epoch == 0)
         self._log.evaluation(self._position.step, epoch, plain)
+        self._callbacks("evaluated")
 
     def _save(self, *, wait: bool = False) -> None:
         """Save a checkpoint at a step boundary."""
@@ -344,11 +354,15 @@ class Trainer:
     def _update_result(self) -> None:
         result, position, best = self._result, self._position, self._saver.best
         result.steps, result.epochs = position.step, position.epoch
+        context = self._callbacks.context
         result.checkpoint = self._saver.last
         if best is not None:
             name, result.best_model_score = best
             result.best_model_path = self._saver.directories.local / name
             result.best_metric = self._saver.retention.monitor or ""
+        if context.checkpoint != result.checkpoint:
+            context.checkpoint = result.checkpoint
+            self._callbacks("saved")
 
     def _is_logged(self) -> bool:
         """Return whether the next step is logged: every log_period, and the last of an epoch or the run."""
@@ -362,11 +376,20 @@ class Trainer:
         is_end = position.step_in_epoch == self._run.data.loader.steps_per_epoch
         return period > 0 and position.step % period == 0 and not is_end
 
-    def _is_over(self) -> bool:
-        return self._position.epoch >= self._options.epochs or self._made_all_steps()
+    def _stop_if_asked(self) -> None:
+        """End the run if a callback of any rank asks for it."""
+        reason = self._callbacks.context.stop_reason
+        if self._callbacks.all and self._run.world.all_reduce_max(int(bool(reason)))[0]:
+            self._is_stopped = True
+        if self._is_stopped and reason:
+            self._log.message(f"stopped after step {self._position.step}: {reason}")
 
-    def _made_all_steps(self) -> bool:
-        return self._options.steps is not None and self._position.step >= self._options.steps
+    def _is_over(self) -> bool:
+        return self._position.epoch >= self._options.epochs or self._is_last_step_made()
+
+    def _is_last_step_made(self) -> bool:
+        has_all = self._options.steps is not None and self._position.step >= self._options.steps
+        return has_all or self._is_stopped
 
 
 def _finite(value: Tensor | float | None) -> float | None:
@@ -380,18 +403,24 @@ class StepStatus:
     """The status of all ranks before a step, identical on all ranks.
 
     signal: number of a signal that any rank received, 0 for none. has_ended: some rank has no more batches.
-    is_saving: some rank is still writing a checkpoint. sizes: images per rank in this step; None if a label
-    is out of range (the head then reports it).
+    is_saving: some rank is still writing a checkpoint. is_stopping: a callback of some rank ends the run.
+    sizes: images per rank in this step; None if a label is out of range (the head then reports it).
     """
 
     signal: int
     has_ended: bool
     is_saving: bool
+    is_stopping: bool
     sizes: list[int] | None
 
 
 def exchange_status(
-    world: World, batch: Batch | None, class_num: int, signal: int = 0, is_saving: bool = False
+    world: World,
+    batch: Batch | None,
+    class_num: int,
+    signal: int = 0,
+    is_saving: bool = False,
+    is_stopping: bool = False,
 ) -> StepStatus:
     """Exchange the status of this rank with all others before a step; a collective.
 
@@ -403,10 +432,10 @@ def exchange_status(
         signal,
         int(labels is None),
         int(is_saving),
+        int(is_stopping),
         0 if labels is None else len(labels),
         int(is_wrong),
     )
-    signals, ended, saving, sizes, wrong = zip(*gathered, strict=True)
-    return StepStatus(
-        max(signals), any(ended), any(saving), None if any(wrong) else [int(size) for size in sizes]
-    )
+    signals, ended, saving, stopping, sizes, wrong = zip(*gathered, strict=True)
+    known_sizes = None if any(wrong) else [int(size) for size in sizes]
+    return StepStatus(max(signals), any(ended), any(saving), any(stopping), known_sizes)

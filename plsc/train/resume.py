@@ -81,6 +81,9 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     _restore_position(run, path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
         restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
+    run.callbacks.load_state(
+        Checker(str(path)).mapping(scalars.get("callbacks", {}), "the state of callbacks")
+    )
     length = scalars.get("steps_per_epoch")
     loader = run.data.loader
     if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:

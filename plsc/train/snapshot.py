@@ -117,6 +117,7 @@ def _scalars(run: Run) -> dict[str, Any]:
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
         "optimizer_computed_by": describe_implementation(run.optimizer),
+        "callbacks": run.callbacks.state(),
         "optimizer_groups": _changed_settings(run),
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }

@@ -75,10 +75,13 @@ class Step:
         run.optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
             self._before.take()
-        output = self._forward_backward(batch, sizes, is_logged)
+        with run.callbacks.keeping_outputs():
+            output = self._forward_backward(batch, sizes, is_logged)
         run.head.sync_gradients()
         with span("clip gradients"):
             is_skipped, is_excused = self._find_overflow(output)
+        run.callbacks.context.output = output
+        run.callbacks("after_backward")
         self.losses.add(output.mean_loss, output.batch, run.position, rate, batch.names, is_excused)
         if run.scaler is not None or not self.losses.is_late:
             self.losses.check()  # before any weight changes
@@ -133,6 +136,8 @@ class Step:
                         with_gauge=is_logged,
                         sizes=_of_part(sizes, part, parts) if sizes else None,
                     )
+                run.callbacks.context.output = output
+                run.callbacks("after_forward")
                 share = output.batch / total if total else 1.0
                 with span("backward"):
                     (output.loss if parts == 1 else output.loss * share).backward()

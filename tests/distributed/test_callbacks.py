@@ -1,0 +1,24 @@
+"""Callbacks on several ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.images import write_dataset
+
+WORKER = Path(__file__).with_name("callbacks_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(tmp_path, ranks):
+    dataset = write_dataset(tmp_path / "faces", classes=5, per_class=6)
+    run_ranks(WORKER, ranks, str(dataset), str(tmp_path))
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(one == seen[0] for one in seen)
+    steps, checkpoint, events = seen[0]
+    assert steps == 3
+    assert (Path(checkpoint) / "manifest.json").exists()
+    assert [event for event, _ in events][-3:] == ["epoch_end", "saved", "run_end"]
