@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import limit_memory, measure, measure_rates, outcome_of, say, take_turns
+from measuring import is_out_of_memory, limit_memory, measure, measure_rates, outcome_of, say, take_turns
 from ways import BY_NAME, TEXTBOOK, WAYS, Way
 
 HERE = Path(__file__).resolve().parent

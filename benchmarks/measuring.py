@@ -199,7 +199,7 @@ def utilisation(device: torch.device) -> Iterator[list[int]]:
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Return whether an error message is about memory; a thread that cannot start has no room for its stack."""
+    """Return whether an error message is about memory, which includes threads that cannot start."""
     wanted = ("allocate memory", "not enough memory", "out of memory", "no memory", "new thread")
     return any(part in text.lower() for part in wanted)
 
