@@ -205,7 +205,7 @@ class Trainer:
             )
         if not status.is_saving:
             self._saver.finish_save()
-            self._update_result()
+            self._report_saved()
         if status.signal:
             self._save_and_stop(status.signal)
         if status.is_stopping:
@@ -354,14 +354,18 @@ class Trainer:
     def _update_result(self) -> None:
         result, position, best = self._result, self._position, self._saver.best
         result.steps, result.epochs = position.step, position.epoch
-        context = self._callbacks.context
         result.checkpoint = self._saver.last
         if best is not None:
             name, result.best_model_score = best
             result.best_model_path = self._saver.directories.local / name
             result.best_metric = self._saver.retention.monitor or ""
-        if context.checkpoint != result.checkpoint:
-            context.checkpoint = result.checkpoint
+        self._report_saved()
+
+    def _report_saved(self) -> None:
+        """Call the callbacks if another checkpoint is complete."""
+        context = self._callbacks.context
+        if context.checkpoint != self._saver.last:
+            context.checkpoint = self._saver.last
             self._callbacks("saved")
 
     def _is_logged(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mdit_py_plugins.anchors.index import slugify
 from torch import nn
 
 import plsc.config.options
@@ -91,7 +92,7 @@ def anchors(page):
     titles = [
         re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", one) for one in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     ]
-    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+    return {slugify(title) for title in titles}
 
 
 @pytest.mark.parametrize(
