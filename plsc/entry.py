@@ -396,7 +396,7 @@ class Entry(Setters):
         )
         world = self._world
         try:
-            with on_terminal(), FailureWatch(world):
+            with on_terminal(self.options.runtime.quiet), FailureWatch(world):
                 return action(self.options, world, user)
         except BaseException as error:
             record_failure(error)

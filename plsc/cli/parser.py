@@ -139,6 +139,8 @@ class CommandParser(argparse.ArgumentParser):
             self._add(one, is_flags_only)
         if self._takes_options:
             self.add_argument("--config", action=_Note, metavar="FILE", help="YAML file of options")
+            quiet = "print only warnings and errors"
+            self.add_argument("--quiet", dest="runtime.quiet", action=_Note, nargs=0, help=quiet)
             groups = {spec.group: self.add_argument_group(spec.group) for spec in all_options()}
             for spec in all_options():
                 groups[spec.group].add_argument(

@@ -22,7 +22,7 @@ def _entry(options: Options) -> Any:
 def _train(options: Options) -> None:
     entry = _entry(options)
     result = entry.train()
-    if entry.is_main:
+    if entry.is_main and not options.runtime.quiet:
         steps = f"{result.steps} step{'s' * (result.steps != 1)}"
         print(f"trained {steps}; last checkpoint {result.checkpoint}")
 

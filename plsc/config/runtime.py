@@ -56,6 +56,7 @@ class RuntimeOptions:
         "set_timeout(seconds)",
         more_than(0),
     )
+    quiet: bool = declare(False, "print only warnings and errors", "set_quiet(flag)")
     dtype: str = of_model(
         "float32",
         "data type of weights and computation: float32, or float64 for numerical checks",

@@ -808,6 +808,10 @@ class Setters:
         """
         self.options.set("runtime.timeout", seconds)
 
+    def set_quiet(self, flag: bool) -> None:
+        """Set ``runtime.quiet``: print only warnings and errors. Default: False."""
+        self.options.set("runtime.quiet", flag)
+
     def set_dtype(self, dtype: str) -> None:
         """Set ``runtime.dtype``: data type of weights and computation: float32, or float64 for numerical
         checks. Default: 'float32'.

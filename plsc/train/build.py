@@ -15,7 +15,7 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
-from plsc.models import BaseModel
+from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
 from plsc.optim.loss_scaling import LossScaler
@@ -45,6 +45,8 @@ from plsc.train.optim import (
     with_rate,
 )
 from plsc.train.state import Position, collect_group_numbers
+
+MOST_ROWS = 12  # of the table of layers
 
 
 @dataclass
@@ -125,6 +127,7 @@ def build_run(
     # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
     targets = load_targets(options, user.test_reader) if options.train.with_test else []
+    layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
     global_batch = global_batch_size(options, world.size)
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
     data = open_training_data(
@@ -150,6 +153,7 @@ def build_run(
     )
     is_custom = user.model is not None or ":" in options.model.name
     notes = (
+        layers,
         sharding_note,
         *data.notes,
         mode_note(options, world.device),

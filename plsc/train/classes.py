@@ -81,13 +81,16 @@ def count_classes(
     notes = []
     if is_bad.any():
         notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
-    has_image = np.zeros(class_num, dtype=bool)
-    has_image[labels[~is_bad]] = True
-    # A class without images on this rank may have images on another one.
-    if world.size == 1 and not has_image.all():
+    if world.size > 1:  # a class without images on this rank may have images on another one
+        return class_num, notes
+    counts = np.bincount(labels[~is_bad], minlength=class_num)
+    notes.append(
+        f"images per class: least {counts.min():,}, median {np.median(counts):,g}, most {counts.max():,}"
+    )
+    if not counts.all():
         notes.append(
-            f"note: {class_num - has_image.sum()} of {class_num} classes have no images, the first one is "
-            f"class {np.argmin(has_image)} (labels count from 0)"
+            f"note: {np.sum(counts == 0)} of {class_num} classes have no images, the first one is "
+            f"class {np.argmin(counts)} (labels count from 0)"
         )
     return class_num, notes
 
