@@ -24,7 +24,7 @@ from plsc.optim.schedule import Schedule
 from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, Callbacks, Context
-from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note
+from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note, warmup_note
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
@@ -148,6 +148,7 @@ def build_run(
         world.device,
         user.optimizer,
     )
+    rate = build_schedule(options, base_rate, total_steps, steps_per_epoch, user.schedule)
     is_custom = user.model is not None or ":" in options.model.name
     notes = (
         sharding_note,
@@ -155,6 +156,7 @@ def build_run(
         mode_note(options, world.device),
         frozen_note(network),
         batch_note(global_batch, data.num_samples),
+        warmup_note(rate.warmup_steps, total_steps),
         threads_note(options),
         idle_note(options, constructor_arguments(network) or {} if is_custom else None),
     )
@@ -173,7 +175,7 @@ def build_run(
         optimizer=optimizer,
         row_optimizer=row_optimizer,
         scaler=_build_scaler(options, world.device),
-        rate=build_schedule(options, base_rate, total_steps, steps_per_epoch, user.schedule),
+        rate=rate,
         data=data,
         targets=targets,
         samples=samples,

@@ -78,6 +78,16 @@ def batch_note(global_batch: int, num_samples: int | None) -> str:
     )
 
 
+def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
+    """Return a line if the warm-up is not shorter than the run, else an empty string."""
+    if total_steps is None or warmup_steps < max(2, total_steps):
+        return ""
+    return (
+        f"note: the warm-up takes {warmup_steps} steps and the run {total_steps}, so the learning rate "
+        f"increases until the end; use a shorter warm-up, such as set_warmup_steps({total_steps // 10})"
+    )
+
+
 def frozen_note(network: nn.Module) -> str:
     """Return a line if the network has no trainable parameters, else an empty string."""
     if any(parameter.requires_grad for parameter in network.parameters()):
