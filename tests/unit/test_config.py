@@ -158,6 +158,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
         (["train", "--train.epochs", "2.5"], "train.epochs"),
         (["trian"], "did you mean 'train'"),
         (["predict", "--output", "/no such folder/x.npz"], "does not exist"),
+        (["predict", "--output", "x.csv"], "--output is x.csv; expected the name of an .npz file"),
     ],
 )
 def test_a_wrong_command_line_ends_in_one_line(arguments, said, capsys):
