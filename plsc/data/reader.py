@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -27,6 +28,23 @@ def declares_shards(reader: Any) -> bool:
     A reader declares this by the attribute ``reader.shards_itself = True``.
     """
     return getattr(reader, "shards_itself", False) is True
+
+
+def open_reader(reader: Callable[..., Any], title: str, **arguments: int) -> Iterator[Any]:
+    """Return the samples of ``reader(*arguments)``. Raises DataError if it returns no generator."""
+    try:
+        inspect.signature(reader).bind(*arguments.values())
+    except ValueError:  # some functions written in C have no signature
+        pass
+    except TypeError as error:
+        call = f"reader({', '.join(arguments)})"
+        raise DataError(f"the {title} cannot be called as {call} ({error}); change its parameters") from error
+    samples = reader(*arguments.values())
+    if not hasattr(samples, "__iter__"):
+        raise DataError(
+            f"the {title} must return a generator of (image, label), but returned {type(samples).__name__}"
+        )
+    return iter(samples)
 
 
 class ReaderLoader:
@@ -123,22 +141,14 @@ class ReaderLoader:
 
     def _run(self, epoch: int, start_step: int) -> Iterator[Batch]:
         randomness = IsolatedRandom(hash_key(self.seed, epoch))
+        arguments = {"rank": self.rank, "ranks": self.ranks} if self.shards_itself else {}
         with randomness.active():
-            samples = self._open()
+            samples = open_reader(self.reader, self.title, **arguments)
         try:
             yield from self._batches(samples, randomness, epoch, start_step)
         finally:
             if hasattr(samples, "close"):
                 samples.close()
-
-    def _open(self) -> Iterator[Any]:
-        samples = self.reader(self.rank, self.ranks) if self.shards_itself else self.reader()
-        if not hasattr(samples, "__iter__"):
-            raise DataError(
-                f"the {self.title} must return a generator of (image, label), but returned "
-                f"{type(samples).__name__}"
-            )
-        return iter(samples)
 
     def _batches(
         self, samples: Iterator[Any], randomness: IsolatedRandom, epoch: int, start_step: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from plsc.config import Config
 from plsc.config.data import DataSet
+from plsc.config.option import shown_value
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
@@ -75,19 +76,25 @@ class TrainingData:
     class_names: dict[str, ClassNames] = field(default_factory=dict)
 
 
-def is_generator_reader(reader: Any) -> bool:
-    """Return whether a reader is a function that returns a generator, not an indexed dataset."""
-    return callable(reader) and not hasattr(reader, "__getitem__")
+def is_generator_reader(reader: Any, name: str) -> bool:
+    """Return whether a reader is a function that returns a generator, not a map-style dataset.
+
+    Raises OptionError, with the reader's name, if it is neither.
+    """
+    if callable(reader) and not hasattr(reader, "__getitem__"):
+        return True
+    is_dataset = hasattr(reader, "__getitem__") and hasattr(reader, "__len__")
+    if not is_dataset or isinstance(reader, (str, bytes, Mapping, type)):
+        raise OptionError(
+            f"{name} is {shown_value(reader)}; expected a function that returns a generator of (image, "
+            "label), or a map-style torch Dataset (for a folder or file, call set_dataset_dir)"
+        )
+    return False
 
 
 def open_training_source(options: Config, reader: Any) -> Source:
     """Return the source of a Dataset, or of the dataset folder if `reader` is None."""
     if reader is not None:
-        if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
-            raise OptionError(
-                f"the reader is of type {type(reader).__name__}; expected a function that returns a "
-                "generator, or a map-style torch Dataset"
-            )
         return TorchDatasetSource(reader)
     data = options.data
     return open_source(
@@ -115,7 +122,7 @@ def open_training_data(
     if data.datasets:
         _check_several(options, reader)
         return _open_several(options, world, transform, global_batch, checkpoint)
-    is_generator = reader is not None and is_generator_reader(reader)
+    is_generator = reader is not None and is_generator_reader(reader, "train_reader")
     if is_generator or data.order == "rank_files":
         open_it = _open_generator if is_generator else _open_rank_files
         opened = open_it(options, world, reader, transform, global_batch)

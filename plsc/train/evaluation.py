@@ -17,13 +17,13 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
-from plsc.config.option import name_of
+from plsc.config.option import name_of, shown_value
 from plsc.data.class_names import class_names_of
 from plsc.data.pairs import read_pairs
-from plsc.data.reader import declares_shards
+from plsc.data.reader import declares_shards, open_reader
 from plsc.data.sources.base import FileSource, IndexedSource, Source
-from plsc.data.sources.torch_dataset import TorchDatasetSource
-from plsc.errors import CheckpointError, DataError
+from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
+from plsc.errors import CheckpointError, DataError, OptionError, refusing
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.models import BaseModel
@@ -72,11 +72,7 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
     names = options.data.val_targets
     folder = Path(options.data.dataset_dir)
     if test_reader is not None:
-        pair_sets, found = test_reader(str(folder), names or _DEFAULT_TARGET)
-        targets = [
-            Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
-            for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
-        ]
+        targets = _read_targets(test_reader, str(folder), names or _DEFAULT_TARGET)
     else:
         folder = folder.parent if folder.is_file() else folder  # such as the folder of train.rec
         if names is None:
@@ -93,6 +89,22 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
                 f"at least {_FOLDS} pairs, with both same and different classes"
             )
     return targets
+
+
+def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:
+    """Return the pair files of a test reader. Raises OptionError for a wrong reader or result."""
+    if not callable(test_reader):
+        raise OptionError(
+            f"test_reader is {shown_value(test_reader)}; expected a function reader(dataset_dir, val_targets)"
+        )
+    result = test_reader(folder, names)
+    expected = "expected ([(images, is_same), ...], names), as plsc.utils.jpeg_reader.test returns"
+    with refusing("cannot use the result of test_reader", expected):
+        pair_sets, found = result
+        return [
+            Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
+            for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
+        ]
 
 
 def evaluate_targets(
@@ -159,7 +171,7 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     network, config = load_for_run(options, world, user.model, checkpoint)
     network = evaluated(network, config, world)
     reader = user.predict_reader
-    if reader is not None and is_generator_reader(reader):
+    if reader is not None and is_generator_reader(reader, "predict_reader"):
         return _predict_stream(network, reader, config, world)
     source = open_training_source(config, reader)
     class_names, saved = class_names_of(source), read_class_names(*checkpoint)
@@ -284,8 +296,8 @@ def _predict_stream(network: BaseModel, reader: Any, options: Config, world: Wor
     """Predict the images of a generator: every rank reads all images and computes its share of each chunk."""
     parts: list[np.ndarray] = []
     labels: list[int] = []
-    whole = reader(0, 1) if declares_shards(reader) else reader()
-    samples = _images_and_labels(whole)
+    arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
+    samples = _images_and_labels(open_reader(reader, "predict reader", **arguments))
     while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
         images = [image for image, _ in chunk]
         parts.append(_embed(network, images, options, world, "the predict reader", 0))
@@ -297,8 +309,9 @@ def _predict_stream(network: BaseModel, reader: Any, options: Config, world: Wor
 
 
 def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
-    for sample in samples:
-        if isinstance(sample, (tuple, list)):
-            yield sample[0], int(sample[1]) if len(sample) > 1 else -1
+    for index, sample in enumerate(samples):
+        if isinstance(sample, (tuple, list)) and sample:
+            name = f"sample {index} of the predict reader"
+            yield sample[0], whole_number(sample[1], name) if len(sample) > 1 else -1
         else:
             yield sample, -1
