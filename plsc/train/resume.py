@@ -31,11 +31,6 @@ from plsc.train.build import Run, global_batch_size
 from plsc.train.snapshot import own_tensors, seed_generators, take_own
 from plsc.train.state import check_counts, collect_tensors, make_state
 
-_WORDS = {
-    "class_num": "number of classes",
-    "loss_type": "loss type",
-    "num_samples": "number of images (in the middle of an epoch)",
-}
 _HOW_TO_CHANGE = {
     "classes": ", or change the classes with plsc checkpoint classes",
     "embedding size": ", or load only the weights that fit with set_pretrained()",
@@ -245,15 +240,18 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
     for one in run.data.sets:
         if one.name not in saved:
             continue
-        mine = {"class_num": one.class_num, "loss_type": one.options.head.loss_type}
+        checked = [
+            ("class_num", "number of classes", one.class_num),
+            ("loss_type", "loss type", one.options.head.loss_type),
+        ]
         if manifest.step_in_epoch:
-            mine["num_samples"] = one.num_samples
-        for key, value in mine.items():
+            checked.append(("num_samples", "number of images", one.num_samples))
+        for key, what, mine in checked:
             theirs = saved[one.name].get(key)
-            if theirs != value:
+            if theirs != mine:
                 raise CheckpointError(
-                    f"{path} was saved with {_WORDS[key]} {theirs} for the data set {one.name}, but this run "
-                    f"has {value}; use the saved value to resume"
+                    f"{path} was saved with {what} {theirs} for the data set {one.name}, but this run has "
+                    f"{mine}; use the saved value to resume"
                 )
     return match
 
