@@ -19,7 +19,7 @@ from plsc.checkpoint.manifest import (
     Checker,
     Role,
 )
-from plsc.config.option import is_finite_number
+from plsc.config.option import is_finite_number, shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import ShardedHead
@@ -166,6 +166,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
                 f"{path} was saved with {what} {theirs}, but this run has {mine}; use the saved value to "
                 f"resume{_HOW_TO_CHANGE.get(what, '')}"
             )
+    _check_network(run, path, manifest)
     if not manifest.step_in_epoch or run.data.sets:  # of several data sets, match_heads has looked
         return
     saved_samples = scalars.get("num_samples")
@@ -179,6 +180,25 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
             f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks, each with its own "
             "data (order 'rank_files', or a reader that shards itself), but this run has "
             f"{run.world.size} ranks; start {manifest.world_size} ranks, or resume from the end of an epoch"
+        )
+
+
+def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError if the network has a tensor that the saved network did not have."""
+    saved = {one.role.name: one.shape for one in manifest.tensors.values() if one.role.kind == BACKBONE}
+    for name, value in run.network.state_dict().items():
+        before, here = saved.get(name), tuple(value.shape)
+        if before == here:
+            continue
+        model = manifest.options.get("model")
+        networks = (model.get("name") if isinstance(model, dict) else None, run.options.model.name)
+        theirs, mine = (f"network {shown_value(one)}" for one in networks)
+        if networks[0] == networks[1]:
+            theirs = f"{name} of shape {list(before)}" if before else f"a {theirs} without {name}"
+            mine = f"{name} of shape {list(here)}"
+        raise CheckpointError(
+            f"{path} was saved with {theirs}, but this run has {mine}; use the saved network to resume, or "
+            "load only the weights that fit with set_pretrained()"
         )
 
 
@@ -245,7 +265,7 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
             ("loss_type", "loss type", one.options.head.loss_type),
         ]
         if manifest.step_in_epoch:
-            checked.append(("num_samples", "number of images", one.num_samples))
+            checked.append(("num_samples", "number of images (in the middle of an epoch)", one.num_samples))
         for key, what, mine in checked:
             theirs = saved[one.name].get(key)
             if theirs != mine:
