@@ -32,7 +32,7 @@ def said_of(capsys, *arguments) -> str:
         ),
         ("model.image_shape", "[3,112]", "is [3, 112]; expected (channels, height, width)"),
         ("optim.step_boundaries", "[1,a]", "expected a list of integers"),
-        ("train.epochs", "0", "train.epochs is 0; expected at least 1"),
+        ("train.epochs", "0", "train.epochs is 0; expected a number of at least 1"),
         ("train.epochs", "0", "; see plsc config --help"),
         ("batch_size", "3", "unknown flag --batch_size; did you mean --train.batch_size?"),
         ("lr", "3", "did you mean --optim.lr?"),
@@ -53,7 +53,7 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ("train: {batch_size: abc}", ":1: train.batch_size is 'abc'; expected an integer"),
         (
             "\n\ntrain:\n  epochs: 1\n  batch_size: 0",
-            ":5: train.batch_size is 0; expected between 1",
+            ":5: train.batch_size is 0; expected a number between 1",
         ),
         ("optim.lr: fast", ":1: optim.lr is 'fast'; expected a number"),
         (
