@@ -15,7 +15,7 @@ from plsc.config import Options
 from plsc.errors import PlscError, kind_and_line
 
 _SECONDS = 60.0  # that a rank waits for the others, where runtime.timeout is not set
-_LITTLE_MEMORY, _LITTLE_DISK = 2 * 2**30, 10 * 2**30
+_LITTLE_MEMORY, _LITTLE_DISK = 2e9, 10e9
 _NUMBERS = 2**20  # in the tensor of the collective
 
 
@@ -100,6 +100,7 @@ def _devices() -> Finding:
     import torch
 
     from plsc.parallel.machine import usable_cores
+    from plsc.storage.store import format_bytes
 
     cores = f"{usable_cores()} CPU cores, {torch.get_num_threads()} threads per rank"
     if not torch.cuda.is_available():
@@ -110,7 +111,7 @@ def _devices() -> Finding:
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
-        texts.append(f"{number}: {name}, {_gigabytes(free)} of {_gigabytes(total)} free")
+        texts.append(f"{number}: {name}, {format_bytes(free)} of {format_bytes(total)} free")
     return Finding("ok", "devices", "; ".join([*texts, cores]))
 
 
@@ -151,19 +152,22 @@ def _data_tools() -> Finding:
 
 def _memory() -> Finding:
     from plsc.parallel.machine import available_memory
+    from plsc.storage.store import format_bytes
 
     free = available_memory()
     if free is None:
         return Finding("ok", "memory", "unknown on this system")
-    text = f"{_gigabytes(free)} available"
+    text = f"{format_bytes(free)} available"
     if free < _LITTLE_MEMORY:
         return Finding("warning", "memory", f"{text}; end other programs, or raise the container's limit")
     return Finding("ok", "memory", text)
 
 
 def _disk() -> Finding:
+    from plsc.storage.store import format_bytes
+
     free = shutil.disk_usage(".").free
-    text = f"{_gigabytes(free)} free in this folder"
+    text = f"{format_bytes(free)} free in this folder"
     if free < _LITTLE_DISK:
         return Finding("warning", "disk", f"{text}; save checkpoints elsewhere (checkpoint.save_dir)")
     return Finding("ok", "disk", text)
@@ -190,10 +194,6 @@ def _collective(world: Any) -> Finding:
         return Finding("error", "collective", text)
     text = f"{how}: the sum of {_NUMBERS * 4 / 2**20:.0f} MiB took {milliseconds:.1f} ms"
     return Finding("ok", "collective", text)
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 COMMAND = Command(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,13 @@ class Context:
         return float(known[name])
 
     def _parameter(self, name: str) -> nn.Parameter:
-        known = dict(self.network.named_parameters())
-        known |= {f"head.{key}": value for key, value in self.head.named_parameters()}
-        if name not in known:
-            raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
-        return known[name]
+        modules = {"head.": self.head, "": self.network}
+        for prefix, module in modules.items():
+            with suppress(AttributeError):
+                if name.startswith(prefix):
+                    return module.get_parameter(name.removeprefix(prefix))
+        known = [prefix + key for prefix, one in modules.items() for key, _ in one.named_parameters()]
+        raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
 
 
 class Callbacks:

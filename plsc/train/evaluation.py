@@ -28,7 +28,7 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.storage.urls import is_url
+from plsc.storage.urls import is_url, shown
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
@@ -224,7 +224,15 @@ def load_with_config(
         options.set("model.name", model if network is None else name_of(type(network)))
     place = os.fspath(checkpoint)
     folder = fetch(place, world) if is_url(place) else Path(place)
-    return load_for_run(options, world, network, (folder, open_checkpoint(folder)))
+    manifest = open_checkpoint(folder)
+    saved = manifest.options.get("model")
+    name = saved.get("name") if isinstance(saved, dict) else None
+    if model is None and isinstance(name, str) and ":" in name:
+        raise CheckpointError(
+            f"{shown(place)} was saved with the custom network {shown_value(name)}, and no code is taken from "
+            f"a checkpoint; pass an instance or its class: load_network(path, model={shown_value(name)})"
+        )
+    return load_for_run(options, world, network, (folder, manifest))
 
 
 def load_for_run(
