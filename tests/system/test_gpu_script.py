@@ -59,7 +59,7 @@ def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path):
 
 def test_what_there_is_no_time_left_for_is_a_row(tmp_path):
     assert run(tmp_path, "2", "--device", "cpu", "--seconds", "0").returncode == 0
-    assert "| textbook, fp32 | arcface | no time left |" in (tmp_path / "slice-2.md").read_text()
+    assert "| plain PyTorch, fp32 | arcface | no time left |" in (tmp_path / "slice-2.md").read_text()
 
 
 def test_a_slice_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):
