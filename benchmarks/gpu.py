@@ -44,7 +44,7 @@ from head import (  # noqa: E402
     run_child,
 )
 from measuring import free_memory  # noqa: E402
-from ways import BY_NAME, BASELINE  # noqa: E402
+from ways import BASELINE, BY_NAME  # noqa: E402
 
 RIVALS = (
     "liger-kernel, bf16",

@@ -40,7 +40,7 @@ from measuring import (
     print_json,
     take_turns,
 )
-from ways import BY_NAME, BASELINE, WAYS, Way
+from ways import BASELINE, BY_NAME, WAYS, Way
 
 HERE = Path(__file__).resolve().parent
 ROWS_FIT = 2_000_000  # with more classes, only ways with for_millions

@@ -14,7 +14,7 @@ REPO = Path(__file__).parents[2]
 BENCHMARKS = REPO / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from ways import BY_NAME, BASELINE, WAYS  # noqa: E402
+from ways import BASELINE, BY_NAME, WAYS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

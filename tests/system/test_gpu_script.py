@@ -98,7 +98,7 @@ def test_at_full_size_a_slice_asks_for_ways_that_exist_and_for_fewer_classes_whe
 
     monkeypatch.setattr(gpu, "measure_apart", measure_apart)
     monkeypatch.setattr(gpu, "run_child", run_child)
-    monkeypatch.setattr(gpu, "beside_the_plan", lambda *_: None)
+    monkeypatch.setattr(gpu, "compare_with_plan", lambda *_: None)
     monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
     monkeypatch.setattr(gpu, "free_memory", lambda: 10**11)
     known = BY_NAME.keys() | {way.name for way in ways("cuda")}
