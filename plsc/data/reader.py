@@ -50,7 +50,7 @@ def open_reader(reader: Callable[..., Any], title: str, **arguments: int) -> Ite
 class ReaderLoader:
     """Yield this rank's batches of ``reader()``, which yields (image [C, H, W], label).
 
-    A stream has no index, so every rank runs the whole generator. A global batch is the next
+    Every rank runs the whole generator. A global batch is the next
     ``global_batch`` samples; sample i of it goes to rank i mod ranks. The generators ``random``,
     ``numpy.random`` and ``torch`` are seeded from (seed, epoch), identically on all ranks, while the reader
     runs, and restored afterwards. All ranks see the same order if the reader draws only from these. A resumed
@@ -129,7 +129,7 @@ class ReaderLoader:
         for batch in batches:
             steps += 1
             yield batch
-        # A self-sharding reader may end on another rank first, so a rank alone does not know the length.
+        # A self-sharding reader may end earlier on another rank.
         if self._steps is None and not self.shards_itself:
             self._steps = steps
 
@@ -208,7 +208,7 @@ class ReaderLoader:
         return stop - first
 
     def _slots(self) -> range:
-        """Which samples of a step this rank uses."""
+        """Return the positions in a global batch of the samples that this rank uses."""
         if self.shards_itself:
             return range(self._samples_per_step)
         return range(self.rank, self.global_batch, self.ranks)

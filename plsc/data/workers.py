@@ -85,7 +85,7 @@ class WorkerProcesses:
             persistent_workers=num_workers > 0,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
-            # A separate generator: otherwise each epoch draws from the generator that dropout uses.
+            # A separate generator: the global one is used by dropout.
             generator=torch.Generator().manual_seed(0),
         )
 

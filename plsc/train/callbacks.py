@@ -50,7 +50,7 @@ class Callback:
     """Base class of callbacks. Define one method per event, named like it: ``def after_step(self, context)``.
 
     Attributes:
-        every: call the events of a step in every n-th step only.
+        every: call it only in every n-th step; for events of a step.
         layers: names of the modules of the network whose outputs `Context.layer_output` returns.
         name: key of the state in checkpoints, by default the name of the class.
     """

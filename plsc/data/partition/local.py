@@ -273,7 +273,7 @@ class BucketWriter:
         return (keys & np.uint64(2**self._bits - 1)).astype(np.uint16)
 
     def _claim(self, lines: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each bucket how many lines and bytes it has before these lines."""
+        """Return the number of lines and bytes in each bucket before these lines."""
         with self._lock:
             before = self._lines.copy(), self._sizes.copy()
             self._lines += lines
