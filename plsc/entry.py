@@ -195,10 +195,10 @@ class Entry(Setters):
         scale: float | str | None = None,
         sample_ratio: float | None = None,
     ) -> None:
-        """Add a data set to ``data.datasets``, to train on several data sets with one head each.
+        """Add a dataset to ``data.datasets``, to train on several datasets with one head each.
 
         Args:
-            name: name of the data set and its head in logs and checkpoints: letters, digits, _ and -.
+            name: name of the dataset and its head in logs and checkpoints: letters, digits, _ and -.
             path: folder, file or URL, as for `set_dataset_dir`.
             weight: relative number of its images per step.
             class_num: number of classes; None: the largest label + 1.

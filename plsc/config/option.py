@@ -240,7 +240,7 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
 def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a mapping into validated fields of a dataclass and the remaining items.
 
-    what: describes the mapping in errors, such as 'data set faces'. Raises OptionError for an invalid value.
+    what: describes the mapping in errors, such as 'dataset faces'. Raises OptionError for an invalid value.
     """
     specs = specs_of("", factory)
     try:

@@ -133,7 +133,7 @@ def build_run(
     steps_per_epoch = data.loader.steps_per_epoch
     total_steps = _count_steps(options, steps_per_epoch)
     options = with_rate(options, global_batch, total_steps)
-    # For example plsc.heads.ShardedHead and RowSGD; one head per data set.
+    # For example plsc.heads.ShardedHead and RowSGD; one head per dataset.
     head, row_optimizer = build_heads(options, data.class_num, data.sets, world)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
     # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
@@ -201,7 +201,7 @@ def check_combinations(options: Config, ranks: int) -> None:
     check_network_options(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
-            "train.epoch_steps is only for several data sets (add_dataset); remove it: with one data set, an "
+            "train.epoch_steps is only for several datasets (add_dataset); remove it: with one dataset, an "
             "epoch is one pass over it"
         )
     check_optim(options)

@@ -1,4 +1,4 @@
-"""Build the training data and loader of a run from options, data sets and custom readers."""
+"""Build the training data and loader of a run from options, datasets and custom readers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TrainingData:
         notes: log lines about the data.
         first_sample: index of this rank's first sample, if each rank reads only its own part.
         is_of_ranks: whether the samples of a step depend on the number of ranks.
-        sets: the data sets, if there are several, with one head each.
+        sets: the datasets, if there are several, with one head each.
         class_names: class names by head, '' for a single head; only heads whose classes have names.
     """
 
@@ -259,22 +259,22 @@ def _own_part(data_dir: str, world: World) -> str:
 
 
 def _check_several(options: Config, reader: Any) -> None:
-    """Raise OptionError for options that cannot be used with several data sets."""
+    """Raise OptionError for options that cannot be used with several datasets."""
     if reader is not None:
         raise OptionError("both train_reader and data.datasets are set; remove one of them")
     if "head.class_num" in options.explicit and options.head.class_num is not None:
         raise OptionError(
-            "head.class_num is set, but each of the data sets has its own classes; pass class_num to "
+            "head.class_num is set, but each of the datasets has its own classes; pass class_num to "
             "add_dataset, or remove the option"
         )
     if options.data.order == "rank_files":
         raise OptionError(
-            "data.order 'rank_files' cannot be used with several data sets; use 'global', 'block' or "
+            "data.order 'rank_files' cannot be used with several datasets; use 'global', 'block' or "
             "'sequential'"
         )
     if options.data.last_batch == "keep":
         raise OptionError(
-            "data.last_batch 'keep' cannot be used with several data sets, as every step has the same number "
+            "data.last_batch 'keep' cannot be used with several datasets, as every step has the same number "
             "of images from each; use 'pad' or 'drop'"
         )
 
@@ -286,7 +286,7 @@ def _open_several(
     global_batch: int,
     checkpoint: OpenedCheckpoint | None,
 ) -> TrainingData:
-    """Open all data sets of `data.datasets`; every step takes a share of its images from each."""
+    """Open all datasets of `data.datasets`; every step takes a share of its images from each."""
     wanted = options.data_sets()
     counts = split_batch(global_batch, [one.weight for one in wanted])
     own_options = [_options_of_set(options, one) for one in wanted]
@@ -308,7 +308,7 @@ def _open_several(
         sets.append(TrainingSet(one.name, own, class_num, len(source), per_step, seed))
         sources.append(source)
         notes.append(
-            f"data set {one.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} classes, "
+            f"dataset {one.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} classes, "
             f"loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
         )
         notes += [f"{one.name}: {note}" for note in about]
@@ -316,8 +316,8 @@ def _open_several(
     joined = JoinedSource([one.name for one in sets], sources, class_nums)
     if options.data.train_image_num not in (None, len(joined)):
         raise OptionError(
-            f"data.train_image_num is {options.data.train_image_num}, but the data sets have {len(joined)} "
-            "images; remove the option, or fix the data sets"
+            f"data.train_image_num is {options.data.train_image_num}, but the datasets have {len(joined)} "
+            "images; remove the option, or fix the datasets"
         )
     steps = _epoch_steps(options, len(joined), global_batch)
     plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
@@ -328,7 +328,7 @@ def _open_several(
 
 
 def _options_of_set(options: Config, one: DataSet) -> Config:
-    """Return the options of a data set, validated before any data is read."""
+    """Return the options of a dataset, validated before any data is read."""
     with _naming(one.name):
         own = options_of(options, one)
         margin_of(own)
@@ -342,7 +342,7 @@ def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
         steps = count_steps(num_samples, global_batch, options.data.last_batch)
     if steps == 0:
         raise DataError(
-            f"data.last_batch 'drop' leaves no step per epoch: the data sets have {num_samples} samples, "
+            f"data.last_batch 'drop' leaves no step per epoch: the datasets have {num_samples} samples, "
             f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
         )
     return steps
@@ -364,13 +364,13 @@ def _share(one: TrainingSet, options: Config) -> Share:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Add the name of the data set to errors."""
+    """Add the name of the dataset to errors."""
     try:
         yield
     except DataError as error:
-        raise error.at(f"data set {name}") from error
+        raise error.at(f"dataset {name}") from error
     except OptionError as error:
-        raise OptionError(f"data set {name}: {error}") from error
+        raise OptionError(f"dataset {name}: {error}") from error
 
 
 def check_save_dir(source: Source, options: Config) -> None:

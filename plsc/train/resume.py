@@ -139,7 +139,7 @@ def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -
         before = manifest.scalars.get("head_computed_by")
         if run.data.sets:
             before = saved.get(name, {}).get("computed_by")
-        if not (match.dropped or match.added):  # other data sets change the batch sizes of all heads
+        if not (match.dropped or match.added):  # other datasets change the batch sizes of all heads
             head.computed_by = head.resumed_from = None if before is None else str(before)
 
 
@@ -167,7 +167,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
                 f"resume{_HOW_TO_CHANGE.get(what, '')}"
             )
     _check_network(run, path, manifest)
-    if not manifest.step_in_epoch or run.data.sets:  # of several data sets, match_heads has looked
+    if not manifest.step_in_epoch or run.data.sets:  # of several datasets, match_heads has looked
         return
     saved_samples = scalars.get("num_samples")
     if saved_samples != run.data.num_samples:
@@ -226,11 +226,11 @@ class HeadMatch:
         lines = []
         if self.dropped:
             lines.append(
-                f"data sets removed: {', '.join(self.dropped)}; checkpoints of this run will not contain "
+                f"datasets removed: {', '.join(self.dropped)}; checkpoints of this run will not contain "
                 "their heads"
             )
         if self.added:
-            lines.append(f"data sets added: {', '.join(self.added)}; their heads start from scratch")
+            lines.append(f"datasets added: {', '.join(self.added)}; their heads start from scratch")
         return lines
 
     def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
@@ -254,7 +254,7 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
     match = HeadMatch([n for n in saved if n not in here], [n for n in here if n not in saved])
     if len(match.added) == len(here):
         raise CheckpointError(
-            f"{path} has heads of the data sets {', '.join(saved)}, but this run only has others: "
+            f"{path} has heads of the datasets {', '.join(saved)}, but this run only has others: "
             f"{', '.join(match.added)}; keep at least one of them under its name, or use set_pretrained()"
         )
     for one in run.data.sets:
@@ -270,7 +270,7 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
             theirs = saved[one.name].get(key)
             if theirs != mine:
                 raise CheckpointError(
-                    f"{path} was saved with {what} {theirs} for the data set {one.name}, but this run has "
+                    f"{path} was saved with {what} {theirs} for the dataset {one.name}, but this run has "
                     f"{mine}; use the saved value to resume"
                 )
     return match
