@@ -1,4 +1,4 @@
-"""``plsc doctor``: what is installed and found here, and one collective between the ranks."""
+"""``plsc doctor``: check the installation, the hardware, and a collective between the ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plsc.cli.parser import Command
 from plsc.config import Options
 from plsc.errors import PlscError, kind_and_line
 
-_SECONDS = 60.0  # that a rank waits for the others, where runtime.timeout is not set
+_SECONDS = 60.0  # timeout of a rank, unless runtime.timeout is set
 _LITTLE_MEMORY, _LITTLE_DISK = 2e9, 10e9
-_NUMBERS = 2**20  # in the tensor of the collective
+_NUMBERS = 2**20  # elements of the tensor of the collective
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Finding:
 
 
 def run_doctor(options: Options) -> None:
-    """Print the findings of rank 0, and what is not ok or differs on others. Exit code 1 for an error."""
+    """Print the findings of rank 0, and differing or bad ones of other ranks. Exit code 1 for an error."""
     from plsc.parallel.world import World
 
     runtime = options.resolve().runtime
@@ -68,10 +68,10 @@ def _report(everyones: list[list[Finding]]) -> None:
 
 
 def _checked(name: str, check: Callable[[], Finding]) -> Finding:
-    """Return what a check finds; an error of its own is a finding, too."""
+    """Run a check and return its finding; an exception becomes an error."""
     try:
         return check()
-    except Exception as error:  # drivers and libraries raise anything
+    except Exception as error:  # drivers and libraries may raise anything
         return Finding("error", name, kind_and_line(error))
 
 
@@ -105,7 +105,7 @@ def _devices() -> Finding:
     cores = f"{usable_cores()} CPU cores, {torch.get_num_threads()} threads per rank"
     if not torch.cuda.is_available():
         return Finding(
-            "warning", "devices", f"no GPU, {cores}; for GPUs install their driver and torch for CUDA"
+            "warning", "devices", f"no GPU, {cores}; to use one, install its driver and torch for CUDA"
         )
     texts = []
     for number in range(torch.cuda.device_count()):
@@ -142,7 +142,7 @@ def _data_tools() -> Finding:
 
     slow = []
     if native.library() is None:
-        slow.append("the C library is missing: install plsc again where there is a C compiler")
+        slow.append("the C library is missing: install a C compiler, then plsc again")
     if decode.decode_jpeg is None:
         slow.append("simplejpeg is missing: pip install simplejpeg")
     if slow:
@@ -181,7 +181,7 @@ def _collective(world: Any) -> Finding:
     if world.size == 1:
         return Finding("ok", "collective", "one rank; to test more: plsc launch --nproc 2 -m plsc.cli doctor")
     numbers = torch.full((_NUMBERS,), float(world.rank + 1), device=world.device)
-    dist.all_reduce(numbers.clone(), group=world.backbone_group)  # connects
+    dist.all_reduce(numbers.clone(), group=world.backbone_group)  # a warm-up, which connects the ranks
     world.barrier()
     start = time.perf_counter()
     dist.all_reduce(numbers, group=world.backbone_group)

@@ -1,4 +1,4 @@
-"""Local paths and fsspec URLs: distinguish them, take them apart, and open their clients."""
+"""Local paths and fsspec URLs: distinguish and split them, and open file systems."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that separate unseen
 that end near chance, while the loss falls in both (docs/not_learning.md).
 """
 _MOST_PATIENCE = 2000
-"""Maximum number of steps before a warning: after the warm-up the rank is low for a while in good runs."""
+"""Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
 _SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
 _RISEN, _SURE = (
     1.05,
@@ -54,10 +54,10 @@ _SCALING = (
 
 
 def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
-    """Return a line that lists options without effect and the reasons, or an empty string.
+    """Return a line that lists options without effect, with the reasons, or an empty string.
 
-    made_with: constructor arguments of a custom network. Options that are set to their default do not count:
-    `set_mixed_precision` sets many.
+    made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
+    because `set_mixed_precision` sets many.
     """
     found = [
         f"{path} ({reason})"
@@ -278,7 +278,7 @@ def _rank_difference(first: Sequence[float], second: Sequence[float]) -> float:
 class DataWait:
     """Measures how long the first steps wait for their batches, and suggests a remedy once.
 
-    workers: workers per rank. is_generator: whether a single process makes all batches, whatever `workers`.
+    workers: workers per rank. is_generator: whether one process makes all batches, for any `workers`.
     """
 
     SHARE = 0.05  # smallest share of a step that is reported
@@ -349,7 +349,7 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
         return None
     return (
         f"epoch {position.epoch + 1} of the reader had {position.step_in_epoch} steps, but {expected} were "
-        "expected; correct set_train_image_num, as warm-up, log lines and resuming depend on it"
+        "expected; correct set_train_image_num: warm-up, log lines and resuming depend on it"
     )
 
 

@@ -1,4 +1,4 @@
-"""The classes of a dataset: their number, names, and numbering in a resumed run."""
+"""The classes of a dataset: number, names, and numbering in a resumed run."""
 
 from __future__ import annotations
 

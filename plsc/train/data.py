@@ -286,7 +286,7 @@ def _open_several(
     global_batch: int,
     checkpoint: OpenedCheckpoint | None,
 ) -> TrainingData:
-    """Open all datasets of `data.datasets`; every step takes a share of its images from each."""
+    """Open all datasets of `data.datasets`; each contributes images to every step."""
     wanted = options.data_sets()
     counts = split_batch(global_batch, [one.weight for one in wanted])
     own_options = [_options_of_set(options, one) for one in wanted]

@@ -1,4 +1,4 @@
-"""Verification on pair files, during training and after it, and prediction of embeddings."""
+"""Verification on pair files, and prediction of embeddings."""
 
 from __future__ import annotations
 
@@ -198,9 +198,9 @@ def load_network(
     not normalised. For one process, without any collective.
 
     Args:
-        checkpoint: its folder, or its URL; one at a URL is fetched to the cache.
+        checkpoint: its folder, or its URL, from which it is downloaded to the cache.
         model: for a custom network: an instance, or the name of its class, ``package.module:Class``.
-        device: where the network is put.
+        device: device of the network.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit the network.
@@ -229,8 +229,8 @@ def load_with_config(
     name = saved.get("name") if isinstance(saved, dict) else None
     if model is None and isinstance(name, str) and ":" in name:
         raise CheckpointError(
-            f"{shown(place)} was saved with the custom network {shown_value(name)}, and no code is taken from "
-            f"a checkpoint; pass an instance or its class: load_network(path, model={shown_value(name)})"
+            f"{shown(place)} was saved with the custom network {shown_value(name)}, and no code is taken "
+            f"from a checkpoint; pass an instance or its class: load_network(path, model={shown_value(name)})"
         )
     return load_for_run(options, world, network, (folder, manifest))
 

@@ -186,7 +186,7 @@ def set_memory_format(network: BaseModel, options: Config, device: torch.device)
 
 
 def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:
-    """Return whether channels last is faster: on CPUs as measured, on GPUs in 16 bits as NVIDIA documents."""
+    """Return whether channels last is faster: on CPUs, and on GPUs in 16 bits."""
     if options.runtime.dtype == "float64":
         return False
     if not any(isinstance(module, nn.Conv2d) for module in network.modules()):

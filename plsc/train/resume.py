@@ -110,12 +110,12 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
     here, before = describe_implementation(run.optimizer), scalars.get("optimizer_computed_by")
     if before not in (None, here):
         lines.append(
-            f"the optimizer step is computed by {here} here, by {before} in the checkpoint: results may "
+            f"the optimizer step is computed by {here}, but by {before} in the checkpoint: results may "
             "differ by rounding"
         )
     if fresh:
         lines.append(
-            f"the checkpoint has no optimizer state for {len(fresh)} parameters: theirs is initialised"
+            f"the checkpoint has no optimizer state for {len(fresh)} parameters: it is initialised"
         )
     return lines
 
@@ -167,7 +167,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
                 f"resume{_HOW_TO_CHANGE.get(what, '')}"
             )
     _check_network(run, path, manifest)
-    if not manifest.step_in_epoch or run.data.sets:  # of several datasets, match_heads has looked
+    if not manifest.step_in_epoch or run.data.sets:  # _match_heads has checked several datasets
         return
     saved_samples = scalars.get("num_samples")
     if saved_samples != run.data.num_samples:

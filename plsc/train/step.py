@@ -64,7 +64,7 @@ class Step:
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
 
-        sizes: those of `StepStatus`, which save the head a synchronisation with the device. is_logged: also
+        sizes: those of `StepStatus`; the head then needs no synchronisation with the device. is_logged: also
         compute metrics that only log lines need. Raises TrainingError for a loss that is not finite; on a
         GPU without loss scaling, `losses` raises it one step later.
         """
