@@ -259,7 +259,7 @@ COMMAND = Command(
         Argument("rdzv_endpoint", str, None, "host:port of one machine, for the rendezvous"),
         Argument("max_restarts", int, 0, "how often all ranks are restarted after a failure"),
         Argument("log_dir", str, None, "folder for a log file per rank; the console shows rank 0's"),
-        Argument("cpu_threads", int, None, "CPU threads per rank: by default OMP_NUM_THREADS or cores / ranks"),
+        Argument("cpu_threads", int, None, "CPU threads per rank; default: OMP_NUM_THREADS or cores / ranks"),
         Argument("m", bool, False, "run a module, as python -m does"),
         Argument(
             "script", tuple[str, ...], REQUIRED, "script, or module, and its arguments", positional=True
