@@ -216,7 +216,7 @@ def _starting_workers() -> Iterator[None]:
 
     Workers inherit the blocked signals, so that none ends a worker before `_start_worker` has run; the main
     process receives them afterwards. torch's handler would raise anywhere in the program, such as during a
-    save, when a worker dies. Waiting for the next batch detects that, too, within seconds.
+    save, when a worker dies. Waiting for the next batch also detects that, within seconds.
     """
     before = signal.getsignal(signal.SIGCHLD)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -166,7 +166,7 @@ def weight_gradient(
 
 
 def use_torch_layers(network: nn.Module) -> None:
-    """Make the `PReLU` and `Conv2d` layers of a network use torch's implementation on CPUs, too."""
+    """Make the `PReLU` and `Conv2d` layers of a network use torch's implementation on CPUs."""
     for module in network.modules():
         if isinstance(module, (PReLU, Conv2d)):
             plain: type[nn.Module] = nn.PReLU if isinstance(module, PReLU) else nn.Conv2d

@@ -222,7 +222,7 @@ class Callbacks:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Restore the callbacks by name; those that the checkpoint does not have start anew."""
+        """Restore the callbacks by name; those that the checkpoint does not have keep their initial state."""
         for name, one in self._named():
             if name in states:
                 one.load_state_dict(states[name])

@@ -47,7 +47,7 @@ class TimeLeft:
         self._steps += 1
 
     def seconds(self, steps_left: int) -> float | None:
-        """Return the estimate for so many steps, None before two steps were measured."""
+        """Return the estimate for `steps_left` steps, None before two steps were measured."""
         return steps_left * (self._last - self._first) / self._steps if self._steps > 0 else None
 
 
@@ -254,7 +254,7 @@ class Mean:
     total: float = 0.0
 
     def add(self, loss: float, images: int) -> None:
-        """Add the mean loss of a step over so many images."""
+        """Add the mean loss of a step with this number of images."""
         self.count += images
         self.total += loss * images
 

@@ -163,7 +163,7 @@ def evaluation_context(options: Config, device: torch.device) -> AbstractContext
 
 
 def set_memory_format(network: BaseModel, options: Config, device: torch.device) -> None:
-    """Switch a network to channels last in place, if `speed.channels_last` says so.
+    """Switch a network to channels last in place, depending on `speed.channels_last`.
 
     With ``auto``, a network that does not support it (because it calls `view` on feature maps) is unchanged.
     Raises OptionError if the option is ``on`` and the network does not support it.

@@ -268,11 +268,11 @@ def test_the_command_prints_bytes_and_units(capsys):
         ([], "nothing to plan; set classes (--classes) to plan the head, model"),
         (
             ["--model", "ResNet18", "--optimizer", "adamw"],
-            "optimizer is an option of the head; set classes, too",
+            "optimizer is an option of the head; also set classes",
         ),
         (
             ["--classes", "1e3", "--checkpoint", "all"],
-            "checkpoint is an option of the backbone; set model, too",
+            "checkpoint is an option of the backbone; also set model",
         ),
         (["--classes", "many"], "--classes is 'many'; expected a number"),
         (["--classes", "10", "--head.offload", "no way"], "expected True or False"),

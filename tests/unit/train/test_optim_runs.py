@@ -168,7 +168,7 @@ def test_another_implementation_is_announced(dataset, tmp_path, capsys):
     options.set("optim.implementation", "for_loop")
     options.set("train.epochs", 2)
     train(options, WORLD)
-    said = "the optimizer step is computed by for_loop on cpu here, by fused on cpu in the checkpoint"
+    said = "the optimizer step is computed by for_loop on cpu, but by fused on cpu in the checkpoint"
     assert said in capsys.readouterr().out
 
 
