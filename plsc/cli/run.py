@@ -33,6 +33,8 @@ def _test(options: Options) -> None:
 
 def _predict(options: Options, output: str) -> None:
     path = Path(output)
+    if path.suffix != ".npz":
+        raise OptionError(f"--output is {output}; expected the name of an .npz file, the only format")
     if not path.absolute().parent.is_dir():
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"

@@ -1,4 +1,4 @@
-"""Options of the training data and its loading, and the data sets of `data.datasets`."""
+"""Options of the training data and its loading, and the datasets of `data.datasets`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from plsc.errors import OptionError, suggest
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the keys in a checkpoint, which dots divide
 HEAD_OPTIONS = ("class_num", "loss_type", "margin", "scale", "sample_ratio")
-"""Options of the group ``head`` that each data set may set for its own head."""
+"""Options of the group ``head`` that each dataset may set for its own head."""
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` is a valid name of a data set."""
+    """Return whether `text` is a valid name of a dataset."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -42,17 +42,17 @@ def _of_head(name: str) -> Any:
 
 @dataclass(frozen=True)
 class DataSet:
-    """One of several data sets; each has its own classes and its own head.
+    """One of several datasets; each has its own classes and its own head.
 
     path: as `data.dataset_dir`. weight: its share of each step's images, relative to the other weights.
     Other fields: options of its head; None: the option of the run.
     """
 
-    name: str = declare(None, "name of the data set", check=_name)
-    path: str = declare(None, "folder, file or URL of the data set, as for set_dataset_dir", check=not_empty)
+    name: str = declare(None, "name of the dataset", check=_name)
+    path: str = declare(None, "folder, file or URL of the dataset, as for set_dataset_dir", check=not_empty)
     weight: float = declare(
         1.0,
-        "relative weight: a step's images are divided over the data sets in proportion to it",
+        "relative weight: a step's images are divided over the datasets in proportion to it",
         check=more_than(0),
     )
     class_num: int | None = _of_head("class_num")
@@ -67,16 +67,16 @@ class DataSet:
 
 
 def read_data_sets(values: Sequence[Mapping[str, Any]]) -> list[DataSet]:
-    """Return the data sets listed in `data.datasets`. Raises OptionError for an invalid entry."""
+    """Return the datasets listed in `data.datasets`. Raises OptionError for an invalid entry."""
     found: dict[str, DataSet] = {}
     for value in values:
         name = value.get("name")
         is_named = isinstance(name, str) and is_name(name)
-        fields, others = read_fields(DataSet, value, f"data set {name}" if is_named else "a data set")
+        fields, others = read_fields(DataSet, value, f"dataset {name}" if is_named else "a dataset")
         for key in others:
-            raise OptionError(f"a data set has no option {key!r}; {suggest(str(key), fields)}")
+            raise OptionError(f"a dataset has no option {key!r}; {suggest(str(key), fields)}")
         if name in found:
-            raise OptionError(f"two data sets are named {name!r}; give each data set its own name")
+            raise OptionError(f"two datasets are named {name!r}; give each dataset its own name")
         found[fields["name"]] = DataSet(**fields)
     return list(found.values())
 
@@ -104,7 +104,7 @@ class DataOptions:
     )
     datasets: tuple[dict[str, Any], ...] = declare(
         (),
-        "several data sets with one head each, instead of dataset_dir: a list of mappings with name, path "
+        "several datasets with one head each, instead of dataset_dir: a list of mappings with name, path "
         "and optionally weight, class_num, loss_type, margin, scale and sample_ratio; add_dataset adds one",
         "set_datasets(datasets)",
         _data_sets,

@@ -230,7 +230,7 @@ class Setters:
         self.options.set("data.dataset_dir", directory)
 
     def set_datasets(self, datasets: Sequence[dict[str, Any]]) -> None:
-        """Set ``data.datasets``: several data sets with one head each, instead of dataset_dir: a list of
+        """Set ``data.datasets``: several datasets with one head each, instead of dataset_dir: a list of
         mappings with name, path and optionally weight, class_num, loss_type, margin, scale and
         sample_ratio; add_dataset adds one. Default: ().
         """
@@ -601,8 +601,8 @@ class Setters:
         self.options.set("train.epochs", num)
 
     def set_epoch_steps(self, num: int | None) -> None:
-        """Set ``train.epoch_steps``: with several data sets: steps per epoch; when not set, the images of
-        all data sets / global batch size. Default: None.
+        """Set ``train.epoch_steps``: with several datasets: steps per epoch; when not set, the images of
+        all datasets / global batch size. Default: None.
         """
         self.options.set("train.epoch_steps", num)
 

@@ -40,7 +40,7 @@ class TrainOptions:
     epochs: int = of_run(120, "number of epochs", "set_train_epochs(num)", at_least(1))
     epoch_steps: int | None = of_run(
         None,
-        "with several data sets: steps per epoch; when not set, the images of all data sets / global batch "
+        "with several datasets: steps per epoch; when not set, the images of all datasets / global batch "
         "size",
         "set_epoch_steps(num)",
         at_least(1),

@@ -1,4 +1,4 @@
-"""The classes of a data set: their number, names, and numbering in a resumed run."""
+"""The classes of a dataset: number, names, and numbering in a resumed run."""
 
 from __future__ import annotations
 
@@ -122,16 +122,16 @@ def number_classes(
 
 
 def _check_equal(path: Path, head: str, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
-    """Raise CheckpointError for classes that the checkpoint or the data set lacks."""
-    title = f"the data set {head}" if head else "the data set"
+    """Raise CheckpointError for classes that the checkpoint or the dataset lacks."""
+    title = f"the dataset {head}" if head else "the dataset"
     # `plsc checkpoint classes` does not support several heads.
-    renaming = "rename the data set, so that its head starts from scratch"
+    renaming = "rename the dataset, so that its head starts from scratch"
     added = np.flatnonzero(numbers >= len(saved))
     if len(added):
         command = f"add them with: plsc checkpoint classes {path} NEW --grow {len(added)}"
         raise CheckpointError(
             f"{path} lacks {len(added)} of the {len(own)} classes of {title}, the first one is "
-            f"'{own[added[0]]}'; remove them from the data set, or {renaming if head else command}"
+            f"'{own[added[0]]}'; remove them from the dataset, or {renaming if head else command}"
         )
     lacking = saved.lengths() > 0
     lacking[numbers] = False

@@ -154,7 +154,7 @@ class TimeLeft:
         self._steps += 1
 
     def seconds(self, steps_left: int) -> float | None:
-        """Return the estimate for so many steps, None before two steps were measured."""
+        """Return the estimate for `steps_left` steps, None before two steps were measured."""
         return steps_left * (self._last - self._first) / self._steps if self._steps > 0 else None
 
 
