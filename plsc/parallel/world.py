@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import logging
 import os
 import secrets
 import socket
@@ -20,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from plsc.config.runtime import RuntimeOptions
-from plsc.errors import DistributedError, OptionError, PlscError, kind_and_line
+from plsc.errors import DistributedError, OptionError, PlscError, kind_and_line, shown
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 5.0  # a failed rank never arrives
 
@@ -132,6 +135,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, which logs and writes files."""
         return self.rank == 0
+
+    def log(self, text: str | None, level: int = logging.INFO) -> None:
+        """Log a message on rank 0, line by line; do nothing on other ranks, or without a message."""
+        for line in text.splitlines() if text and self.is_main else ():
+            logger.log(level, shown(line))
 
     def in_background(self, group: dist.ProcessGroup | None) -> World:
         """Return a copy for a background thread that uses only this gloo group."""

@@ -180,7 +180,7 @@ def build_run(
         settings=collect_group_numbers(optimizer),
         notes=list(filter(None, notes)),
         position=position,
-        callbacks=Callbacks(user.callbacks, Context(network, head, world, position)),
+        callbacks=Callbacks(user.callbacks, Context(options, network, head, world, position, total_steps)),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
 from plsc.evaluate.verification import VerificationResult
@@ -30,13 +31,14 @@ STEP_EVENTS = {
     "batch_start": "the batch is read",
     "after_forward": "embeddings and loss are computed; once per micro-batch",
     "after_backward": "gradients are summed over the ranks; before clipping",
-    "after_step": "the weights are updated",
+    "after_step": "the weights are updated, and the losses that are known are in `losses`",
 }
 EVENTS = {
     "run_start": "before the first step, after a checkpoint is loaded",
     "epoch_start": "before the first step of an epoch, or of the rest of it after a resume",
     **STEP_EVENTS,
     "logged": "the metrics of a log line are known",
+    "evaluation_start": "before an evaluation",
     "evaluated": "the pair files are evaluated",
     "saved": "a checkpoint is complete",
     "epoch_end": "after evaluation, before the checkpoint of the epoch",
@@ -83,22 +85,41 @@ class Context:
     """The state of the run, as callbacks see it.
 
     Attributes:
+        options: the options of the run.
+        folder: the local folder of checkpoints, metrics and plots.
         network: the backbone, without wrappers of DDP and torch.compile.
         head: the classification head.
         rank, world_size, is_main: this process; is_main on rank 0.
+        world: the process groups, for collectives of your own.
+        total_steps: steps of the run; None for a reader of unknown length.
         batch: the batch of this rank; from batch_start to after_step.
         output: output of the head, for the global batch; from after_forward to after_step.
+        losses: (mean loss, images) of the steps whose losses became known since the last after_step or
+            epoch_end.
+        data_seconds, step_seconds: of the last step: waiting for its batch, and in total.
         metrics: metrics of the last log line.
         evaluation: results of the last evaluation, by pair file.
         checkpoint: the last complete checkpoint.
         error: the exception, at the event exception.
     """
 
-    def __init__(self, network: BaseModel, head: Head | JointHead, world: World, position: Position) -> None:
-        self.network, self.head = network, head
+    def __init__(
+        self,
+        options: Config,
+        network: BaseModel,
+        head: Head | JointHead,
+        world: World,
+        position: Position,
+        total_steps: int | None,
+    ) -> None:
+        self.options, self.folder = options, Path(options.checkpoint.save_dir)
+        self.network, self.head, self.world = network, head, world
         self.rank, self.world_size, self.is_main = world.rank, world.size, world.is_main
+        self.total_steps = total_steps
         self.batch: Batch | None = None
         self.output: HeadOutput | None = None
+        self.losses: list[tuple[float, int]] = []
+        self.data_seconds = self.step_seconds = 0.0
         self.metrics: dict[str, Any] = {}
         self.evaluation: dict[str, VerificationResult] = {}
         self.checkpoint: Path | None = None
@@ -117,6 +138,16 @@ class Context:
     def epoch(self) -> int:
         """Number of finished epochs."""
         return self._position.epoch
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch of the last step, from 0; at its end, `epoch` is already that of the next one."""
+        return self._position.epoch - (self._position.step_in_epoch == 0)
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Number of finished steps of the current epoch; 0 at epoch_end."""
+        return self._position.step_in_epoch
 
     def layer_output(self, name: str) -> Tensor:
         """Return the output of a module for the batch of this rank, [b, ...], detached.
@@ -211,6 +242,7 @@ class Callbacks:
 
     def end_step(self) -> None:
         """Release the batch, the output of the head and the outputs of layers."""
+        self.context.losses.clear()
         self.context.batch = self.context.output = None
         self.context._outputs = {}
 

@@ -29,7 +29,7 @@ from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 from plsc.train.classes import OpenedCheckpoint
-from plsc.train.logs import METRICS_NAME, PLOT_NAME
+from plsc.train.loggers import METRICS_NAME, PLOT_NAME
 
 LAST, BEST = "last", "best"  # checkpoints of save_dir, instead of a path
 SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # files that a run writes next to its checkpoints
