@@ -161,13 +161,13 @@ class HeadOptions:
     )
     row_dtype: str = of_run(
         "float32",
-        "type of sharded class weights: float32, or bfloat16 with stochastic rounding",
+        "dtype of sharded class weights: float32, or bfloat16 with stochastic rounding",
         "set_row_dtype(dtype)",
         one_of("float32", "bfloat16"),
     )
     state_dtype: str = of_run(
         "float32",
-        "type of the optimizer state of sharded class weights: float32, bfloat16, or int8 (sgd only)",
+        "dtype of the optimizer state of sharded class weights: float32, bfloat16, or int8 (sgd only)",
         "set_row_state_dtype(dtype)",
         one_of("float32", "bfloat16", "int8"),
     )
@@ -179,7 +179,7 @@ class HeadOptions:
     )
     products: str = of_run(
         "auto",
-        "type of the inputs of the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
+        "dtype of the inputs of the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
         "precision.mode has 16 bits)",
         "set_head_products(dtype)",
         one_of("auto", "float32", "bfloat16"),

@@ -58,7 +58,7 @@ class RuntimeOptions:
     )
     dtype: str = of_model(
         "float32",
-        "type of weights and computation: float32, or float64 for numerical checks",
+        "dtype of weights and computation: float32, or float64 for numerical checks",
         "set_dtype(dtype)",
         one_of("float32", "float64"),
     )
@@ -117,7 +117,7 @@ class PrecisionOptions:
 
     mode: str = of_run(
         "float32",
-        "type of the backbone's computation: float32, float16 (with loss scaling, on CPUs bfloat16) or "
+        "dtype of the backbone's computation: float32, float16 (with loss scaling, on CPUs bfloat16) or "
         "bfloat16; weights and loss are always float32",
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
@@ -177,7 +177,7 @@ class PrecisionOptions:
     )
     evaluation: str = of_run(
         "float32",
-        "type in test, predict and evaluation: float32 or training (that of training)",
+        "dtype in test, predict and evaluation: float32 or training (that of training)",
         "set_evaluation_precision(mode)",
         one_of("float32", "training"),
     )

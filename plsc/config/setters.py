@@ -176,13 +176,13 @@ class Setters:
         self.options.set("head.weight_decay", decay)
 
     def set_row_dtype(self, dtype: str) -> None:
-        """Set ``head.row_dtype``: type of sharded class weights: float32, or bfloat16 with stochastic
+        """Set ``head.row_dtype``: dtype of sharded class weights: float32, or bfloat16 with stochastic
         rounding. Default: 'float32'.
         """
         self.options.set("head.row_dtype", dtype)
 
     def set_row_state_dtype(self, dtype: str) -> None:
-        """Set ``head.state_dtype``: type of the optimizer state of sharded class weights: float32,
+        """Set ``head.state_dtype``: dtype of the optimizer state of sharded class weights: float32,
         bfloat16, or int8 (sgd only). Default: 'float32'.
         """
         self.options.set("head.state_dtype", dtype)
@@ -194,7 +194,7 @@ class Setters:
         self.options.set("head.offload", offload)
 
     def set_head_products(self, dtype: str) -> None:
-        """Set ``head.products``: type of the inputs of the head's matrix products: float32, bfloat16, or
+        """Set ``head.products``: dtype of the inputs of the head's matrix products: float32, bfloat16, or
         auto (bfloat16 if precision.mode has 16 bits). Default: 'auto'.
         """
         self.options.set("head.products", dtype)
@@ -491,8 +491,8 @@ class Setters:
         self.options.set("optim.clip_scope", scope)
 
     def set_precision(self, mode: str) -> None:
-        """Set ``precision.mode``: type of the backbone's computation: float32, float16 (with loss scaling,
-        on CPUs bfloat16) or bfloat16; weights and loss are always float32. Default: 'float32'.
+        """Set ``precision.mode``: dtype of the backbone's computation: float32, float16 (with loss
+        scaling, on CPUs bfloat16) or bfloat16; weights and loss are always float32. Default: 'float32'.
         """
         self.options.set("precision.mode", mode)
 
@@ -545,8 +545,8 @@ class Setters:
         self.options.set("precision.black_list", names)
 
     def set_evaluation_precision(self, mode: str) -> None:
-        """Set ``precision.evaluation``: type in test, predict and evaluation: float32 or training (that of
-        training). Default: 'float32'.
+        """Set ``precision.evaluation``: dtype in test, predict and evaluation: float32 or training (that
+        of training). Default: 'float32'.
         """
         self.options.set("precision.evaluation", mode)
 
@@ -767,7 +767,7 @@ class Setters:
         self.options.set("runtime.timeout", seconds)
 
     def set_dtype(self, dtype: str) -> None:
-        """Set ``runtime.dtype``: type of weights and computation: float32, or float64 for numerical
+        """Set ``runtime.dtype``: dtype of weights and computation: float32, or float64 for numerical
         checks. Default: 'float32'.
         """
         self.options.set("runtime.dtype", dtype)
