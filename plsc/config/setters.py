@@ -490,6 +490,12 @@ class Setters:
         """
         self.options.set("optim.clip_scope", scope)
 
+    def set_ema_decay(self, decay: float) -> None:
+        """Set ``optim.ema_decay``: decay per step, such as 0.999, of a moving average of the network's
+        weights, used in evaluation, test and predict; 0: off. Default: 0.0.
+        """
+        self.options.set("optim.ema_decay", decay)
+
     def set_precision(self, mode: str) -> None:
         """Set ``precision.mode``: dtype of the backbone's computation: float32, float16 (with loss
         scaling, on CPUs bfloat16) or bfloat16; weights and loss are always float32. Default: 'float32'.
