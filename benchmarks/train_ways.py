@@ -239,7 +239,7 @@ def _build_baseline(way: TrainWay, case: Case, world: World) -> Built:
     if world.size > 1:
         model = DistributedDataParallel(model, process_group=world.backbone_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    batches = _batches_from_files(case, world) if case.folder else _batches_in_memory(case, world)
+    batches = _tensors_from_files(case, world) if case.folder else _tensors_in_memory(case, world)
 
     def make() -> float:
         images, labels = next(batches)
@@ -255,7 +255,7 @@ def _build_baseline(way: TrainWay, case: Case, world: World) -> Built:
     return Built(make, batches.close)
 
 
-def _batches_in_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
+def _tensors_in_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield normalised images from memory, faster than any loader."""
     batches = [
         (images.float().contiguous().sub_(127.5).div_(128), labels)
@@ -267,7 +267,7 @@ def _batches_in_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tens
         yield from batches
 
 
-def _batches_from_files(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
+def _tensors_from_files(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield batches of torchvision's ImageFolder and torch's DataLoader."""
     from torch.utils.data import DataLoader, DistributedSampler
     from torchvision import datasets, transforms
