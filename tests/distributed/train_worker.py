@@ -132,7 +132,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         run = build_run(config, world, UserParts(model=network()))
         before = weights_of(run)
         directories = open_directories(config, world, open_start(config, world))
-        run = with_output(run, directories.local)
+        run = with_output(run, directories.start)
         Trainer(run, Saver(run, directories)).train()
         directories.release()
         world.barrier()
