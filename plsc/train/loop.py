@@ -33,6 +33,7 @@ from plsc.train.checks import (
     stop_at_bad_weights,
 )
 from plsc.train.directories import Start, open_directories, open_start
+from plsc.train.ema import WeightAverage
 from plsc.train.evaluation import evaluate_targets
 from plsc.train.loggers import Logger, check_packages
 from plsc.train.metrics import BadSampleReport, Mean, Meter
@@ -80,7 +81,9 @@ def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
     """
     context, train = run.callbacks.context, run.options.train
     context.folder = start.local
+    decay = run.options.optim.ema_decay
     callbacks: list[Callback] = [
+        *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
         DataWait.of(run.data.loader, run.world),
         LearningCheck.of(run, is_resumed=start.checkpoint is not None),
