@@ -341,8 +341,8 @@ class Entry(Setters):
         """Choose where metrics are written, by ``train.loggers`` and by loggers of your own.
 
         Args:
-            *loggers: names (see `plsc.config.train.LOGGERS`), and objects with the methods ``write(entry)``
-                and ``close()``, which are called on rank 0. See docs/logging.md.
+            *loggers: names of ``train.loggers``, and objects with the methods ``write(entry)`` and
+                ``close()``, which are called on rank 0. See docs/logging.md.
         """
         names: list[str] = []
         custom: list[Logger] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from plsc.config.option import at_least, between, declare, more_than, not_empty, of_run, one_of
 from plsc.errors import OptionError, did_you_mean
 
-LOGGERS = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
+LOGGER_NAMES = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
 
 
 def logger_names(value: str | Iterable[str]) -> list[str]:
@@ -19,8 +19,8 @@ def logger_names(value: str | Iterable[str]) -> list[str]:
 
 
 def _loggers(value: str | tuple[str, ...]) -> str | None:
-    wrong = [name for name in logger_names(value) if name not in LOGGERS]
-    return f"names out of {', '.join(LOGGERS)}{did_you_mean(wrong[0], LOGGERS)}" if wrong else None
+    wrong = [name for name in logger_names(value) if name not in LOGGER_NAMES]
+    return f"names out of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class TrainOptions:
     log_period: int = of_run(200, "steps between two log lines", "set_log_period(period)", at_least(1))
     loggers: str | tuple[str, ...] = declare(
         "jsonl",
-        "where metrics are written: names out of jsonl (metrics.jsonl and loss.png), csv, tensorboard, mlflow "
-        "and wandb, separated by commas or as a list",
+        "where metrics are written: names out of jsonl (metrics.jsonl and loss.png), csv, tensorboard, "
+        "mlflow and wandb, separated by commas or as a list",
         "set_loggers(loggers)",
         _loggers,
     )

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -92,7 +92,7 @@ class Csv:
         self._columns: list[str] = []
         self._row: dict[str, Any] = {}
         self._row_at = 0
-        self._file = io.BytesIO()  # replaced by _rewrite
+        self._file: BinaryIO = io.BytesIO()  # replaced by _rewrite
         self._rewrite([row for row in self._read() if int(row["step"]) <= step])
 
     def write(self, entry: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
         for summary in hparams(flat_options(options), {"loss_epoch": 0.0}):
-            self._writer.file_writer.add_summary(summary)
+            self._writer._get_file_writer().add_summary(summary)
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write scalars and pictures."""

@@ -264,6 +264,8 @@ def grid_of(images: Tensor) -> np.ndarray:
     height, width = pixels.shape[2:]
     grid = np.full((rows * columns, 3, height, width), 255, np.uint8)
     grid[: len(pixels)] = pixels
-    return grid.reshape(rows, columns, 3, height, width).transpose(0, 3, 1, 4, 2).reshape(
-        rows * height, columns * width, 3
+    return (
+        grid.reshape(rows, columns, 3, height, width)
+        .transpose(0, 3, 1, 4, 2)
+        .reshape(rows * height, columns * width, 3)
     )

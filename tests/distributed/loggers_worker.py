@@ -1,4 +1,4 @@
-"""Trains on some ranks with loggers; each rank writes what its logger got and torch's norms of the gradients."""
+"""Trains on some ranks; each writes what its logger got, and torch's norms of the gradients."""
 
 import json
 import sys

@@ -27,7 +27,7 @@ def dataset(tmp_path_factory):
 
 
 def train(dataset, folder, *loggers, epochs=2, resume=None, **settings):
-    settings = {"set_with_test": True, "set_train_batch_size": 10} | settings
+    settings = {"set_with_test": True, "set_train_batch_size": 10, "set_last_batch": "keep"} | settings
     ins = entry(dataset, folder, set_train_epochs=epochs, **settings)
     if loggers:
         ins.set_loggers(*loggers)
