@@ -197,7 +197,13 @@ class WandB:
         import wandb
 
         self._wandb = wandb
-        self._run = wandb.init(dir=folder, config=dict(options), id=run_id or None, resume="allow")
+        self._run = wandb.init(
+            dir=folder,
+            config=dict(options),
+            id=run_id or None,
+            resume="allow",
+            settings=wandb.Settings(x_disable_meta=True),  # it has the command line, with URLs and passwords
+        )
         self._run.define_metric("*", step_metric="step")  # W&B's own steps cannot be repeated after a resume
         self.run_id: str = self._run.id
 

@@ -130,10 +130,10 @@ def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(datas
     assert b"train.batch_size" in b"".join(options.values())
 
 
-def test_mlflow_gets_one_run_which_a_resumed_run_continues(dataset, tmp_path, monkeypatch):
+def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     train_and_resume(dataset, tmp_path / "run", "mlflow", set_log_images=True)
     client = mlflow.MlflowClient()
     (run,) = client.search_runs(["0"])
@@ -144,24 +144,26 @@ def test_mlflow_gets_one_run_which_a_resumed_run_continues(dataset, tmp_path, mo
     assert run.data.metrics["loss_epoch"] > 0
     names = {one.path for one in client.list_artifacts(run.info.run_id, "pictures")}
     assert {"pictures/batch_0.png", "pictures/lfw_hardest_9.png"} <= names
+    train(dataset, tmp_path / "other", "mlflow", resume=tmp_path / "run" / "0")
+    assert len(client.search_runs(["0"])) == 2
 
 
-def test_a_run_in_another_folder_is_a_new_run_of_mlflow(dataset, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
-    train(dataset, tmp_path / "a", "mlflow", epochs=1)
-    train(dataset, tmp_path / "b", "mlflow", resume=tmp_path / "a" / "0")
-    assert len(mlflow.MlflowClient().search_runs(["0"])) == 2
-
-
-def test_weights_and_biases_continues_its_run_offline(dataset, tmp_path, monkeypatch):
+def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
+    dataset, tmp_path, monkeypatch
+):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint.upload_dir", "s3://me:geheim@host/runs"])
     train_and_resume(dataset, tmp_path, "wandb", set_log_images=True)
-    folders = list(tmp_path.glob("wandb/offline-run-*"))
-    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1
-    assert all(list(folder.glob("*.wandb")) for folder in folders)
+    records = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(records) == 2
+    assert len({path.name for path in records}) == 1  # run-<id>.wandb
+    for path in records:
+        written = path.read_bytes()
+        assert all(
+            name in written for name in (b"loss_step", b"loss_epoch", b"eval/lfw/accuracy", b"batch_size")
+        )
+        assert b"geheim" not in written
     assert list(tmp_path.glob("wandb/**/media/images/batch_*.png"))
 
 
