@@ -151,10 +151,11 @@ def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(da
 def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
     dataset, tmp_path, monkeypatch
 ):
-    pytest.importorskip("wandb", reason="wandb is not installed")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint.upload_dir", "s3://me:geheim@host/runs"])
     train_and_resume(dataset, tmp_path, "wandb", set_log_images=True)
+    wandb.teardown()  # its process then has written everything
     records = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(records) == 2
     assert len({path.name for path in records}) == 1  # run-<id>.wandb
