@@ -109,7 +109,7 @@ def test_what_scaling_cannot_mend_stops_the_run(case, dataset, tmp_path):
 @pytest.fixture
 def reading_late(monkeypatch):
     monkeypatch.setattr(
-        step_module, "LossReader", lambda world, folder, is_late: LossReader(world, folder, True)
+        step_module, "LossReader", lambda stop, is_late: LossReader(stop, True)
     )
 
 
@@ -142,7 +142,7 @@ def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_
     settings = {"train__log_period": 4, "checkpoint__every_n_steps": 5}
     train(options(dataset, tmp_path / "once", **settings), WORLD, Scripted)
     monkeypatch.setattr(
-        step_module, "LossReader", lambda world, folder, is_late: LossReader(world, folder, True)
+        step_module, "LossReader", lambda stop, is_late: LossReader(stop, True)
     )
     train(options(dataset, tmp_path / "late", **settings), WORLD, Scripted)
     assert not different(tmp_path / "late/0", tmp_path / "once/0")
