@@ -69,11 +69,18 @@ def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Tensor, Ten
 
 
 def stop_at_bad_loss(
-    world: World, folder: Path, position: Position, loss: float, rate: float, batch: Batch, layer: BadLayer
+    world: World,
+    folder: Path,
+    position: Position,
+    loss: float,
+    rate: float,
+    batch: Batch,
+    layer: BadLayer,
+    note: str = "",
 ) -> NoReturn:
     """Raise TrainingError with the step, the learning rate, the layer and the samples; a collective.
 
-    batch, layer: of this rank. Writes the names of the global batch to bad_batch.json, and the images and
+    batch, layer: of this rank. note: about the layer. Writes the names of the global batch to bad_batch.json, and the images and
     labels of the first rank with the layer to bad_batch.safetensors.
     """
     names = list(batch.names)
@@ -94,7 +101,7 @@ def stop_at_bad_loss(
         save_file(images, folder / BAD_IMAGES_NAME)
     world.barrier()  # the launcher ends all ranks when one fails
     of = f" (rank {', '.join(map(str, ranks))})" if world.size > 1 else ""
-    where = f"the first layer with a nan or inf: {name}{of}"
+    where = f"the first layer with a nan or inf: {name}{of}{note}"
     if min(orders) == _NO_LAYER:
         where = "no layer of the network has a nan or inf, so the head produced it"
     shown = ", ".join((bad or everywhere)[:_NAMES_SHOWN])

@@ -72,7 +72,7 @@ class LayerTable(Callback):
 
     def _noting(self, row: list[str]) -> Any:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = next((one for one in tensors_of(output)), None)
+            first = next(iter(tensors_of(output)), None)
             if row[3] == "-" and first is not None:
                 row[3:] = [str(list(first.shape)), *self._values(first)]
 

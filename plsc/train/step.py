@@ -190,11 +190,10 @@ class Step:
         run = self._run
         with torch.no_grad(), autocast(self._mode, run.world.device):
             layer = find_bad_layer(run.network, self._micro_batches(coming.batch, coming.position.step))
-        if self.losses.is_late and not self._skips_bad_update and layer.name:
-            layer.name += " (the weights were already updated: set_late_losses(False) stops before that)"
-        stop_at_bad_loss(
-            run.world, self._folder, coming.position, loss, coming.rate, coming.batch, layer
-        )
+        is_updated = self.losses.is_late and not self._skips_bad_update
+        note = ", after an update with this loss; set_late_losses(False) stops before it" if is_updated else ""
+        about = (coming.position, loss, coming.rate, coming.batch)
+        stop_at_bad_loss(run.world, self._folder, *about, layer, note)
 
     def _find_overflow(self, output: HeadOutput) -> tuple[bool, bool]:
         """Return whether to skip the step, and whether its loss may be infinite; identical on all ranks.
