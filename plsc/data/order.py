@@ -1,4 +1,4 @@
-"""The order of samples, and which rank reads which: a pure function of seed, epoch and a few counts."""
+"""The order of samples and their distribution over the ranks: a pure function of seed, epoch and counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchPlan:
         limit: limit of the steps per epoch; see `limited`.
 
     Raises:
-        DataError: there is no sample, or ``drop`` leaves no step.
+        DataError: there are no samples, or ``drop`` leaves no step.
     """
 
     num_samples: int

@@ -80,8 +80,8 @@ def stop_at_bad_loss(
 ) -> NoReturn:
     """Raise TrainingError with the step, the learning rate, the layer and the samples; a collective.
 
-    batch, layer: of this rank. note: about the layer. Writes the names of the global batch to bad_batch.json, and the images and
-    labels of the first rank with the layer to bad_batch.safetensors.
+    batch, layer: of this rank. note: about the layer. Writes the names of the global batch to bad_batch.json,
+    and the images and labels of the first rank with the layer to bad_batch.safetensors.
     """
     names = list(batch.names)
     mine = layer.order, layer.name, names, [names[index] for index in layer.images]
@@ -110,6 +110,6 @@ def stop_at_bad_loss(
         f"the loss is {loss} at step {position.step} (epoch {position.epoch + 1}, learning rate "
         f"{rate:g}); {where}; samples{'' if bad else ' of the batch'}: {shown}"
         f"{f' and {more} more' if more > 0 else ''}; the batch is saved to {folder / BAD_IMAGES_NAME}, its "
-        f"names to {BAD_BATCH_NAME}. Lower the learning rate or use a longer warm-up, check these images, and "
-        "resume from the last checkpoint"
+        f"names to {BAD_BATCH_NAME}. Lower the learning rate or use a longer warm-up, check these images, "
+        "and resume from the last checkpoint"
     )

@@ -1,4 +1,4 @@
-"""The table of `train.check_shape` and `train.check_content`: the layers of the network in the first batch."""
+"""The table of `train.check_shape` and `train.check_content`: the layers in the first batch."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Step:
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
 
-        sizes: those of `StepStatus`, which save the head a synchronisation with the device. is_logged: also
+        sizes: those of `StepStatus`; the head then needs no synchronisation with the device. is_logged: also
         compute metrics that only log lines need. Raises TrainingError for a loss that is not finite; on a
         GPU without loss scaling, `losses` raises it one step later.
         """
@@ -108,7 +108,7 @@ class Step:
         set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
     def _set_margins(self, updates: int) -> None:
-        """Set the margin warm-up of every head for the step after so many updates."""
+        """Set the margin warm-up of every head for the step after `updates` updates."""
         steps = self._run.options.head.margin_warmup_steps
         for _, head, _ in each_head(self._run.head, self._run.row_optimizer):
             head.margin.share = min(1.0, (updates + 1) / max(1, steps))
@@ -191,7 +191,9 @@ class Step:
         with torch.no_grad(), autocast(self._mode, run.world.device):
             layer = find_bad_layer(run.network, self._micro_batches(coming.batch, coming.position.step))
         is_updated = self.losses.is_late and not self._skips_bad_update
-        note = ", after an update with this loss; set_late_losses(False) stops before it" if is_updated else ""
+        note = (
+            ", after an update with this loss; set_late_losses(False) stops before it" if is_updated else ""
+        )
         about = (coming.position, loss, coming.rate, coming.batch)
         stop_at_bad_loss(run.world, self._folder, *about, layer, note)
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from plsc.errors import TrainingError
-from tests.spoiled import SpoilImage, Spoiled
+from tests.spoiled import Spoiled, SpoilImage
 from tests.system.small_entry import entry
 
 

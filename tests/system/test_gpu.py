@@ -19,7 +19,7 @@ from tests.images import write_dataset, write_pair_file
 from tests.option_pairs import CHANGES, CHANGES_OF_GPUS, check_pair
 from tests.resuming import different, options_of, saved_at
 from tests.resuming import train as train_network
-from tests.spoiled import SpoilImage, Spoiled
+from tests.spoiled import Spoiled, SpoilImage
 
 pytestmark = NEEDS_GPU
 

@@ -16,7 +16,7 @@ from plsc.train.build import UserParts
 from plsc.train.step import LossReader
 from tests.images import write_dataset
 from tests.resuming import options_of, train
-from tests.spoiled import SpoilImage, Spoiled
+from tests.spoiled import Spoiled, SpoilImage
 
 WORLD = World.single()
 
@@ -57,9 +57,7 @@ def test_a_late_loss_names_the_same_layer_because_a_fused_optimizer_skips_the_up
 ):
     monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
     fused, loop = (
-        failure(
-            dataset, tmp_path / name, SpoilImage(), optim__implementation=name, train__log_period=100
-        )
+        failure(dataset, tmp_path / name, SpoilImage(), optim__implementation=name, train__log_period=100)
         for name in ("fused", "for_loop")
     )
     assert "at step 3 " in fused

@@ -108,9 +108,7 @@ def test_what_scaling_cannot_mend_stops_the_run(case, dataset, tmp_path):
 
 @pytest.fixture
 def reading_late(monkeypatch):
-    monkeypatch.setattr(
-        step_module, "LossReader", lambda stop, is_late: LossReader(stop, True)
-    )
+    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3, 5])
@@ -141,9 +139,7 @@ def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anyth
 def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_path, monkeypatch):
     settings = {"train__log_period": 4, "checkpoint__every_n_steps": 5}
     train(options(dataset, tmp_path / "once", **settings), WORLD, Scripted)
-    monkeypatch.setattr(
-        step_module, "LossReader", lambda stop, is_late: LossReader(stop, True)
-    )
+    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
     train(options(dataset, tmp_path / "late", **settings), WORLD, Scripted)
     assert not different(tmp_path / "late/0", tmp_path / "once/0")
     mine, theirs = (logged(tmp_path / run, "loss", "mean_loss") for run in ("late", "once"))
@@ -218,12 +214,12 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
     ("arguments", "said"),
     [
         ({"use_fp16": 1}, "use_fp16 is 1; expected True or False"),
-        ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected between 1 and 16777216"),
-        ({"init_loss_scaling": 2.0**25}, "expected between 1 and"),
+        ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected a number between 1 and 16777216"),
+        ({"init_loss_scaling": 2.0**25}, "expected a number between 1 and"),
         ({"init_loss_scaling": math.nan}, "init_loss_scaling is nan"),
-        ({"incr_every_n_steps": 0}, "incr_every_n_steps is 0; expected at least 1"),
+        ({"incr_every_n_steps": 0}, "incr_every_n_steps is 0; expected a number of at least 1"),
         ({"decr_every_n_nan_or_inf": 2.5}, "expected an integer"),
-        ({"incr_ratio": 1.0}, "incr_ratio is 1.0; expected greater than 1"),
+        ({"incr_ratio": 1.0}, "incr_ratio is 1.0; expected a number greater than 1"),
         ({"decr_ratio": 1}, "decr_ratio is 1; expected a number greater than 0 and less than 1"),
         ({"decr_ratio": 0.0}, "decr_ratio is 0.0; expected a number greater than 0"),
         ({"use_dynamic_loss_scaling": "yes"}, "expected True or False"),
