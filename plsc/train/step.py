@@ -190,10 +190,9 @@ class Step:
         run = self._run
         with torch.no_grad(), autocast(self._mode, run.world.device):
             layer = find_bad_layer(run.network, self._micro_batches(coming.batch, coming.position.step))
-        is_updated = self.losses.is_late and not self._skips_bad_update
-        note = (
-            ", after an update with this loss; set_late_losses(False) stops before it" if is_updated else ""
-        )
+        note = ""
+        if self.losses.is_late and not self._skips_bad_update:
+            note = ", after an update with this loss; set_late_losses(False) stops before it"
         about = (coming.position, loss, coming.rate, coming.batch)
         stop_at_bad_loss(run.world, self._folder, *about, layer, note)
 

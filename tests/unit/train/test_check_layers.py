@@ -85,5 +85,5 @@ def test_values_of_a_known_network(dataset, tmp_path, capsys):
 
 def test_a_compiled_network_is_refused(dataset, tmp_path):
     options = options_of(dataset, tmp_path, train__check_shape=True, speed__compile=True)
-    with pytest.raises(OptionError, match="speed.compile cannot be used with train.check_shape"):
+    with pytest.raises(OptionError, match=r"speed\.compile cannot be used with train\.check_shape"):
         train(options, WORLD, Known)
