@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plsc.parallel.backbone import is_sharded, local_part, original_class_name
 from plsc.train.callbacks import Callback, Context
 
-_SHAPES = ("layer", "class", "parameters", "output")
+_SHAPES = ("layer", "kind", "parameters", "output")
 _VALUES = ("mean", "std", "zeros", "nan or inf")
 
 

@@ -35,5 +35,5 @@ def test_the_table_of_a_sharded_network_is_printed_once_with_whole_shapes(tmp_pa
     )  # fmt: skip
     title = "layers in the first batch: 8 images of rank 0; of parameters, the part of rank 0"
     assert done.stdout.count(title) == 1
-    assert "weight [32, 3, 3, 3]" in done.stdout
+    assert "weight [16, 3, 3, 3]" in done.stdout
     assert not (tmp_path / "run").exists()

@@ -63,7 +63,7 @@ def test_shapes_of_a_known_network(dataset, tmp_path, capsys):
     )
     assert title == "layers in the first batch: 6 images of rank 0, micro-batch 1 of 2"
     assert cells(rows) == [
-        ["layer", "class", "parameters", "output"],
+        ["layer", "kind", "parameters", "output"],
         ["(network)", "Known", "scale [2]", "[3, 8]"],
         ["body.0", "Conv2d", "weight [6, 3, 4, 4], bias [6]", "[3, 6, 4, 4]"],
         ["body.1", "ReLU", "-", "[3, 6, 4, 4]"],
@@ -76,7 +76,7 @@ def test_shapes_of_a_known_network(dataset, tmp_path, capsys):
 def test_values_of_a_known_network(dataset, tmp_path, capsys):
     _, rows, _ = table(dataset, tmp_path / "run", capsys, train__check_content=True)
     rows = cells(rows)
-    assert rows[0] == ["layer", "class", "parameters", "output", "mean", "std", "zeros", "nan or inf"]
+    assert rows[0] == ["layer", "kind", "parameters", "output", "mean", "std", "zeros", "nan or inf"]
     assert ["scale", "[2]", "2", "1", "0.00%", "0.00%"] in rows
     assert ["weight", "[8, 96]", "0", "0", "100.00%", "0.00%"] in rows
     fc = next(row for row in rows if row[0] == "fc")
