@@ -58,9 +58,9 @@ def one_step(config: Config, start: Start) -> Config:
 
 def in_temporary_folder(start: Start, world: World) -> Start:
     """Return the start with a temporary folder and without a store; a collective."""
-    world.log("train.fast_dev_run: one batch of training and of each evaluation; nothing is saved")
     folder = world.broadcast_object(tempfile.mkdtemp(prefix="plsc-") if world.is_main else "")
-    return replace(start, local=Path(folder), url=None)
+    note = "train.fast_dev_run: one batch of training and of each evaluation; nothing is saved"
+    return replace(start, local=Path(folder), url=None, note=note)
 
 
 def remove_temporary(directories: Directories) -> None:
