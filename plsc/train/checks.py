@@ -151,9 +151,9 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
     if expected is None or position.step_in_epoch == expected:
         return None
     return (
-        f"epoch {position.epoch + 1} had {position.step_in_epoch} steps, but {expected} were expected; correct "
-        "set_train_image_num of a reader, or set_limit_train_batches of a run that resumed within an epoch: "
-        "warm-up, log lines and resuming depend on it"
+        f"epoch {position.epoch + 1} had {position.step_in_epoch} steps, but {expected} were expected; "
+        "correct set_train_image_num of a reader, or set_limit_train_batches of a run that resumed within an "
+        "epoch: warm-up, log lines and resuming depend on it"
     )
 
 
