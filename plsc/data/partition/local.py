@@ -370,5 +370,5 @@ def write_buckets(buckets: list[Bucket], writer: Writer, seed: int, budget: Budg
     """Write the lines of all buckets, and remove the buckets."""
     for batch in batches(buckets, seed, budget):
         writer.write(list(pool.map(Bucket.load, batch)), pool)
-        for bucket in batch:
-            bucket.remove()
+        for _ in pool.map(Bucket.remove, batch):
+            pass
