@@ -309,7 +309,7 @@ def distribute_inputs(
 def batches(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[list[Bucket]]:
     """Yield buckets in key order, as many at a time as the memory can hold; split those that do not fit.
 
-    A single line that does not fit is yielded as a batch of its own.
+    A single line that does not fit is yielded alone.
     """
     batch: list[Bucket] = []
     for bucket in _fitting(buckets, seed, budget):
