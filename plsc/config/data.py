@@ -97,8 +97,7 @@ class DataOptions:
     dataset_dir: str = declare(
         "./train_data",
         "training data: a folder (label.txt and images/, one folder of images per class, or base64 files), "
-        "a .rec, .parquet, .tar, .csv, .jsonl or .lmdb file or shards of one, or an fsspec URL of any of "
-        "these",
+        "a file or shards in another format (docs/formats.md), or an fsspec URL of any of these",
         "set_dataset_dir(directory)",
         not_empty,
     )

@@ -224,8 +224,8 @@ class Setters:
 
     def set_dataset_dir(self, directory: str) -> None:
         """Set ``data.dataset_dir``: training data: a folder (label.txt and images/, one folder of images
-        per class, or base64 files), a .rec, .parquet, .tar, .csv, .jsonl or .lmdb file or shards of
-        one, or an fsspec URL of any of these. Default: './train_data'.
+        per class, or base64 files), a file or shards in another format (docs/formats.md), or an fsspec
+        URL of any of these. Default: './train_data'.
         """
         self.options.set("data.dataset_dir", directory)
 
