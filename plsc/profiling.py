@@ -33,7 +33,6 @@ from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.callbacks import Callback, Callbacks, Context
 from plsc.train.directories import open_to_resume
-from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.saving import Saver
 from plsc.train.snapshot import seed_generators
@@ -207,11 +206,10 @@ def _train(run: Run, steps: int, output: Path) -> _ProfilingWatch:
     endless = {"train.steps": watch.total, "train.epochs": _ENDLESS}
     callbacks = Callbacks([*run.callbacks.all, watch], run.callbacks.context)
     run = replace(run, options=run.options.changed(endless), callbacks=callbacks)
-    silent = RunLog(output, False, 0, watch.total)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        Trainer(run, silent, _NoSaver()).train()
+        Trainer(run, _NoSaver()).train()
     finally:
         watch.profile.stop()
     return watch
@@ -277,7 +275,7 @@ class _Span(NamedTuple):
 def phases_of(events: Iterable[Any], steps: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the milliseconds per step of each phase: on the host, and of the kernels that it launches.
 
-    events: FunctionEvents of torch.profiler over so many steps. Time belongs to the innermost open span, so
+    events: FunctionEvents of torch.profiler over `steps` steps. Time belongs to the innermost open span, so
     host times add up to the step; time outside of all spans is ``other``.
     """
     spans, launches, kernels = [], {}, []

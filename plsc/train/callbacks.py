@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plsc.checkpoint import ShardedTensor
+from plsc.checkpoint.manifest import CALLBACK, Role
+from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
 from plsc.evaluate.verification import VerificationResult
@@ -30,13 +33,14 @@ STEP_EVENTS = {
     "batch_start": "the batch is read",
     "after_forward": "embeddings and loss are computed; once per micro-batch",
     "after_backward": "gradients are summed over the ranks; before clipping",
-    "after_step": "the weights are updated",
+    "after_step": "the weights are updated, and the losses that are known are in `losses`",
 }
 EVENTS = {
     "run_start": "before the first step, after a checkpoint is loaded",
     "epoch_start": "before the first step of an epoch, or of the rest of it after a resume",
     **STEP_EVENTS,
     "logged": "the metrics of a log line are known",
+    "evaluation_start": "before an evaluation",
     "evaluated": "the pair files are evaluated",
     "saved": "a checkpoint is complete",
     "epoch_end": "after evaluation, before the checkpoint of the epoch",
@@ -46,11 +50,14 @@ EVENTS = {
 """The events in order, with their meaning."""
 
 
+CallbackTensors = dict[Role, Tensor | ShardedTensor]
+
+
 class Callback:
     """Base class of callbacks. Define one method per event, named like it: ``def after_step(self, context)``.
 
     Attributes:
-        every: call the events of a step in every n-th step only.
+        every: call it only in every n-th step; for events of a step.
         layers: names of the modules of the network whose outputs `Context.layer_output` returns.
         name: key of the state in checkpoints, by default the name of the class.
     """
@@ -60,11 +67,17 @@ class Callback:
     name: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints: JSON values, those of rank 0 are saved."""
+        """Return the state to save in checkpoints: JSON values and tensors, those of rank 0 are saved.
+
+        Called on all ranks. A ShardedTensor (plsc.checkpoint) has the rows of this rank.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state when a run resumes."""
+        """Restore the state when a run resumes.
+
+        Tensors that `state_dict` already returns before are filled in place.
+        """
 
 
 class FunctionCallback(Callback):
@@ -83,28 +96,50 @@ class Context:
     """The state of the run, as callbacks see it.
 
     Attributes:
+        options: the options of the run.
+        folder: the local folder of checkpoints, metrics and plots.
         network: the backbone, without wrappers of DDP and torch.compile.
         head: the classification head.
         rank, world_size, is_main: this process; is_main on rank 0.
+        world: the process groups, for collectives of your own.
+        total_steps: steps of the run; None for a reader of unknown length.
         batch: the batch of this rank; from batch_start to after_step.
+        is_logged: whether the metrics of the current step are logged; from batch_start on.
         output: output of the head, for the global batch; from after_forward to after_step.
+        losses: (mean loss, images) of the steps whose losses became known since the last after_step or
+            epoch_end.
+        data_seconds, step_seconds: of the last step: waiting for its batch, and in total.
         metrics: metrics of the last log line.
         evaluation: results of the last evaluation, by pair file.
         checkpoint: the last complete checkpoint.
         error: the exception, at the event exception.
     """
 
-    def __init__(self, network: BaseModel, head: Head | JointHead, world: World, position: Position) -> None:
-        self.network, self.head = network, head
+    def __init__(
+        self,
+        options: Config,
+        network: BaseModel,
+        head: Head | JointHead,
+        world: World,
+        position: Position,
+        total_steps: int | None,
+    ) -> None:
+        self.options, self.folder = options, Path(options.checkpoint.save_dir)
+        self.network, self.head, self.world = network, head, world
         self.rank, self.world_size, self.is_main = world.rank, world.size, world.is_main
+        self.total_steps = total_steps
         self.batch: Batch | None = None
+        self.is_logged = False
         self.output: HeadOutput | None = None
+        self.losses: list[tuple[float, int]] = []
+        self.data_seconds = self.step_seconds = 0.0
         self.metrics: dict[str, Any] = {}
         self.evaluation: dict[str, VerificationResult] = {}
         self.checkpoint: Path | None = None
         self.error: BaseException | None = None
         self.stop_reason = ""
         self.scalars: dict[str, float] = {}
+        self.pictures: dict[str, Path] = {}
         self._position = position
         self._outputs: dict[str, list[Tensor]] = {}
 
@@ -117,6 +152,16 @@ class Context:
     def epoch(self) -> int:
         """Number of finished epochs."""
         return self._position.epoch
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch of the last step, from 0; at its end, `epoch` is already that of the next one."""
+        return self._position.epoch - (self._position.step_in_epoch == 0)
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Number of finished steps of the current epoch; 0 at epoch_end."""
+        return self._position.step_in_epoch
 
     def layer_output(self, name: str) -> Tensor:
         """Return the output of a module for the batch of this rank, [b, ...], detached.
@@ -144,8 +189,13 @@ class Context:
         return None if gradient is None else local_part(gradient)
 
     def log(self, name: str, value: float) -> None:
-        """Add a scalar to the next line of metrics.jsonl; only values of rank 0 are written."""
+        """Add a scalar to the metrics of the next log line; only values of rank 0 are written."""
         self.scalars[name] = float(value)
+
+    def log_picture(self, name: str, path: Path) -> None:
+        """Pass a PNG file to the loggers with the next log line or evaluation; only on rank 0."""
+        if self.is_main:
+            self.pictures[name] = path
 
     def stop(self, reason: str) -> None:
         """End the run after this step, with evaluation and a checkpoint. One rank suffices."""
@@ -163,11 +213,13 @@ class Context:
         return float(known[name])
 
     def _parameter(self, name: str) -> nn.Parameter:
-        known = dict(self.network.named_parameters())
-        known |= {f"head.{key}": value for key, value in self.head.named_parameters()}
-        if name not in known:
-            raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
-        return known[name]
+        modules = {"head.": self.head, "": self.network}
+        for prefix, module in modules.items():
+            with suppress(AttributeError):
+                if name.startswith(prefix):
+                    return module.get_parameter(name.removeprefix(prefix))
+        known = [prefix + key for prefix, one in modules.items() for key, _ in one.named_parameters()]
+        raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
 
 
 class Callbacks:
@@ -211,16 +263,32 @@ class Callbacks:
 
     def end_step(self) -> None:
         """Release the batch, the output of the head and the outputs of layers."""
+        self.context.losses.clear()
         self.context.batch = self.context.output = None
         self.context._outputs = {}
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the callbacks that have one, by name."""
-        states = {name: one.state_dict() for name, one in self._named()}
-        return {name: state for name, state in states.items() if state}
+    def state(self) -> tuple[dict[str, dict[str, Any]], CallbackTensors]:
+        """Return the JSON values of the callbacks' states, by name, and their tensors; a collective."""
+        values: dict[str, dict[str, Any]] = {}
+        tensors: CallbackTensors = {}
+        for name, one in self._named():
+            for key, value in one.state_dict().items():
+                if isinstance(value, (Tensor, ShardedTensor)):
+                    tensors[Role(CALLBACK, key, name)] = value
+                else:
+                    values.setdefault(name, {})[key] = value
+        return values, tensors
 
-    def load_state(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Restore the callbacks by name; those that the checkpoint does not have start anew."""
+    @property
+    def names(self) -> set[str]:
+        """The names of the callbacks in checkpoints."""
+        return {name for name, _ in self._named()}
+
+    def load_state(self, values: Mapping[str, dict[str, Any]], tensors: CallbackTensors) -> None:
+        """Restore the callbacks by name; those that the checkpoint does not have keep their initial state."""
+        states = {name: dict(state) for name, state in values.items()}
+        for role, tensor in tensors.items():
+            states.setdefault(role.of, {})[role.name] = tensor
         for name, one in self._named():
             if name in states:
                 one.load_state_dict(states[name])

@@ -29,10 +29,11 @@ from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 from plsc.train.classes import OpenedCheckpoint
-from plsc.train.logs import METRICS_NAME, PLOT_NAME
+from plsc.train.loggers import CSV_NAME, METRICS_NAME, PLOT_NAME
 
 LAST, BEST = "last", "best"  # checkpoints of save_dir, instead of a path
-SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # files that a run writes next to its checkpoints
+# Files that a run writes next to its checkpoints.
+SMALL_FILES = (METRICS_NAME, PLOT_NAME, CSV_NAME, LIST_NAME)
 logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of the checkpoint of an epoch
@@ -128,9 +129,10 @@ def list_run_folders(options: Config) -> list[RunFolder]:
 
 
 def find_interrupted(run_folders: list[RunFolder], launches: Collection[str]) -> RunFolder | None:
-    """Return the folder in which ranks were saving that the launcher has restarted, None if there is none.
+    """Return the folder of a run whose ranks the launcher has restarted, None if there is none.
 
-    The note in the lock of a folder names the launcher. Locks of this process belong to an earlier run.
+    The note in the lock of a folder names the launcher. Locks that this process holds belong to an earlier
+    run.
     """
     for run_folder in run_folders:
         note = lock_note(Path(run_folder.local.url))
@@ -186,7 +188,7 @@ def choose_start(
 def open_directories(options: Config, world: World, start: Start) -> Directories:
     """Lock the directories of a run, and clean up after a killed run; a collective.
 
-    Raises CheckpointError on all ranks if another run saves there, if something else has the name of a
+    Raises CheckpointError on all ranks if another run saves there, if another file has the name of a
     checkpoint, if a permission is missing, or if a store does not respond within a minute.
     """
     local = start.local

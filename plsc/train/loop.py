@@ -4,57 +4,58 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from plsc.config import Options
+from plsc.config.train import logger_names
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.data.reader import ReaderLoader
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
-from plsc.heads.joint import each_head
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.spans import span
 from plsc.train.adopt import resolve_run
+from plsc.train.advice import DataWait, LearningCheck
 from plsc.train.build import Run, UserParts, build_run, describe_run
+from plsc.train.callbacks import Callback, Callbacks
 from plsc.train.checks import (
-    DataWait,
-    LearningCheck,
     epoch_warning,
     interrupted,
     nothing_left,
-    slow_start,
     stop_at_bad_weights,
 )
-from plsc.train.directories import open_directories, open_start
+from plsc.train.directories import Start, open_directories, open_start
+from plsc.train.ema import WeightAverage
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.logs import BadSampleReport, Mean, Meter, RunLog
+from plsc.train.loggers import Logger, check_packages
+from plsc.train.metrics import BadSampleReport, Mean, Meter
+from plsc.train.output import Progress
+from plsc.train.reporting import GradientNorm, Logging, Pictures
 from plsc.train.resume import restore
 from plsc.train.saving import Saver
 from plsc.train.snapshot import seed_generators
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart, start_from_pretrained
 
-logger = logging.getLogger(__name__)
-
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
     start = open_start(options.resolve(), world)
     config = resolve_run(options, start.checkpoint, world.size, user.model)
+    check_packages(logger_names(config.train.loggers))
     run = build_run(config, world, user, start.checkpoint)
     directories = open_directories(config, world, start)
     try:
-        if start.note and world.is_main:
-            logger.info(start.note)
+        run = with_output(run, start, user.loggers)
+        world.log(start.note)
         lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
         if start.checkpoint:
@@ -64,16 +65,34 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             warm_start = start_from_pretrained(run)
             lines += warm_start.lines() if warm_start else []
             seed_generators(world, config.train.seed)
-        epochs = None if config.train.steps else config.train.epochs
-        log = RunLog(directories.local, world.is_main, run.position.step, run.total_steps, epochs)
-        with closing(log):
-            for line in [*describe_run(run, start.checkpoint), *lines]:
-                log.message(line)
-            result = Trainer(run, log, Saver(run, log, directories)).train()
+        for line in [*describe_run(run, start.checkpoint), *lines]:
+            world.log(line)
+        result = Trainer(run, Saver(run, directories)).train()
         result.warm_start = warm_start
         return result
     finally:
         directories.release()
+
+
+def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
+    """Return the run with the callbacks that write its metrics, and that warn about problems.
+
+    loggers: the user's, in addition to those of `train.loggers`.
+    """
+    context, train = run.callbacks.context, run.options.train
+    context.folder = start.local
+    decay = run.options.optim.ema_decay
+    callbacks: list[Callback] = [
+        *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
+        *run.callbacks.all,
+        DataWait.of(run.data.loader, run.world),
+        LearningCheck.of(run, is_resumed=start.checkpoint is not None),
+        Progress(),
+        *([GradientNorm()] if train.log_gradient_norm else []),
+        *([Pictures(run.targets)] if train.log_images else []),
+        Logging(loggers, is_same_run=bool(start.resumed)),
+    ]
+    return replace(run, callbacks=Callbacks(callbacks, context))
 
 
 @dataclass
@@ -81,7 +100,7 @@ class TrainResult:
     """The outcome of a training run.
 
     Attributes:
-        steps: number of steps, those before a resume included.
+        steps: number of steps, including those before a resume.
         epochs: number of finished epochs.
         metrics: metrics of the last logged step, as in metrics.jsonl.
         evaluation: the last result of each pair file.
@@ -108,34 +127,21 @@ class TrainResult:
 class Trainer:
     """Trains a run to its last epoch or step. All methods are collectives."""
 
-    def __init__(self, run: Run, log: RunLog, saver: Saver) -> None:
+    def __init__(self, run: Run, saver: Saver) -> None:
         self._run = run
-        self._log = log
         self._saver = saver
         self._callbacks = run.callbacks
         self._is_stopped = False
         self._options = run.options.train
         self._position = run.position
-        self._step = Step(run, log.folder)
+        self._step = Step(run, run.callbacks.context.folder)
         self._window = Meter()
         self._since_save = Mean()
         self._last_loss = math.nan
         self._evaluated_at = -1
         self._has_warned_of_length = False
-        self._first_step = run.position.step + 1
-        loader = run.data.loader
-        is_generator = isinstance(loader, ReaderLoader)
-        workers = int(loader.ahead) if isinstance(loader, ReaderLoader) else loader.num_workers
-        self._data_wait = DataWait(run.world, workers, is_generator)
-        self._bad_samples = BadSampleReport(run.world, log, run.options.data.bad_images)
-        classes = [head.class_num for _, head, _ in each_head(run.head, run.row_optimizer)]
-        starts_afresh = saver.last is None and run.options.model.pretrained is None
-        self._learning = LearningCheck(
-            min(run.options.model.emb_size, *classes),
-            run.rate.warmup_steps,
-            run.total_steps,
-            watches_loss=starts_afresh and not run.options.head.margin_warmup_steps,
-        )
+        folder = self._callbacks.context.folder
+        self._bad_samples = BadSampleReport(run.world, folder, run.options.data.bad_images)
         self._result = TrainResult(run.position.step, run.position.epoch, metrics={})
         self._callbacks.context.checkpoint = saver.last
 
@@ -146,7 +152,7 @@ class Trainer:
         once the state has been saved, and DataError or CheckpointError.
         """
         if self._is_over():
-            self._log.message(nothing_left(self._position.step, self._position.epoch))
+            self._run.world.log(nothing_left(self._position.step, self._position.epoch))
         try:
             self._callbacks("run_start")
             with StopSignal(self._options.stop_deadline) as stop:
@@ -175,18 +181,17 @@ class Trainer:
         expected = run.data.loader.steps_per_epoch
         if has_ended and (line := epoch_warning(position, expected)) and not self._has_warned_of_length:
             self._has_warned_of_length = True
-            self._log.message(line, logging.WARNING)
+            run.world.log(line, logging.WARNING)
         # The last step of the run may also be the last one of the epoch.
         if has_ended or position.step_in_epoch == expected:
             position.next_epoch()
         self._evaluate()
-        self._message(self._learning.rising(position.epoch), logging.WARNING)
         self._callbacks("epoch_end")
+        self._callbacks.context.losses.clear()
         self._stop_if_asked()
         every = run.options.checkpoint.every_n_epochs
         if self._is_over() or (every and position.epoch % every == 0):
             self._save()
-        self._log.plot()
         self._bad_samples.log_summary()
 
     def _train_step(self, batches: Generator[Batch, None, None], stop: StopSignal) -> bool:
@@ -213,24 +218,22 @@ class Trainer:
             return not status.has_ended
         if status.has_ended or batch is None:
             return False
-        self._callbacks.context.batch = batch
-        self._callbacks("batch_start")
         is_logged = self._is_logged()
+        self._callbacks.context.batch, self._callbacks.context.is_logged = batch, is_logged
+        self._callbacks("batch_start")
         made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
         window.end_step(made.output.batch, batch.skipped)
-        self._callbacks("after_step")
-        self._callbacks.end_step()
-        self._message(self._data_wait.add(position.step_in_epoch, window.wait, window.step))
-        if position.step == self._first_step and not is_logged:
-            self._message(slow_start(window.step, self._options.log_period))
+        self._callbacks.context.data_seconds, self._callbacks.context.step_seconds = window.wait, window.step
         self._read_losses(everything=is_logged)
-        del batch  # its memory is reused for the next one
+        self._callbacks("after_step")
         with span("log"):
-            self._log.advance()
             if is_logged:
-                self._write_metrics(made)
+                self._collect_metrics(made)
+                self._callbacks("logged")
+        self._callbacks.end_step()
+        del batch  # its memory is reused for the next one
         if self._is_due(self._options.test_period):
             self._evaluate()
             run.network.train()
@@ -251,11 +254,11 @@ class Trainer:
         for loss, images in self._step.losses.read(everything):
             self._last_loss = loss
             self._window.add_loss(loss)
+            self._callbacks.context.losses.append((loss, images))
             if math.isfinite(loss):
-                self._learning.add_loss(self._position.epoch, loss)
                 self._since_save.add(loss, images)
 
-    def _write_metrics(self, made: StepResult) -> None:
+    def _collect_metrics(self, made: StepResult) -> None:
         output, report, loss = made.output, self._window.report(), self._last_loss
         metrics: dict[str, Any] = {
             "step": self._position.step,
@@ -271,20 +274,9 @@ class Trainer:
             "bad_samples": self._bad_samples.gather(),
         }
         context = self._callbacks.context
-        metrics = {**context.scalars, **metrics}
+        metrics = {**{name: _finite(value) for name, value in context.scalars.items()}, **metrics}
         context.scalars = {}
         self._result.metrics = context.metrics = metrics
-        self._callbacks("logged")
-        self._log.step(metrics, self._run.total_steps)
-        sizes = [part.batch for part in output.parts.values()] or [output.batch]
-        batch = min(sizes) // self._options.micro_batches
-        rank = metrics["effective_rank"]
-        self._message(self._learning.spread(self._position.step, rank, batch), logging.WARNING)
-        self._message(self._learning.rising(self._position.epoch), logging.WARNING)
-
-    def _message(self, line: str | None, level: int = logging.INFO) -> None:
-        if line:
-            self._log.message(line, level)
 
     def _metrics_of_scaling(self) -> dict[str, float]:
         """Return the loss scale of the next step, and the total number of skipped steps."""
@@ -308,15 +300,12 @@ class Trainer:
         self._read_losses()
         if not run.targets:
             return
+        self._callbacks("evaluation_start")
         # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
         with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
             results = evaluate_targets(run.network, run.targets, run.options, run.world)
         self._result.evaluation = self._callbacks.context.evaluation = results
         self._evaluated_at = self._position.step
-        plain = {name: result.as_dict() for name, result in results.items()}
-        # At the end of an epoch, the position is already that of the next one.
-        epoch = self._position.epoch - (self._position.step_in_epoch == 0)
-        self._log.evaluation(self._position.step, epoch, plain)
         self._callbacks("evaluated")
 
     def _save(self, *, wait: bool = False) -> None:
@@ -348,7 +337,7 @@ class Trainer:
         self._saver.close(seconds=self._options.stop_deadline / 2)
         self._update_result()
         error = interrupted(signal_number, position.step, self._result.checkpoint)
-        self._log.message(str(error))
+        self._run.world.log(str(error))
         raise error
 
     def _update_result(self) -> None:
@@ -386,7 +375,7 @@ class Trainer:
         if self._callbacks.all and self._run.world.all_reduce_max(int(bool(reason)))[0]:
             self._is_stopped = True
         if self._is_stopped and reason:
-            self._log.message(f"stopped after step {self._position.step}: {reason}")
+            self._run.world.log(f"stopped after step {self._position.step}: {reason}")
 
     def _is_over(self) -> bool:
         return self._position.epoch >= self._options.epochs or self._is_last_step_made()

@@ -28,7 +28,6 @@ from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.storage.store import Store, Transfer, format_bytes
 from plsc.train.build import Run
 from plsc.train.directories import SMALL_FILES, Directories
-from plsc.train.logs import RunLog
 from plsc.train.snapshot import take_snapshot
 
 _SHARE_OF_MEMORY = 0.8  # maximum share of the available memory for a copy of the state
@@ -60,21 +59,20 @@ class Saver:
             `retention`; None if no checkpoint has this metric.
     """
 
-    def __init__(self, run: Run, log: RunLog, directories: Directories) -> None:
+    def __init__(self, run: Run, directories: Directories) -> None:
         resumed = directories.start.checkpoint
         self.last = None if resumed is None else resumed[0]
         self.directories = directories
         self.retention = retention_of(run)
         self._lineage = [] if resumed is None else resumed[1].lineage
         self._run = run
-        self._log = log
         self._options = run.options.checkpoint
         self._world = run.world.in_background(run.world.save_group)
         self._background = BackgroundThread("plsc-save")
         self._pending: _Pending | None = None
         self._uploader: Uploader | None = None
         if directories.store is not None:
-            self._uploader = Uploader(run, log, directories, directories.store, self.retention)
+            self._uploader = Uploader(run, directories, directories.store, self.retention)
             # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.
             if self.last is not None and self.last.resolve().parent == directories.local.resolve():
                 self._uploader.add(directories.local / self.last.name)
@@ -118,7 +116,7 @@ class Saver:
                 if self._run.options.head.offload
                 else f"a copy of {format_bytes(state.nbytes)} does not fit into CPU memory"
             )
-            self._log.message(f"{why}: training pauses while a checkpoint is written")
+            self._world.log(f"{why}: training pauses while a checkpoint is written")
         return False
 
     def is_done(self) -> bool:
@@ -136,18 +134,18 @@ class Saver:
         except CheckpointError as error:
             if self._options.on_error == "stop":
                 raise
-            self._log.message(f"{error}; training continues without this checkpoint", logging.WARNING)
+            self._world.log(f"{error}; training continues without this checkpoint", logging.WARNING)
             return
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = pending.path, outcome.best
         speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
         stalled = f", training stalled {stall:.1f} s" if stall >= _SHORTEST_STALL else ""
-        self._log.message(
+        self._world.log(
             f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s "
             f"({speed}/s){stalled}"
         )
         if outcome.problem:
-            self._log.message(outcome.problem, logging.WARNING)
+            self._world.log(outcome.problem, logging.WARNING)
         if self._uploader is not None:
             self._uploader.add(pending.path)
 
@@ -227,13 +225,10 @@ class Uploader:
         lock: hold it while deleting checkpoints.
     """
 
-    def __init__(
-        self, run: Run, log: RunLog, directories: Directories, store: Store, retention: Retention
-    ) -> None:
+    def __init__(self, run: Run, directories: Directories, store: Store, retention: Retention) -> None:
         self.uploading = ""
         self.lock = RLock()
         self._world = run.world.in_background(run.world.upload_group)
-        self._log = log
         self._directories = directories
         self._store = store
         self._retention = retention
@@ -262,7 +257,7 @@ class Uploader:
         self._background.close()
         if unsent:
             names, here = ", ".join(path.name for path in unsent), self._directories.local
-            self._log.message(
+            self._world.log(
                 f"not uploaded to {self._store.shown}: {names} (complete in {here}); when the store is "
                 f"available again, run: plsc checkpoint push {here} {self._store.shown}",
                 logging.WARNING,
@@ -276,7 +271,7 @@ class Uploader:
             if on_every_rank(self._world, doing, lambda: self._choose(path))[0]:
                 self._send_chosen(path)
         except PlscError as error:
-            self._log.message(str(error), logging.WARNING)
+            self._world.log(str(error), logging.WARNING)
             return str(error)
         finally:
             with self.lock:
@@ -325,7 +320,7 @@ class Uploader:
             if path.is_file():
                 actions.append(partial(self._send_file, path))
         for problem in filter(None, map(_problem_of, actions)):
-            self._log.message(problem, logging.WARNING)
+            self._world.log(problem, logging.WARNING)
 
     def _send_file(self, path: Path) -> None:
         self._store.write(path.name, path.read_bytes())

@@ -64,7 +64,7 @@ class WarmStart:
 def start_from_pretrained(run: Run) -> WarmStart | None:
     """Load `model.pretrained`, if set, into network and head; a collective.
 
-    Optimizer, schedule and position are unchanged. So are the head's margin statistics if the file has none.
+    Optimizer, schedule and position are unchanged; also the head's margin statistics if the file has none.
 
     Raises:
         CheckpointError: on all ranks, if the file is missing, damaged or malicious, or nothing matches.
@@ -86,7 +86,7 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
     if path.is_dir():
         with OpenCheckpoint(path) as opened:
             kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
-            found = opened.select(kinds, run.world.rank, run.world.size)
+            found = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
             weights = {role.name: one for role, one in found.items() if role.kind == BACKBONE}
             rows = {role.key: one for role, one in found.items() if role.kind != BACKBONE}
             return _take(run, weights, rows, _orders(run, path), source)

@@ -18,7 +18,6 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
 from plsc.train.directories import open_directories, open_start
-from plsc.train.logs import RunLog
 from plsc.train.loop import Trainer
 from plsc.train.saving import Saver
 
@@ -90,9 +89,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         user = UserParts(Network(), optimizer=centred, schedule=rising)
         run = build_run(config, world, user)
         directories = open_directories(config, world, open_start(config, world))
-        log = RunLog(directories.local, world.is_main, 0, STEPS)
-        Trainer(run, log, Saver(run, log, directories)).train()
-        log.close()
+        Trainer(run, Saver(run, directories)).train()
         directories.release()
         world.barrier()
     found = {f"{case}: {key}": value for key, value in run.network.state_dict().items()}

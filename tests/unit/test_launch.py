@@ -46,7 +46,7 @@ def test_a_wrong_command_line_is_refused(words):
         ("3", None, None, (1, "3")),
         ("cpu", None, None, (1, "")),
         ("cpu", 3, "4,5,6,7", (3, "")),
-        ("4", None, None, "GPU 4 was chosen, but torch sees 4 GPUs, counted from 0"),
+        ("4", None, None, "GPU 4 was chosen, but torch sees 4 GPUs; expected lower ids"),
         (None, 5, None, "GPU 4 was chosen"),
         ("0,0", None, None, "an id twice"),
         ("0,1", 3, None, "--devices names 2 GPUs"),
@@ -93,7 +93,7 @@ def test_machines_are_a_number_or_a_range_and_need_an_endpoint():
     for endpoint in ("host", "host:", ":1", "host:99999"):
         with pytest.raises(OptionError, match="expected host:port"):
             _nodes("1", endpoint)
-    with pytest.raises(OptionError, match="without --rdzv-endpoint"):
+    with pytest.raises(OptionError, match="--rdzv-endpoint is not set; pass host:port"):
         _nodes("2", None)
 
 

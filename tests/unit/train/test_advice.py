@@ -4,13 +4,13 @@ import pytest
 
 from plsc.parallel import machine
 from plsc.parallel.world import World
-from plsc.train import checks
-from plsc.train.checks import DataWait
+from plsc.train import advice
+from plsc.train.advice import DataWait
 
 
 @pytest.fixture(autouse=True)
 def _cores(monkeypatch):
-    monkeypatch.setattr(checks, "usable_cores", lambda: 8)
+    monkeypatch.setattr(advice, "usable_cores", lambda: 8)
 
 
 def said(wait, step, workers=1, is_generator=False, steps=60):

@@ -17,18 +17,19 @@ from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.train.advice import LearningCheck
 from plsc.train.build import UserParts, build_run, check_combinations
+from plsc.train.callbacks import Context
 from plsc.train.checks import (
-    LearningCheck,
     batch_note,
     idle_note,
     interrupted,
-    slow_start,
     stop_at_bad_loss,
     threads_note,
 )
-from plsc.train.logs import RunLog
+from plsc.train.loggers import JsonLines
 from plsc.train.loop import exchange_status, run_training
+from plsc.train.output import Progress, slow_start
 from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step
@@ -182,32 +183,35 @@ def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
 
 def step_entry(step):
     return {
-        "step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "accuracy": None, "images_per_second": 1.0
+        "step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "accuracy": None, "mean_loss": 1.0,
+        "images_per_second": 1.0
     }  # fmt: skip
 
 
 def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
-    log = RunLog(tmp_path, True, 0, 10)
+    log = JsonLines(tmp_path, 0)
     for step in range(1, 6):
-        log.step(step_entry(step), 10)
+        log.write(step_entry(step))
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    log = RunLog(tmp_path, True, 3, 10)
-    log.step(step_entry(4), 10)
+    log = JsonLines(tmp_path, 3)
+    log.write(step_entry(4))
     log.close()
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
 
 
-def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(tmp_path, messages):
-    log = RunLog(tmp_path, True, 0, 10)
-    log.step(step_entry(1), 10)
-    log.step({**step_entry(2), "loss": None, "loss_scale": 32768.0, "skipped_steps": 3}, 10)
-    log.close()
+def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(messages):
+    position = Position()
+    context = Context(Options().resolve(), nn.Identity(), nn.Identity(), World.single(), position, 10)
+    for step, more in ((1, {}), (2, {"mean_loss": None, "loss_scale": 32768.0, "skipped_steps": 3})):
+        position.step = step
+        context.metrics = {**step_entry(step), **more}
+        Progress().logged(context)
     plain, scaled = messages
-    assert plain == "epoch 1 step 1/10 loss 1.000 lr 0.1 1 images/s"
-    assert scaled == "epoch 1 step 2/10 loss overflow lr 0.1 loss_scale 32768 skipped_steps 3 1 images/s"
+    assert plain == "epoch 1/120 step 1/10 loss 1.000 lr 0.1 1 images/s"
+    assert scaled == "epoch 1/120 step 2/10 loss overflow lr 0.1 loss_scale 32768 skipped_steps 3 1 images/s"
 
 
 def options_for(dataset, tmp_path, **changes):
@@ -429,7 +433,8 @@ def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
         build_run(options_for(tmp_path / "nested", tmp_path), World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=5)
     run = build_run(options, World.single(), UserParts())
-    assert run.notes[0].startswith("note: 2 of 5 classes have no images, the first one is class 3")
+    assert run.notes[1] == "images per class: least 0, median 3, most 3"
+    assert run.notes[2].startswith("note: 2 of 5 classes have no images, the first one is class 3")
 
 
 def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
