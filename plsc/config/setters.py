@@ -219,8 +219,8 @@ class Setters:
 
     def set_dataset_dir(self, directory: str) -> None:
         """Set ``data.dataset_dir``: training data: a folder (label.txt and images/, one folder per class,
-        or base64 files), .rec, .parquet, .tar, .csv, .jsonl or .lmdb files, or an fsspec URL of these.
-        Default: './train_data'.
+        or base64 files), files of another format (docs/formats.md), or an fsspec URL of these. Default:
+        './train_data'.
         """
         self.options.set("data.dataset_dir", directory)
 
