@@ -335,7 +335,7 @@ def hostile(spec):
 
 NEVER = {
     "checkpoint", "memory", "runtime.device", "runtime.backend", "runtime.timeout", "runtime.init_method",
-    "runtime.rank", "runtime.world_size",
+    "runtime.rank", "runtime.world_size", "runtime.quiet",
     "runtime.cpu_threads", "model.pretrained", "model.initialization", "parallel.shard_units",
     "data.dataset_dir", "data.datasets", "data.val_targets", "data.num_workers", "data.loader",
     "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir", "data.image_column",
