@@ -128,7 +128,10 @@ def build_run(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
-    targets = load_targets(options, user.test_reader) if options.train.with_test else []
+    targets = []
+    if options.train.with_test:
+        limit = options.train.limit_val_batches
+        targets = load_targets(options, user.test_reader, limit, world.size)
     layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
     global_batch = global_batch_size(options, world.size)
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
