@@ -24,7 +24,7 @@ CSV_NAME = "metrics.csv"
 
 @runtime_checkable
 class Logger(Protocol):
-    """A destination of metrics. A class of your own needs only these two methods."""
+    """A destination of metrics. A custom class needs only these two methods."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write the metrics of a step, an evaluation or an epoch, or the paths of pictures by name.

@@ -321,7 +321,7 @@ def hostile(spec):
                   [0.5, 1.5], [0.5, 0.6], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [4, 5], ["*"], {"eps": 0.5},
                   [{"pattern": "fc", "lr_factor": 2.0}],
                   [{"pattern": "fc", "rule": "constant", "val": 1}], [{"name": "a", "path": URL}],
-                  "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
+                  "csv", "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   "file:///tmp/a"):  # fmt: skip
@@ -335,12 +335,13 @@ def hostile(spec):
 
 NEVER = {
     "checkpoint", "memory", "runtime.device", "runtime.backend", "runtime.timeout", "runtime.init_method",
-    "runtime.rank", "runtime.world_size",
+    "runtime.rank", "runtime.world_size", "runtime.quiet",
     "runtime.cpu_threads", "model.pretrained", "model.initialization", "parallel.shard_units",
     "data.dataset_dir", "data.datasets", "data.val_targets", "data.num_workers", "data.loader",
     "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir", "data.image_column",
     "data.label_column", "data.label_map", "data.class_depth", "speed.fold_batch_norm",
     "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
+    "train.loggers", "train.log_gradient_norm", "train.log_images",
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",
