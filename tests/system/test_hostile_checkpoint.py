@@ -342,7 +342,6 @@ NEVER = {
     "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir", "data.image_column",
     "data.label_column", "data.label_map", "data.class_depth", "speed.fold_batch_norm",
     "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
-    "train.loggers", "train.log_gradient_norm", "train.log_images",
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",
