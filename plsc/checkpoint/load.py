@@ -17,8 +17,10 @@ from torch import Tensor
 from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.manifest import (
     BACKBONE,
+    CALLBACK,
     CLASS_NAMES,
     CLASS_WEIGHTS,
+    EMA,
     MANIFEST_NAME,
     Checker,
     Manifest,
@@ -71,7 +73,7 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
 
 
 def load_weights(
-    path: str | os.PathLike[str], kind: str = BACKBONE, head: str | None = None
+    path: str | os.PathLike[str], kind: str = BACKBONE, head: str | None = None, averaged: bool = True
 ) -> dict[str, Tensor]:
     """Return the network's state dict from a checkpoint, or other tensors by name, on the CPU.
 
@@ -82,6 +84,8 @@ def load_weights(
         kind: ``backbone``; ``class_weights``: ``weight`` [classes, D], or [classes, sub-centres, D], and
             ``bias`` [classes] of a softmax; ``head_statistics``: statistics of AdaFace and CurricularFace.
         head: name of the head, for a checkpoint with several heads.
+        averaged: of the network's weights, return the moving average if the checkpoint has one
+            (`optim.ema_decay`).
 
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
@@ -98,7 +102,10 @@ def load_weights(
         if not chosen:
             of = "" if head is None else f" of the head {head!r}"
             raise CheckpointError(f"{path} has no {kind} tensor{of}; choose another checkpoint")
-        return {role.name: tensor.read() for role, tensor in chosen.items()}
+        return {
+            role.name: tensor.read()
+            for role, tensor in (opened.averaged(chosen) if averaged else chosen).items()
+        }
 
 
 def class_name_tensors(names: ClassNames, head: str = "") -> dict[Role, Tensor]:
@@ -267,6 +274,14 @@ class OpenCheckpoint:
         names = sorted({part.path.name for key in roles.values() for part in self._parts[key]})
         check_checksums(self.folder, self.manifest, names[rank::ranks])
         return {role: self.tensors[key] for role, key in roles.items()}
+
+    def averaged(self, found: dict[Role, StoredTensor]) -> dict[Role, StoredTensor]:
+        """Return the tensors, those of the network replaced by their moving averages if they exist."""
+        averages = self.select((CALLBACK,)) if any(role.kind == BACKBONE for role in found) else {}
+        return {
+            role: averages.get(Role(CALLBACK, role.name, EMA), one) if role.kind == BACKBONE else one
+            for role, one in found.items()
+        }
 
 
 def check_checksums(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

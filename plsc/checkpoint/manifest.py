@@ -23,6 +23,7 @@ from plsc.storage import publish
 FORMAT_VERSION = 3  # before 3, the learning rate was stored for a global batch of 1024
 MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the data files
+EMA = "ema"  # the callback that averages the network's weights; the names are those of `BACKBONE`
 HEADS_KEY = "heads"  # in the scalars: the heads by name, if there are several
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal may interpret them
 _DEEPEST = 50  # levels of JSON; Python's recursion limit allows some hundred
@@ -37,9 +38,10 @@ OPTIMIZER = "optimizer"  # state of the network's optimizer
 CLASS_OPTIMIZER = "class_optimizer"  # state of the optimizer of sharded class weights
 RANK = "rank"  # of a single rank: random generators, buffers that differ between ranks
 CLASS_NAMES = "class_names"
+CALLBACK = "callback"  # state of a callback
 EXTRA = "extra"
 KINDS = (
-    BACKBONE, CLASS_WEIGHTS, STATISTICS, OPTIMIZER, CLASS_OPTIMIZER, RANK, CLASS_NAMES, EXTRA
+    BACKBONE, CLASS_WEIGHTS, STATISTICS, OPTIMIZER, CLASS_OPTIMIZER, RANK, CLASS_NAMES, CALLBACK, EXTRA
 )  # fmt: skip
 
 
@@ -51,7 +53,8 @@ class Role:
         kind: one of KINDS.
         name: such as ``weight``, ``momentum_buffer`` or ``random``.
         of: for class weights, statistics and class names the head's name, empty for a single head; for
-            optimizer state the key of its parameter; for `RANK` the rank's number.
+            optimizer state the key of its parameter; for `RANK` the rank's number; for `CALLBACK` the name
+            of the callback.
     """
 
     kind: str
@@ -70,6 +73,8 @@ class Role:
             return f"rows.{self.of.partition('.')[2]}.{self.name}"
         if self.kind == RANK:
             return f"rank{self.of}.{self.name}"
+        if self.kind == CALLBACK:
+            return f"callbacks.{self.of}.{self.name}"
         if self.kind == CLASS_NAMES:
             return ".".join(filter(None, (CLASS_NAMES, self.of, self.name)))
         return f"{BACKBONE}.{self.name}" if self.kind == BACKBONE else self.name

@@ -333,3 +333,10 @@ class OptimOptions:
         "set_clip_scope(scope)",
         one_of("backbone", "all"),
     )
+    ema_decay: float = of_run(
+        0.0,
+        "decay per step, such as 0.999, of an exponential moving average of the network's weights, which is "
+        "saved, and used in evaluation, test and predict; 0: off",
+        "set_ema_decay(decay)",
+        between(0, 0.999999),
+    )

@@ -504,6 +504,13 @@ class Setters:
         """
         self.options.set("optim.clip_scope", scope)
 
+    def set_ema_decay(self, decay: float) -> None:
+        """Set ``optim.ema_decay``: decay per step, such as 0.999, of an exponential moving average of the
+        network's weights, which is saved, and used in evaluation, test and predict; 0: off. Default:
+        0.0.
+        """
+        self.options.set("optim.ema_decay", decay)
+
     def set_precision(self, mode: str) -> None:
         """Set ``precision.mode``: data type in which the backbone computes: float32, float16 (with loss
         scaling; on CPUs, bfloat16 is used) or bfloat16; weights, their updates and the loss are always

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plsc.checkpoint import ShardedTensor
+from plsc.checkpoint.manifest import CALLBACK, Role
 from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
@@ -48,6 +50,9 @@ EVENTS = {
 """The events in order, with their meaning."""
 
 
+CallbackTensors = dict[Role, Tensor | ShardedTensor]
+
+
 class Callback:
     """Base class of callbacks. Define one method per event, named like it: ``def after_step(self, context)``.
 
@@ -62,11 +67,17 @@ class Callback:
     name: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints: JSON values, those of rank 0 are saved."""
+        """Return the state to save in checkpoints: JSON values and tensors, those of rank 0 are saved.
+
+        Called on all ranks. A ShardedTensor (plsc.checkpoint) has the rows of this rank.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state when a run resumes."""
+        """Restore the state when a run resumes.
+
+        Tensors that `state_dict` already returns before are filled in place.
+        """
 
 
 class FunctionCallback(Callback):
@@ -246,13 +257,28 @@ class Callbacks:
         self.context.batch = self.context.output = None
         self.context._outputs = {}
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the callbacks that have one, by name."""
-        states = {name: one.state_dict() for name, one in self._named()}
-        return {name: state for name, state in states.items() if state}
+    def state(self) -> tuple[dict[str, dict[str, Any]], CallbackTensors]:
+        """Return the JSON values of the callbacks' states, by name, and their tensors; a collective."""
+        values: dict[str, dict[str, Any]] = {}
+        tensors: CallbackTensors = {}
+        for name, one in self._named():
+            for key, value in one.state_dict().items():
+                if isinstance(value, (Tensor, ShardedTensor)):
+                    tensors[Role(CALLBACK, key, name)] = value
+                else:
+                    values.setdefault(name, {})[key] = value
+        return values, tensors
 
-    def load_state(self, states: Mapping[str, dict[str, Any]]) -> None:
+    @property
+    def names(self) -> set[str]:
+        """The names of the callbacks in checkpoints."""
+        return {name for name, _ in self._named()}
+
+    def load_state(self, values: Mapping[str, dict[str, Any]], tensors: CallbackTensors) -> None:
         """Restore the callbacks by name; those that the checkpoint does not have start anew."""
+        states = {name: dict(state) for name, state in values.items()}
+        for role, tensor in tensors.items():
+            states.setdefault(role.of, {})[role.name] = tensor
         for name, one in self._named():
             if name in states:
                 one.load_state_dict(states[name])

@@ -32,6 +32,7 @@ from plsc.train.checks import (
     stop_at_bad_weights,
 )
 from plsc.train.directories import open_directories, open_start
+from plsc.train.ema import WeightAverage
 from plsc.train.evaluation import evaluate_targets
 from plsc.train.loggers import Logging
 from plsc.train.metrics import BadSampleReport, Mean, Meter
@@ -74,7 +75,9 @@ def with_output(run: Run, folder: Path, is_resumed: bool = False) -> Run:
     """Return the run with the callbacks that write its metrics to a folder, and that warn about problems."""
     context = run.callbacks.context
     context.folder = folder
+    decay = run.options.optim.ema_decay
     callbacks: list[Callback] = [
+        *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
         DataWait.of(run.data.loader, run.world),
         LearningCheck.of(run, is_resumed),

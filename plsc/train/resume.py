@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, load_tensors
+from plsc.checkpoint.load import OpenCheckpoint
 from plsc.checkpoint.manifest import (
+    CALLBACK,
     CLASS_NAMES,
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
@@ -75,15 +77,17 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         role: value for role, value in tensors.items() if role not in fresh and match.is_kept(role.key, here)
     }
     own = own_tensors(run, manifest)
-    load_tensors(path, {**wanted, **own}, run.world)
+    of_callbacks = {
+        role: value for role, value in run.callbacks.state()[1].items() if role.key in manifest.tensors
+    }
+    load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
     check_counts(path, wanted)
     _restore_heads(run, path, manifest, match)
     _restore_position(run, path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
         restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
-    run.callbacks.load_state(
-        Checker(str(path)).mapping(scalars.get("callbacks", {}), "the state of callbacks")
-    )
+    values = Checker(str(path)).mapping(scalars.get("callbacks", {}), "the state of callbacks")
+    run.callbacks.load_state(values, {**_other_tensors(run, path, manifest), **of_callbacks})
     length = scalars.get("steps_per_epoch")
     loader = run.data.loader
     if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
@@ -91,6 +95,21 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
     return [*match.lines(), *_lines_about_optimizer(run, scalars, {role.of for role in fresh})]
+
+
+def _other_tensors(run: Run, path: Path, manifest: Manifest) -> dict[Role, Tensor]:
+    """Return the tensors of this run's callbacks that their `state_dict` does not return yet."""
+    known, names = run.callbacks.state()[1], run.callbacks.names
+    wanted = {
+        info.role
+        for info in manifest.tensors.values()
+        if info.role.kind == CALLBACK and info.role.of in names and info.role not in known
+    }
+    if not wanted:
+        return {}
+    with OpenCheckpoint(path, manifest) as opened:
+        found = opened.select((CALLBACK,))
+        return {role: found[role].read() for role in wanted}
 
 
 def _restore_groups(run: Run, path: Path, saved: Any) -> None:

@@ -49,6 +49,7 @@ def take_snapshot(
 
     metrics: values for `Retention`. lineage: class changes of earlier checkpoints.
     """
+    callbacks, callback_tensors = run.callbacks.state()
     manifest = Manifest(
         plsc_version=__version__,
         step=run.position.step,
@@ -64,11 +65,12 @@ def take_snapshot(
             METRICS_KEY: metrics,
             ARGUMENTS_KEY: constructor_arguments(run.network),
             **_scalars(run),
+            "callbacks": callbacks,
         },
         lineage=lineage or [],
         run_id=run_id,
     )
-    return Snapshot(_tensors(run), manifest)
+    return Snapshot({**_tensors(run), **callback_tensors}, manifest)
 
 
 def _class_ranges(head: Head, world: World) -> list[list[int]]:
@@ -117,7 +119,6 @@ def _scalars(run: Run) -> dict[str, Any]:
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
         "optimizer_computed_by": describe_implementation(run.optimizer),
-        "callbacks": run.callbacks.state(),
         "optimizer_groups": _changed_settings(run),
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }

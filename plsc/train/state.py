@@ -85,15 +85,17 @@ def collect_tensors(
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 rest[Role(OPTIMIZER, state, key)] = value
-    for role, value in rest.items():
-        split, local = split_rows(value), local_part(value).detach()
-        if split is None:
-            found[role] = local
-        else:
-            start, mesh = split
-            is_copy = mesh is not None and mesh.get_local_rank(0) > 0
-            found[role] = ShardedTensor(local, value.shape[0], start, is_copy)
-    return found
+    return found | {role: to_save(value, local_part(value).detach()) for role, value in rest.items()}
+
+
+def to_save(tensor: Tensor, local: Tensor) -> Tensor | ShardedTensor:
+    """Return the local part of a tensor as a checkpoint needs it; `local` is sharded like `tensor`."""
+    split = split_rows(tensor)
+    if split is None:
+        return local
+    start, mesh = split
+    is_copy = mesh is not None and mesh.get_local_rank(0) > 0
+    return ShardedTensor(local, tensor.shape[0], start, is_copy)
 
 
 def collect_numbers(network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer) -> Numbers:

@@ -86,7 +86,7 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
     if path.is_dir():
         with OpenCheckpoint(path) as opened:
             kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
-            found = opened.select(kinds, run.world.rank, run.world.size)
+            found = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
             weights = {role.name: one for role, one in found.items() if role.kind == BACKBONE}
             rows = {role.key: one for role, one in found.items() if role.kind != BACKBONE}
             return _take(run, weights, rows, _orders(run, path), source)

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from plsc.checkpoint import load_weights
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 
@@ -22,3 +24,14 @@ def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(tmp_path, rank
     assert steps == 3
     assert (Path(checkpoint) / "manifest.json").exists()
     assert [event for event, _ in events][-3:] == ["epoch_end", "saved", "run_end"]
+
+
+@pytest.mark.slow
+def test_the_moving_average_of_a_sharded_network_is_that_of_a_replicated_one(tmp_path):
+    dataset = write_dataset(tmp_path / "faces", classes=5, per_class=6)
+    run_ranks(WORKER, 2, str(dataset), str(tmp_path), "average")
+    expected = load_weights(tmp_path / "replicated/1")
+    raw = load_weights(tmp_path / "replicated/1", averaged=False)
+    assert not torch.equal(expected["stem.0.weight"], raw["stem.0.weight"])
+    for name in ("sharded", "resumed"):
+        torch.testing.assert_close(load_weights(tmp_path / name / "1"), expected, rtol=1e-4, atol=1e-5)

@@ -222,8 +222,8 @@ def test_recompute_agrees_with_the_report_and_notices_a_wrong_figure(trained: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["custom_model.py", "custom_reader.py"])
-def test_the_examples_of_own_model_and_own_reader_learn(data: Path, script: str) -> None:
+@pytest.mark.parametrize("script", ["custom_model.py", "custom_reader.py", "watch_training.py"])
+def test_the_small_examples_learn(data: Path, script: str) -> None:
     folder = data.parent / script
     run(script, data, folder, "--steps", 20)
     losses = [
