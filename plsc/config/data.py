@@ -121,6 +121,13 @@ class DataOptions:
         "not set, 'lfw' if lfw.bin exists",
         "set_val_targets(targets)",
     )
+    val_dir: str | None = declare(
+        None,
+        "held-out labelled images: a dataset in any format of dataset_dir, with the same classes; top-1 and "
+        "top-5 accuracy are measured whenever pair files are",
+        "set_val_dir(directory)",
+        not_empty,
+    )
     num_workers: int = declare(
         2,
         "threads or processes per rank that load images in the background; 0: load between steps",

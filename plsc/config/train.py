@@ -51,9 +51,11 @@ class TrainOptions:
         "set_train_steps(num)",
         at_least(1),
     )
-    calc_acc: bool = of_run(False, "measure the training accuracy at each logged step", "set_calc_acc(calc)")
+    calc_acc: bool = of_run(
+        False, "measure the training accuracy (top-1, top-5) at each logged step", "set_calc_acc(calc)"
+    )
     log_period: int = of_run(200, "steps between two log lines", "set_log_period(period)", at_least(1))
-    with_test: bool = of_run(True, "evaluate val_targets during training", "set_with_test(with_test)")
+    with_test: bool = of_run(True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)")
     test_period: int = of_run(
         0,
         "steps between evaluations, in addition to the end of each epoch; 0: only at the end of epochs",
@@ -174,8 +176,9 @@ class CheckpointOptions:
     )
     monitor: str | None = declare(
         None,
-        "metric that decides which checkpoint is best: 'loss', or 'lfw accuracy' for the pair file lfw; "
-        "when not set, accuracy on the first pair file, else the loss",
+        "metric that decides which checkpoint is best: 'loss', 'lfw accuracy' for the pair file lfw, or "
+        "'val top1' or 'val top5' for val_dir; when not set, the first that the run measures: accuracy on a "
+        "pair file, top-1 on val_dir, the loss",
         "set_monitor(metric)",
         not_empty,
     )

@@ -1,4 +1,4 @@
-"""Verification on pair files, during training and after it, and prediction of embeddings."""
+"""Evaluation on pair files and labelled images, during training and after it; prediction of embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,11 +21,14 @@ from plsc.config.option import name_of
 from plsc.data.class_names import class_names_of
 from plsc.data.pairs import read_pairs
 from plsc.data.reader import declares_shards
-from plsc.data.sources.base import FileSource, IndexedSource, Source
+from plsc.data.sources.base import FileSource, IndexedSource
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import CheckpointError, DataError
-from plsc.evaluate.embed import embed_images
+from plsc.evaluate.classification import classify
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.verification import VerificationResult, verify
+from plsc.heads import Head
+from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url
@@ -33,6 +36,8 @@ from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
 from plsc.train.directories import open_checkpoint, open_load_dir
+from plsc.train.heads import load_head
+from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.network import (
     build_network,
     evaluated,
@@ -58,6 +63,8 @@ class Target:
 
     images: [2P] encoded images, or arrays from a reader. is_same: bool [P].
     """
+
+    METRICS: ClassVar = VerificationResult.METRICS
 
     name: str
     images: Sequence[Any]
@@ -96,27 +103,39 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
 
 
 def evaluate_targets(
-    network: BaseModel, targets: Sequence[Target], options: Config, world: World
-) -> dict[str, VerificationResult]:
-    """Return the ten-fold verification of every pair file, identical on all ranks; a collective."""
-    results = {}
+    network: BaseModel,
+    targets: Sequence[Target | HeldOutSet],
+    options: Config,
+    world: World,
+    head: Head | JointHead | None = None,
+) -> dict[str, Any]:
+    """Return a VerificationResult per pair file, a ClassificationResult for a held-out set; a collective.
+
+    Results are identical on all ranks. head: needed for a held-out set.
+    """
+    results: dict[str, Any] = {}
     network = evaluated(network, options, world)
     for target in targets:
-        with evaluation_context(options, world.device):
-            embeddings = embed_images(
-                network,
-                target.images,
-                options.model.image_shape,
-                batch_size=options.train.test_batch_size,
-                device=world.device,
-                flip=options.data.flip,
-                world=world,
-                name=target.name,
-                num_threads=options.data.num_workers,
+        is_labelled = isinstance(target, HeldOutSet)
+        embeddings = _embed(
+            network,
+            target.images,
+            options,
+            world,
+            target.name,
+            options.data.num_workers,
+            flip=options.data.flip and not is_labelled,
+            gather=not is_labelled,
+        )
+        if isinstance(target, HeldOutSet):
+            assert isinstance(head, Head)
+            results[target.name] = classify(
+                head, embeddings, target.labels, batch_size=options.train.test_batch_size, world=world
             )
-        # Every rank has all embeddings, but only one evaluates them, so that results are identical.
-        result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
-        results[target.name] = world.broadcast_object(result)
+        else:
+            # Every rank has all embeddings, but only one evaluates them, so that results are identical.
+            result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
+            results[target.name] = world.broadcast_object(result)
     return results
 
 
@@ -133,20 +152,25 @@ class Prediction:
     labels: np.ndarray
 
 
-def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
-    """Return the verification of the checkpoint's network on every pair file, by name."""
-    network, config = load_for_run(options, world, user.model)
-    targets = load_targets(config, user.test_reader)
+def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
+    """Return the results of the checkpoint's network on every pair file and on `data.val_dir`, by name."""
+    checkpoint = open_load_dir(options.resolve(), world)
+    network, config = load_for_run(options, world, user.model, checkpoint)
+    targets: list[Target | HeldOutSet] = [*load_targets(config, user.test_reader)]
+    head = None
+    if config.data.val_dir is not None:
+        head = load_head(*checkpoint, world)
+        names = [target.name for target in targets]
+        targets += open_held_out(config, head.class_num, read_class_names(*checkpoint), names)
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "
-            "set_val_targets()"
+            "set_val_targets(), or set a labelled dataset with set_val_dir()"
         )
-    results = evaluate_targets(network, targets, config, world)
-    if world.is_main:
-        for name, result in results.items():
-            rates = ", ".join(f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items())
-            logger.info(f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}")
+    results = evaluate_targets(network, targets, config, world, head)
+    for name, result in results.items():
+        rates = result.tar_at_far.items() if isinstance(result, VerificationResult) else ()
+        world.log(", ".join([f"{name}: {result.summary()}", *(f"TAR {tar:.4f} at FAR {far:g}" for far, tar in rates)]))
     return results
 
 
@@ -249,22 +273,15 @@ def _first_problem(error: RuntimeError) -> str:
     return f"{first} (and {len(problems) - 1} more)" if len(problems) > 1 else first
 
 
-class ImagesOf:
-    """The images of a source without labels, read on access."""
-
-    def __init__(self, source: Source, which: range) -> None:
-        self._source = source
-        self._which = which
-
-    def __len__(self) -> int:
-        return len(self._which)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._source[self._which[index]][0]
-
-
 def _embed(
-    network: BaseModel, images: Any, options: Config, world: World, name: str, threads: int
+    network: BaseModel,
+    images: Any,
+    options: Config,
+    world: World,
+    name: str,
+    threads: int,
+    flip: bool = False,
+    gather: bool = True,
 ) -> np.ndarray:
     with evaluation_context(options, world.device):
         return embed_images(
@@ -273,10 +290,11 @@ def _embed(
             options.model.image_shape,
             batch_size=options.train.test_batch_size,
             device=world.device,
-            flip=False,
+            flip=flip,
             world=world,
             name=name,
             num_threads=threads,
+            gather=gather,
         )
 
 

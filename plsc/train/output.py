@@ -48,6 +48,8 @@ class Progress(Callback):
         values["lr"] = f"{metrics['lr']:.4g}"
         if metrics["accuracy"] is not None:
             values["accuracy"] = f"{metrics['accuracy']:.3f}"
+        if metrics["accuracy_top5"] is not None:
+            values["top5"] = f"{metrics['accuracy_top5']:.3f}"
         if metrics.get("loss_scale") is not None:
             values["loss_scale"] = f"{metrics['loss_scale']:g}"
             values["skipped_steps"] = str(metrics["skipped_steps"])
@@ -64,10 +66,7 @@ class Progress(Callback):
     def evaluated(self, context: Context) -> None:
         """Log the results."""
         for name, result in context.evaluation.items():
-            context.world.log(
-                f"{_position(context, context.current_epoch)} {name}: accuracy {result.accuracy:.4f} "
-                f"+- {result.accuracy_std:.4f}"
-            )
+            context.world.log(f"{_position(context, context.current_epoch)} {name}: {result.summary()}")
 
     def run_end(self, context: Context) -> None:
         """Close the progress bar."""
