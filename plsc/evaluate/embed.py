@@ -137,7 +137,7 @@ def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
 
 
 def _share(world: World, embed_range: Callable[[], np.ndarray], gather: bool) -> np.ndarray:
-    """Return the parts of all ranks, or with `gather` False of this rank; if a rank fails, all ranks raise."""
+    """Return the parts of all ranks (`gather`) or that of this rank; if a rank fails, all ranks raise."""
     error: Exception | None = None
     part = np.empty((0, 0), np.float32)
     try:

@@ -69,8 +69,8 @@ def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[
     """Plot loss, learning rate, and if present batch accuracy and evaluation accuracy, over the steps.
 
     The file has one JSON object per line, ``{"step": .., "loss": .., "lr": .., "accuracy": ..}`` or
-    ``{"step": .., "eval": {name: {"accuracy": ..}}}`` (or ``top1``). Incomplete lines (of a killed run) are ignored. If a
-    resumed run repeats steps, the later line is used.
+    ``{"step": .., "eval": {name: {"accuracy": ..}}}`` (or ``top1``). Incomplete lines (of a killed run) are
+    ignored. If a resumed run repeats steps, the later line is used.
 
     Raises:
         DataError: the file cannot be read or has no loss yet, or the plot cannot be written.

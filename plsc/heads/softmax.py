@@ -217,7 +217,7 @@ class TorchBackend:
         return torch.cat(biases) if biases else None
 
     def class_logits(self, rows: Rows, queries: Queries, tile: slice) -> Tensor:
-        """Return the logits without margin of the classes of a tile, [B, t / K]; of the nearest sub-centres."""
+        """Return the logits without margin of the classes of a tile, [B, t / K]."""
         w, _ = tile_weights(rows, tile, queries.unit)
         z = self._products_and_bias(rows, queries, w, tile) * queries.scale
         return z.view(len(z), len(w) // rows.centers, rows.centers).amax(dim=2)

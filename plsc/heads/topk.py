@@ -53,7 +53,7 @@ def top_of_logits(logits: Tensor, k: int) -> Top:
 
 
 def count_hits(classes: Tensor, labels: Tensor) -> Tensor:
-    """Return how many labels [b] are the first class, and how many are any of the classes [b, k]; int64 [2]."""
+    """Return how many labels [b] equal the first and how many any of the classes [b, k]; int64 [2]."""
     hits = classes == labels[:, None]
     return torch.stack([hits[:, 0].sum(), hits.sum()])
 

@@ -267,7 +267,7 @@ def _check_several(options: Config, reader: Any) -> None:
         )
     if options.data.val_dir is not None:
         raise OptionError(
-            "data.val_dir cannot be used with several data sets, which have no common classes; use pair files "
+            "data.val_dir cannot be used with several data sets, as each has its own classes; use pair files "
             "(data.val_targets)"
         )
     if options.data.last_batch == "keep":

@@ -170,7 +170,8 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     results = evaluate_targets(network, targets, config, world, head)
     for name, result in results.items():
         rates = result.tar_at_far.items() if isinstance(result, VerificationResult) else ()
-        world.log(", ".join([f"{name}: {result.summary()}", *(f"TAR {tar:.4f} at FAR {far:g}" for far, tar in rates)]))
+        tars = (f", TAR {tar:.4f} at FAR {far:g}" for far, tar in rates)
+        world.log(f"{name}: {result.summary()}{''.join(tars)}")
     return results
 
 
