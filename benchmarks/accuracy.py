@@ -1,14 +1,13 @@
-"""Trains the demo's network on the demo's glyphs with several losses and row types, three seeds each.
+"""Train the demo's network on the demo's glyphs with several losses and data types, three seeds each.
 
     python demo/make_glyphs.py build/glyphs
     python benchmarks/accuracy.py build/glyphs build/accuracy               # about 50 minutes on two cores
     python benchmarks/accuracy.py build/glyphs build/accuracy --ways "arcface;cosface" --seeds 1
 
-Everything but the loss is as in demo/train_glyphs.py: network, batches, rates, epochs. The margins are
-milder than those of the papers, as the demo's is, and were not tuned for any loss but ArcFace. Verification
-is on pairs of classes that no network has seen. Each training is a torchrun job of two ranks with a folder
-of its own; one that is there already is not trained again, and --report trains none. Writes results.md,
-results.json and curves.png.
+Network, batch size, learning rate and epochs are those of demo/train_glyphs.py. The margins are smaller than
+in the papers and were tuned only for ArcFace. Verification uses pairs of classes that were not trained. Each
+training is a torchrun job of two ranks with its own folder. Finished trainings are not repeated; --report
+trains nothing. Writes results.md, results.json and curves.png.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ COLUMNS = ("accuracy", "TAR at FAR 1e-2")
 
 
 def train(way: str, seed: int, data: Path, run: Path) -> None:
-    """Train one network; every rank of the job calls it."""
+    """Train one network. Called by every rank of the job."""
     from plsc import Entry
 
     with (data / "label.txt").open() as file:
@@ -85,7 +84,7 @@ def folder_of(out: Path, way: str, seed: int) -> Path:
 
 
 def launch(way: str, seed: int, data: Path, out: Path) -> None:
-    """Start one training of two ranks, unless it has been made."""
+    """Run one training on two ranks, unless it is finished already."""
     run = folder_of(out, way, seed)
     if (run / "verification.json").exists():
         return
@@ -95,13 +94,13 @@ def launch(way: str, seed: int, data: Path, out: Path) -> None:
 
 
 def trained(out: Path, way: str, seeds: int) -> list[int]:
-    """Return the seeds with which a way has been trained to the end."""
+    """Return the seeds with which a way was trained to the end."""
     all_seeds = range(1, seeds + 1)
     return [s for s in all_seeds if (folder_of(out, way, s) / "verification.json").exists()]
 
 
 def table(out: Path, ways: list[str], seeds: int) -> str:
-    """Return mean and deviation of each way as a Markdown table, and write the numbers."""
+    """Return mean and standard deviation of each way as a Markdown table, and write results.json."""
     lines = [f"| | seeds | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     numbers: dict[str, list[dict[str, float]]] = {}
     for way in ways:
@@ -123,7 +122,7 @@ def table(out: Path, ways: list[str], seeds: int) -> str:
 
 
 def draw_curves(out: Path, ways: list[str], seeds: int) -> None:
-    """Draw the loss over the steps of the low-precision ways beside float32, all seeds."""
+    """Plot the loss of the low-precision ways and of float32, all seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,7 +136,7 @@ def draw_curves(out: Path, ways: list[str], seeds: int) -> None:
             points = [(m["step"], m["mean_loss"]) for m in metrics if "mean_loss" in m]
             axes.plot(
                 *zip(*points, strict=True),
-                "0.7" if way == "arcface" else f"C{number}",  # the noise of float32, in grey
+                "0.7" if way == "arcface" else f"C{number}",  # the spread of float32, in grey
                 lw=1,
                 label=way if seed == 1 else None,
             )
@@ -148,13 +147,13 @@ def draw_curves(out: Path, ways: list[str], seeds: int) -> None:
 
 
 def main() -> None:
-    """Train what is asked for, then report."""
+    """Train the chosen ways, then report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path, help="folder that demo/make_glyphs.py made")
     parser.add_argument("out", type=Path, help="folder for trainings and results")
     parser.add_argument("--ways", default="all", help="names separated by semicolons, or 'all'")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--report", action="store_true", help="report what has been trained, train nothing")
+    parser.add_argument("--report", action="store_true", help="report finished trainings; train nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -163,7 +162,7 @@ def main() -> None:
     ways = list(WAYS) if options.ways == "all" else options.ways.split(";")
     unknown = set(ways) - set(WAYS)
     if unknown:
-        parser.error(f"no such ways: {sorted(unknown)}; there are {'; '.join(WAYS)}")
+        parser.error(f"unknown ways: {sorted(unknown)}; there are {'; '.join(WAYS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     for seed in range(1, 1 if options.report else options.seeds + 1):
         for way in ways:

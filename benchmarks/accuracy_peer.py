@@ -6,14 +6,16 @@
     python benchmarks/accuracy_peer.py build/study --omniglot ... --rates 0.02 --no-peer \\
         --variant "no clipping: optim.clip_norm=0" --variant "no warm-up: optim.warmup_steps=0"
 
-The peer: the network as its package makes it, with a BatchNorm1d at its end; ArcFaceLoss with its defaults
-(margin 28.6 degrees, scale 64); SGD with momentum 0.9 and weight decay 5e-4 over both; a constant rate.
-Ours: `Entry` on its defaults but for the sizes. Each runs at every rate of the same grid, ours on its
-default rate, too (the peer has none; most examples have 0.02 or less). A variant is Entry with some options
-changed, at the same rates unless it sets optim.lr. No augmentation. Judged on pairs of classes that were not
-trained: 200 of the glyphs' classes; of Omniglot three alphabets, where two are trained. Every run is a
-process with one thread and a result of its own in the folder; one that is there is not repeated. Writes
-results.md, results.json and learning.png.
+- The peer: the network of its package followed by BatchNorm1d; ArcFaceLoss with its defaults (margin 28.6
+  degrees, scale 64); SGD with momentum 0.9 and weight decay 5e-4; a constant learning rate.
+- plsc: `Entry` with its defaults except the sizes. A variant changes some of its options.
+- Both run at every rate of --rates, plsc also at its default rate. A variant that sets optim.lr runs
+  only at that rate.
+- No augmentation. Verification uses pairs of classes that were not trained: 200 classes of the glyphs; three
+  alphabets of Omniglot, of which two others are trained.
+
+Every run is a process with one thread. Finished runs are not repeated. Writes results.md, results.json and
+learning.png.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from torch import Tensor, nn
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-TRAINED = ("Japanese_(katakana)", "Sanskrit")  # of Omniglot's alphabets
+TRAINED = ("Japanese_(katakana)", "Sanskrit")  # alphabets of Omniglot
 UNSEEN_GLYPHS = 200  # classes
 PAIRS = 6000
 COLUMNS = ("accuracy", "TAR at FAR 1e-2")
@@ -51,25 +53,25 @@ COLUMNS = ("accuracy", "TAR at FAR 1e-2")
 
 @dataclass(frozen=True)
 class Way:
-    """One row of the table: who trains, at which rate (None: the default), with which options changed."""
+    """One row of the table: a trainer, its learning rate (None: the default), and changed options."""
 
     name: str
     rate: float | None
     options: tuple[str, ...] = ()
 
     def path(self, folder: Path, seed: int) -> Path:
-        """Return where the result of a seed is kept."""
+        """Return the file of the result of a seed."""
         name = re.sub(r"[^\w.]+", "-", self.name)
         return folder / f"{name}-{'default' if self.rate is None else self.rate}-{seed}.json"
 
     @property
     def label(self) -> str:
-        """Name and rate."""
+        """The name and the learning rate."""
         return f"{self.name}, {'default rate' if self.rate is None else f'rate {self.rate:g}'}"
 
 
 class Images:
-    """Images float32 [N, 3, H, W] in -1..1 and labels [N] to train on, and pairs of unseen classes."""
+    """Training images, float32 [N, 3, H, W] in -1..1, their labels [N], and pairs of unseen classes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         read = _read_glyphs if options.glyphs else _read_omniglot
@@ -92,7 +94,7 @@ class Images:
         self.is_same = np.arange(PAIRS) % 2 == 1
 
     def order(self, seed: int, epoch: int) -> list[int]:
-        """Return the order in which all ways see the images."""
+        """Return the order of the images in an epoch, the same for all ways."""
         generator = torch.Generator().manual_seed(1000 * seed + epoch)
         return torch.randperm(len(self.train), generator=generator).tolist()
 
@@ -133,7 +135,7 @@ def _stack(classes: dict[str, list[Tensor]]) -> tuple[Tensor, np.ndarray]:
 
 
 def train_peer(images: Images, options: argparse.Namespace, way: Way) -> dict[str, Any]:
-    """Train as most people would without plsc."""
+    """Train in a plain PyTorch loop with pytorch-metric-learning."""
     from pytorch_metric_learning.losses import ArcFaceLoss
 
     torch.manual_seed(options.seed)
@@ -167,12 +169,12 @@ def _plain_network(options: argparse.Namespace) -> nn.Module:
         return timm.create_model(name, num_classes=options.emb_size)
     from plsc.models import build_model
 
-    # With its own neck, whose last batch norm the one behind it repeats.
+    # Its neck ends in batch norm already; the caller adds another one.
     return build_model(options.network, options.emb_size, (3, options.size, options.size), 0.0)
 
 
 def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[str, Any]:
-    """Train with Entry on its defaults, but for the rate and the options of the way."""
+    """Train with the defaults of Entry, except the learning rate and the options of the way."""
     from plsc import Entry
 
     ins = Entry()
@@ -185,7 +187,7 @@ def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[st
     ins.set_with_test(False)
     ins.set_calc_acc(True)
     ins.set_log_period(10)
-    ins.set_num_workers(0)  # the reader below counts its epochs, so it stays in this process
+    ins.set_num_workers(0)  # the reader below counts epochs, so it must run in this process
     ins.set_last_batch("drop")
     folder = way.path(options.folder, options.seed).with_suffix("")
     ins.set_model_save_dir(str(folder))
@@ -217,7 +219,7 @@ def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[st
 
 
 def run_one(way: Way, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result of one training, made now in a process of its own unless it is there."""
+    """Return the result of one training; run it in a separate process if it is not finished."""
     path = way.path(options.folder, seed)
     if not path.exists():
         one = ["--run", way.name, "--seed", str(seed)]
@@ -232,7 +234,7 @@ def run_one(way: Way, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_results(results: dict[Way, list[dict[str, Any]]], raw: dict[str, float], folder: Path) -> None:
-    """Write mean and deviation over the seeds of each way as a table, and the course of ours as a picture."""
+    """Write a table of mean and standard deviation over the seeds, and plot the training of plsc."""
     lines = [f"| way | rate | {' | '.join(COLUMNS)} | worst accuracy | seconds |", "|---" * 6 + "|"]
     lines.append(f"| raw pixels | | {' | '.join(f'{raw[c]:.3f}' for c in COLUMNS)} | | |")
     for way, found in results.items():
@@ -276,7 +278,7 @@ def read_arguments() -> argparse.Namespace:
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--omniglot", type=Path, help="omniglot_small2.zip")
     data.add_argument("--glyphs", type=Path, help="folder that demo/make_glyphs.py made")
-    parser.add_argument("--classes", type=int, default=200, help="of the glyphs, to train on")
+    parser.add_argument("--classes", type=int, default=200, help="number of the glyphs' classes to train on")
     parser.add_argument("--network", default="torchvision/resnet18")
     parser.add_argument("--size", type=int, default=32, help="side of the images")
     parser.add_argument("--emb-size", type=int, default=64)
@@ -284,10 +286,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="*", default=[0.005, 0.02, 0.08])
-    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    parser.add_argument("--no-peer", action="store_true", help="run only plsc")
     parser.add_argument(
         "--variant", action="append", default=[], metavar="NAME: OPTION=VALUE ...",
-        help="Entry with other options, at the same rates; may be repeated",
+        help="Entry with changed options; may be repeated",
     )  # fmt: skip
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
@@ -296,7 +298,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is missing, two at a time, and report."""
+    """Run the missing trainings, two at a time, and report."""
     options = read_arguments()
     options.folder.mkdir(parents=True, exist_ok=True)
     images = Images(options)

@@ -1,9 +1,9 @@
-"""What a sharded backbone costs and saves: `torchrun --nproc-per-node=2 benchmarks/backbone_sharding.py`
+"""Time and memory of a sharded backbone: `torchrun --nproc-per-node=2 benchmarks/backbone_sharding.py`
 
-Steps of the whole machinery (backbone, head, both optimizers) on random images, with the backbone whole on
-every rank and sharded, a block of steps each in turn, in the same processes. Prints a line of JSON for each
-way (rank 0): milliseconds a step and of the backbone's optimizer (medians over the blocks), bytes of
-parameters, gradients and optimizer state on a rank, bytes that a rank hands to the collectives in a step.
+Makes full training steps on random images with a replicated and a sharded backbone. Both run in the same
+processes and take turns, one block of steps each. Rank 0 prints a line of JSON per way: milliseconds per step
+and per step of the backbone's optimizer (medians over the blocks); bytes per rank of parameters, gradients
+and optimizer state; bytes that a rank passes to collectives per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from measuring import say
+from measuring import print_json
 from traffic import count_bytes
 
 from plsc.config import Options
@@ -37,7 +37,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="ResNet50")
     parser.add_argument("--image", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=16, help="images a rank")
+    parser.add_argument("--batch", type=int, default=16, help="images per rank")
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--steps", type=int, default=3, help="of a block")
@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
 
 
 def build(arguments: argparse.Namespace, world: World, way: str, folder: str) -> Run:
-    """Return a run with random images of a reader that is never asked."""
+    """Return a run with random images; its reader is never called."""
 
     def reader() -> Iterator[Any]:
         yield from ()
@@ -68,7 +68,7 @@ def build(arguments: argparse.Namespace, world: World, way: str, folder: str) ->
 
 
 def step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Make a step; return the seconds of the backbone's optimizer."""
+    """Run a step; return the seconds of the backbone's optimizer."""
     run.optimizer.zero_grad(set_to_none=True)
     run.head(run.trained_network(images, labels, True), labels).loss.backward()
     began = time.perf_counter()
@@ -95,7 +95,7 @@ def bytes_of(run: Run) -> dict[str, int]:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     arguments = parse()
     world = World.from_environment("cpu")
     shape = (arguments.batch, 3, arguments.image, arguments.image)
@@ -115,14 +115,14 @@ def main() -> None:
             for _ in range(arguments.steps):
                 updating += step(run, images, labels)
             seconds = (time.perf_counter() - began) / arguments.steps
-            if block:  # the first one warms up
+            if block:  # the first block is a warm-up
                 times[way].append((seconds, updating / arguments.steps))
             given[way] = {name: total // arguments.steps for name, total in counted.items()}
             world.barrier()
     if world.is_main:
         for way, run in runs.items():
             seconds, updating = (statistics.median(values) for values in zip(*times[way], strict=True))
-            say(
+            print_json(
                 "backbone sharding",
                 way=way,
                 ranks=world.size,

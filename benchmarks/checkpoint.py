@@ -1,14 +1,14 @@
-"""Time and memory of saving, loading and resharding 2 GB of head state, beside what people use otherwise.
+"""Time and memory of saving, loading and resharding 2 GB of head state, compared with other methods.
 
 python benchmarks/checkpoint.py results/                    5 rounds of a minute each (needs 8 GB of disk)
 python benchmarks/checkpoint.py results/ --rounds 1 --add   one more round, added to the samples
-python benchmarks/checkpoint.py results/ --quick            16 MB, 2 rounds: does it run
+python benchmarks/checkpoint.py results/ --quick            16 MB, 2 rounds, to test the script
 
-Two gloo ranks hold a weight and a momentum of a million classes. In each round every way saves, then every
-way loads on 2, 3 and 1 ranks what it saved; who begins changes from round to round. Every save is on the disk
-(fsync) when it ends; loads read from the page cache. Each measurement has fresh processes. Their memory is
-looked at every few milliseconds: anonymous and shared pages of all ranks together beyond the state itself;
-pages of files that are mapped are counted apart. Writes samples.jsonl and results.md.
+Two gloo ranks hold weight and momentum of a million classes. In each round every way saves, then loads its
+checkpoint on 2, 3 and 1 ranks; the order changes from round to round. A save ends with fsync; loads read from
+the page cache. Each measurement uses new processes. Their memory is sampled every few milliseconds: anonymous
+and shared pages of all ranks in addition to the state. Mapped pages of files are counted separately. Writes
+samples.jsonl and results.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "benchmarks")]
-os.environ.update(
-    OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"
-)  # before torch is imported: it is forked afterwards
+os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")  # torch is imported only after the fork
 
 from checkpoint_ways import (  # noqa: E402
     DCP,
@@ -51,14 +49,14 @@ _READY, _DONE = 1, 2
 
 
 def main() -> int:
-    """Measure all ways in turns and write the results."""
+    """Measure all ways in turn and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder for the results and the checkpoints")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--classes", type=int, default=1_000_000)
     parser.add_argument("--dimension", type=int, default=256)
     parser.add_argument("--quick", action="store_true", help="8,000 classes, 2 rounds")
-    parser.add_argument("--add", action="store_true", help="to the samples that are there")
+    parser.add_argument("--add", action="store_true", help="add a round to the existing samples")
     given = parser.parse_args()
     if given.quick:
         given.classes, given.rounds = 8_000, min(given.rounds, 2)
@@ -86,7 +84,7 @@ def main() -> int:
 
 
 def measure_round(turn: int, work: Path, classes: int, dimension: int) -> Iterator[Sample]:
-    """Let every way save, and then load on other numbers of ranks."""
+    """Save with every way, then load on other numbers of ranks."""
     for way in _rotated(SAVES, turn):
         folder = work / way.name.replace(" ", "-")
         sample = measure(way, 2, folder, classes, dimension)
@@ -106,16 +104,16 @@ def _rotated(ways: tuple[Way, ...], turn: int) -> tuple[Way, ...]:
 
 
 def measure(way: Way, ranks: int, folder: Path, classes: int, dimension: int) -> Sample:
-    """Have fresh processes do it once; return the times of the slowest rank, and the memory.
+    """Save or load once in new processes; return the times of the slowest rank and the memory.
 
-    waited: seconds that training would wait; seconds: until all is done; cpu: processor seconds of all ranks.
-    peak: bytes beyond what the ranks had before, all together; on_one_rank: the most that one had; mapped:
-    pages of files.
+    waited: seconds that training would be blocked; seconds: until everything is done; cpu: CPU seconds of all
+    ranks. peak: bytes allocated by all ranks together; on_one_rank: maximum of one rank; mapped: pages of
+    files.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    board = mmap.mmap(-1, 4096)  # shared: a byte a rank, and one that lets them begin
+    board = mmap.mmap(-1, 4096)  # shared: a byte per rank, and one that starts them
     pids, answers = [], []
     for rank in range(ranks):
         read_end, write_end = os.pipe()
@@ -133,7 +131,7 @@ def measure(way: Way, ranks: int, folder: Path, classes: int, dimension: int) ->
             texts.append(file.read())
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     if any(statuses):
-        raise SystemExit(f"{way.name} on {ranks} ranks failed: see above")
+        raise SystemExit(f"{way.name} on {ranks} ranks failed; see above")
     times = [json.loads(text) for text in texts]
     slowest = {key: max(one[key] for one in times) for key in ("waited", "seconds")}
     return {**slowest, "cpu": sum(one["cpu"] for one in times), **memory}
@@ -150,7 +148,7 @@ def _run_rank(
     classes: int,
     dimension: int,
 ) -> None:
-    """Do it as one rank, once in small to have everything imported, and end the process."""
+    """Run one rank, first with a small state to import everything, and end the process."""
     status = 1
     try:
         os.environ.update(
@@ -181,7 +179,7 @@ def _run_rank(
 
 
 def _warm_up(way: Way, folder: Path, world: World) -> None:
-    """Do the same with 64 classes; a load needs a save before."""
+    """Save or load 64 classes; a load needs a save before."""
     small = folder.with_name(f"warm-{os.getppid()}-{folder.name}")
     state = make_state(64, 8, world, fill=True)
     save = way if way.reads is None else next(one for one in SAVES if one.name == way.reads)
@@ -196,11 +194,11 @@ def _warm_up(way: Way, folder: Path, world: World) -> None:
 
 
 def _watch(pids: list[int], board: mmap.mmap) -> dict[str, int]:
-    """Return what the processes needed at most beyond what they had when they were ready."""
+    """Return the peak memory of the processes in addition to what they had when they were ready."""
     count = len(pids)
     while any(board[rank] != _READY for rank in range(count)):
         if not all(Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z" for pid in pids):
-            raise SystemExit("a rank failed before it began: see above")
+            raise SystemExit("a rank failed before it started; see above")
         time.sleep(0.005)
     before = [_resident(pid) for pid in pids]
     board[count] = 1
@@ -212,25 +210,25 @@ def _watch(pids: list[int], board: mmap.mmap) -> dict[str, int]:
         peak, alone = max(peak, sum(more)), max(alone, *more)
         mapped = max(mapped, files)
         if any(Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z" for pid in pids):
-            break  # it has failed: its status says so
+            break  # it has failed, as its status shows
         time.sleep(0.004)
     return {"peak": peak, "on_one_rank": alone, "mapped": mapped}
 
 
 def _resident(pid: int) -> tuple[int, int]:
-    """Return bytes of anonymous and shared pages, and of mapped files, that a process has in memory."""
+    """Return the resident bytes of a process: anonymous and shared pages, and mapped files."""
     found = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name.startswith("Rss"):
             found[name] = 1024 * int(value.split()[0])
     if not found:
-        return 0, 0  # it has ended
+        return 0, 0  # the process has ended
     return found["RssAnon"] + found["RssShmem"], found["RssFile"]
 
 
 def render(samples: list[Sample]) -> str:
-    """Return the tables: medians, and the median over the rounds of the ratio to ours in the same round."""
+    """Return the tables: medians, and the median of each round's ratio to plsc."""
     classes, dimension = samples[0]["classes"], samples[0]["D"]
     size = 8 * classes * dimension
     lines = [f"{size / 1e9:.2f} GB of rows and momentum, {_rounds(samples)} rounds", ""]
@@ -238,7 +236,7 @@ def render(samples: list[Sample]) -> str:
         chosen = [one for one in samples if (one["op"], one["ranks"]) == (op, ranks)]
         title = "save on 2 ranks" if op == "save" else f"load on {ranks}, saved by 2"
         lines += [
-            f"| {title} | training waits, s | all, s (least to most) | x ours | CPU, s "
+            f"| {title} | training blocked, s | total, s (least to most) | / plsc | CPU, s "
             "| memory beyond the state, GB | on one rank, GB |",
             "|---|---|---|---|---|---|---|",
         ]

@@ -1,4 +1,4 @@
-"""The ways to save and load two sharded tensors that benchmarks/checkpoint.py compares."""
+"""Ways to save and load two sharded tensors, compared by benchmarks/checkpoint.py."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.machine import BackgroundThread
 from plsc.parallel.world import World
 
-Action = Callable[[Snapshot, Path, World], float]  # returns the seconds that training waited
-_BLOCK = 4096  # rows filled or looked at together
+Action = Callable[[Snapshot, Path, World], float]  # returns the seconds that training was blocked
+_BLOCK = 4096  # rows filled or compared at once
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do it. reads: the way whose files a load reads."""
+    """One way. reads: the way whose files it loads."""
 
     name: str
     act: Action
@@ -44,11 +44,11 @@ class Way:
 
 
 def make_state(rows: int, dimension: int, world: World, *, fill: bool) -> Snapshot:
-    """Return a weight and a momentum, float32 [rows, dimension], and a megabyte that every rank has."""
+    """Return weight and momentum, float32 [rows, dimension], and a replicated tensor of 1 MB."""
     start, stop = class_range(rows, world.rank, world.size)
     tensors: dict[Role, Tensor | ShardedTensor] = {role_of_key("backbone.w"): torch.ones(262_144)}
     for key in ("head.weight", "rows.weight.momentum"):
-        local = torch.empty(stop - start, dimension).fill_(-1)  # every page is there
+        local = torch.empty(stop - start, dimension).fill_(-1)  # touches every page
         if fill:
             for first in range(0, len(local), _BLOCK):
                 part = local[first : first + _BLOCK]
@@ -69,13 +69,13 @@ def _parts(state: Snapshot) -> dict[str, ShardedTensor]:
 
 
 def check_state(state: Snapshot) -> None:
-    """Raise ValueError unless every row that was loaded is the one that was saved."""
+    """Raise ValueError unless the loaded rows are equal to the saved ones."""
     for key, part in _parts(state).items():
         for first in range(0, len(part.local), _BLOCK):
             block = part.local[first : first + _BLOCK]
             expected = _rows_at(key, part.start + first, len(block), block.shape[1])
             if not torch.equal(block, expected):
-                raise ValueError(f"{key} came back with other rows near {part.start + first}")
+                raise ValueError(f"{key} differs after loading near {part.start + first}")
 
 
 def _rows_at(key: str, first: int, count: int, dimension: int) -> Tensor:
@@ -94,7 +94,7 @@ def _write_ours(state: Snapshot, folder: Path, world: World) -> None:
     save_checkpoint(folder.parent, folder.name, state, world)
 
 
-def _save_ours_beside(state: Snapshot, folder: Path, world: World) -> float:
+def _save_ours_asynchronously(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
     copy = state.copy_to_host()
     thread = BackgroundThread("save")
@@ -112,7 +112,7 @@ def _load_ours(state: Snapshot, folder: Path, world: World) -> float:
 
 
 def _save_gathered(state: Snapshot, folder: Path, world: World) -> float:
-    """Rank 0 gathers all rows and writes them with torch.save."""
+    """Gather all rows on rank 0 and write them with torch.save."""
     began = time.perf_counter()
     whole = _whole(state)
     for key, part in _parts(state).items():
@@ -135,7 +135,7 @@ def _save_gathered(state: Snapshot, folder: Path, world: World) -> float:
 
 
 def _load_gathered(state: Snapshot, folder: Path, world: World) -> float:
-    """Rank 0 reads everything with torch.load and hands out the rows."""
+    """Read everything on rank 0 with torch.load and scatter the rows."""
     began = time.perf_counter()
     whole = torch.load(folder / "state.pt", weights_only=True) if world.is_main else {}
     for key, part in _parts(state).items():
@@ -156,7 +156,7 @@ def _load_gathered(state: Snapshot, folder: Path, world: World) -> float:
 
 
 def _state_dict(state: Snapshot, world: World) -> dict[str, Any]:
-    """Return what torch.distributed.checkpoint takes: tensors, and DTensors for the sharded ones."""
+    """Return a state dict for torch.distributed.checkpoint: tensors, and DTensors for sharded ones."""
     content: dict[str, Any] = dict(_whole(state))
     for key, part in _parts(state).items():
         content[key] = part.local
@@ -176,12 +176,12 @@ def _save_dcp(state: Snapshot, folder: Path, world: World) -> float:
     return time.perf_counter() - began
 
 
-def _save_dcp_beside(state: Snapshot, folder: Path, world: World) -> float:
+def _save_dcp_asynchronously(state: Snapshot, folder: Path, world: World) -> float:
     began = time.perf_counter()
     content = _state_dict(state, world)
     future = dcp.async_save(content, checkpoint_id=folder, process_group=world.save_group)
     waited = time.perf_counter() - began
-    assert isinstance(future, Future)  # another response is for staging, which was not asked for
+    assert isinstance(future, Future)  # a result of another type is only for staging
     future.result()
     return waited
 
@@ -205,8 +205,8 @@ SAVES = (
     Way(OURS, _save_ours),
     Way(TORCH, _save_gathered),
     Way(DCP, _save_dcp),
-    Way(f"{OURS}, asynchronous", _save_ours_beside),
-    Way(f"{DCP}, asynchronous", _save_dcp_beside),
+    Way(f"{OURS}, asynchronous", _save_ours_asynchronously),
+    Way(f"{DCP}, asynchronous", _save_dcp_asynchronously),
 )
 LOADS = (
     Way(OURS, _load_ours, OURS),

@@ -1,11 +1,12 @@
-"""Times a convolution's forward and backward pass, ours beside torch's, over small and larger feature maps.
+"""Time forward and backward pass of the convolutions of plsc and of torch, for several feature maps.
 
     python benchmarks/convolution.py --threads 2
     ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python benchmarks/convolution.py      # a CPU without matrix units
 
-In bfloat16 on a CPU, channels last, both in one process in turn, many rounds; the ratio is taken round by
-round. "product" is the weights' gradient as plsc computes it where the output has few cells, here forced for
-every shape; the last column says whether plsc.models.layers.Conv2d goes that way.
+In bfloat16 on a CPU, channels last. Both run in one process and take turns for many rounds; the table has the
+median of each round's ratio. "product" is the gradient of the weights as a matrix product, which plsc uses
+for small outputs and which is forced here for every shape. The last column is what plsc.models.layers.Conv2d
+uses.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch import Tensor
 
 from plsc.models.layers import Conv2d, weight_gradient
 
-# images, channels, side, channels of the output, kernel, stride
+# images, channels, side, output channels, kernel, stride
 SHAPES = [
-    (128, 256, 2, 256, 3, 1),  # of the demo's network
+    (128, 256, 2, 256, 3, 1),  # from the demo's network
     (128, 128, 4, 128, 3, 1),
     (128, 128, 4, 256, 3, 2),
     (128, 64, 8, 128, 3, 2),
     (128, 64, 8, 64, 3, 1),
     (128, 128, 4, 256, 1, 2),
-    (64, 512, 7, 512, 3, 1),  # of ResNet18 on 112 x 112
+    (64, 512, 7, 512, 3, 1),  # from ResNet18 at 112 x 112
     (64, 256, 14, 512, 3, 2),
     (64, 256, 14, 256, 3, 1),
     (64, 256, 14, 512, 1, 2),
@@ -38,7 +39,7 @@ SHAPES = [
 
 
 def in_turn(ways: list[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Return the milliseconds of each way in each round, after one that does not count."""
+    """Return the milliseconds of each way in each round, after a warm-up round."""
     times: list[list[float]] = [[] for _ in ways]
     for turn in range(rounds + 1):
         for way, mine in zip(ways, times, strict=True):
@@ -98,7 +99,7 @@ def main() -> None:
     print(f"{options.threads} threads, {torch.backends.cpu.get_cpu_capability()}, ms (median)\n")
     print(
         "| convolution | forward | gradient of the input | of the weights: torch | product "
-        "| torch / product | plsc takes |"
+        "| torch / product | plsc uses |"
     )
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:

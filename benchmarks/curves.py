@@ -1,4 +1,4 @@
-"""Draws the loss of several runs over their steps in one picture, and prints how their evaluations ended.
+"""Plot the losses of several runs in one picture, and print their last evaluations.
 
 python benchmarks/curves.py precision.png float32=runs/a bfloat16=runs/b     # folders with metrics.jsonl
 """
@@ -22,7 +22,7 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Draw and print."""
+    """Plot and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("picture", type=Path)
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER")

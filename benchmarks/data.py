@@ -1,9 +1,9 @@
-"""The benchmarks of the data tools, one after another: partition, formats, loader, a training step.
+"""Run the benchmarks of the data tools in turn: partition, formats, loader, and a training step.
 
     python benchmarks/data.py build/data             # about 20 minutes on two cores, 8 GB of disk
-    python benchmarks/data.py --quick build/data     # do they run
+    python benchmarks/data.py --quick build/data     # to test the scripts
 
-Each has a script of its own, which says what it compares and takes more options.
+Each is a separate script, which describes its comparison and has more options.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Run all of them; stop at the first that fails."""
+    """Run all of them; stop at the first failure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

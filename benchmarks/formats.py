@@ -1,11 +1,11 @@
-"""Finding and reading the records of every format, one process, one thread; the page cache is warm.
+"""Time to index and read the records of every format: one process, one thread, warm page cache.
 
 python benchmarks/formats.py results/           100,000 records of 4 to 5.6 kB (needs 4 GB of disk)
-python benchmarks/formats.py --quick results/   5,000 records: does it run
+python benchmarks/formats.py --quick results/   5,000 records, to test the script
 
-Ways take turns. index: the first opening, which reads the file through. again: the second, which maps the
-kept index. in order, shuffled: source[i]. in blocks: blocks of 1,000 neighbours, 16 at a time, shuffled in
-them. Writes samples.jsonl (every run) and results.md (medians).
+Ways take turns. index: the first opening, which reads the whole file. again: the second one, which maps the
+stored index. in order, shuffled: source[i]. in blocks: blocks of 1,000 consecutive records; records of 16
+blocks are shuffled together. Writes samples.jsonl (every run) and results.md (medians).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ sys.path.insert(0, str(REPO))
 from plsc.data.sources import Source, open_source  # noqa: E402
 from plsc.data.writers import writer_of  # noqa: E402
 
-JPEG = b"\xff\xd8\xff\xe0"  # by which base64 in a table is told from a path
+JPEG = b"\xff\xd8\xff\xe0"  # by which base64 in a column is recognised
 PLACES = ("set.rec", "set.parquet", "set.tar", "set_base64", "set.csv", "set.jsonl", "paths.csv")
 
 
 def main() -> int:
-    """Write the set in every format, read it in turns, and tell the rates."""
+    """Write the dataset in every format, read each in turn, and print the rates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder for the results")
-    parser.add_argument("--quick", action="store_true", help="a small set, two rounds")
+    parser.add_argument("--quick", action="store_true", help="a small dataset, two rounds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, help="folder for the set")
     given = parser.parse_args()
@@ -89,7 +89,7 @@ def write_sets(work: Path, records: int) -> None:
 
 
 def take_turns(work: Path, records: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield (way, what, records a second, GB a second) of each run; who begins changes."""
+    """Yield (way, what, records per second, GB per second) of each run; the order changes per round."""
     ways: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         name: functools.partial(ours, work / name, records) for name in PLACES
     }
@@ -97,7 +97,7 @@ def take_turns(work: Path, records: int, rounds: int) -> Iterator[dict[str, Any]
     ways["webdataset"] = lambda: webdataset_in_order(work / "set.tar")
     ways["wc -l"] = lambda: count_lines(work / "set.csv", records)
     names = list(ways)
-    for turn in range(-1, rounds):  # the first warms up
+    for turn in range(-1, rounds):  # the first round is a warm-up
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             for sample in ways[name]():
@@ -106,7 +106,7 @@ def take_turns(work: Path, records: int, rounds: int) -> Iterator[dict[str, Any]
 
 
 def ours(path: Path, records: int) -> Iterator[dict[str, Any]]:
-    """Open a set twice, the first time without an index, and read all of it in several orders."""
+    """Open a dataset twice, first without an index, and read it in several orders."""
     folder = path if path.is_dir() else path.parent
     for index in folder.glob(f".{'' if path.is_dir() else path.name}*.plsc-index"):
         index.unlink()
@@ -120,13 +120,13 @@ def ours(path: Path, records: int) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng(1)
     yield told("in order", *read(source, np.arange(records)), size)
     yield told("in blocks", *read(source, in_blocks(records, rng)), size)
-    # Without blocks a row group is decoded for each image of Parquet: a few are enough to see it.
+    # In random order, Parquet decodes a row group per image, so a few images are enough.
     few = records // 100 if path.suffix == ".parquet" else records
     yield told("shuffled", *read(source, rng.permutation(records)[:few]), size * few // records)
 
 
 def in_blocks(records: int, rng: np.random.Generator) -> np.ndarray:
-    """Return an order of neighbouring thousands, of which 16 are shuffled among each other."""
+    """Return an order of blocks of 1,000; records of 16 blocks are shuffled together."""
     blocks = rng.permutation(-(-records // 1000))
     parts = []
     for start in range(0, len(blocks), 16):
@@ -136,7 +136,7 @@ def in_blocks(records: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def read(source: Source, order: np.ndarray) -> tuple[int, float]:
-    """Return how many records were read, and in how many seconds."""
+    """Return the number of records that were read, and the seconds."""
     indices = order.tolist()
     began = time.perf_counter()
     for index in indices:
@@ -145,14 +145,14 @@ def read(source: Source, order: np.ndarray) -> tuple[int, float]:
 
 
 def tarfile_index(path: Path) -> Iterator[dict[str, Any]]:
-    """Find all members with Python's own module."""
+    """Find all members with Python's tarfile."""
     with tarfile.open(path) as archive:
         seconds, members = timed(archive.getmembers)
     yield told("index", len(members) // 2, seconds, path.stat().st_size)
 
 
 def webdataset_in_order(path: Path) -> Iterator[dict[str, Any]]:
-    """Read a tar file with the webdataset package, which has no other order."""
+    """Read a tar file in order with the webdataset package."""
     try:
         import webdataset
     except ImportError:
@@ -162,13 +162,13 @@ def webdataset_in_order(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count_lines(path: Path, records: int) -> Iterator[dict[str, Any]]:
-    """Find all line ends with the system's tool."""
+    """Count lines with wc."""
     seconds, _ = timed(lambda: subprocess.run(["wc", "-l", path], check=True, capture_output=True))
     yield told("index", records, seconds, path.stat().st_size)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that a call took, and what it returned."""
+    """Return the seconds of a call, and its result."""
     began = time.perf_counter()
     found = call()
     return time.perf_counter() - began, found
@@ -183,7 +183,7 @@ def render(samples: list[dict[str, Any]], records: int) -> str:
     """Return the table as Markdown."""
     columns = ("index", "again", "in order", "in blocks", "shuffled")
     rows = [
-        f"{records} records of 4 to 5.6 kB, warm, one thread; records a second (GB/s)\n",
+        f"{records} records of 4 to 5.6 kB, warm, one thread; records per second (GB/s)\n",
         f"| way | {' | '.join(columns)} |",
         "|---|" + "---|" * len(columns),
     ]

@@ -1,17 +1,17 @@
-"""Measures what only a GPU can show, a slice of at most nine minutes at a time; benchmarks/gpu.sh runs it.
+"""Measurements that need a GPU, in slices of at most nine minutes; benchmarks/gpu.sh runs them.
 
     python benchmarks/gpu.py 2 build/gpu                  # slice 2
-    python benchmarks/gpu.py 2 build/gpu --device cpu     # the same code at toy size, without a GPU
+    python benchmarks/gpu.py 2 build/gpu --device cpu     # the same code with small sizes, without a GPU
 
 1  the tests marked gpu
-2  a step of the head beside its rivals, and beside the limit of products and memory bandwidth
+2  a step of the head, compared with other implementations and with the limit of products and memory bandwidth
 3  a training step of ResNet50 in each precision, compiled or not
-4  as many classes as the card holds
-5  a training step that reads JPEG files, beside one on data in memory
+4  as many classes as the GPU holds
+5  a training step that reads JPEG files, compared with one on data in memory
 
-Each way of slices 2 to 4 runs in a process of its own: one that fails or needs too much memory is a row of
-the table. What there is no time left for is a row, too. Adds to slice-N.jsonl (every measurement) and
-slice-N.md (what is printed) in the output folder. Exit code 1: something of ours failed.
+Each way of slices 2 to 4 runs in a separate process. A way that fails, needs too much memory, or finds no
+time left has a row in the table. Appends to slice-N.jsonl (every measurement) and slice-N.md (the printed
+text) in the output folder. Exit code 1: a way of plsc failed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from head import (  # noqa: E402
     GIB,
     Report,
     Sample,
-    beside_the_plan,
+    compare_with_plan,
     machine,
     measure_apart,
     parse,
     run_child,
 )
 from measuring import free_memory  # noqa: E402
-from ways import BY_NAME, TEXTBOOK  # noqa: E402
+from ways import BASELINE, BY_NAME  # noqa: E402
 
 RIVALS = (
     "liger-kernel, bf16",
@@ -53,22 +53,22 @@ RIVALS = (
 )
 OURS = ("plsc, bf16", "plsc, bf16, kept", "plsc, bf16, long tiles")
 LIGHT = tuple(f"plsc, bf16 rows, Adagrad{ratio}" for ratio in ("", ", 0.1", ", 0.01"))
-LEAST_SECONDS = 20.0  # that a process needs to measure anything
-LONG = 150.0  # seconds for a way of the head; 6e7 rows are a minute's work to make and to copy
-FILL = 0.92  # of the card's memory that the plan of slice 4 may take
+LEAST_SECONDS = 20.0  # seconds that a measurement needs at least
+LONG = 150.0  # seconds for a way of the head; to make and copy 6e7 rows takes a minute
+FILL = 0.92  # share of the GPU memory that the plan of slice 4 may use
 GOALS = {
-    "limit": 1.5,  # a step of the head, times its products and rows
-    "classes": 6e7,  # on a card of 80 GB
-    "cut": 1.0,  # the same, times that of cut cross-entropy
-    "half": 2.2,  # the speed in 16 bits, times that in float32
-    "head": 1.35,  # a step at a million classes, times that of the backbone alone
-    "wait": 0.03,  # of a step that reads files
+    "limit": 1.5,  # time of a head step / time of its products and rows
+    "classes": 6e7,  # on a GPU with 80 GB
+    "cut": 1.0,  # time of a head step / that of cut cross-entropy
+    "half": 2.2,  # speed in 16 bits / speed in float32
+    "head": 1.35,  # time of a step with a million classes / that of the backbone alone
+    "wait": 0.03,  # share of a step that reads files
 }
 
 
 @dataclass
 class Slice:
-    """What a slice is given: where to write, on which device, until when; toy: at a size for a CPU."""
+    """Report, device and deadline of a slice. toy: use small sizes, for a CPU."""
 
     report: Report
     device: str
@@ -80,7 +80,7 @@ class Slice:
         return self.deadline - time.monotonic()
 
     def child(self, *arguments: object) -> tuple[list[Sample], str | None]:
-        """Run a script of this folder in a process of its own, if there is time left."""
+        """Run a script of this folder in a separate process, if there is time left."""
         if self.left() < LEAST_SECONDS:
             return [], "no time left"
         name, *rest = map(str, arguments)
@@ -91,7 +91,7 @@ class Slice:
         return found, trouble
 
     def goal(self, name: str, what: str, value: float, *, at_least: bool = False) -> None:
-        """Print how a measurement compares with what we aim at."""
+        """Print a measurement and its goal."""
         goal = GOALS[name]
         is_met = value >= goal if at_least else value <= goal
         self.report.keep(kind="goal", name=name, what=what, value=value, goal=goal, met=is_met)
@@ -100,7 +100,7 @@ class Slice:
 
 
 def run_tests(here: Slice) -> list[str]:
-    """Run all tests marked gpu; return what failed."""
+    """Run all tests marked gpu; return the names of those that failed."""
     import pytest
 
     outcomes: dict[str, str] = {}
@@ -130,7 +130,7 @@ def run_tests(here: Slice) -> list[str]:
         if re.search(r"mark\.gpu|tests\.devices", path.read_text())
     ]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    options += ["-o", "timeout=200"]  # one that hangs leaves time for the others
+    options += ["-o", "timeout=200"]  # one test that hangs must leave time for the others
     os.chdir(HERE.parent)
     code = pytest.main([*options, *map(str, files)], plugins=[Recorder()])
     here.report.print("\n| test | outcome |\n|---|---|")
@@ -141,21 +141,21 @@ def run_tests(here: Slice) -> list[str]:
 
 
 def measure_head(here: Slice) -> list[str]:
-    """Compare the head with its rivals at two sizes."""
+    """Compare the head with other implementations at two sizes."""
     precise = ("plsc, fp32", "plsc, tf32")
-    plain = (TEXTBOOK, "textbook, tf32", "textbook, bf16 autocast", "textbook PartialFC 0.1")
+    plain = (BASELINE, "plain PyTorch, tf32", "plain PyTorch, bf16 autocast", "plain PyTorch, PartialFC 0.1")
     names: tuple[str, ...] = (*OURS, *precise, "plsc, bf16, 0.1", *plain, "liger-kernel", *RIVALS)
     others: tuple[str, ...] = (*OURS, *RIVALS)
     sizes = [(1024, 10**6, 512), (16_384, 248_320, 2048)]
     if here.toy:
-        names, others = (OURS[1], "plsc, tf32", TEXTBOOK, *RIVALS), RIVALS
+        names, others = (OURS[1], "plsc, tf32", BASELINE, *RIVALS), RIVALS
         sizes = [(16, 500, 32), (32, 300, 64)]
     (batch, classes, dimension), large = sizes
     failed = measure_ways(here, names, batch, classes, dimension)
     for name in (*OURS, *precise):
         for one in of_kind(here, "limit", name, batch, classes):
             ratio = one["seconds"] / sum(one["parts"])
-            here.goal("limit", f"{name}, times its products and rows", ratio)
+            here.goal("limit", f"{name}: ratio to its products and rows", ratio)
     batch, classes, dimension = large
     failed += measure_ways(here, others, batch, classes, dimension)
     for rival in RIVALS[1:]:
@@ -163,13 +163,13 @@ def measure_head(here: Slice) -> list[str]:
         ours = [one for name in OURS for one in of_kind(here, "memory", name, batch, classes)]
         if theirs and ours:
             best = min(ours, key=lambda one: one["median"])
-            what = f"{best['way']}, times {rival}"
+            what = f"{best['way']}: ratio to {rival}"
             here.goal("cut", what, best["median"] / theirs[0]["median"])
     return failed
 
 
 def measure_classes(here: Slice) -> list[str]:
-    """Fill the card with classes, rows in bfloat16 with one number of state each."""
+    """Fill the GPU with classes: bfloat16 rows with one number of optimizer state each."""
     batch, dimension = 1024, 512
     if here.toy:
         return measure_ways(here, LIGHT[1:2], 32, 2000, 64)
@@ -184,13 +184,13 @@ def measure_classes(here: Slice) -> list[str]:
 
 
 def is_too_much(here: Slice, way: str, batch: int, classes: int) -> bool:
-    """Whether a way ran out of memory."""
+    """Return whether a way ran out of memory."""
     found = of_kind(here, "failed", way, batch, classes)
     return any(one["outcome"] == "out of memory" for one in found)
 
 
 def most_classes(batch: int, dimension: int) -> int:
-    """Return how many classes the card holds by the plan; their rows are made in CPU memory."""
+    """Return how many classes the GPU holds according to the plan; rows are created in CPU memory."""
     from plsc.plan import plan_head
 
     plan = plan_head(10**6, batch=batch, embedding=dimension, rows="bfloat16", optimizer="adagrad")
@@ -202,10 +202,10 @@ def most_classes(batch: int, dimension: int) -> int:
 
 
 def measure_ways(here: Slice, names: Sequence[str], batch: int, classes: int, dimension: int) -> list[str]:
-    """Measure ways of the head at one size, print a row for each and the plan; return what failed."""
+    """Measure ways of the head at one size and print a row for each; return the failures."""
     print_row = here.report.print
     print_row(f"\n### The head: C = {classes:,}, B = {batch:,}, D = {dimension:,}\n")
-    print_row("| way | loss | ms a step: median (least to most) | peak GiB | over, GiB | |")
+    print_row("| way | loss | ms per step: median (least to most) | peak GiB | over, GiB | |")
     print_row("|---|---|---|---|---|---|")
     failed = []
     arguments = ["--dimension", str(dimension), "--device", here.device]
@@ -220,7 +220,7 @@ def measure_ways(here: Slice, names: Sequence[str], batch: int, classes: int, di
             if way.is_ours and found not in ("no time left", "needs a GPU", "out of memory"):
                 failed.append(f"{name} at C = {classes:,}: {found}")
             if name == LIGHT[0] and is_too_much(here, name, batch, classes):
-                break  # the others hold as many
+                break  # the other ranks hold as many
             continue
         ms = [1000 * one for one in found["seconds"]]
         print_row(
@@ -228,31 +228,31 @@ def measure_ways(here: Slice, names: Sequence[str], batch: int, classes: int, di
             f"{found['peak'] / GIB:.2f} | {found['over'] / GIB:.2f} | {found['note']} |"
         )
     if any(of_kind(here, "memory", name, batch, classes) for name in names):
-        beside_the_plan(parse(arguments), classes, batch, here.report)
+        compare_with_plan(parse(arguments), classes, batch, here.report)
     return failed
 
 
 def measure_steps(here: Slice) -> list[str]:
-    """Time a training step in each precision, and at a million classes beside the backbone alone."""
+    """Time a training step in each precision, and with a million classes and the backbone alone."""
     network, few, many = "ResNet50", 10**5, 10**6
     sizes, large = [128, 256, 512], 512
     timing = ["--rounds", 5, "--steps", 10, "--warm-up", 5]
     alone, with_head = "plsc's backbone alone, bf16", ["plsc, bf16", "plsc, bf16, kept"]
     precisions = ["plsc, fp32", "plsc, bf16", "plsc, fp16", "plsc, tf32"]
-    textbook = [TEXTBOOK, "textbook, tf32", "textbook, bf16 autocast"]
+    baselines = [BASELINE, "plain PyTorch, tf32", "plain PyTorch, bf16 autocast"]
     compiled = ["plsc, bf16, kept, compiled", "plsc, fp16, compiled", "plsc, fp32, compiled"]
     if here.toy:
         network, few, many, sizes, large = "SmallResNet", 200, 200, [8, 16], 16
         timing = ["--rounds", 2, "--steps", 1, "--warm-up", 1, "--threads", 1]
-        precisions, with_head, textbook, compiled = precisions[:2], [], [], []
+        precisions, with_head, baselines, compiled = precisions[:2], [], [], []
     plan = [(name, few, sizes) for name in precisions]
     plan += [(name, many, [large]) for name in (*with_head, alone)]
     plan += [(name, few, [large]) for name in compiled[:1]]
-    plan += [(name, few, sizes) for name in textbook]
+    plan += [(name, few, sizes) for name in baselines]
     plan += [(name, few, [large]) for name in compiled[1:]]
     here.report.print(f"\n### A training step of {network}\n")
     here.report.print(
-        "| way | C | B | images a second | ms a step | times plsc, fp32 | of the peak | GPU busy | peak GiB |"
+        "| way | C | B | images per second | ms per step | / plsc, fp32 | of the peak | GPU busy | peak GiB |"
     )
     here.report.print("|---|---|---|---|---|---|---|---|---|")
     failed: list[str] = []
@@ -284,10 +284,10 @@ def measure_steps(here: Slice) -> list[str]:
         base = times.get(("plsc, fp32", classes, batch))
         if base and name.startswith(("plsc, bf16", "plsc, fp16")):
             speed = base / times[name, classes, batch]
-            here.goal("half", f"{name}, B = {batch}: times the speed of fp32", speed, at_least=True)
+            here.goal("half", f"{name}, B = {batch}: speed / speed of fp32", speed, at_least=True)
         base = times.get((alone, classes, batch))
         if base and name in ("plsc, bf16", "plsc, bf16, kept"):
-            what = f"{name}, C = {classes:,}: times the backbone alone"
+            what = f"{name}, C = {classes:,}: time / time of the backbone alone"
             here.goal("head", what, times[name, classes, batch] / base)
     return failed
 
@@ -319,8 +319,8 @@ def measure_loader(here: Slice) -> list[str]:
         began = time.perf_counter()
         rate = read() / (time.perf_counter() - began)
         here.report.keep(kind="loader", images_a_second=rate, threads=cores)
-        here.report.print(f"The loader alone: {rate:,.0f} images a second.\n")
-        here.report.print("| B | in memory: images a second | from files | data wait |\n|---|---|---|---|")
+        here.report.print(f"The loader alone: {rate:,.0f} images per second.\n")
+        here.report.print("| B | in memory: images per second | from files | data wait |\n|---|---|---|---|")
         for batch in batches:
             case = Case(network, SHAPE, 512, 10_000, batch, workers=cores)
             read_case = Case(**{**vars(case), "folder": folder})
@@ -335,12 +335,12 @@ def measure_loader(here: Slice) -> list[str]:
             here.report.keep(kind="files", B=batch, seconds=taken, wait=wait)
             speeds = [batch / statistics.median(column) for column in zip(*taken, strict=True)]
             here.report.print(f"| {batch} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {wait:.1%} |")
-            here.goal("wait", f"B = {batch}: share of a step that waits for data", wait)
+            here.goal("wait", f"B = {batch}: share of a step spent waiting for data", wait)
     return []
 
 
 def of_kind(here: Slice, kind: str, way: str, batch: int, classes: int) -> list[Sample]:
-    """Return what was measured of a way at a size."""
+    """Return the measurements of a way at a size."""
     wanted = {"kind": kind, "way": way, "B": batch, "C": classes}
     return [one for one in here.report.samples if wanted.items() <= one.items()]
 
@@ -362,15 +362,15 @@ def main() -> None:
     parser.add_argument("slice", type=int, choices=SLICES)
     parser.add_argument("output", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=500, help="after which nothing is begun")
+    parser.add_argument("--seconds", type=float, default=500, help="after which no measurement starts")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no CUDA device; --device cpu runs a slice at toy size")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child is left behind
+        sys.exit("torch sees no CUDA device; use --device cpu for small sizes")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child process remains
     report = Report(given.output, f"slice-{given.slice}")
     facts = machine(torch.get_num_threads(), given.device)
     report.keep(**facts)
-    where = facts["gpu"] or f"{facts['processor']}, toy sizes"
+    where = facts["gpu"] or f"{facts['processor']}, small sizes"
     report.print(f"\n## Slice {given.slice} on {where}, torch {facts['torch']}, {facts['date']}")
     deadline = time.monotonic() + given.seconds
     failed = SLICES[given.slice](Slice(report, given.device, deadline, given.device == "cpu"))

@@ -1,18 +1,19 @@
-"""Times the head and its rivals side by side, and measures their memory.
+"""Time and memory of a step of the head, compared with other implementations.
 
     python benchmarks/head.py                                 # C = 1e5 and 1e6, B = 128, D = 512
-    python benchmarks/head.py --classes 1e7                   # the sampled ways alone
+    python benchmarks/head.py --classes 1e7                   # only ways with sampling
     python benchmarks/head.py --batch 1024 --classes 1e5
-    python benchmarks/head.py --slopes --traffic --no-table   # how memory and network grow
-    python benchmarks/head.py --quick                         # a smoke test, a minute or two
+    python benchmarks/head.py --slopes --traffic --no-table   # growth of memory and network traffic
+    python benchmarks/head.py --quick                         # to test the script, 1 to 2 minutes
 
-A step is forward, gradient for the embeddings, and update of the rows (ways.py says what each way does).
-Time: all ways in one process, a step each in turn, many rounds; the ratio to the textbook is taken round by
-round. Memory: a process for each way, killed after --rival-timeout; its own times are printed beside its
-memory. Runs on a CUDA device if there is one. Rivals that are not installed are rows that say so:
-pip install pytorch-metric-learning liger-kernel cut-cross-entropy.
+A step is the forward pass, the gradient of the embeddings, and the update of the class weights; ways.py
+describes each way. Time: all ways run in one process and take turns, one step each, for many rounds; the
+table has the median of each round's ratio to plain PyTorch. Memory: one process per way, killed after
+--rival-timeout; its times are printed next to its memory. Runs on a CUDA device if there is one. To install
+the other implementations: pip install pytorch-metric-learning liger-kernel cut-cross-entropy.
 
-Adds to head.jsonl (every measurement) and head.md (what is printed) in the output folder; draws head-B*.png.
+Appends to head.jsonl (every measurement) and head.md (the printed text) in the output folder; plots
+head-B*.png.
 """
 
 from __future__ import annotations
@@ -30,21 +31,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import is_out_of_memory, limit_memory, measure, measure_rates, outcome_of, say, take_turns
-from ways import BY_NAME, TEXTBOOK, WAYS, Way
+from measuring import (
+    is_out_of_memory,
+    limit_memory,
+    measure,
+    measure_rates,
+    outcome_of,
+    print_json,
+    take_turns,
+)
+from ways import BASELINE, BY_NAME, WAYS, Way
 
 HERE = Path(__file__).resolve().parent
-ROWS_FIT = 2_000_000  # beyond so many classes, only the ways for millions
-SLOPE_WAYS = (TEXTBOOK, "plsc, fp32", "plsc, bf16", "plsc, bf16, kept")
+ROWS_FIT = 2_000_000  # with more classes, only ways with for_millions
+SLOPE_WAYS = (BASELINE, "plsc, fp32", "plsc, bf16", "plsc, bf16, kept")
 GIB = 2**30
 
 Sample = dict[str, Any]
 
 
 class Report:
-    """Measurements as lines of JSON, and the text about them, added to two files of a name as they come.
+    """Append measurements to a file of JSON lines, and the printed text to a Markdown file.
 
-    is_main: False on the ranks that write nothing.
+    is_main: False on ranks that write nothing.
     """
 
     def __init__(self, folder: Path, name: str, is_main: bool = True) -> None:
@@ -63,7 +72,7 @@ class Report:
             self._raw.flush()
 
     def print(self, line: str = "") -> None:
-        """Print a line, and write it down."""
+        """Print a line and append it to the Markdown file."""
         if self._is_main:
             print(line, flush=True)
             self._text.write(line + "\n")
@@ -71,7 +80,7 @@ class Report:
 
 
 def machine(threads: int, device: str) -> Sample:
-    """Return what the figures depend on, without the name of the host."""
+    """Return hardware and versions, without the host name."""
     facts: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -93,7 +102,7 @@ def machine(threads: int, device: str) -> Sample:
 
 
 def run_child(arguments: list[str], timeout: float | None) -> tuple[list[Sample], str | None]:
-    """Run this script (or another) in a process; return its samples and why it ended badly, if it did."""
+    """Run a script in a separate process; return its samples and, if it failed, the reason."""
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]  # this checkout's plsc
     child = subprocess.Popen(
         [sys.executable, *arguments],
@@ -101,7 +110,7 @@ def run_child(arguments: list[str], timeout: float | None) -> tuple[list[Sample]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that its own children can be ended with it
+        start_new_session=True,  # so that its children can be ended with it
     )
     trouble = None
     try:
@@ -115,7 +124,7 @@ def run_child(arguments: list[str], timeout: float | None) -> tuple[list[Sample]
         os.killpg(child.pid, signal.SIGKILL)
         text, _ = child.communicate()
         trouble = f"over {timeout:g} s"
-    except BaseException:  # this process is to end
+    except BaseException:  # this process was asked to end
         os.killpg(child.pid, signal.SIGKILL)
         raise
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")], trouble
@@ -129,9 +138,9 @@ def measure_apart(
     report: Report,
     timeout: float | None = None,
 ) -> Sample | str:
-    """Return the memory sample of a way in a process of its own, or why there is none.
+    """Measure the memory of a way in a separate process; return the sample, or why there is none.
 
-    timeout: in seconds; None: --rival-timeout for rivals.
+    timeout: seconds; None: --rival-timeout, except for plsc.
     """
     reason = way.missing(options.device)
     if reason is not None:
@@ -159,7 +168,7 @@ def measure_apart(
 
 
 def passed_on(options: argparse.Namespace) -> list[str]:
-    """Return the options that the processes of a way need as well."""
+    """Return the options to pass to the processes."""
     passed = ["--dimension", str(options.dimension), "--threads", str(options.threads)]
     passed += ["--device", options.device, "--steps", str(options.steps)]
     if options.memory_limit is not None:
@@ -190,8 +199,8 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
         report.keep(**sample)
     report.print(f"\n### C = {classes:,}, B = {batch}, D = {options.dimension}\n")
     report.print(
-        "| way | loss | ms a step: median (least to most) | ratio to the textbook | peak GiB | over, GiB | "
-        "ms a step where the peak was taken | |"
+        "| way | loss | ms per step: median (least to most) | / plain PyTorch | peak GiB | over, GiB | "
+        "ms per step where the peak was taken | |"
     )
     report.print("|---|---|---|---|---|---|---|---|")
     times = {
@@ -209,7 +218,7 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
         if mine:
             ms = [1000 * seconds for seconds in mine.values()]
             shown = f"{statistics.median(ms):.3g} ({min(ms):.3g} to {max(ms):.3g})"
-            other = times.get(TEXTBOOK, {})
+            other = times.get(BASELINE, {})
             ratios = [mine[turn] / other[turn] for turn in mine if turn in other]
             ratio = f"{statistics.median(ratios):.3f}" if ratios else ""
         report.print(
@@ -218,19 +227,19 @@ def compare(options: argparse.Namespace, classes: int, batch: int, report: Repor
         )
 
 
-def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
-    """Print what `plsc plan` says of each way of ours beside what was measured."""
+def compare_with_plan(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
+    """Compare `plsc plan` with the measurements of each way of plsc."""
     sys.path.insert(0, str(HERE.parent))  # this checkout's plsc
     from plsc.plan import plan_head
 
     samples, trouble = run_child([str(HERE / "head.py"), "--rates", str(batch), *passed_on(options)], None)
     if not samples:
-        report.print(f"\nNo rates of this machine: {trouble}")
+        report.print(f"\nThe rates of this machine are unknown: {trouble}")
         return
     rates = samples[0]
     report.keep(**rates)
     report.print(
-        "\n`plsc plan` at the rates of torch here ("
+        "\n`plsc plan` with the rates of this machine ("
         + ", ".join(
             f"{name} {rate / 1e12:.2f} TFLOP/s"
             for name, rate in rates.items()
@@ -240,7 +249,7 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
     )
     report.print(
         "| way | rows and states: planned | measured | in a step, bytes: planned, at most | measured | ms of "
-        "products + rows: planned | measured | times the planned |"
+        "products + rows: planned | measured | measured / planned |"
     )
     report.print("|---|---|---|---|---|---|---|---|")
     for sample in list(report.samples):
@@ -267,11 +276,11 @@ def beside_the_plan(options: argparse.Namespace, classes: int, batch: int, repor
 
 
 def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
-    """Print how the peak grows when B doubles, at two sizes of C, and when C doubles."""
-    report.print(f"\n### How the peak grows: C = {classes:,}, B = {batch}, D = {options.dimension}\n")
+    """Print how the peak memory grows when B doubles, for two values of C, and when C doubles."""
+    report.print(f"\n### Growth of the peak memory: C = {classes:,}, B = {batch}, D = {options.dimension}\n")
     report.print(
-        "| way | bytes for one more sample, at C | the same at 2 C | bytes for one more class | of that "
-        "over rows and states |"
+        "| way | bytes per sample, C classes | bytes per sample, 2 C classes | bytes per class | without "
+        "class weights and states |"
     )
     report.print("|---|---|---|---|---|")
     for name in SLOPE_WAYS:
@@ -298,9 +307,9 @@ def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report
 
 
 def traffic(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
-    """Print what the collectives of some ranks are given in a step, beside the formula."""
-    report.print(f"\n### What a rank gives to the network in a step: B = {batch}, D = {options.dimension}\n")
-    report.print("| ranks | C | collective | bytes given | by the formula |")
+    """Print the bytes that a rank passes to each collective per step, and those of the formula."""
+    report.print(f"\n### Network traffic of a rank per step: B = {batch}, D = {options.dimension}\n")
+    report.print("| ranks | C | collective | bytes | by the formula |")
     report.print("|---|---|---|---|---|")
     remarks = []
     for ranks in options.ranks:
@@ -326,8 +335,9 @@ def traffic(options: argparse.Namespace, classes: int, batch: int, report: Repor
             if found[0]["loopback"] is not None:
                 remarks.append(f"{ranks} ranks, C = {c:,}: {found[0]['loopback']:,}")
     report.print(
-        "\nSeen on the loopback device of the machine, bytes a step of all ranks together, headers and "
-        "strangers included: " + "; ".join(remarks or ["nothing, it could not be read"]) + "."
+        "\nOn the loopback device, bytes per step of all ranks together, with headers and other programs: "
+        + "; ".join(remarks or ["unknown, it could not be read"])
+        + "."
     )
 
 
@@ -349,43 +359,43 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=Path("build/benchmarks"),
         help="folder to write into",
     )
-    add("--classes", type=numbers, default=[10**5, 10**6], help="as in 1e5,1e6 (the default)")
+    add("--classes", type=numbers, default=[10**5, 10**6], help="such as 1e5,1e6 (the default)")
     add("--batch", type=numbers, default=[128], help="as in 128,1024")
     add("--dimension", type=int, default=512)
-    add("--rounds", type=int, default=15, help="of the timing in turn")
-    add("--steps", type=int, default=3, help="in the process that measures memory, after one more")
+    add("--rounds", type=int, default=15, help="rounds of the timing")
+    add("--steps", type=int, default=3, help="steps in the process that measures memory, after a warm-up")
     add(
         "--ways",
         type=lambda text: text.split("|"),
-        help="only these, as in 'plsc, fp32|plsc, bf16'",
+        help="only these ways, such as 'plsc, fp32|plsc, bf16'",
     )
-    add("--slopes", action="store_true", help="how the peak grows with B and C")
-    add("--traffic", action="store_true", help="what the collectives of --ranks are given")
-    add("--ranks", type=numbers, default=[2, 4], help="as in 2,4 (the default)")
+    add("--slopes", action="store_true", help="measure how the peak grows with B and C")
+    add("--traffic", action="store_true", help="measure the network traffic of --ranks")
+    add("--ranks", type=numbers, default=[2, 4], help="such as 2,4 (the default)")
     add("--no-table", action="store_true", help="only --slopes and --traffic")
-    add("--rival-timeout", type=float, default=300, help="seconds for the memory run of a rival")
+    add("--rival-timeout", type=float, default=300, help="seconds per memory run, except of plsc")
     add(
         "--memory-limit",
         type=float,
-        help="GiB of CPU memory for a process; else 0.9 of what is free",
+        help="GiB of CPU memory per process; default: 0.9 of the free memory",
     )
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--quick", action="store_true", help="C = 2000, B = 32, 3 rounds: a smoke test")
+    add("--quick", action="store_true", help="C = 2000, B = 32, 3 rounds, to test the script")
     add("--measure", nargs=3, metavar=("NAME", "C", "B"), help="memory and time of one way, as JSON")
-    add("--rates", type=int, metavar="B", help="what plain products and copies reach, as JSON")
+    add("--rates", type=int, metavar="B", help="rates of plain products and copies, as JSON")
     add("--take-turns", nargs=3, metavar=("NAMES", "C", "B"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
         options.classes, options.batch, options.rounds = [2000], [32], 3
     unknown = [name for name in options.ways or [] if name not in BY_NAME]
     if unknown:
-        parser.error(f"no way is called {unknown[0]!r}; there are: {' | '.join(BY_NAME)}")
+        parser.error(f"unknown way {unknown[0]!r}; known: {' | '.join(BY_NAME)}")
     return options
 
 
 def work(options: argparse.Namespace) -> None:
-    """Be a process that measures."""
+    """Run a process that measures."""
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     if device.type == "cpu":
@@ -400,17 +410,17 @@ def work(options: argparse.Namespace) -> None:
         return
     try:
         measure(name, *size, options.steps, device)
-    except Exception as error:  # the parent makes a row of it
-        say("failed", way=name, outcome=outcome_of(error))
+    except Exception as error:  # the parent prints it as a row
+        print_json("failed", way=name, outcome=outcome_of(error))
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the chosen measurements."""
     options = parse()
     if options.measure or options.take_turns or options.rates:
         work(options)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no child process remains
     report = Report(options.output, "head")
     facts = machine(options.threads, options.device)
     report.keep(**facts)
@@ -422,10 +432,10 @@ def main() -> None:
         if not options.no_table:
             for classes in options.classes:
                 compare(options, classes, batch, report)
-                beside_the_plan(options, classes, batch, report)
+                compare_with_plan(options, classes, batch, report)
             from plot import (
                 draw,
-            )  # here, so that the processes that measure do not import matplotlib
+            )  # here, so that measuring processes do not import it
 
             draw(
                 report.samples,
@@ -441,10 +451,10 @@ def main() -> None:
         base = [s["ready"] for s in report.samples if s["kind"] == "memory"] or [0]
         memory = "allocated on the GPU" if options.device == "cuda" else "the process's resident set"
         report.print(
-            f"\nPeak: {memory}; over: peak less rows, their states, and what the same "
-            "process held after a step over 64 classes (torch and late imports: "
-            f"{statistics.median(base) / GIB:.2f} GiB). The loss is ArcFace "
-            "with normalised rows, or a plain softmax, which is less work. The last column says what ran."
+            f"\nPeak: {memory}; over: peak minus class weights, optimizer states, and the memory "
+            "of the process after a step with 64 classes (torch and late imports: "
+            f"{statistics.median(base) / GIB:.2f} GiB). The loss is ArcFace, or plain softmax, which is less "
+            "work. The last column is the backend."
         )
     report.print(f"Raw samples and plots: {options.output}")
     broken = {
@@ -453,7 +463,7 @@ def main() -> None:
         if s["kind"] == "failed" and BY_NAME[s["way"]].is_ours and s["outcome"].startswith("failed")
     }
     if broken:
-        sys.exit(f"ways of ours that failed: {', '.join(sorted(broken))}; see the table")
+        sys.exit(f"ways of plsc that failed: {', '.join(sorted(broken))}; see the table")
 
 
 if __name__ == "__main__":

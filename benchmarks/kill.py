@@ -1,16 +1,17 @@
-"""Kill a training a hundred times; check each time that no checkpoint is lost, here and in the store.
+"""Kill a training run a hundred times; check each time that no checkpoint is lost, local or uploaded.
 
-python benchmarks/kill.py results/                100 kills, 205 MB of class weights and momentum: an hour
-python benchmarks/kill.py results/ --kills 20     so many more, added to the log
+python benchmarks/kill.py results/                100 kills, 205 MB of head state: an hour
+python benchmarks/kill.py results/ --kills 20     20 more kills, appended to the log
 python benchmarks/kill.py results/ --quick --phases save upload retention     3 kills of a small head
 
-Two gloo ranks train, save in the background every other step, keep two checkpoints and upload each to an HDFS
-that runs on this machine (java is needed). A random rank, or the launcher and both ranks, die by SIGKILL at a
-random moment of a phase: a save, an upload, a deletion of old checkpoints, or the start. Then the newest
-checkpoints are read and verified, and the run resumes from one of them, until it is complete. Its last
-checkpoint must have the bytes of an undisturbed run's. Then the next run begins.
+Two gloo ranks train. They save asynchronously every second step, keep two checkpoints, and upload each to an
+HDFS on this machine (needs java). SIGKILL ends a random rank, or the launcher and both ranks, at a random
+moment of a phase: a save, an upload, a deletion of old checkpoints, or the start. Then the newest checkpoints
+are verified, and the run resumes from one of them, until it is complete. Its last checkpoint must be
+identical to that of an uninterrupted run. Then the next run starts.
 
-results/kill.jsonl has a line per kill and per complete run. A problem ends the benchmark; results/work stays.
+results/kill.jsonl has a line per kill and per complete run. A problem ends the benchmark and keeps
+results/work.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from tests.distributed.launch import run_ranks
 from tests.hdfs_server import hdfs_server
 from tests.images import write_dataset
 
-WEIGHTS = {"save": 38, "upload": 30, "retention": 22, "start": 10}  # of the phases to die in
+WEIGHTS = {"save": 38, "upload": 30, "retention": 22, "start": 10}  # percent of the kills
 NOT_CHECKPOINTS = {"metrics.jsonl", "loss.png", "best.json", "bad_samples.txt"}
 
 Facts = dict[str, Any]
 
 
 def train(job: Facts) -> None:
-    """Train on this rank; write a line to the journal at the end of a phase; die as planned.
+    """Train on this rank; write a line to the journal at the end of each phase; be killed as planned.
 
-    job["plan"]: which rank is to die, in which phase and which of these, how many seconds after its
-    beginning, and whether all are to die. A phase does not end before its kill.
+    job["plan"]: the rank to kill, the phase and its number, the seconds after its start, and whether to kill
+    all ranks. A phase does not end before its kill.
     """
     rank, plan = int(os.environ["RANK"]), job["plan"]
     begun: Counter[str] = Counter()
@@ -118,28 +119,28 @@ def train(job: Facts) -> None:
 
 
 def launch(job: Facts) -> tuple[bool, list[Facts]]:
-    """Run a job on two ranks; return whether it came to its end, and its journal."""
+    """Run a job on two ranks; return whether it finished, and its journal."""
     done = run_ranks(__file__, 2, json.dumps(job), timeout=900, check=False)
     journal = read_lines(Path(job["journal"]))
     if done.returncode and not any(line["event"] == "kill" for line in journal):
-        raise SystemExit(f"{done.stdout}{done.stderr}\na run failed by itself: see {job['journal']}")
+        raise SystemExit(f"{done.stdout}{done.stderr}\na run failed without a kill; see {job['journal']}")
     return done.returncode == 0, journal
 
 
 def read_lines(path: Path) -> list[Facts]:
-    """Return the lines of a journal or log."""
+    """Read the lines of a journal or log."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def newest_in(place: str, least: int, problems: list[str]) -> str | None:
-    """Verify the newest checkpoint of a folder or URL and return it, a path or URL; add problems.
+    """Verify the newest checkpoint of a folder or URL and return its path or URL; add problems to the list.
 
-    least: a step whose checkpoint had been published there; it, or a newer one, must be there.
+    least: a step whose checkpoint was published there; it or a newer one must exist.
     """
     store = Store(place)
     found = checkpoints_in(store)
     if not store.is_remote and (not found or found[-1][1].step < least):
-        clean(store)  # killed between the two renames of a replacement: the next start does this, too
+        clean(store)  # killed between the two renames of a replacement; the next start does the same
         found = checkpoints_in(store)
     others = set(store.names()) - {name for name, _ in found} - NOT_CHECKPOINTS
     problems += [f"{place}/{name} is not hidden" for name in others if not name.startswith(".")]
@@ -152,7 +153,7 @@ def newest_in(place: str, least: int, problems: list[str]) -> str | None:
 
 
 def differences(ours: str | None, theirs: str) -> list[str]:
-    """Return the files of two checkpoints that differ; their manifests have the checksums."""
+    """Return the files that differ between two checkpoints, by the checksums in their manifests."""
     if ours is None:
         return ["there is no checkpoint"]
     mine, other = verify(ours), verify(theirs)
@@ -161,7 +162,7 @@ def differences(ours: str | None, theirs: str) -> list[str]:
 
 
 def new_job(given: argparse.Namespace, url: str, name: str) -> Facts:
-    """Return a run that was not started."""
+    """Return the job of a new run."""
     folder = given.results.resolve() / "work" / name
     shutil.rmtree(folder, ignore_errors=True)
     if not (folder.parent / "images").exists():
@@ -180,21 +181,21 @@ def new_job(given: argparse.Namespace, url: str, name: str) -> Facts:
 
 
 def plan_kill(dice: random.Random, phase: str | None) -> Facts:
-    """Return a random kill, in this phase if one is given."""
+    """Plan a random kill, in this phase if one is given."""
     phase = phase or dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     return {
         "phase": phase,
         "nth": 1 if phase == "start" else dice.randint(1, 3),
-        "rank": 0 if phase == "retention" else dice.randrange(2),  # rank 0 alone deletes
+        "rank": 0 if phase == "retention" else dice.randrange(2),  # only rank 0 deletes
         "delay": dice.uniform(0, 3) if phase == "start" else 10 ** dice.uniform(-3, -0.3),
         "all": dice.random() < 0.5,
     }
 
 
 def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference: str, log: Path) -> None:
-    """Kill one run in phase after phase until it is complete; take the phases off the list."""
+    """Kill one run in each phase of the list, removing it, until the run is complete."""
     here = there = None
-    published: Counter[str] = Counter()  # the highest step, of a save and of an upload
+    published: Counter[str] = Counter()  # the highest step of a save and of an upload
     is_complete = False
     while not is_complete:
         job["plan"] = plan_kill(dice, phases[0]) if phases else None
@@ -224,20 +225,20 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
 
 
 def summarise(lines: list[Facts]) -> str:
-    """Return the figures of docs/benchmarks/checkpoints.md."""
+    """Return the numbers of docs/benchmarks/checkpoints.md."""
     kills, runs = [x for x in lines if "phase" in x], [x for x in lines if "same_bits" in x]
     within = {phase: sum(phase in x["in_phases"] for x in kills) for phase in list(WEIGHTS)[:3]}
     return (
         f"kills: {len(kills)}, {sum(x['all'] for x in kills)} of the launcher and both ranks at once\n"
-        f"within (a kill can be in several): {within}\n"
-        f"that lost a checkpoint or left a visible trace: {sum(bool(x['problems']) for x in kills)}\n"
-        f"starts from the store: {sum('://' in (x['load'] or '') for x in kills)}\n"
-        f"complete runs: {len(runs)}, with the same bits: {sum(x['same_bits'] for x in runs)}"
+        f"phases (a kill can be in several): {within}\n"
+        f"kills with a lost checkpoint or a visible leftover: {sum(bool(x['problems']) for x in kills)}\n"
+        f"resumed from the upload: {sum('://' in (x['load'] or '') for x in kills)}\n"
+        f"complete runs: {len(runs)}, bit-identical: {sum(x['same_bits'] for x in runs)}"
     )
 
 
 def main() -> None:
-    """Kill as often as wanted."""
+    """Run the chosen number of kills."""
     if "RANK" in os.environ:
         train(json.loads(sys.argv[1]))
         return
@@ -246,8 +247,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="folder for the log and the work")
     parser.add_argument("--kills", type=int, default=100, help="kills in this call")
     parser.add_argument("--quick", action="store_true", help="2,000 classes, 30 steps")
-    parser.add_argument("--phases", nargs="+", choices=WEIGHTS, help="one kill in each, in turn")
-    parser.add_argument("--store", help="URL of an empty folder, instead of an HDFS of its own")
+    parser.add_argument("--phases", nargs="+", choices=WEIGHTS, help="one kill in each of these")
+    parser.add_argument("--store", help="URL of an empty folder to upload to, instead of a local HDFS")
     given = parser.parse_args()
     work, log = given.results.resolve() / "work", given.results / "kill.jsonl"
     work.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,11 @@
-"""How fast images come from disk into batches: ours, and what people would use otherwise, in turn.
+"""Speed of loading images from disk into batches: plsc, and Pillow in a PyTorch DataLoader.
 
-    python benchmarks/loader.py                     JPEG files: ours, Pillow in a DataLoader, raw decoding
-    python benchmarks/loader.py --sources jpeg rec  the same pictures in other formats, too, ours only
+    python benchmarks/loader.py                     JPEG files: plsc, Pillow in a DataLoader, only decoding
+    python benchmarks/loader.py --sources jpeg rec  other formats as well, only with plsc
     python benchmarks/loader.py --train             a training step with the loader and with data in memory
 
-Pictures are 112x112 JPEGs of about 5 kB that the script makes. Each round runs every way once over all of
-them, and another way begins each time; the table shows medians over the rounds, and of the ratios within a
-round. With --json FILE the figures go there, too.
+The script creates 112x112 JPEG images of about 5 kB. Each round runs every way once over all images; the
+order changes from round to round. The table shows medians over the rounds, and medians of each round's ratio.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ RAW = "decoding alone, 2 threads"
 
 
 def make_pictures(count: int, shape: tuple[int, int, int] = SHAPE) -> list[bytes]:
-    """Return JPEGs that compress as photographs of faces do: smooth, with some noise."""
+    """Return JPEG images that compress like photographs of faces: smooth, with some noise."""
     generator = np.random.default_rng(0)
     channels, height, width = shape
     pictures = []
@@ -72,7 +71,7 @@ def write_files(folder: Path, pictures: list[bytes]) -> Source:
 
 
 def write_as(suffix: str) -> Callable[[Path, list[bytes]], Source]:
-    """Return a function that writes one file, or a folder, of the format that a suffix names."""
+    """Return a function that writes a dataset in the format of a suffix."""
 
     def write(location: Path, pictures: list[bytes]) -> Source:
         samples = ((data, index % 100) for index, data in enumerate(pictures))
@@ -83,7 +82,7 @@ def write_as(suffix: str) -> Callable[[Path, list[bytes]], Source]:
     return write
 
 
-# A format: a function that writes the pictures to a new place and opens them.
+# By format, a function that writes the images to a folder and opens them.
 SOURCES: dict[str, Callable[[Path, list[bytes]], Source]] = {
     "jpeg": write_files,
     "base64": write_as(""),
@@ -94,7 +93,7 @@ SOURCES: dict[str, Callable[[Path, list[bytes]], Source]] = {
 
 
 class PillowDataset(Dataset[Any]):
-    """What most scripts do: a file, Pillow, a flip, a tensor of floats, normalised."""
+    """A typical Dataset: open a file with Pillow, flip it, and normalise it as a float tensor."""
 
     def __init__(self, folder: Path, count: int) -> None:
         from torchvision import transforms
@@ -117,7 +116,7 @@ class PillowDataset(Dataset[Any]):
 
 
 def read_with_pillow(folder: Path, count: int, workers: int) -> Callable[[], int]:
-    """Return a way: an epoch of the rival, its processes started beforehand."""
+    """Return a way: an epoch of the DataLoader, whose processes are already running."""
     loader = DataLoader(
         PillowDataset(folder, count),
         BATCH,
@@ -129,7 +128,7 @@ def read_with_pillow(folder: Path, count: int, workers: int) -> Callable[[], int
 
 
 def decode_alone(pictures: list[bytes], threads: int) -> Callable[[], int]:
-    """Return a way: nothing but simplejpeg, on bytes in memory."""
+    """Return a way: only simplejpeg, on bytes in memory."""
     from simplejpeg import decode_jpeg
 
     def decode(part: list[bytes]) -> None:
@@ -152,7 +151,7 @@ def decode_alone(pictures: list[bytes], threads: int) -> Callable[[], int]:
 def read_with_plsc(
     source: Source, threads: int, to_floats: bool = False, flip: bool = True
 ) -> Callable[[], int]:
-    """Return a way: an epoch of our loader; with to_floats, the batches become input on the CPU, too."""
+    """Return a way: an epoch of the loader of plsc. to_floats: also convert batches to input on the CPU."""
     loader = make_loader(source, threads, flip)
     epochs = iter(range(10**6))
 
@@ -168,14 +167,14 @@ def read_with_plsc(
 
 
 def make_loader(source: Source, threads: int, flip: bool = True) -> SourceLoader:
-    """Return our loader with its usual settings."""
+    """Return the loader of plsc with its default settings."""
     plan = BatchPlan(len(source), BATCH, 1, seed=0, last_batch="keep")
     recipe = Recipe(SHAPE, seed=0, augmentation=Augmentation(flip=flip))
     return SourceLoader(source, plan, 0, recipe, num_workers=threads)
 
 
 def take_turns(ways: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
-    """Return the images a second of each way in each round, after one round that warms up."""
+    """Return the images per second of each way in each round, after a warm-up round."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for turn in range(rounds + 1):
@@ -204,7 +203,7 @@ def show(rates: dict[str, list[float]], baselines: list[str]) -> list[dict[str, 
 
 
 def compare_loaders(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Run the ways over pictures in files, and ours over the other sources."""
+    """Run all ways on image files, and plsc on the other sources."""
     pictures = make_pictures(arguments.images)
     sizes = [len(data) for data in pictures]
     print(f"{len(pictures)} JPEGs of {statistics.mean(sizes):.0f} bytes, batch {BATCH}")
@@ -223,7 +222,7 @@ def compare_loaders(arguments: argparse.Namespace, folder: Path) -> list[dict[st
 
 
 def compare_training(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Time training steps that take batches from the loader, and from memory, in turn."""
+    """Time training steps with batches from the loader and from memory, in turn."""
     from plsc.models import build_model
 
     torch.manual_seed(0)
@@ -264,7 +263,7 @@ def compare_training(arguments: argparse.Namespace, folder: Path) -> list[dict[s
 
 
 def endless(loader: SourceLoader) -> Iterator[Any]:
-    """Yield the batches of one epoch after another."""
+    """Yield the batches of all epochs."""
     epoch = 0
     while True:
         yield from loader.epoch(epoch)
@@ -272,15 +271,15 @@ def endless(loader: SourceLoader) -> Iterator[Any]:
 
 
 def main() -> int:
-    """Run the comparison that is asked for."""
+    """Run the chosen comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sources", nargs="+", choices=list(SOURCES), default=["jpeg"])
     parser.add_argument("--images", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--train", action="store_true", help="compare training steps instead")
     parser.add_argument("--model", default="ResNet50")
-    parser.add_argument("--batch", type=int, default=16, help="of a training step")
-    parser.add_argument("--steps", type=int, default=2, help="training steps a round")
+    parser.add_argument("--batch", type=int, default=16, help="batch size of a training step")
+    parser.add_argument("--steps", type=int, default=2, help="training steps per round")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

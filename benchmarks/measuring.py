@@ -1,6 +1,6 @@
-"""What runs in a process of its own: the memory of one way, or the times of many in turn.
+"""Code of the measuring processes: the memory of one way, or the times of several ways in turn.
 
-Lines of JSON go to stdout as they come, so that a process that dies has said what it knew.
+Each result is printed at once as a line of JSON, so that none is lost if the process is killed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 from ways import BY_NAME, Built, Store, use_tf32
 
-_BATCHES = 8  # different ones, so that none is learned by heart within a run
+_BATCHES = 8  # several, so that no batch is memorised within a run
 
 
-def say(kind: str, **facts: object) -> None:
-    """Print a line of JSON."""
+def print_json(kind: str, **facts: object) -> None:
+    """Print a value as a line of JSON."""
     print(json.dumps({"kind": kind, **facts}), flush=True)
 
 
 def limit_memory(gibibytes: float | None) -> None:
-    """Let this process fail by itself, and as the first, before the machine is out of memory.
+    """Limit the memory, so that only this process fails when the machine runs out of it.
 
-    gibibytes: of CPU memory beyond what is mapped now; None: nine tenths of what is free.
+    gibibytes: CPU memory in addition to what is mapped now; None: 0.9 of the free memory.
     """
     wanted = 0.9 * free_memory() if gibibytes is None else gibibytes * 2**30
     mapped = status("VmData")
@@ -44,7 +44,7 @@ def limit_memory(gibibytes: float | None) -> None:
 
 
 def free_memory() -> int:
-    """Return how many bytes this process could still use, by the machine and by its control group."""
+    """Return the bytes that are free for this process, on the machine and in its control group."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     group = Path("/sys/fs/cgroup")
@@ -53,15 +53,15 @@ def free_memory() -> int:
         if most != "max":
             free = min(free, int(most) - int((group / "memory.current").read_text()))
     except OSError:
-        pass  # no control groups, or version 1
+        pass  # no control groups, or version 1 of them
     return free
 
 
 def measure(name: str, classes: int, batch: int, dimension: int, steps: int, device: torch.device) -> None:
-    """Make a few steps of one way and say what they took: the peak memory and the times.
+    """Run a few steps of one way and print their peak memory and times.
 
-    imported: bytes after `import torch`; ready: after a step of the same way over 64 classes, which imports
-    what is imported late; needed: rows and their states; over: the peak less ready and needed.
+    imported: bytes after `import torch`; ready: after a step of the same way with 64 classes, which runs late
+    imports; needed: class weights and their states; over: the peak minus ready and needed.
     """
     use_tf32(BY_NAME[name].tf32)
     on_gpu = device.type == "cuda"
@@ -77,11 +77,11 @@ def measure(name: str, classes: int, batch: int, dimension: int, steps: int, dev
     for index in range(steps + 1):
         taken, loss = _timed(built, *batches[index % _BATCHES])
         losses.append(loss)
-        if index:  # the first warms up
+        if index:  # the first step is a warm-up
             seconds.append(taken)
     needed = sum(tensor.nbytes for tensor in built.tensors)
     peak = torch.cuda.max_memory_allocated() if on_gpu else status("VmHWM")
-    say(
+    print_json(
         "memory",
         way=name,
         C=classes,
@@ -102,7 +102,7 @@ def measure(name: str, classes: int, batch: int, dimension: int, steps: int, dev
 def take_turns(
     names: list[str], classes: int, batch: int, dimension: int, rounds: int, device: torch.device
 ) -> None:
-    """Time a step of each way in turn, `rounds` times; who begins changes from round to round."""
+    """Time a step of each way in turn, `rounds` times; the order changes from round to round."""
     store = Store(classes, dimension, device)
     batches = cycle(list(_batches(classes, batch, dimension, device)))
     running: dict[str, Built] = {}
@@ -113,7 +113,7 @@ def take_turns(
             for _ in range(2):
                 _timed(built, *next(batches))
         except Exception as error:
-            say("failed", way=name, outcome=outcome_of(error))
+            print_json("failed", way=name, outcome=outcome_of(error))
             continue
         running[name] = built
     for turn in range(rounds):
@@ -124,15 +124,15 @@ def take_turns(
             use_tf32(BY_NAME[name].tf32)
             try:
                 seconds, _ = _timed(running[name], x, labels)
-            except Exception as error:  # whatever a rival does, the others go on
-                say("failed", way=name, outcome=outcome_of(error))
+            except Exception as error:  # an implementation may raise anything; the others continue
+                print_json("failed", way=name, outcome=outcome_of(error))
                 del running[name]
                 continue
-            say("time", way=name, C=classes, B=batch, D=dimension, round=turn, seconds=seconds)
+            print_json("time", way=name, C=classes, B=batch, D=dimension, round=turn, seconds=seconds)
 
 
 def measure_rates(batch: int, dimension: int, device: torch.device) -> None:
-    """Say what torch reaches here: FLOP/s of plain products of the head's shape, bytes/s of a copy."""
+    """Print the FLOP/s of matrix products with the shapes of the head, and the bytes/s of a copy."""
     rates = {}
     on_gpu = device.type == "cuda"
     for name in ("float32", "tf32", "bfloat16") if on_gpu else ("float32", "bfloat16"):
@@ -146,11 +146,11 @@ def measure_rates(batch: int, dimension: int, device: torch.device) -> None:
     target = torch.empty_like(source)
     copied = 2 * source.nbytes  # read and written
     rates["copy"] = copied / seconds_of(lambda: target.copy_(source), device)
-    say("rates", **rates)
+    print_json("rates", **rates)
 
 
 def seconds_of(act: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call, of 15 after three to warm up; on a GPU, of ten calls in a row."""
+    """Return the median time of a call: 15 measurements after three warm-ups; on a GPU, of ten calls each."""
     taken = []
     for _ in range(18):
         if device.type == "cuda":
@@ -167,7 +167,7 @@ def seconds_of(act: Callable[[], object], device: torch.device) -> float:
 
 @contextlib.contextmanager
 def cuda_seconds() -> Iterator[list[float]]:
-    """Put into the list how long the device computes what is given to it inside."""
+    """Append the seconds that the GPU needs for the work in the block."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     found: list[float] = []
     torch.cuda.synchronize()
@@ -180,12 +180,12 @@ def cuda_seconds() -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def utilisation(device: torch.device) -> Iterator[list[int]]:
-    """Put into the list how busy the GPU is, in percent, ten times a second; needs pynvml."""
+    """Append the utilisation of the GPU in percent, ten times per second; needs pynvml."""
     found: list[int] = []
     ended = threading.Event()
 
     def look() -> None:
-        with contextlib.suppress(Exception):  # no pynvml, or a driver without it
+        with contextlib.suppress(Exception):  # no pynvml, or no driver
             while not ended.wait(0.1):
                 found.append(torch.cuda.utilization(device))
 
@@ -199,13 +199,13 @@ def utilisation(device: torch.device) -> Iterator[list[int]]:
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Return whether an error message is about memory, which includes threads that cannot start."""
+    """Return whether an error means out of memory; threads that cannot start count."""
     wanted = ("allocate memory", "not enough memory", "out of memory", "no memory", "new thread")
     return any(part in text.lower() for part in wanted)
 
 
 def outcome_of(error: BaseException) -> str:
-    """Return what stands in the table for a way that failed."""
+    """Return the table entry of a way that failed."""
     text = str(error)
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or is_out_of_memory(text):
         return "out of memory"
@@ -219,7 +219,7 @@ def _build(name: str, store: Store) -> Built:
 
 
 def _start_small(name: str, batch: int, dimension: int, device: torch.device) -> None:
-    """Make a step over few classes, which imports what a way imports late."""
+    """Run a step with few classes, for late imports."""
     built = _build(name, Store(64, dimension, device))
     _timed(built, *next(_batches(64, min(batch, 8), dimension, device)))
 
@@ -235,7 +235,7 @@ def _batches(
 
 
 def _timed(built: Built, x: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return the seconds of a step, and its loss."""
+    """Run a step; return its seconds and its loss."""
     x.grad = None
     gc.collect()
     if x.is_cuda:
@@ -252,7 +252,7 @@ def _timed(built: Built, x: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def status(field: str) -> int:
-    """Return bytes from a line of this process's status."""
+    """Return a field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

@@ -1,12 +1,12 @@
-"""Measures what the ways to train in less memory save, and what time they cost.
+"""Memory and time of the options that save memory.
 
     python benchmarks/memory.py                    # ResNet18 at 112 x 112, batch 32: some minutes
-    python benchmarks/memory.py --time --rounds 5  # the times, each way in turn in one process
+    python benchmarks/memory.py --time --rounds 5  # time: all ways in turn, in one process
 
-Memory: a process for each way, one rank on the CPU, two steps. Needed is the peak of its resident set beyond
-what it had after a step of a small network, which loads what is loaded late; beside it what `plsc plan`
-says. Big blocks of memory go back to the system at once (MALLOC_MMAP_THRESHOLD_): the peak is that of
-the tensors and not of the allocator. Lines of JSON go to --output.
+Memory: one process per way, one rank on the CPU. "Needed" is the peak resident memory in addition to that
+after a step of a small network, which runs late imports; next to it is the estimate of `plsc plan`. Large
+blocks are returned to the system at once (MALLOC_MMAP_THRESHOLD_), so the peak is that of tensors, not of the
+allocator.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PLAN_NAMES = {
 
 
 def base(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of every way."""
+    """Return the settings that all ways share."""
     return {
         "model.name": arguments.model,
         "model.image_shape": (3, arguments.image, arguments.image),
@@ -65,7 +65,7 @@ def base(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace, name: str) -> None:
-    """Make three steps of a way and print the peak of this process's memory."""
+    """Run three steps of a way and print the peak memory of this process."""
     from measuring import status
     from training_run import TrainingRun
 
@@ -78,12 +78,12 @@ def measure(arguments: argparse.Namespace, name: str) -> None:
         TrainingRun(world, folder, settings | small).step()
         ready = status("VmRSS")
         run = TrainingRun(world, folder, settings)
-        losses = [run.step() for _ in range(2)]  # the second has the optimizer's states
+        losses = [run.step() for _ in range(2)]  # from the second step on, with optimizer states
         print(json.dumps({"ready": ready, "peak": status("VmHWM"), "losses": losses}))
 
 
 def planned_bytes(arguments: argparse.Namespace, name: str) -> int:
-    """Return what `plsc plan` says of a way, head and backbone."""
+    """Return the estimate of `plsc plan` for a way: head and backbone."""
     return plan(
         arguments.classes,
         model=arguments.model,
@@ -94,9 +94,9 @@ def planned_bytes(arguments: argparse.Namespace, name: str) -> int:
 
 
 def compare_memory(arguments: argparse.Namespace, names: list[str]) -> None:
-    """Print and note the memory of each way."""
+    """Print and record the memory of each way."""
     print(f"{arguments.model}, {arguments.image} x {arguments.image}, batch {arguments.batch}\n")
-    print("| way | needed MiB | of plain | plan MiB | plan / needed |\n|---|---|---|---|---|")
+    print("| way | needed MiB | / plain | plan MiB | plan / needed |\n|---|---|---|---|---|")
     plain = None
     for name in names:
         done = subprocess.run(
@@ -118,7 +118,7 @@ def compare_memory(arguments: argparse.Namespace, names: list[str]) -> None:
 
 
 def compare_times(arguments: argparse.Namespace, names: list[str]) -> None:
-    """Make a step of each way in turn, and print the medians and their ratio to the first way's."""
+    """Run a step of each way in turn; print the medians and their ratios to the first way."""
     from training_run import TrainingRun
 
     from plsc.parallel.world import World
@@ -134,7 +134,7 @@ def compare_times(arguments: argparse.Namespace, names: list[str]) -> None:
                 began = time.perf_counter()
                 run.step()
                 taken[name].append(time.perf_counter() - began)
-    print("| way | ms a step | of plain |\n|---|---|---|")
+    print("| way | ms per step | / plain |\n|---|---|---|")
     for name in names:
         pairs = zip(taken[name], taken[names[0]], strict=True)
         ratio = statistics.median(one / first for one, first in pairs)
@@ -159,10 +159,10 @@ def main() -> None:
     parser.add_argument("--image", type=int, default=112)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--classes", type=int, default=1000)
-    parser.add_argument("--ways", nargs="*", help="those whose names begin so; all if not given")
-    parser.add_argument("--time", action="store_true", help="the times instead of the memory")
+    parser.add_argument("--ways", nargs="*", help="only ways whose names begin with these")
+    parser.add_argument("--time", action="store_true", help="measure time instead of memory")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="file to which lines of JSON are added")
+    parser.add_argument("--output", type=Path, help="file to append lines of JSON to")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -1,9 +1,9 @@
-"""Measures the peak memory of a training step of ResNet50 when its batch is computed in parts.
+"""Peak memory of a training step of ResNet50 by the number of micro-batches.
 
-    python benchmarks/micro_batches.py        # batch 64; 1, 2, 4 and 8 parts; some minutes on two cores
+    python benchmarks/micro_batches.py        # batch 64; 1, 2, 4 and 8 micro-batches; a few minutes
 
-A process for each setting, one rank, on the CPU: three steps of `Entry().train()` over random images. The
-peak is that of the process's resident set, torch included.
+One process per setting, one rank on the CPU: three steps of `Entry().train()` on random images. The peak is
+that of the resident memory, including torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ GIB = 2**30
 
 
 def train(parts: int, batch: int) -> None:
-    """Train three steps and print the peak resident set of this process."""
+    """Train three steps and print the peak resident memory of this process."""
     import numpy as np
 
     from plsc import Entry
 
-    sys.stdout = sys.stderr  # the run's own lines
+    sys.stdout = sys.stderr  # log lines of the run
 
     def reader() -> Iterator[tuple[np.ndarray, int]]:
         random = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def main() -> None:
         train(options.one, options.batch)
         return
     print(f"ResNet50, 112 x 112, batch {options.batch}\n")
-    print("| parts | images at once | peak GiB | of that with one part |\n|---|---|---|---|")
+    print("| micro-batches | images per micro-batch | peak GiB | / one micro-batch |\n|---|---|---|---|")
     whole = None
     for parts in options.parts:
         this = [sys.executable, __file__, "--batch", str(options.batch), "--one", str(parts)]

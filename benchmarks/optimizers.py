@@ -1,9 +1,9 @@
-"""What a step of the backbone's optimizer takes: fused, foreach and for_loop in turn, in one process.
+"""Time of a step of the backbone's optimizer: fused, foreach and for_loop in turn, in one process.
 
 python benchmarks/optimizers.py [--model ResNet50] [--layout channels_last] [--optimizers sgd,adamw]
 
-For all parameters of a network it makes steps with each implementation alternately and prints the median
-time of each and its ratio to for_loop. The rates are 0, so that nothing runs away.
+Steps update all parameters of a network. Prints the median time of each implementation and its ratio to
+for_loop. The learning rates are 0, so parameters remain finite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS = ("for_loop", "foreach", "fused")
 
 
 def parameters_of(model: str, layout: str, device: torch.device) -> list[nn.Parameter]:
-    """Return parameters shaped as the network's, with gradients."""
+    """Return parameters with the shapes of the network, with gradients."""
     with torch.device("meta"):
         shapes = [p.shape for p in build_model(model).parameters()]
     parameters = []
@@ -42,7 +42,7 @@ def parameters_of(model: str, layout: str, device: torch.device) -> list[nn.Para
 
 
 def measure(name: str, rounds: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of a step by implementation; those that torch lacks are left out."""
+    """Return the median seconds of a step by implementation; those that torch lacks are omitted."""
     device = torch.device(args.device)
     built = {}
     for way in WAYS:
@@ -59,7 +59,7 @@ def measure(name: str, rounds: int, args: argparse.Namespace) -> dict[str, float
             began = time.perf_counter()
             optimizer.step()
             _wait(device)
-            if turn >= 2:  # the first ones make the states
+            if turn >= 2:  # the first steps create the states
                 times[way].append(time.perf_counter() - began)
     return {way: statistics.median(values) for way, values in times.items()}
 

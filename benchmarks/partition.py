@@ -1,12 +1,12 @@
-"""Shuffling and splitting lines of base64: ours beside cat, shuf and sort, in turns, with their peak memory.
+"""Time and memory of shuffling and splitting lines of base64: plsc, cat, shuf and sort, in turn.
 
 python benchmarks/partition.py results/           1.3 GB, 200,003 lines, 8 parts (needs 6 GB of disk)
-python benchmarks/partition.py --quick results/   65 MB: does it run
+python benchmarks/partition.py --quick results/   65 MB, to test the script
 
-Writes samples.jsonl (every run) and results.md (medians; a ratio is the median over the rounds of a way's
-time to that of the `cat`, or `cat` and `sync`, in its round). The inputs are in the page cache; every way
-writes to the same disk. Ours is whole on that disk when it ends (fsync), as is what `cat` and `sync` wrote;
-what `cat` alone, shuf and sort wrote is in memory then. CPU seconds depend less on what else is running.
+Writes samples.jsonl (every run) and results.md (medians, and medians of each round's ratio to `cat`, or to
+`cat` and `sync`). Inputs are in the page cache; every way writes to the same disk. plsc and `cat` with `sync`
+end when the output is on disk (fsync); the output of `cat` alone, shuf and sort may still be in memory. CPU
+seconds depend less on other programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class Way:
-    """One way: a command with places for {data}, {files} and {out}. once: too slow for each round."""
+    """One way: a command with {data}, {files} and {out}. once: too slow to run in each round."""
 
     name: str
     command: str
@@ -44,7 +44,7 @@ class Way:
 
 
 def ours(name: str, *arguments: object) -> Way:
-    """Return a way that runs the tool."""
+    """Return a way that runs `plsc data partition`."""
     tool = f"{sys.executable} {TOOL} --data_dir {{data}} --nranks {PARTS} --output_dir {{out}}/parts"
     return Way(name, " ".join([tool, *map(str, arguments)]), is_ours=True)
 
@@ -67,13 +67,13 @@ WAYS = (
 
 
 def main() -> int:
-    """Run the ways in turns and write what they took."""
+    """Run the ways in turn and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder for the results")
-    parser.add_argument("--quick", action="store_true", help="a small set, two rounds")
+    parser.add_argument("--quick", action="store_true", help="a small dataset, two rounds")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--work", type=Path, help="folder for the set and the outputs")
-    parser.add_argument("--ways", help="names, separated by |; others are left out (both of cat run always)")
+    parser.add_argument("--work", type=Path, help="folder for the dataset and the outputs")
+    parser.add_argument("--ways", help="names, separated by |; cat always runs")
     given = parser.parse_args()
     lines, rounds = (10_003, 2) if given.quick else (200_003, given.rounds)
     work = given.work or given.results / "work"
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def make_set(folder: Path, lines: int, files: int = 4) -> Path:
-    """Write random base64 lines of 4 to 5.6 kB of data, as 112x112 JPEGs are, and read them once."""
+    """Write random base64 lines of 4 to 5.6 kB, the size of 112x112 JPEG images, and read them once."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(files):
@@ -111,11 +111,11 @@ def make_set(folder: Path, lines: int, files: int = 4) -> Path:
 def take_turns(
     ways: list[Way], data: Path, work: Path, rounds: int, is_quick: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield a sample for each run: who begins changes from round to round."""
+    """Yield a sample per run; the order changes from round to round."""
     files = " ".join(str(path) for path in sorted(data.glob("[0-9]*.txt")))
     interpreter = measure(f"{sys.executable} {TOOL} --help > /dev/null")["peak"]
     yield {"way": "interpreter", "round": 0, "peak": interpreter}
-    for turn in range(-1, rounds):  # the first warms up
+    for turn in range(-1, rounds):  # the first run is a warm-up
         regular = [way for way in ways if not way.once or (turn == 0 and not is_quick)]
         first = turn % len(regular)
         for way in regular[first:] + regular[:first]:
@@ -146,7 +146,7 @@ def measure(command: str) -> dict[str, Any]:
 
 
 def resident(root: int) -> int:
-    """Return the resident bytes of a process and of all below it."""
+    """Return the resident bytes of a process and its descendants."""
     total, waiting = 0, [root]
     while waiting:
         pid = waiting.pop()
@@ -159,7 +159,7 @@ def resident(root: int) -> int:
 
 
 def check(way: Way, out: Path, sample: dict[str, Any]) -> None:
-    """Make sure that ours wrote what it should: a way that writes nothing is fast."""
+    """Check the output of plsc: a way that writes nothing is fast."""
     if way.is_ours:
         manifest = json.loads((out / "parts/manifest.json").read_text())
         sizes = [(out / "parts" / part["name"]).stat().st_size for part in manifest["parts"]]
@@ -178,8 +178,7 @@ def render(ways: list[Way], samples: list[dict[str, Any]], lines: int) -> str:
     rows = [
         f"{lines} lines, {size / 1e9:.2f} GB, into {PARTS} parts, warm; the interpreter alone: "
         f"{interpreter / 2**20:.0f} MB\n",
-        "| way | seconds (median) | x `cat` beside it | x `cat; sync` beside it | CPU seconds | "
-        "peak memory, MB |",
+        "| way | seconds (median) | / `cat` | / `cat; sync` | CPU seconds | peak memory, MB |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in by_way.items():
@@ -196,7 +195,7 @@ def render(ways: list[Way], samples: list[dict[str, Any]], lines: int) -> str:
 
 
 def ratio(found: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> float:
-    """Return the median over the rounds of the times to those of the baseline in the same round."""
+    """Return the median of each round's ratio to the baseline."""
     times = {sample["round"]: sample["seconds"] for sample in baseline}
     return statistics.median(sample["seconds"] / times[sample["round"]] for sample in found)
 

@@ -1,4 +1,4 @@
-"""Draws time and memory against the number of classes, ours and the others, on log axes.
+"""Plot time and memory by the number of classes for all ways, with logarithmic axes.
 
 python benchmarks/plot.py 128 head.png build/benchmarks/*/head.jsonl     # several runs in one picture
 """
@@ -20,7 +20,7 @@ from ways import WAYS
 
 
 def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> None:
-    """Write a picture of the samples with this batch size: median step in seconds, peak in GiB."""
+    """Write a plot of the samples with this batch size: median step in seconds, peak memory in GiB."""
     times: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     peaks: dict[str, dict[int, float]] = defaultdict(dict)
     for sample in samples:
@@ -35,7 +35,7 @@ def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> N
         for way, by_classes in times.items()
     }
     figure, panels = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
-    parts = ((medians, "seconds a step (median)"), (peaks, "peak memory in GiB"))
+    parts = ((medians, "seconds per step (median)"), (peaks, "peak memory in GiB"))
     colours = matplotlib.color_sequences["tab20"]
     for panel, (values, label) in zip(panels, parts, strict=True):
         for number, way in enumerate(WAYS):
@@ -58,7 +58,7 @@ def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> N
 
 
 def main(batch: str, picture: str, *files: str) -> None:
-    """Draw the samples of several runs of head.py."""
+    """Plot the samples of several runs of head.py."""
     samples = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
     machine = next(sample for sample in samples if sample["kind"] == "machine")
     title = f"B = {batch}: {machine['gpu'] or machine['processor']}, torch {machine['torch']}"

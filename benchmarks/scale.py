@@ -1,14 +1,13 @@
-"""Accuracy on unseen classes with AdaCos' scale and with 64, from a hundred to a hundred thousand classes.
+"""Accuracy on unseen classes with the scale of AdaCos and with 64, for 100 to 100,000 classes.
 
     python benchmarks/scale.py results/                                   # about two hours on two cores
     python benchmarks/scale.py results/ --classes 1000 --batches 1024     # two minutes
 
-Real images of 100,000 classes cannot be had here, so the classes are synthetic: a class is a point in 16
-dimensions; a sample is its point with noise, and 16 numbers that have nothing to do with the class, sent
-through a fixed random network with two layers to 256 "pixels". An MLP learns to undo that. Every setting
-sees the same number of images: training ends after --images of them, whatever the number of classes. From
---sampled-from classes on the head samples a tenth of them. All else is the default of Entry. Judged on 6,000
-pairs of 1,000 other classes. Writes results.md.
+The classes are synthetic. A class is a point in 16 dimensions. A sample is this point with noise, followed by
+16 numbers that do not depend on the class; a fixed random network with two layers maps them to 256 "pixels".
+An MLP learns to invert this. Training ends after --images images, for any number of classes. From
+--sampled-from classes on, the head samples a tenth of them. All other options are defaults. Accuracy is
+measured on 6,000 pairs of 1,000 other classes. Writes results.md.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NOISE, NUISANCE = 0.4, 1.5
 
 
 class Mlp(BaseModel):
-    """Three layers for the synthetic images; the neck is batch norm, as the networks by name end."""
+    """An MLP of three layers for the synthetic images, followed by batch norm."""
 
     def __init__(self, emb_size: int = 512) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Mlp(BaseModel):
 
 
 class Classes:
-    """Makes samples of as many classes as asked for; those behind them are the unseen ones."""
+    """Creates samples of any number of classes; higher class numbers are the unseen ones."""
 
     def __init__(self, classes: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -63,7 +62,7 @@ class Classes:
 
 
 def train(classes: int, batch: int, emb_size: int, scale: float, options: Any) -> dict[str, float]:
-    """Train once; return the accuracy on pairs of unseen classes, of the embeddings and of the pixels."""
+    """Train once; return the accuracy on pairs of unseen classes, for embeddings and for raw pixels."""
     made = Classes(classes)
 
     def reader() -> Any:
@@ -103,7 +102,7 @@ def train(classes: int, batch: int, emb_size: int, scale: float, options: Any) -
 
 
 def main() -> None:
-    """Train every setting with both scales and write the table."""
+    """Train each setting with both scales and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the results")
     parser.add_argument("--classes", type=int, nargs="*", default=[100, 1000, 10_000, 100_000])

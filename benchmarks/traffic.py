@@ -1,7 +1,7 @@
-"""What the ranks of a head send in a step: `torchrun --nproc-per-node=2 benchmarks/traffic.py C B D STEPS`.
+"""Network traffic of the head per step: `torchrun --nproc-per-node=2 benchmarks/traffic.py C B D STEPS`.
 
-Wraps the functions of torch.distributed and adds up the bytes of the tensors that they are given on a rank.
-Prints one line of JSON (rank 0). B is the global batch; a rank brings B / R of it.
+Wraps the collectives of torch.distributed and sums the bytes of their input tensors on a rank. Rank 0 prints
+a line of JSON. B is the global batch size.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import say
+from measuring import print_json
 from torch import Tensor
 
 from plsc.heads import Execution, RowSGD, ShardedHead, build_margin
 
-# What a rank hands over: its own part in a gather, the whole tensor in the others.
+# The input of a rank: its part for a gather, the whole tensor for the others.
 _GIVEN = {
     "all_gather_into_tensor": 1,
     "all_gather": 1,
@@ -43,7 +43,7 @@ _GIVEN = {
 
 
 def count_bytes(counted: collections.Counter[str]) -> None:
-    """Wrap the collectives so that each adds the bytes it is given; anything but tensors raises."""
+    """Wrap the collectives so that each counts its input bytes; raises for input that is not a tensor."""
 
     def wrap(name: str, call: Callable[..., Any], position: int) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -61,10 +61,10 @@ def count_bytes(counted: collections.Counter[str]) -> None:
 
 
 def expected(batch: int, dimension: int, ranks: int) -> dict[str, int]:
-    """Return the bytes that a rank gives in a step with ArcFace and fp32 embeddings; C is not in it.
+    """Return the input bytes of a rank per step with ArcFace and fp32 embeddings; independent of C.
 
-    Gathered: its count of samples, its b labels (8 bytes each) and b x D embeddings. Reduced: two numbers
-    a sample of the global batch, the sum over its rows and the label's logit. Reduced and scattered: B x D.
+    all_gather: the number of samples, b labels (8 bytes each) and b x D embeddings. all_reduce: two numbers
+    per sample of the global batch, the sum of exponentials and the logit of the label. reduce_scatter: B x D.
     """
     mine = batch // ranks
     return {
@@ -75,7 +75,7 @@ def expected(batch: int, dimension: int, ranks: int) -> dict[str, int]:
 
 
 def loopback_bytes() -> int | None:
-    """Return the bytes that the loopback device of this machine has received, whoever sent them."""
+    """Return the bytes that the loopback device of this machine has received from all programs."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -84,7 +84,7 @@ def loopback_bytes() -> int | None:
 
 
 def main() -> None:
-    """Make the steps and say what they gave to the network."""
+    """Run the steps and print their traffic."""
     classes, batch, dimension, steps = map(int, sys.argv[1:5])
     counted: collections.Counter[str] = collections.Counter()
     dist.init_process_group("gloo")
@@ -106,7 +106,7 @@ def main() -> None:
     step()
     dist.all_reduce(barrier)
     before = loopback_bytes()
-    dist.all_reduce(barrier)  # no rank goes on before all have read
+    dist.all_reduce(barrier)  # all ranks have read the counter
     count_bytes(counted)
     for _ in range(steps):
         step()
@@ -115,7 +115,7 @@ def main() -> None:
     after = loopback_bytes()
     seen = None if before is None or after is None else (after - before) // steps
     if rank == 0:
-        say(
+        print_json(
             "traffic",
             ranks=ranks,
             C=classes,

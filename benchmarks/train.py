@@ -1,20 +1,20 @@
-"""Times whole training steps, ours beside the textbook's, and measures their memory.
+"""Time and memory of full training steps, compared with plain PyTorch.
 
     python benchmarks/train.py                          # the demo network and ResNet18, C = 1e4 and 1e5
     python benchmarks/train.py --networks ResNet18 --classes 1e5 --compile
-    python benchmarks/train.py --files                  # images are read from JPEG files
-    python benchmarks/train.py --memory                 # peak memory, a process each
-    torchrun --nproc-per-node 2 benchmarks/train.py     # over ranks: the textbook with DDP
-    python benchmarks/train.py --quick                  # a smoke test
+    python benchmarks/train.py --files                  # read images from JPEG files
+    python benchmarks/train.py --memory                 # peak memory, one process per way
+    torchrun --nproc-per-node 2 benchmarks/train.py     # several ranks: plain PyTorch uses DDP
+    python benchmarks/train.py --quick                  # to test the script
 
-The textbook is a plain PyTorch loop: the same network of torch's layers, a dense ArcFace head under autograd,
-torch.optim.SGD, DDP over several ranks, no compiler. Its synthetic images are normalised already; ours are
-bytes, as a decoder leaves them. All ways run in one process and make steps in turn, many rounds; the ratio
-to the textbook in fp32 is taken round by round. Model FLOPs are those of the network's
-convolutions and products, forward and backward, and 6 B C D of the head; the peak is --peak, or a large
-product in bfloat16 (fp32 for ways in fp32) as torch does it here.
+Plain PyTorch is a loop with the same network of torch's layers, a replicated ArcFace head, autograd,
+torch.optim.SGD, DDP for several ranks, and no compiler. Its synthetic images are already normalised; those of
+plsc are uint8, as from a decoder. All ways run in one process and take turns for many rounds; the table has
+the median of each round's ratio to plain PyTorch in fp32. Model FLOPs: convolutions and products of the
+network, forward and backward, and 6 B C D for the head. The peak is --peak, or the measured rate of a large
+product in bfloat16 (fp32 for ways in fp32).
 
-Writes into the output folder: train.jsonl (every measurement), train.md (what is printed).
+Writes train.jsonl (every measurement) and train.md (the printed text) in the output folder.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from head import Report, machine, numbers, run_child
 from loader import make_pictures
-from measuring import outcome_of, say, status, utilisation
+from measuring import outcome_of, print_json, status, utilisation
 from torch import nn
-from train_ways import TEXTBOOK, Built, Case, TrainWay, build, ways
+from train_ways import BASELINE, Built, Case, TrainWay, build, ways
 from ways import use_tf32
 
 from plsc.models import build_model
@@ -70,12 +70,12 @@ def model_flops(case: Case) -> float:
 
 
 def head_flops(case: Case) -> float:
-    """Return those of the head alone."""
+    """Return the floating-point operations of the head alone."""
     return 6.0 * case.batch * case.classes * case.emb_size
 
 
 def measured_peak(dtype: torch.dtype, device: torch.device, clock: Clock) -> float:
-    """Return the operations a second of a large product, the best of some."""
+    """Return the operations per second of a large product, the best of several."""
     size = 8192 if device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(dtype)
     best = 0.0
@@ -89,18 +89,18 @@ def measured_peak(dtype: torch.dtype, device: torch.device, clock: Clock) -> flo
 
 
 def clock_of(options: argparse.Namespace) -> Clock:
-    """Return the clock to measure by."""
+    """Return the function that measures time."""
     return time.process_time if options.processor_time else time.perf_counter
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(way: TrainWay, built: Built, steps: int, world: World, clock: Clock) -> float:
-    """Return the seconds of a step, the mean of some; all ranks begin together."""
+    """Return the mean seconds of several steps; all ranks start together."""
     use_tf32(way.tf32)
     synchronise(world.device)
     world.barrier()
@@ -112,17 +112,17 @@ def timed(way: TrainWay, built: Built, steps: int, world: World, clock: Clock) -
 
 
 def steps_at_once(case: Case, options: argparse.Namespace) -> int:
-    """Return how many steps are timed together."""
+    """Return the number of steps that are timed together."""
     return options.steps or (1 if case.shape[1] > 64 else 4)
 
 
 def dtype_of(way: TrainWay) -> torch.dtype:
-    """Return the type of a way's products."""
+    """Return the data type of the products of a way."""
     return torch.bfloat16 if "bf16" in way.name or "fp16" in way.name else torch.float32
 
 
 def compare(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
-    """Measure all ways of one case in turn, and print the table."""
+    """Measure all ways of one case in turn and print the table."""
     chosen = [way for way in ways(world.device.type) if is_wanted(way, options)]
     report.print(
         f"\n### {case.network} at {case.shape[1]} x {case.shape[2]}, C = {case.classes:,}, B = {case.batch} "
@@ -150,7 +150,7 @@ def compare(case: Case, options: argparse.Namespace, world: World, report: Repor
 
 
 def facts(case: Case, world: World) -> Sample:
-    """Return what a measurement belongs to."""
+    """Return the facts that identify a measurement."""
     return {
         "network": case.network,
         "C": case.classes,
@@ -178,18 +178,18 @@ def print_table(
     }
     report.keep(kind="peak", float32=peaks[torch.float32], bfloat16=peaks[torch.bfloat16])
     report.print(
-        f"{flops / 1e9:,.1f} GFLOP a step; peak {peaks[torch.float32] / 1e12:.2f} TFLOP/s in fp32, "
+        f"{flops / 1e9:,.1f} GFLOP per step; peak {peaks[torch.float32] / 1e12:.2f} TFLOP/s in fp32, "
         f"{peaks[torch.bfloat16] / 1e12:.2f} in bf16.\n"
     )
     report.print(
-        "| way | images a second | ms a step: median (least to most) | times the textbook's speed | "
-        "of the peak |"
+        "| way | images per second | ms per step: median (least to most) | speed / plain PyTorch | "
+        "share of the peak |"
     )
     report.print("|---|---|---|---|---|")
     for way in chosen:
         mine = times[way.name]
         middle = statistics.median(mine)
-        ratio = statistics.median(other / own for other, own in zip(times[TEXTBOOK], mine, strict=True))
+        ratio = statistics.median(other / own for other, own in zip(times[BASELINE], mine, strict=True))
         peak = peaks[dtype_of(way)]
         done = flops if way.has_head else flops - of_head
         report.print(
@@ -200,8 +200,8 @@ def print_table(
 
 
 def is_wanted(way: TrainWay, options: argparse.Namespace) -> bool:
-    """Whether a way is among those asked for; the textbook always is."""
-    if way.name == TEXTBOOK:
+    """Return whether a way was chosen; the baseline always is."""
+    if way.name == BASELINE:
         return True
     if options.ways:
         return way.name in options.ways
@@ -209,7 +209,7 @@ def is_wanted(way: TrainWay, options: argparse.Namespace) -> bool:
 
 
 def memory(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
-    """Print the peak memory of each way in a process of its own."""
+    """Print the peak memory of each way, measured in separate processes."""
     report.print(f"\n### Memory: {case.network}, C = {case.classes:,}, B = {case.batch}\n")
     report.print("| way | peak GiB | over the start, GiB |")
     report.print("|---|---|---|")
@@ -232,20 +232,20 @@ def memory(case: Case, options: argparse.Namespace, world: World, report: Report
 
 
 def measure(name: str, cases: list[Case], options: argparse.Namespace, world: World) -> None:
-    """Make steps of one way in each case, and print times and peak memory as a line of JSON each."""
+    """Run steps of one way in each case; print times and peak memory as a line of JSON per case."""
     way = next(one for one in ways(world.device.type) if one.name == name)
     use_tf32(way.tf32)
     for case in cases:
         try:
-            say("step", way=name, **facts(case, world), **measured_steps(way, case, options, world))
+            print_json("step", way=name, **facts(case, world), **measured_steps(way, case, options, world))
         except Exception as error:
-            say("failed", way=name, **facts(case, world), outcome=outcome_of(error))
+            print_json("failed", way=name, **facts(case, world), outcome=outcome_of(error))
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def measured_steps(way: TrainWay, case: Case, options: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Return the seconds of each round, the peak memory, and how well the device was used."""
+    """Return the seconds of each round, the peak memory, and the utilisation of the device."""
     device, clock = world.device, clock_of(options)
     on_gpu = device.type == "cuda"
     before = status("VmRSS")
@@ -272,7 +272,7 @@ def measured_steps(way: TrainWay, case: Case, options: argparse.Namespace, world
 
 
 def write_images(folder: Path, shape: tuple[int, int, int], count: int, copies: int = 1) -> None:
-    """Write JPEG files in folders, one a class, as many of each as there are; each under so many names."""
+    """Write JPEG files in one folder per class; each image under several names."""
     for index, data in enumerate(make_pictures(count, shape)):
         place = folder / f"{index % 100:03d}"
         place.mkdir(exist_ok=True)
@@ -289,39 +289,39 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("output", nargs="?", type=Path, default=Path("build/benchmarks"), help="folder to write to")
     add("--networks", type=lambda text: text.split(","), default=list(NETWORKS))
-    add("--classes", type=numbers, default=[10**4, 10**5], help="as in 1e4,1e5 (the default)")
-    add("--batch", type=numbers, default=None, help="images of a rank, as in 128,512")
+    add("--classes", type=numbers, default=[10**4, 10**5], help="such as 1e4,1e5 (the default)")
+    add("--batch", type=numbers, default=None, help="images per rank, such as 128,512")
     add("--rounds", type=int, default=7)
-    add("--steps", type=int, default=None, help="at once; 1, or 4 of a small network")
+    add("--steps", type=int, default=None, help="steps per round; default: 1, or 4 for a small network")
     add("--warm-up", type=int, default=2, help="steps of each way before the first round")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--ways", type=lambda text: text.split("|"), help="only these, and the textbook")
-    add("--compile", action="store_true", help="the compiled ways, too")
+    add("--ways", type=lambda text: text.split("|"), help="only these and plain PyTorch")
+    add("--compile", action="store_true", help="also the compiled ways")
     add("--files", action="store_true", help="read JPEG files instead of synthetic images")
     add("--images", type=int, default=4096, help="how many JPEG files")
-    add("--workers", type=int, default=2, help="that read the files")
+    add("--workers", type=int, default=2, help="worker processes")
     add("--memory", action="store_true", help="measure memory instead of time")
     add("--peak", type=float, default=None, help="TFLOP/s of the device, for the utilisation")
     add("--quick", action="store_true")
     add(
         "--processor-time",
         action="store_true",
-        help="count the time on processors, of all threads, instead of the clock's: with --threads 1 it is "
-        "what the step takes on an idle core, also where others use the machine",
+        help="measure the CPU time of all threads instead of the wall-clock time; with --threads 1, other "
+        "programs on the machine do not change it",
     )
     add("--measure", nargs=4, metavar=("WAY", "NETWORK", "CLASSES", "BATCHES"))
     return parser.parse_args()
 
 
 def case_of(network: str, classes: int, batch: int | None, options: argparse.Namespace) -> Case:
-    """Return what is trained."""
+    """Return the case to train."""
     shape, emb_size, usual = NETWORKS.get(network, LARGE)
     return Case(network, shape, emb_size, classes, batch or usual, workers=options.workers)
 
 
 def work(options: argparse.Namespace, world: World) -> None:
-    """Do what is asked for."""
+    """Run the chosen measurements."""
     if options.measure:
         way, network, classes, batches = options.measure
         sizes = [(int(classes), batch) for batch in numbers(batches)]
@@ -359,7 +359,7 @@ def with_files(case: Case, options: argparse.Namespace, world: World, report: Re
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     options = parse()
     torch.set_num_threads(options.threads)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

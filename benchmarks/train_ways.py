@@ -1,6 +1,6 @@
-"""The ways to make a whole training step that benchmarks/train.py compares: the textbook's and plsc's.
+"""Ways to run a full training step, compared by benchmarks/train.py: plain PyTorch and plsc.
 
-A way is built once and then asked for steps. All see the same images and labels in the same order.
+A way is built once and then runs steps. All ways get the same images and labels in the same order.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from plsc.train.loop import exchange_status
 from plsc.train.network import training_mode
 from plsc.train.step import Step
 
-TEXTBOOK = "textbook, fp32"
-_BATCHES = 4  # different ones, used again and again
+BASELINE = "plain PyTorch, fp32"
+_BATCHES = 4  # different batches, used in turn
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a network by its name in plsc, on images of a shape, over so many classes.
+    """A training problem: the name of a network, the image shape, and the number of classes.
 
-    batch: images of a rank. folder: of real images, one folder a class; None: synthetic ones in memory.
+    batch: images per rank. folder: of real images, one folder per class; None: synthetic ones in memory.
     """
 
     network: str
@@ -49,9 +49,9 @@ class Case:
 
 @dataclass(frozen=True)
 class TrainWay:
-    """name; autocast: of the textbook, None for float32; options: those of plsc, None for the textbook.
+    """A way. autocast: of plain PyTorch, None for float32. options: of plsc, None for plain PyTorch.
 
-    has_head: False for our backbone alone, its forward and backward pass and its update.
+    has_head: False for the backbone of plsc alone: forward pass, backward pass and update.
     """
 
     name: str
@@ -62,7 +62,7 @@ class TrainWay:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is plsc."""
+        """Whether this is a way of plsc."""
         return self.options is not None
 
 
@@ -73,10 +73,10 @@ _COMPILED = {"speed.compile": True}
 
 
 def ways(device: str) -> list[TrainWay]:
-    """Return the ways that a device can go."""
+    """Return the ways that a device supports."""
     found = [
-        TrainWay(TEXTBOOK),
-        TrainWay("textbook, bf16 autocast", autocast=torch.bfloat16),
+        TrainWay(BASELINE),
+        TrainWay("plain PyTorch, bf16 autocast", autocast=torch.bfloat16),
         TrainWay("plsc, fp32, all off", options=_PLAIN),
         TrainWay("plsc, fp32", options={}),
         TrainWay("plsc, fp32, compiled", options=_COMPILED),
@@ -88,7 +88,7 @@ def ways(device: str) -> list[TrainWay]:
     ]
     if device == "cuda":
         found += [
-            TrainWay("textbook, tf32", tf32=True),
+            TrainWay("plain PyTorch, tf32", tf32=True),
             TrainWay("plsc, tf32", options={}, tf32=True),
             TrainWay("plsc, fp16", options=_FP16),
             TrainWay("plsc, fp16, compiled", options={**_FP16, **_COMPILED}),
@@ -98,20 +98,20 @@ def ways(device: str) -> list[TrainWay]:
 
 @dataclass
 class Built:
-    """A way, ready to run. step(): makes one step and returns its loss, a number or a tensor."""
+    """A way, ready to run. step(): run one step and return its loss, a number or a tensor."""
 
     step: Callable[[], Any]
     close: Callable[[], None] = lambda: None
 
 
 def build(way: TrainWay, case: Case, world: World) -> Built:
-    """Return a way, ready to run."""
-    build_one = _build_ours if way.is_ours else _build_textbook
+    """Build a way."""
+    build_one = _build_ours if way.is_ours else _build_baseline
     return build_one(way, case, world)
 
 
 def synthetic(case: Case, world: World) -> list[tuple[Tensor, Tensor]]:
-    """Return some batches: uint8 images [b, C, H, W], channels last as a decoder leaves them, and labels."""
+    """Return batches: uint8 images [b, C, H, W], channels last as from a decoder, and labels."""
     generator = torch.Generator().manual_seed(world.rank)
     channels, height, width = case.shape
     size = (case.batch, height, width, channels)
@@ -125,7 +125,7 @@ def synthetic(case: Case, world: World) -> list[tuple[Tensor, Tensor]]:
 
 
 def options_of(way: TrainWay, case: Case, device: str) -> Options:
-    """Return the options of a way of ours."""
+    """Return the options of a way of plsc."""
     options = Options()
     values: dict[str, Any] = {
         "runtime.device": device,
@@ -154,7 +154,7 @@ def options_of(way: TrainWay, case: Case, device: str) -> Options:
 
 
 class _Images(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """As many images as a batch needs, for a run that is given its batches by hand."""
+    """A dataset of one batch; the benchmark passes the batches itself."""
 
     def __init__(self, case: Case, ranks: int) -> None:
         self.image = torch.zeros(case.shape, dtype=torch.uint8)
@@ -174,14 +174,14 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     run.network.train()
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
-    if options.speed.overlap_copies:  # as the loop does
+    if options.speed.overlap_copies:  # as in the training loop
         batches = copied_in_side_stream(batches, world.device)
     if not way.has_head:
         return Built(lambda: _backbone_step(run, next(batches)), batches.close)
 
     def make() -> Any:
         batch = next(batches)
-        sizes = exchange_status(world, batch, case.classes).sizes  # as the loop does
+        sizes = exchange_status(world, batch, case.classes).sizes  # as in the training loop
         made = step.make(batch, sizes, False)
         run.position.advance(made.is_skipped)
         step.losses.read(False)
@@ -191,7 +191,7 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
 
 
 def _backbone_step(run: Run, batch: Batch) -> Tensor:
-    """Make a step of the network as `Step` does, with a gradient that is there at once instead of a head."""
+    """Run a step of the network like `Step`, with a constant gradient instead of a head."""
     mode = training_mode(run.options, run.world.device)
     images = batch.input(run.world.device, run.network.input_layout)
     run.optimizer.zero_grad(set_to_none=True)
@@ -217,8 +217,8 @@ def _batches_in_memory(case: Case, world: World) -> Generator[Batch, None, None]
         yield from batches
 
 
-class _Textbook(nn.Module):
-    """A network and dense ArcFace, as in the paper, under autograd."""
+class _Baseline(nn.Module):
+    """A network and a replicated ArcFace head, as in the paper, with autograd."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__()
@@ -233,13 +233,13 @@ class _Textbook(nn.Module):
         return arcface(self.network(images).float(), self.weight, labels)
 
 
-def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
+def _build_baseline(way: TrainWay, case: Case, world: World) -> Built:
     device = world.device
-    model: nn.Module = _Textbook(case, device).train()
+    model: nn.Module = _Baseline(case, device).train()
     if world.size > 1:
         model = DistributedDataParallel(model, process_group=world.backbone_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    batches = _textbook_files(case, world) if case.folder else _textbook_memory(case, world)
+    batches = _tensors_from_files(case, world) if case.folder else _tensors_in_memory(case, world)
 
     def make() -> float:
         images, labels = next(batches)
@@ -255,8 +255,8 @@ def _build_textbook(way: TrainWay, case: Case, world: World) -> Built:
     return Built(make, batches.close)
 
 
-def _textbook_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Yield images that are normalised already: what no loader can do better."""
+def _tensors_in_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """Yield normalised images from memory, faster than any loader."""
     batches = [
         (images.float().contiguous().sub_(127.5).div_(128), labels)
         for images, labels in synthetic(case, world)
@@ -267,8 +267,8 @@ def _textbook_memory(case: Case, world: World) -> Generator[tuple[Tensor, Tensor
         yield from batches
 
 
-def _textbook_files(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Yield what torchvision's ImageFolder and torch's DataLoader give."""
+def _tensors_from_files(case: Case, world: World) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """Yield batches of torchvision's ImageFolder and torch's DataLoader."""
     from torch.utils.data import DataLoader, DistributedSampler
     from torchvision import datasets, transforms
 

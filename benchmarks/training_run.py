@@ -1,4 +1,4 @@
-"""A training run over random images that other benchmarks make steps of."""
+"""A training run on random images, whose steps other benchmarks measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plsc.train.step import Step
 
 
 class TrainingRun:
-    """A run whose steps are made one by one, over the same batch."""
+    """A run that executes single steps on the same batch."""
 
     def __init__(self, world: World, folder: str | Path, settings: dict[str, Any]) -> None:
         options = Options()
@@ -38,10 +38,10 @@ class TrainingRun:
             self._batch: Batch = next(iter(batches))
 
     def step(self) -> float:
-        """Make a step over the same batch as ever; return its loss."""
+        """Run a step; return its loss."""
         sizes = exchange_status(
             self.run.world, self._batch, self.run.head.class_num
-        ).sizes  # as the loop does
+        ).sizes  # as in the training loop
         loss = float(self._step.make(self._batch, sizes, is_logged=False).output.mean_loss)
         self.run.position.advance()
         return loss

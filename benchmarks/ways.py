@@ -1,8 +1,8 @@
-"""Ways to make one training step of a classification head over C classes: ours, and what else there is.
+"""Ways to run one training step of a classification head over C classes: plsc and others.
 
-A step is: the loss of a batch, its gradient for the embeddings, and the update of the rows by SGD with
-momentum 0.9 and weight decay 5e-4 (or by what the name says). Rows W [C, D], embeddings x [B, D], labels [B].
-Ways share their rows and momentum through a `Store`, so that many of them fit into one process.
+A step computes the loss of a batch and the gradient of its embeddings, and updates the class weights by SGD
+with momentum 0.9 and weight decay 5e-4 (or the optimizer in the name). Class weights W [C, D], embeddings x
+[B, D], labels [B]. Ways share weights and momentum in a `Store`, so that many ways fit into one process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 SCALE, MARGIN = 64.0, 0.5
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
-EVERYTHING = 10**15  # bytes: more than any head has to keep
-TEXTBOOK = "textbook, fp32"  # what all others are compared with
+EVERYTHING = 10**15  # bytes, more than any head needs
+BASELINE = "plain PyTorch, fp32"  # all others are compared with it
 
 
 @dataclass
 class Store:
-    """The rows and states that ways of one process share: made by the first that asks."""
+    """Tensors that the ways of one process share, created on first use."""
 
     classes: int
     dimension: int
@@ -33,27 +33,27 @@ class Store:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what has this name."""
+        """Return the tensor of this name; create it on first use."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
 
     def weight(self) -> Tensor:
-        """Return rows [C, D], fp32, those that our head starts from."""
+        """Return the initial class weights of plsc, fp32 [C, D]."""
         from plsc.heads.weights import initial_rows
 
         return self.get("weight", lambda: initial_rows(0, 0, self.classes, self.dimension).to(self.device))
 
     def momentum(self) -> Tensor:
-        """Return the momentum of the rows [C, D], fp32."""
+        """Return the momentum of the class weights, fp32 [C, D]."""
         return self.get("momentum", lambda: torch.zeros_like(self.weight()))
 
 
 @dataclass
 class Built:
-    """A way, ready to run. step(x, labels): makes a step and returns the loss; x.grad is then there.
+    """A way, ready to run. step(x, labels): run a step, set x.grad, and return the loss.
 
-    tensors: rows and their states, without which the way cannot be; note: says how it ran, after a step.
+    tensors: class weights and their states. note: the backend, after a step.
     """
 
     step: Callable[[Tensor, Tensor], Tensor]
@@ -63,10 +63,10 @@ class Built:
 
 @dataclass(frozen=True)
 class Way:
-    """name; loss: 'arcface' or 'softmax' (plain, no normalisation); package: what it needs besides torch.
+    """A way. loss: 'arcface' or 'softmax' (plain, no normalisation). package: required besides torch.
 
-    for_millions: whether it is worth trying where the rows alone fill the machine. planned: the arguments of
-    plsc.plan.plan that describe it, None if it is not ours. tf32: whether float32 products may be in tf32.
+    for_millions: whether to run it where the class weights alone fill the memory. planned: its arguments of
+    plsc.plan.plan, None if it is not plsc. tf32: whether float32 products may use tf32.
     """
 
     name: str
@@ -80,11 +80,11 @@ class Way:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is plsc."""
+        """Whether this is a way of plsc."""
         return self.name.startswith("plsc")
 
     def missing(self, device: str) -> str | None:
-        """Return why it cannot run here, None if it can."""
+        """Return why the way cannot run here, or None."""
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return "not installed"
         if self.needs_gpu and device != "cuda":
@@ -102,7 +102,7 @@ def _ours(
     kernels: str = "auto",
     tile: int | None = None,
 ) -> Built:
-    """Build ours; `light`: rows in bf16 and row-wise Adagrad, 1,028 bytes a row instead of 4,096."""
+    """Build plsc. light: bf16 weights and row-wise Adagrad, 1,028 bytes per class instead of 4,096."""
     from plsc.heads import Execution, RowAdagrad, RowSGD, Sampling, ShardedHead, build_margin
 
     def make_light() -> tuple[ShardedHead, RowAdagrad]:
@@ -127,7 +127,7 @@ def _ours(
     said = [""]
 
     def step(x: Tensor, labels: Tensor) -> Tensor:
-        head.sampling, head.execution = sampling, execution  # the ways of a process share the head
+        head.sampling, head.execution = sampling, execution  # the ways share one head
         output = head(x, labels)
         output.loss.backward()
         context = head.contexts[-1]
@@ -139,7 +139,7 @@ def _ours(
 
 
 def use_tf32(allowed: bool) -> None:
-    """Allow or forbid tf32 products, for the way that is next."""
+    """Allow or forbid tf32 products for the next way."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
@@ -151,7 +151,7 @@ def _sgd(parameter: nn.Parameter, momentum: Tensor) -> torch.optim.SGD:
 
 
 def _plain(store: Store, loss: Callable[[Tensor, Tensor, Tensor], Tensor], autocast: bool = False) -> Built:
-    """Build a way that is a loss of (x, W, labels) and leaves the rest to autograd and torch.optim.SGD."""
+    """Build a way from a loss of (x, W, labels), autograd and torch.optim.SGD."""
     weight = nn.Parameter(store.weight())
     optimizer = _sgd(weight, store.momentum())
 
@@ -167,25 +167,25 @@ def _plain(store: Store, loss: Callable[[Tensor, Tensor, Tensor], Tensor], autoc
 
 
 def arcface(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean ArcFace loss as in the paper (Deng et al. 2019), on the matrix [B, C]."""
+    """Return the mean ArcFace loss (Deng et al. 2019), computed with the full logits [B, C]."""
     cosines = F.linear(F.normalize(x), F.normalize(weight)).float()
     samples = torch.arange(len(x), device=x.device)
     target = cosines[samples, labels].clamp(-1 + 1e-6, 1 - 1e-6)
     cosines[samples, labels] = torch.cos(torch.acos(target) + MARGIN)
-    cosines *= SCALE  # in place, as the good implementations do
+    cosines *= SCALE  # in place, to save memory
     return F.cross_entropy(cosines, labels)
 
 
-def _textbook(store: Store) -> Built:
+def _baseline(store: Store) -> Built:
     return _plain(store, arcface)
 
 
-def _textbook_autocast(store: Store) -> Built:
+def _baseline_autocast(store: Store) -> Built:
     return _plain(store, arcface, autocast=True)
 
 
-def _textbook_sampled(store: Store) -> Built:
-    """Build PartialFC (An et al. 2022) as in the paper: the tenth with the highest random scores."""
+def _partial_fc(store: Store) -> Built:
+    """Build PartialFC (An et al. 2022): sample a tenth of the classes by random scores."""
     weight, momentum = store.weight(), store.momentum()
 
     def step(x: Tensor, labels: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def _metric_learning(store: Store) -> Built:
     columns = (
         store.dimension,
         store.classes,
-    )  # its rows are columns; random ones are as good either way
+    )  # its weights are transposed; both are random
     loss.W = nn.Parameter(store.weight().view(columns))
     optimizer = _sgd(loss.W, store.momentum().view(columns))
 
@@ -275,11 +275,11 @@ def _liger_autocast(store: Store) -> Built:
 
 
 def _cut(store: Store, **how: Any) -> Built:
-    """Build cut cross-entropy; by default it leaves out gradients that bfloat16 would round away."""
+    """Build cut cross-entropy; by default it skips gradients that bfloat16 would round to 0."""
     from cut_cross_entropy import linear_cross_entropy
 
     def loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-        # Its backward pass wants half precision.
+        # Its backward pass needs half precision.
         return linear_cross_entropy(x.bfloat16(), w.bfloat16(), labels, **how)
 
     return _plain(store, loss)
@@ -307,10 +307,10 @@ def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = Fal
 
 
 WAYS = (
-    Way(TEXTBOOK, "arcface", _textbook),
-    Way("textbook, tf32", "arcface", _textbook, needs_gpu=True, tf32=True),
-    Way("textbook, bf16 autocast", "arcface", _textbook_autocast),
-    Way("textbook PartialFC 0.1", "arcface", _textbook_sampled, for_millions=True),
+    Way(BASELINE, "arcface", _baseline),
+    Way("plain PyTorch, tf32", "arcface", _baseline, needs_gpu=True, tf32=True),
+    Way("plain PyTorch, bf16 autocast", "arcface", _baseline_autocast),
+    Way("plain PyTorch, PartialFC 0.1", "arcface", _partial_fc, for_millions=True),
     Way("pytorch-metric-learning", "arcface", _metric_learning, "pytorch_metric_learning"),
     Way("torch linear_cross_entropy, chunked", "softmax", _chunked),
     Way("torch loss_parallel, one rank", "softmax", _loss_parallel),

@@ -1,4 +1,4 @@
-"""`Entry`, the high-level interface: setters fill the options, each action calls one function."""
+"""`Entry`, the high-level interface: setters set options; each action calls one function."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Entry(Setters):
         self._world: World | None = None
 
     def set_store(self, store: dist.Store) -> None:
-        """Let the ranks meet in a torch.distributed store of your own, instead of `runtime.init_method`.
+        """Use a custom torch.distributed store for the rendezvous, instead of `runtime.init_method`.
 
-        It must be shared by all ranks, such as a TCPStore; `set_rank` and `set_world_size` number them.
+        All ranks must share it, such as a TCPStore. Also call `set_rank` and `set_world_size`.
         """
         if not isinstance(store, dist.Store):
             raise OptionError(f"the store is a {type(store).__name__}; expected a torch.distributed.Store")
@@ -194,17 +194,17 @@ class Entry(Setters):
         scale: float | str | None = None,
         sample_ratio: float | None = None,
     ) -> None:
-        """Add a data set to ``data.datasets``, to train on several data sets with one head each.
+        """Add a dataset to ``data.datasets``, to train on several datasets with one head each.
 
         Args:
-            name: name of the data set and its head in logs and checkpoints: letters, digits, _ and -.
+            name: name of the dataset and its head in logs and checkpoints: letters, digits, _ and -.
             path: folder, file or URL, as for `set_dataset_dir`.
-            weight: its share of the images of each step, relative to the weights of the others.
+            weight: relative number of its images per step.
             class_num: number of classes; None: the largest label + 1.
             loss_type: loss of its head; None: that of the run. Likewise margin, scale and sample_ratio.
             margin: margin of its head.
             scale: scale of its head.
-            sample_ratio: share of its classes that take part in a step.
+            sample_ratio: share of its classes that are sampled in a step.
 
         Raises OptionError for a name that is used already, or an invalid value. See docs/several.md.
         """
@@ -320,7 +320,7 @@ class Entry(Setters):
         Args:
             callback: an instance of a class derived from `plsc.Callback`; or ``f(context)``, with an event.
             event: the event of a function, such as ``after_step``; see docs/callbacks.md.
-            every: of the events of a step: call it in every n-th step only.
+            every: call it only in every n-th step; for events of a step.
             layers: names of modules whose outputs the function reads by ``context.layer_output(name)``.
         """
         if isinstance(callback, Callback):
@@ -398,7 +398,7 @@ class Entry(Setters):
         )
         world = self._world
         try:
-            with on_terminal(), FailureWatch(world):
+            with on_terminal(self.options.runtime.quiet), FailureWatch(world):
                 return action(self.options, world, user)
         except BaseException as error:
             record_failure(error)

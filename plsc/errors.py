@@ -33,7 +33,7 @@ class DataError(PlscError):
     """A dataset, an image, a label or a pair file is missing or damaged.
 
     kind: the category in which bad samples are counted: unreadable, missing, empty, too large, undecodable,
-    not finite, label, or one of the source's own.
+    not finite, label, or a category of the source.
     """
 
     def __init__(self, message: str = "", *, kind: str = "unreadable") -> None:
@@ -100,7 +100,7 @@ def kind_and_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def refusing(what: str, advice: str = "") -> Iterator[None]:
-    """Convert any exception in the block to OptionError, with `what` failed, the cause and the advice."""
+    """Convert any exception in the block to OptionError: `what`, the cause and the advice."""
     try:
         yield
     except PlscError:

@@ -275,7 +275,7 @@ class _Span(NamedTuple):
 def phases_of(events: Iterable[Any], steps: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the milliseconds per step of each phase: on the host, and of the kernels that it launches.
 
-    events: FunctionEvents of torch.profiler over so many steps. Time belongs to the innermost open span, so
+    events: FunctionEvents of torch.profiler over `steps` steps. Time belongs to the innermost open span, so
     host times add up to the step; time outside of all spans is ``other``.
     """
     spans, launches, kernels = [], {}, []

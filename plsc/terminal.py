@@ -37,17 +37,18 @@ class Terminal(logging.Handler):
 
 
 @contextmanager
-def on_terminal() -> Iterator[Terminal]:
+def on_terminal(quiet: bool = False) -> Iterator[Terminal]:
     """Print the messages logged in the block, unless the script has configured logging.
 
-    A root logger with a handler but the default level WARNING does not count: notebooks start with one.
+    quiet: print only warnings and errors. A root logger with a handler but the default level WARNING does not
+    count as configured: notebooks start with one.
     """
     terminal, level = Terminal(), logger.level
-    if logger.hasHandlers() and (level or logger.isEnabledFor(logging.INFO)):
-        yield terminal
-        return
-    logger.addHandler(terminal)
-    logger.setLevel(level or logging.INFO)
+    if not logger.hasHandlers() or not (level or logger.isEnabledFor(logging.INFO)):
+        logger.addHandler(terminal)
+        logger.setLevel(level or logging.INFO)
+    if quiet:
+        logger.setLevel(logging.WARNING)
     try:
         yield terminal
     finally:

@@ -88,7 +88,7 @@ def _withdraw_conflicting(store: Store, name: str, manifest: Manifest) -> None:
 
 
 def clean(store: Store) -> list[str]:
-    """Remove what killed runs left; return the names of restored checkpoints.
+    """Remove the files that killed runs left; return the names of restored checkpoints.
 
     Call from one process, before a run's first save, while no other run saves there. In an object store,
     a folder that has only data files of plsc and no manifest is deleted.

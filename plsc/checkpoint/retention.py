@@ -1,4 +1,4 @@
-"""List checkpoints, rank them by a metric, and delete those that are not to be kept."""
+"""List checkpoints, rank them by a metric, and delete old ones."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
 
 
 def prune(store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()) -> list[str]:
-    """Delete the checkpoints of a run that are not to be kept; return their names, oldest first.
+    """Delete the checkpoints of a run that the retention does not keep; return their names, oldest first.
 
     Call from one process. Checkpoints of other runs, those named in `protect`, and linked folders are
     unchanged. If the process is killed, no partial checkpoint keeps a published name. Raises DataError if
@@ -142,7 +142,7 @@ def prune(store: Store, retention: Retention, run_id: str = "", protect: Collect
 
 
 def prune_all(location: str, retention: Retention) -> list[str]:
-    """Delete the checkpoints in a folder or at a URL that are not to be kept; return their names.
+    """Delete the checkpoints in a folder or at a URL that the retention does not keep; return their names.
 
     Each run's checkpoints are counted separately; those without a run id count as one run's.
     Raises DataError if a run is saving to the folder.

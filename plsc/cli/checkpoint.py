@@ -169,15 +169,15 @@ GROUP = Group(
                     "model",
                     str,
                     None,
-                    "network, as for set_model_name; needed if the files do not name it",
+                    "network, as model.name; required if the files do not name it",
                 ),
                 Argument(
-                    "emb_size", int, None, "size of the embedding; needed if the files do not contain it"
+                    "emb_size", int, None, "size of the embedding; required if the files do not contain it"
                 ),
                 Argument(
-                    "image_shape", str, None, "channels,height,width; needed if the files do not contain it"
+                    "image_shape", str, None, "channels,height,width; required if the files do not contain it"
                 ),
-                Argument("loss_type", str, None, "loss, as for set_loss_type; by default that of the layout"),
+                Argument("loss_type", str, None, "loss type; default: that of the layout"),
                 Argument("class_num", int, None, "expected number of classes; another number is an error"),
                 Argument(
                     "global_batch_size",

@@ -1,4 +1,4 @@
-"""``plsc doctor``: what is installed and found here, and one collective between the ranks."""
+"""``plsc doctor``: check the installation, the hardware, and a collective between the ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plsc.cli.parser import Command
 from plsc.config import Options
 from plsc.errors import PlscError, kind_and_line
 
-_SECONDS = 60.0  # that a rank waits for the others, where runtime.timeout is not set
-_LITTLE_MEMORY, _LITTLE_DISK = 2 * 2**30, 10 * 2**30
-_NUMBERS = 2**20  # in the tensor of the collective
+_SECONDS = 60.0  # timeout of a rank, unless runtime.timeout is set
+_LITTLE_MEMORY, _LITTLE_DISK = 2e9, 10e9
+_NUMBERS = 2**20  # elements of the tensor of the collective
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Finding:
 
 
 def run_doctor(options: Options) -> None:
-    """Print the findings of rank 0, and what is not ok or differs on others. Exit code 1 for an error."""
+    """Print the findings of rank 0, and differing or bad ones of other ranks. Exit code 1 for an error."""
     from plsc.parallel.world import World
 
     runtime = options.resolve().runtime
@@ -68,10 +68,10 @@ def _report(everyones: list[list[Finding]]) -> None:
 
 
 def _checked(name: str, check: Callable[[], Finding]) -> Finding:
-    """Return what a check finds; an error of its own is a finding, too."""
+    """Run a check and return its finding; an exception becomes an error."""
     try:
         return check()
-    except Exception as error:  # drivers and libraries raise anything
+    except Exception as error:  # drivers and libraries may raise anything
         return Finding("error", name, kind_and_line(error))
 
 
@@ -100,17 +100,18 @@ def _devices() -> Finding:
     import torch
 
     from plsc.parallel.machine import usable_cores
+    from plsc.storage.store import format_bytes
 
     cores = f"{usable_cores()} CPU cores, {torch.get_num_threads()} threads per rank"
     if not torch.cuda.is_available():
         return Finding(
-            "warning", "devices", f"no GPU, {cores}; for GPUs install their driver and torch for CUDA"
+            "warning", "devices", f"no GPU, {cores}; to use one, install its driver and torch for CUDA"
         )
     texts = []
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
-        texts.append(f"{number}: {name}, {_gigabytes(free)} of {_gigabytes(total)} free")
+        texts.append(f"{number}: {name}, {format_bytes(free)} of {format_bytes(total)} free")
     return Finding("ok", "devices", "; ".join([*texts, cores]))
 
 
@@ -141,7 +142,7 @@ def _data_tools() -> Finding:
 
     slow = []
     if native.library() is None:
-        slow.append("the C library is missing: install plsc again where there is a C compiler")
+        slow.append("the C library is missing: install a C compiler, then plsc again")
     if decode.decode_jpeg is None:
         slow.append("simplejpeg is missing: pip install simplejpeg")
     if slow:
@@ -151,19 +152,22 @@ def _data_tools() -> Finding:
 
 def _memory() -> Finding:
     from plsc.parallel.machine import available_memory
+    from plsc.storage.store import format_bytes
 
     free = available_memory()
     if free is None:
         return Finding("ok", "memory", "unknown on this system")
-    text = f"{_gigabytes(free)} available"
+    text = f"{format_bytes(free)} available"
     if free < _LITTLE_MEMORY:
         return Finding("warning", "memory", f"{text}; end other programs, or raise the container's limit")
     return Finding("ok", "memory", text)
 
 
 def _disk() -> Finding:
+    from plsc.storage.store import format_bytes
+
     free = shutil.disk_usage(".").free
-    text = f"{_gigabytes(free)} free in this folder"
+    text = f"{format_bytes(free)} free in this folder"
     if free < _LITTLE_DISK:
         return Finding("warning", "disk", f"{text}; save checkpoints elsewhere (checkpoint.save_dir)")
     return Finding("ok", "disk", text)
@@ -177,7 +181,7 @@ def _collective(world: Any) -> Finding:
     if world.size == 1:
         return Finding("ok", "collective", "one rank; to test more: plsc launch --nproc 2 -m plsc.cli doctor")
     numbers = torch.full((_NUMBERS,), float(world.rank + 1), device=world.device)
-    dist.all_reduce(numbers.clone(), group=world.backbone_group)  # connects
+    dist.all_reduce(numbers.clone(), group=world.backbone_group)  # a warm-up, which connects the ranks
     world.barrier()
     start = time.perf_counter()
     dist.all_reduce(numbers, group=world.backbone_group)
@@ -190,10 +194,6 @@ def _collective(world: Any) -> Finding:
         return Finding("error", "collective", text)
     text = f"{how}: the sum of {_NUMBERS * 4 / 2**20:.0f} MiB took {milliseconds:.1f} ms"
     return Finding("ok", "collective", text)
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 COMMAND = Command(

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 # From SIGTERM to SIGKILL: more than the 60 seconds that a rank may take to save (train.stop_deadline).
 _SECONDS_TO_END = 70
-_LAST_BYTES = 4096  # of a log, in which the last line is
+_LAST_BYTES = 4096  # of a log, read to find its last line
 
 
 def run_launch(
@@ -93,8 +93,9 @@ def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]
         raise _failure(error.failures, logs) from None
     except RendezvousError as error:
         raise DistributedError(
-            f"the machines could not meet at {config.rdzv_endpoint}: "
-            f"{kind_and_line(error.__cause__ or error)}; check --rdzv-endpoint, and start all launchers"
+            f"could not connect to the other machines at {config.rdzv_endpoint}: "
+            f"{kind_and_line(error.__cause__ or error)}; check --rdzv-endpoint, and start plsc launch on all "
+            "machines"
         ) from error
     except SignalException as error:
         logger.info("all ranks of this machine have ended after %s", error.sigval.name)
@@ -102,7 +103,7 @@ def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]
 
 
 def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
-    """Return the least and the most machines."""
+    """Return the minimum and the maximum number of machines."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
@@ -112,14 +113,14 @@ def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
         raise OptionError(f"--rdzv-endpoint is {rdzv_endpoint!r}; expected host:port, such as node0:29500")
     if most > 1 and not rdzv_endpoint:
         raise OptionError(
-            f"--nnodes is {nnodes}, without --rdzv-endpoint; expected host:port of one of the machines, the "
-            "same on all"
+            f"--nnodes is {nnodes}, but --rdzv-endpoint is not set; pass host:port of one machine, the same "
+            "on all machines"
         )
     return least, most
 
 
 def _choose_devices(devices: str | None, nproc: int | None) -> int:
-    """Show the ranks the chosen GPUs only; return the number of ranks."""
+    """Make only the chosen GPUs visible to the ranks; return the number of ranks."""
     import torch
 
     count = torch.cuda.device_count()
@@ -139,11 +140,11 @@ def _choose_devices(devices: str | None, nproc: int | None) -> int:
             raise OptionError(f"--devices is {devices!r}; expected ids such as 0,2, or all, or cpu")
         chosen = [int(word) for word in devices.split(",")]
         if len(set(chosen)) < len(chosen):
-            raise OptionError(f"--devices is {devices}, with an id twice; give each GPU one rank")
+            raise OptionError(f"--devices is {devices}, with an id twice; name each GPU once")
         if nproc not in (None, len(chosen)):
-            raise OptionError(f"--nproc is {nproc}, but --devices names {len(chosen)} GPUs; give one of them")
+            raise OptionError(f"--nproc is {nproc}, but --devices names {len(chosen)} GPUs; remove one flag")
     if max(chosen) >= count:
-        raise OptionError(f"GPU {max(chosen)} was chosen, but torch sees {count} GPUs, counted from 0")
+        raise OptionError(f"GPU {max(chosen)} was chosen, but torch sees {count} GPUs; expected lower ids")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(count)]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in chosen)
@@ -151,7 +152,7 @@ def _choose_devices(devices: str | None, nproc: int | None) -> int:
 
 
 def _set_threads(cpu_threads: int | None, ranks: int) -> None:
-    """Set OMP_NUM_THREADS for the ranks: as given, else as the environment has it, else the cores' share."""
+    """Set OMP_NUM_THREADS: the argument, else the value in the environment, else cores / ranks."""
     from plsc.parallel.machine import usable_cores
 
     if cpu_threads is not None:
@@ -173,7 +174,9 @@ def _rank_logs(folder: Path | None, errors: str, files: dict[int, Path]) -> Logs
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"--log-dir is {folder}, which cannot be made: {error.strerror}") from error
+        raise OptionError(
+            f"--log-dir is {folder}, which cannot be created: {error.strerror}; choose another folder"
+        ) from error
     root = folder
 
     class RankLogs(DefaultLogsSpecs):
@@ -250,13 +253,13 @@ COMMAND = Command(
     "run a script on several devices, one process (rank) each, on one machine or several",
     run_launch,
     (
-        Argument("devices", str, None, "GPUs: ids such as 0,2, or all, or cpu; all GPUs if there are any"),
-        Argument("nproc", int, None, "ranks on this machine: the first GPUs, or processes on the CPU"),
-        Argument("nnodes", str, "1", "machines, or MIN:MAX where they may come and go"),
-        Argument("rdzv_endpoint", str, None, "host:port of one machine, where all machines meet"),
-        Argument("max_restarts", int, 0, "times that all ranks are started again after a failure"),
+        Argument("devices", str, None, "GPU ids such as 0,2, or all, or cpu; default: all GPUs if any"),
+        Argument("nproc", int, None, "number of ranks on this machine; they use the first GPUs or the CPU"),
+        Argument("nnodes", str, "1", "number of machines, or MIN:MAX for an elastic run"),
+        Argument("rdzv_endpoint", str, None, "host:port of one machine, for the rendezvous"),
+        Argument("max_restarts", int, 0, "how often all ranks are restarted after a failure"),
         Argument("log_dir", str, None, "folder for a log file per rank; the console shows rank 0's"),
-        Argument("cpu_threads", int, None, "CPU threads per rank; OMP_NUM_THREADS, or cores / ranks"),
+        Argument("cpu_threads", int, None, "CPU threads per rank; default: OMP_NUM_THREADS or cores / ranks"),
         Argument("m", bool, False, "run a module, as python -m does"),
         Argument(
             "script", tuple[str, ...], REQUIRED, "script, or module, and its arguments", positional=True

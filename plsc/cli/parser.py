@@ -139,6 +139,8 @@ class CommandParser(argparse.ArgumentParser):
             self._add(one, is_flags_only)
         if self._takes_options:
             self.add_argument("--config", action=_Note, metavar="FILE", help="YAML file of options")
+            quiet = "print only warnings and errors"
+            self.add_argument("--quiet", dest="runtime.quiet", action=_Note, nargs=0, help=quiet)
             groups = {spec.group: self.add_argument_group(spec.group) for spec in all_options()}
             for spec in all_options():
                 groups[spec.group].add_argument(
@@ -210,14 +212,16 @@ class CommandParser(argparse.ArgumentParser):
 
         def flag(call: re.Match[str]) -> str:
             name = flags.get(call[1])
-            value = call[2].strip()
+            value = (call[2] or "").strip()
             if value[:1] in ("'", '"'):
                 value = shlex.quote(value[1:-1])
             return f"--{name} {value}".rstrip() if name else call[0]
 
         if self._takes_options:  # a reference to a setter's description, with no value
             text = re.sub(r"; see set_\w+\(\)$", f"; see {self.prog} --help", text)
-        text = re.sub(r"\b(set_\w+)\(([^()]*)\)", flag, text)
+            flags["add_dataset"] = "data.datasets"
+        # With or without a call, but not in a path.
+        text = re.sub(r"(?<![\w./-])((?:set|add)_\w+)\b(?!/)(?:\(([^()]*)\))?", flag, text)
         return re.sub(r"\bcall (?=--)", "pass ", text)
 
 

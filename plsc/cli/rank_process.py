@@ -1,7 +1,7 @@
 """Start a rank that ends with its launcher: rank_process.py LAUNCHER_PID both|apart COMMAND [ARGUMENT ...]
 
-On Linux the kernel sends SIGKILL to this process when the launcher ends, even if that was killed itself. The
-request survives exec. `both`: write stderr where stdout goes, to the log file.
+On Linux the kernel sends SIGKILL to this process when the launcher ends, even if the launcher was killed. The
+request survives exec. `both`: redirect stderr to stdout, the log file.
 """
 
 import ctypes

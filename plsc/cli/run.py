@@ -22,7 +22,7 @@ def _entry(options: Options) -> Any:
 def _train(options: Options) -> None:
     entry = _entry(options)
     result = entry.train()
-    if entry.is_main:
+    if entry.is_main and not options.runtime.quiet:
         steps = f"{result.steps} step{'s' * (result.steps != 1)}"
         print(f"trained {steps}; last checkpoint {result.checkpoint}")
 
@@ -33,6 +33,8 @@ def _test(options: Options) -> None:
 
 def _predict(options: Options, output: str) -> None:
     path = Path(output)
+    if path.suffix != ".npz":
+        raise OptionError(f"--output is {output}; expected the name of an .npz file, the only format")
     if not path.absolute().parent.is_dir():
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"

@@ -1,4 +1,4 @@
-"""Options of the training data and its loading, and the data sets of `data.datasets`."""
+"""Options of the training data and its loading, and the datasets of `data.datasets`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from plsc.errors import OptionError, suggest
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the keys in a checkpoint, which dots divide
 HEAD_OPTIONS = ("class_num", "loss_type", "margin", "scale", "sample_ratio")
-"""Options of the group ``head`` that each data set may set for its own head."""
+"""Options of the group ``head`` that each dataset may set for its own head."""
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` is a valid name of a data set."""
+    """Return whether `text` is a valid name of a dataset."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -42,17 +42,17 @@ def _of_head(name: str) -> Any:
 
 @dataclass(frozen=True)
 class DataSet:
-    """One of several data sets; each has its own classes and its own head.
+    """One of several datasets; each has its own classes and its own head.
 
     path: as `data.dataset_dir`. weight: its share of each step's images, relative to the other weights.
     Other fields: options of its head; None: the option of the run.
     """
 
-    name: str = declare(None, "name of the data set", check=_name)
-    path: str = declare(None, "folder, file or URL of the data set, as for set_dataset_dir", check=not_empty)
+    name: str = declare(None, "name of the dataset", check=_name)
+    path: str = declare(None, "folder, file or URL of the dataset, as for set_dataset_dir", check=not_empty)
     weight: float = declare(
         1.0,
-        "relative weight: a step's images are divided over the data sets in proportion to it",
+        "relative weight: a step's images are divided over the datasets in proportion to it",
         check=more_than(0),
     )
     class_num: int | None = _of_head("class_num")
@@ -67,16 +67,16 @@ class DataSet:
 
 
 def read_data_sets(values: Sequence[Mapping[str, Any]]) -> list[DataSet]:
-    """Return the data sets listed in `data.datasets`. Raises OptionError for an invalid entry."""
+    """Return the datasets listed in `data.datasets`. Raises OptionError for an invalid entry."""
     found: dict[str, DataSet] = {}
     for value in values:
         name = value.get("name")
         is_named = isinstance(name, str) and is_name(name)
-        fields, others = read_fields(DataSet, value, f"data set {name}" if is_named else "a data set")
+        fields, others = read_fields(DataSet, value, f"dataset {name}" if is_named else "a dataset")
         for key in others:
-            raise OptionError(f"a data set has no option {key!r}; {suggest(str(key), fields)}")
+            raise OptionError(f"a dataset has no option {key!r}; {suggest(str(key), fields)}")
         if name in found:
-            raise OptionError(f"two data sets are named {name!r}; give each data set its own name")
+            raise OptionError(f"two datasets are named {name!r}; give each dataset its own name")
         found[fields["name"]] = DataSet(**fields)
     return list(found.values())
 
@@ -96,80 +96,77 @@ class DataOptions:
 
     dataset_dir: str = declare(
         "./train_data",
-        "training data: a folder (label.txt and images/, one folder of images per class, or base64 files), "
-        "a .rec, .parquet, .tar, .csv, .jsonl or .lmdb file or shards of one, or an fsspec URL of any of "
-        "these",
+        "training data: a folder (label.txt and images/, one folder per class, or base64 files), .rec, "
+        ".parquet, .tar, .csv, .jsonl or .lmdb files, or an fsspec URL of these",
         "set_dataset_dir(directory)",
         not_empty,
     )
     datasets: tuple[dict[str, Any], ...] = declare(
         (),
-        "several data sets with one head each, instead of dataset_dir: a list of mappings with name, path "
-        "and optionally weight, class_num, loss_type, margin, scale and sample_ratio; add_dataset adds one",
+        "several datasets with one head each, instead of dataset_dir: a list of mappings with name, path "
+        "and optionally weight, class_num, loss_type, margin, scale and sample_ratio; add_dataset adds "
+        "one",
         "set_datasets(datasets)",
         _data_sets,
     )
     train_image_num: int | None = of_run(
         None,
-        "images per epoch of a generator reader, whose length is unknown otherwise; datasets are counted",
+        "images per epoch of a generator reader; other data are counted",
         "set_train_image_num(num)",
         at_least(1),
     )
     val_targets: str | None = declare(
         None,
-        "pair files for verification: names without .bin, separated by commas, in the dataset folder; when "
-        "not set, 'lfw' if lfw.bin exists",
+        "pair files in the dataset folder, without .bin, separated by commas; None: 'lfw' if lfw.bin exists",
         "set_val_targets(targets)",
     )
     val_dir: str | None = declare(
         None,
-        "held-out labelled images: a dataset in any format of dataset_dir, with the same classes; top-1 and "
-        "top-5 accuracy are measured whenever pair files are",
+        "held-out images of the same classes, a dataset like dataset_dir: top-1 and top-5 accuracy are "
+        "measured when pair files are",
         "set_val_dir(directory)",
         not_empty,
     )
     num_workers: int = declare(
         2,
-        "threads or processes per rank that load images in the background; 0: load between steps",
+        "threads or processes per rank that load images; 0: load between steps",
         "set_num_workers(num)",
         between(0, 1024),
     )
     loader: str = declare(
         "auto",
-        "how images are loaded: threads, processes (for Python code of your own), or auto (chooses one of "
-        "them)",
+        "how images are loaded: threads, processes (for custom Python code) or auto",
         "set_loader(kind)",
         one_of("auto", "threads", "processes"),
     )
     order: str = of_run(
         "global",
-        "order of the samples in an epoch: global (all samples shuffled), block (blocks of neighbouring "
-        "samples shuffled: faster on hard disks and remote stores), sequential, or rank_files (rank r "
-        "reads only file r of file_list.txt, shuffled)",
+        "order of the samples: global (all shuffled), block (blocks of neighbours shuffled: faster on "
+        "hard disks and remote stores), sequential, or rank_files (rank r reads file r of file_list.txt, "
+        "shuffled)",
         "set_order(order)",
         one_of("global", "block", "sequential", "rank_files"),
     )
     block_samples: int = of_run(
         1024,
-        "neighbouring samples per block with order 'block'",
+        "order block: neighbouring samples per block",
         "set_block_samples(num)",
         at_least(1),
     )
     pool_samples: int = of_run(
         65536,
-        "samples that are shuffled together with order 'block'",
+        "order block: samples that are shuffled together",
         "set_pool_samples(num)",
         at_least(1),
     )
     reader_shards_itself: bool = of_run(
         False,
-        "call a generator reader as reader(rank, ranks): it yields only the samples of this rank; a reader "
-        "with the attribute shards_itself = True is always called like this",
+        "call a generator reader as reader(rank, ranks), to yield only the samples of this rank",
         "set_reader_shards_itself(flag)",
     )
     cache: str = declare(
         "none",
-        "where samples are kept after the first epoch has read them: none, memory or disk",
+        "where samples are kept after the first epoch: none, memory or disk",
         "set_cache(where)",
         one_of("none", "memory", "disk"),
     )
@@ -181,33 +178,32 @@ class DataOptions:
     )
     cache_decoded: bool = declare(
         False,
-        "cache decoded images at the network's input size, not encoded files: no repeated decoding, about "
-        "8 times the bytes",
+        "cache decoded images at the network's input size, not files: no repeated decoding, about 8 times "
+        "the bytes",
         "set_cache_decoded(flag)",
     )
     cache_dir: str | None = declare(
         None,
-        "local folder of the disk cache; when not set, the system's temporary folder",
+        "folder of the disk cache; None: the system's temporary folder",
         "set_cache_dir(directory)",
         not_empty,
     )
     last_batch: str = of_run(
         "pad",
-        "incomplete last batch of an epoch: pad (fill with the first samples of the epoch), keep (smaller "
-        "batch) or drop",
+        "incomplete last batch of an epoch: pad (with the epoch's first samples), keep or drop",
         "set_last_batch(policy)",
         one_of("pad", "keep", "drop"),
     )
     bad_images: str = of_run(
         "stop",
-        "what to do with an unusable sample: stop the run, skip the sample, or replace it by a random one; "
-        "skipped and replaced samples are counted and listed in bad_samples.txt",
+        "what to do with an unusable sample: stop, skip, or replace (by a random one); bad_samples.txt "
+        "lists these samples",
         "set_bad_images(policy)",
         one_of("stop", "skip", "replace"),
     )
     crop_padding: int = of_run(
         0,
-        "augmentation: pad each side by this many black pixels, then crop at a random position; 0: off",
+        "augmentation: pad each side by this many black pixels, then crop at random; 0: off",
         "set_crop_padding(pixels)",
         between(0, 4096),
     )
@@ -219,46 +215,43 @@ class DataOptions:
     )
     low_resolution: float = of_run(
         0.0,
-        "augmentation: share of images that are downscaled to 25-100 % of their size and upscaled again",
+        "augmentation: share of images that are downscaled to 25-100 % and upscaled again",
         "set_low_resolution(share)",
         between(0, 1),
     )
     random_erasing: float = of_run(
         0.0,
-        "augmentation: share of images in which a random rectangle (2-20 % of the area) becomes grey",
+        "augmentation: share of images with a random grey rectangle (2-20 % of the area)",
         "set_random_erasing(share)",
         between(0, 1),
     )
     flip: bool = of_model(
         True,
-        "mirror each training image with probability 0.5; in evaluation, add the mirrored image's embedding",
+        "mirror training images with probability 0.5; in evaluation, add the mirrored image's embedding",
         "set_flip(flip)",
     )
     image_column: str | None = declare(
         None,
-        "column (CSV, JSON lines, Parquet) or file suffix (tar) of the images; when not set, common names "
-        "are tried",
+        "column (tar: file suffix) of the images; None: common names are tried",
         "set_image_column(name)",
         not_empty,
     )
     label_column: str | None = declare(
         None,
-        "column (CSV, JSON lines, Parquet) or file suffix (tar) of the labels; when not set, common names "
-        "are tried",
+        "column (tar: file suffix) of the labels; None: common names are tried",
         "set_label_column(name)",
         not_empty,
     )
     label_map: str | None = declare(
         None,
-        "file of class names and ids: .json, or lines with name, tab and id; when not set, an id is the "
-        "position in the sorted list of names",
+        "file of class names and ids: .json, or lines of name, tab, id; None: ids in the order of the "
+        "sorted names",
         "set_label_map(path)",
         not_empty,
     )
     class_depth: int | None = declare(
         None,
-        "depth of the class folders below the dataset folder; when not set, 1, and class folders that "
-        "contain folders of images are an error",
+        "depth of the class folders in the dataset folder; None: 1",
         "set_class_depth(depth)",
         at_least(1),
     )

@@ -44,63 +44,60 @@ class HeadOptions:
 
     loss_type: str = of_run(
         "dist_arcface",
-        f"loss: {', '.join(_MARGINS)}; with the prefix dist_, class weights are sharded over the ranks, "
-        "without it every rank holds all of them",
+        f"loss: {', '.join(_MARGINS)}; with the prefix dist_, class weights are sharded, else replicated",
         "set_loss_type(loss_type)",
         one_of(*LOSS_TYPES),
     )
     class_num: int | None = of_run(
         None,
-        "number of classes; when not set, the largest label + 1",
+        "number of classes; None: the largest label + 1",
         "set_class_num(num)",
         at_least(1),
     )
     margin: float = of_run(
         0.5,
-        "margin of the loss: an angle in radians; a cosine for cosface; a factor of the angle for "
-        "sphereface; when not set, 0.5 for arcface and the paper's value for other losses",
+        "margin: an angle in radians; cosface: a cosine; sphereface: a factor of the angle; when not set: "
+        "0.5 for arcface, else the paper's value",
         "set_margin(margin)",
         at_least(0),
     )
     margin_warmup_steps: int = of_run(
         0,
-        "steps over which the margin increases linearly to its full value; 0: full margin from the start",
+        "steps over which the margin increases linearly to its value",
         "set_margin_warmup_steps(num)",
         at_least(0),
     )
     scale: float | str = of_run(
         "auto",
-        "factor of the cosines; auto: sqrt(2) ln(C - 1) for C classes (AdaCos), 64 for 10,000 classes and "
-        "more",
+        "factor of the cosines; auto: sqrt(2) ln(C - 1) for C classes (AdaCos), 64 from 10,000 classes on",
         "set_scale(scale)",
         _scale,
     )
     combined_margins: tuple[float, ...] = of_run(
         (1.0, 0.3, 0.2),
-        "combined: m1, m2 and m3 in cos(m1 angle + m2) - m3",
+        "combined: m1, m2 and m3 in cos(m1 theta + m2) - m3",
         "set_combined_margins(margins)",
         _three_numbers,
     )
     easy_margin: bool = of_run(
         False,
-        "arcface and magface: apply the margin only to angles below 90 degrees; when not set, off for "
-        "arcface, on for magface",
+        "apply the margin only to angles below 90 degrees; when not set: off for arcface, on for magface",
         "set_easy_margin(easy)",
     )
     straight_through: bool = of_run(
         False,
-        "arcface: treat the margin as a constant in the backward pass, as some implementations do",
+        "arcface: treat the margin as a constant in the backward pass",
         "set_straight_through(flag)",
     )
     margin_momentum: float = of_run(
         0.99,
-        "adaface and curricularface: momentum of the running statistics",
+        "adaface, curricularface: momentum of the running statistics",
         "set_margin_momentum(momentum)",
         between(0, 1),
     )
     adaface_h: float = of_run(
         0.333,
-        "adaface: how strongly the embedding's norm changes the margin (h in the paper)",
+        "adaface: effect of the embedding's norm on the margin (h in the paper)",
         "set_adaface_h(h)",
         at_least(0),
     )
@@ -121,79 +118,74 @@ class HeadOptions:
     )
     initial_norm: float | None = of_run(
         None,
-        "expected initial norm of each class weight vector; when not set, elements have standard deviation "
-        "0.01",
+        "expected initial norm of a class weight vector; None: elements have standard deviation 0.01",
         "set_initial_norm(norm)",
         more_than(0),
     )
     sub_centers: int = of_run(
         1,
-        "class weight vectors per class (sub-centre ArcFace); the one closest to the embedding is used",
+        "weight vectors per class (sub-centre ArcFace); the one closest to the embedding is used",
         "set_sub_centers(num)",
         between(1, 64),
     )
     sample_ratio: float = of_run(
         1.0,
-        "share of each rank's classes that take part in a step (PartialFC); the classes of the batch "
-        "always do",
+        "share of each rank's classes per step (PartialFC); the classes of the batch are always included",
         "set_sample_ratio(ratio)",
         _ratio,
     )
     hard_share: float = of_run(
         0.0,
-        "share of the sampled classes that are the closest to the batch (hard negatives), not random ones",
+        "share of the sampled classes that are hard negatives (closest to the batch), not random",
         "set_hard_share(share)",
         between(0, 0.99),
     )
     optimizer: str = of_run(
         "sgd",
-        "optimizer of sharded class weights: sgd (with optim.momentum), adamw, or adagrad (one state value "
-        "per class weight vector)",
+        "optimizer of sharded class weights: sgd (with optim.momentum), adamw, or adagrad (one state "
+        "value per class weight vector)",
         "set_head_optimizer(name)",
         one_of("sgd", "adamw", "adagrad"),
     )
     lr_factor: float = of_run(
         1.0,
-        "factor: learning rate of the class weights = this factor x learning rate of the backbone",
+        "learning rate of the class weights, relative to the backbone's",
         "set_head_lr_factor(factor)",
         more_than(0),
     )
     weight_decay: float | None = of_run(
         None,
-        "weight decay (L2) of the class weights; when not set, optim.weight_decay",
+        "weight decay (L2) of the class weights; None: optim.weight_decay",
         "set_head_weight_decay(decay)",
         at_least(0),
     )
     row_dtype: str = of_run(
         "float32",
-        "data type of sharded class weights: float32, or bfloat16 with stochastic rounding",
+        "dtype of sharded class weights: float32, or bfloat16 with stochastic rounding",
         "set_row_dtype(dtype)",
         one_of("float32", "bfloat16"),
     )
     state_dtype: str = of_run(
         "float32",
-        "data type of the optimizer state of sharded class weights: float32, bfloat16, or int8 (only for "
-        "the momentum of sgd)",
+        "dtype of the optimizer state of sharded class weights: float32, bfloat16, or int8 (sgd only)",
         "set_row_state_dtype(dtype)",
         one_of("float32", "bfloat16", "int8"),
     )
     offload: bool = of_run(
         False,
-        "keep class weights and their optimizer state in CPU memory; only those of the current step are "
-        "copied to the GPU",
+        "keep class weights and their optimizer state in CPU memory; the GPU gets those of the current step",
         "set_head_offload(offload)",
     )
     products: str = of_run(
         "auto",
-        "data type of the inputs of the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
-        "precision.mode has 16 bits, else float32)",
+        "dtype of the inputs of the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
+        "precision.mode has 16 bits)",
         "set_head_products(dtype)",
         one_of("auto", "float32", "bfloat16"),
     )
     keep_mb: float = of_run(
         0.0,
-        "memory per rank, in MiB, to keep the logits' exponentials in 16 bits for the second pass; if they "
-        "do not fit, they are recomputed",
+        "MiB per rank to cache softmax terms for the update, in 16 bits; recomputed if they do not fit",
         "set_head_keep_mb(mebibytes)",
         between(0, 2**40),
     )
@@ -205,7 +197,7 @@ class HeadOptions:
     )
     tile: int | None = of_run(
         None,
-        "class weight vectors computed at a time; when not set, chosen by the batch size",
+        "class weight vectors computed at a time; None: depends on the batch size",
         "set_head_tile(rows)",
         at_least(1),
     )

@@ -126,15 +126,15 @@ class ModelOptions:
 
     name: str = of_model(
         "ResNet50",
-        f"network: {', '.join(NETWORKS)}, 'torchvision/NAME', 'timm/NAME', or 'package.module:Class' for a "
-        "BaseModel subclass of your own",
+        f"network: {', '.join(NETWORKS)}, 'torchvision/NAME', 'timm/NAME', or 'package.module:Class' (a "
+        "subclass of BaseModel)",
         "set_model_name(name)",
         not_empty,
     )
-    emb_size: int = of_model(512, "size of the embedding vector", "set_emb_size(size)", at_least(1))
+    emb_size: int = of_model(512, "size of the embedding", "set_emb_size(size)", at_least(1))
     image_shape: tuple[int, int, int] = of_model(
         (3, 112, 112),
-        "channels, height and width of the input images; on the command line [3,112,112]",
+        "channels, height and width of the input; on the command line [3,112,112]",
         "set_image_shape(shape)",
         _image_shape,
     )
@@ -143,26 +143,24 @@ class ModelOptions:
     )
     neck: str = of_model(
         DEFAULT_NECK,
-        "layers between features and embedding, joined by '-': norm (batch norm), dropout, linear; such as "
-        "'dropout-linear'",
+        "layers between features and embedding, joined by '-': norm (batch norm), dropout, linear",
         "set_neck(parts)",
         check_neck,
     )
     sync_batch_norm: bool = of_run(
-        False, "compute batch-norm statistics over the global batch", "set_sync_batch_norm(sync)"
+        False, "use batch-norm statistics of the global batch", "set_sync_batch_norm(sync)"
     )
     pretrained: str | None = declare(
         None,
-        "initial weights: a checkpoint, a .safetensors file, or a state dict saved by torch.save; tensors "
-        "are loaded where name and shape match; optimizer and step count start from scratch",
+        "initial weights, loaded where name and shape match: a checkpoint, a .safetensors file, or a "
+        "state dict of torch.save",
         "set_pretrained(path)",
         not_empty,
     )
     initialization: tuple[dict[str, Any], ...] = declare(
         (),
-        "initialisation rules: a list of mappings with pattern, rule (xavier_uniform, xavier_normal, "
-        "kaiming_uniform, kaiming_normal, orthogonal, normal, trunc_normal, uniform, constant) and the "
-        "rule's arguments; the first matching pattern is used; set_initialization adds one",
+        "initialisation rules: a list of mappings with pattern, rule (of torch.nn.init, such as "
+        "kaiming_normal) and its arguments; the first match applies; set_initialization adds one",
         "set_initializations(rules)",
         _initializations,
     )

@@ -202,39 +202,39 @@ class OptimOptions:
 
     lr: float | None = of_run(
         None,
-        f"learning rate, not scaled by the batch size; when not set, "
-        f"{DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",
+        f"learning rate, not scaled by the batch size; None: {DEFAULT_RATE:g} x global batch / "
+        f"{REFERENCE_BATCH}",
         "set_lr(lr)",
         more_than(0),
     )
     optimizer: str = of_run(
         "sgd",
         "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, adamax, nadam, radam, "
-        "asgd, rprop, adafactor, or 'package.module:factory'; class weights: see head.optimizer",
+        "asgd, rprop, adafactor, or 'package.module:factory'",
         "set_optimizer(optimizer)",
         check_optimizer,
     )
     optimizer_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
-        "further arguments of the optimizer by name, such as {eps: 1.e-7}",
+        "other arguments of the optimizer, such as {eps: 1.e-7}",
         "set_optimizer_arguments(arguments)",
         check_arguments,
     )
     implementation: str = of_run(
         "auto",
-        "implementation of the optimizer step: auto, fused, foreach or for_loop",
+        "implementation of the optimizer: auto, fused, foreach or for_loop",
         "set_optimizer_implementation(name)",
         one_of("auto", "fused", "foreach", "for_loop"),
     )
     momentum: float = of_run(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
     nesterov: bool = of_run(
         False,
-        "use Nesterov momentum in SGD, for the network and the class weights",
+        "use Nesterov momentum in SGD, for network and class weights",
         "set_nesterov(nesterov)",
     )
     betas: tuple[float, ...] = of_run(
         (0.9, 0.999),
-        "decay rates of the first and second moments of Adam and its variants",
+        "decay rates of the moments of Adam and its variants",
         "set_betas(betas)",
         _two_decays,
     )
@@ -244,35 +244,33 @@ class OptimOptions:
     l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
     decay_norm_and_bias: bool = of_run(
         True,
-        "apply weight decay to one-dimensional parameters too: biases, norm weights, PReLU slopes",
+        "apply weight decay to biases, norm weights and PReLU slopes, too",
         "set_decay_norm_and_bias(decay)",
     )
     groups: tuple[dict[str, Any], ...] = of_run(
         (),
         "parameter groups: a list of mappings with pattern and optionally lr_factor, weight_decay, "
-        "l1_decay, frozen and arguments of the optimizer; the first matching pattern is used; "
-        "add_parameter_group adds one",
+        "l1_decay, frozen and optimizer arguments; the first match applies; add_parameter_group adds one",
         "set_parameter_groups(groups)",
         _groups,
     )
     freeze: tuple[str, ...] = of_run(
         (),
-        "patterns of parameters that are not trained, such as [stem, stages.0]",
+        "patterns of parameters to freeze, such as [stem, stages.0]",
         "set_freeze(patterns)",
         _patterns,
     )
     schedule: str = of_run(
         "cosine",
-        "learning rate schedule: cosine, polynomial, exponential, step or multi_step (step_boundaries), "
-        "constant, or 'package.module:function'; when not set: step if step_boundaries or lr_decay_factor "
-        "is set, constant if the length of a generator reader is unknown, else cosine",
+        "learning rate schedule: cosine, polynomial, exponential, step, multi_step, constant, or "
+        "'package.module:function'; when not set: step if step_boundaries or lr_decay_factor is set, "
+        "constant for a generator reader of unknown length, else cosine",
         "set_lr_schedule(schedule)",
         _schedule,
     )
     decay_steps: int | None = of_run(
         None,
-        "step at which a polynomial, cosine or exponential schedule ends; when not set, the last step of "
-        "the run",
+        "last step of a polynomial, cosine or exponential schedule; None: that of the run",
         "set_decay_steps(num)",
         at_least(1),
     )
@@ -281,62 +279,59 @@ class OptimOptions:
     )
     cosine_cycles: int = of_run(
         1,
-        "number of cosine cycles over the run (warm restarts)",
+        "number of cosine cycles (warm restarts)",
         "set_cosine_cycles(num)",
         at_least(1),
     )
     end_lr_factor: float = of_run(
         0.0,
-        "final learning rate of a polynomial, cosine or exponential schedule, as a fraction of the full "
-        "learning rate",
+        "final learning rate of a polynomial, cosine or exponential schedule, relative to lr",
         "set_end_lr_factor(factor)",
         between(0, 1),
     )
     warmup_epochs: int = of_run(
         0,
-        "epochs over which the learning rate increases linearly from 0",
+        "epochs of linear warm-up",
         "set_warmup_epochs(num)",
         at_least(0),
     )
     warmup_steps: int | None = of_run(
         None,
-        "steps over which the learning rate increases linearly from 0, instead of warmup_epochs; when "
-        f"neither is set, {WARMUP_SHARE:.0%} of the run's steps, at most {WARMUP_STEPS}; "
-        f"{WARMUP_STEPS_OF_UNKNOWN_LENGTH} if the length is unknown; 0 with a schedule "
-        "'package.module:function'",
+        "steps of linear warm-up, instead of warmup_epochs; when neither is set: "
+        f"{WARMUP_SHARE:.0%} of the run, at most {WARMUP_STEPS}; {WARMUP_STEPS_OF_UNKNOWN_LENGTH} if the "
+        "length is unknown; 0 with a custom schedule",
         "set_warmup_steps(num)",
         at_least(0),
     )
     step_boundaries: tuple[int, ...] = of_run(
         (100000, 160000, 220000),
-        "steps at which the learning rate is multiplied by lr_decay_factor",
+        "steps at which a step schedule changes the learning rate",
         "set_step_boundaries(boundaries)",
         _increasing_steps,
     )
     lr_decay_factor: float = of_run(
         0.1,
-        "factor of the learning rate at each step boundary",
+        "factor of the learning rate at each of step_boundaries",
         "set_lr_decay_factor(factor)",
         between(0, 1),
     )
     clip_norm: float | None = of_run(
         None,
-        f"maximum norm of the gradients (gradient clipping); when not set, the smaller of {CLIP_NORM:g} and "
-        f"{CLIPPED_STEP} / lr; 0: no clipping",
+        f"maximum norm of the gradients; None: the smaller of {CLIP_NORM:g} and {CLIPPED_STEP} / lr; 0: no "
+        "clipping",
         "set_clip_norm(norm)",
         at_least(0),
     )
     clip_scope: str = of_run(
         "backbone",
-        "which gradients are clipped: backbone, or all (with those of the class weights, which takes "
-        "another pass over them)",
+        "gradients to clip: backbone, or all (class weights too, which takes longer)",
         "set_clip_scope(scope)",
         one_of("backbone", "all"),
     )
     ema_decay: float = of_run(
         0.0,
-        "decay per step, such as 0.999, of an exponential moving average of the network's weights, which is "
-        "saved, and used in evaluation, test and predict; 0: off",
+        "decay per step, such as 0.999, of a moving average of the network's weights, used in evaluation, "
+        "test and predict; 0: off",
         "set_ema_decay(decay)",
         between(0, 0.999999),
     )

@@ -39,17 +39,17 @@ of_run = functools.partial(declare, decides="run")
 
 def at_least(low: float) -> Check:
     """Accept values of `low` or more."""
-    return lambda value: None if value >= low else f"at least {_in_digits(low)}"
+    return lambda value: None if value >= low else f"a number of at least {_in_digits(low)}"
 
 
 def more_than(low: float) -> Check:
     """Accept values greater than `low`."""
-    return lambda value: None if value > low else f"greater than {_in_digits(low)}"
+    return lambda value: None if value > low else f"a number greater than {_in_digits(low)}"
 
 
 def between(low: float, high: float) -> Check:
     """Accept values in [low, high]."""
-    expected = f"between {_in_digits(low)} and {_in_digits(high)}"
+    expected = f"a number between {_in_digits(low)} and {_in_digits(high)}"
     return lambda value: None if low <= value <= high else expected
 
 
@@ -240,7 +240,7 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
 def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a mapping into validated fields of a dataclass and the remaining items.
 
-    what: describes the mapping in errors, such as 'data set faces'. Raises OptionError for an invalid value.
+    what: describes the mapping in errors, such as 'dataset faces'. Raises OptionError for an invalid value.
     """
     specs = specs_of("", factory)
     try:

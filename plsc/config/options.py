@@ -70,7 +70,7 @@ class Config:
         return replace(self, **groups)
 
     def data_sets(self) -> list[DataSet]:
-        """Return the data sets of `data.datasets`; empty if the run uses `data.dataset_dir`."""
+        """Return the datasets of `data.datasets`; empty if the run uses `data.dataset_dir`."""
         return read_data_sets(self.data.datasets)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
@@ -131,7 +131,7 @@ class Options:
         self.values |= {path: find_option(path).checked(value) for path, value in values.items()}
 
     def add_data_set(self, **values: Any) -> None:
-        """Add a data set to `data.datasets`; see `Entry.add_dataset`."""
+        """Add a dataset to `data.datasets`; see `Entry.add_dataset`."""
         given = {key: value for key, value in values.items() if value is not None}
         one = read_data_sets([given])[0]
         self.set("data.datasets", (*self.data.datasets, one.as_dict()))

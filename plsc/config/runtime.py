@@ -33,38 +33,39 @@ class RuntimeOptions:
     )
     backend: str = declare(
         "auto",
-        "communication backend: auto (NCCL on CUDA, gloo elsewhere), gloo, nccl or mpi",
+        "communication backend: auto (nccl on CUDA, else gloo), gloo, nccl or mpi",
         "set_backend(backend)",
         one_of("auto", "gloo", "nccl", "mpi"),
     )
     init_method: str = declare(
         "env://",
-        "where the ranks meet: env:// (environment variables of the launcher), tcp://host:port of rank 0, or "
-        "file:///path on a shared file system",
+        "rendezvous: env:// (environment variables), tcp://host:port of rank 0, or file:///path on a "
+        "shared file system",
         "set_init_method(url)",
         _meeting_place,
     )
     rank: int | None = declare(
-        None, "rank of this process, from 0; None: RANK of the environment", "set_rank(rank)", at_least(0)
+        None, "rank of this process; None: RANK of the environment", "set_rank(rank)", at_least(0)
     )
     world_size: int | None = declare(
         None, "number of ranks; None: WORLD_SIZE of the environment", "set_world_size(ranks)", at_least(1)
     )
     timeout: float = declare(
         1800.0,
-        "seconds that a rank waits for the other ranks before it fails",
+        "seconds that a rank waits for other ranks before it fails",
         "set_timeout(seconds)",
         more_than(0),
     )
+    quiet: bool = declare(False, "print only warnings and errors", "set_quiet(flag)")
     dtype: str = of_model(
         "float32",
-        "data type of weights and computation: float32, or float64 for numerical checks",
+        "dtype of weights and computation: float32, or float64 for numerical checks",
         "set_dtype(dtype)",
         one_of("float32", "float64"),
     )
     cpu_threads: int = declare(
         0,
-        "CPU threads per rank; 0: the default of PyTorch (torchrun sets 1, plsc launch cores / ranks)",
+        "CPU threads per rank; 0: PyTorch's default (torchrun: 1, plsc launch: cores / ranks)",
         "set_cpu_threads(num)",
         between(0, 4096),
     )
@@ -76,22 +77,21 @@ class ParallelOptions:
 
     backbone: str = of_run(
         "replicated",
-        "how ranks share the backbone: replicated (each rank holds all of it) or sharded (parameters, "
-        "gradients and optimizer state are split over the ranks: less memory, more communication)",
+        "layout of the backbone: replicated, or sharded (parameters, gradients and optimizer state are "
+        "split over the ranks)",
         "set_backbone_parallel(way)",
         one_of("replicated", "sharded"),
     )
     shard_size: int = of_run(
         0,
-        "number of ranks that share one copy of a sharded backbone, such as those of one machine; 0: all "
-        "ranks",
+        "ranks that share one copy of a sharded backbone; 0: all ranks",
         "set_backbone_shard_size(ranks)",
         at_least(0),
     )
     shard_units: str = declare(
         "auto",
-        "modules of a sharded backbone whose parameters are gathered together (FSDP units): auto, or names "
-        "separated by commas in which * stands for one component, such as 'stages.*.*,neck'",
+        "FSDP units of a sharded backbone: auto, or module names such as 'stages.*.*,neck', where * "
+        "matches one component",
         "set_backbone_shard_units(patterns)",
     )
 
@@ -118,8 +118,8 @@ class PrecisionOptions:
 
     mode: str = of_run(
         "float32",
-        "data type in which the backbone computes: float32, float16 (with loss scaling; on CPUs, bfloat16 "
-        "is used) or bfloat16; weights, their updates and the loss are always float32",
+        "dtype of the backbone's computation: float32, float16 (with loss scaling, on CPUs bfloat16) or "
+        "bfloat16; weights and loss are always float32",
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
     )
@@ -131,55 +131,54 @@ class PrecisionOptions:
     )
     incr_every_n_steps: int = of_run(
         2000,
-        "consecutive finite steps after which the loss scale increases",
+        "consecutive finite steps before the loss scale increases",
         "set_incr_every_n_steps(steps)",
         at_least(1),
     )
     decr_every_n_nan_or_inf: int = of_run(
         2,
-        "consecutive steps with a nan or inf after which the loss scale decreases",
+        "consecutive steps with nan or inf before the loss scale decreases",
         "set_decr_every_n_nan_or_inf(steps)",
         at_least(1),
     )
     incr_ratio: float = of_run(
         2.0,
-        "factor by which the loss scale increases, up to 2^24",
+        "factor of an increase of the loss scale, up to 2^24",
         "set_incr_ratio(ratio)",
         more_than(1),
     )
     decr_ratio: float = of_run(
         0.5,
-        "factor by which the loss scale decreases, down to 1",
+        "factor of a decrease of the loss scale, down to 1",
         "set_decr_ratio(ratio)",
         _shrinks,
     )
     use_dynamic_loss_scaling: bool = of_run(
         True,
-        "increase and decrease the loss scale; if False, it is constant, and steps with a nan or inf are "
-        "skipped",
+        "adapt the loss scale; False: a constant scale, steps with nan or inf are skipped",
         "set_dynamic_loss_scaling(flag)",
     )
     loss_scaling: str = of_run(
         "auto",
-        "when the loss is scaled: auto (only in float16), or always (in any mode, to test skipped steps)",
+        "when the loss is scaled: auto (in float16) or always (to test skipped steps)",
         "set_loss_scaling(when)",
         one_of("auto", "always"),
     )
     white_list: tuple[str, ...] = of_run(
         (),
-        "operators, and modules by name or class (with * and ?), that always compute in 16 bits",
+        "operators, and modules by name or class (with * and ?), that compute in 16 bits",
         "set_precision_white_list(names)",
         _names,
     )
     black_list: tuple[str, ...] = of_run(
         (),
-        "operators, and modules by name or class (with * and ?), that always compute in float32",
+        "operators, and modules by name or class (with * and ?), that compute in float32",
         "set_precision_black_list(names)",
         _names,
     )
     evaluation: str = of_run(
         "float32",
-        "data type of test, predict and evaluation during training: float32, or training (that of training)",
+        "dtype in test, predict and evaluation: float32 or training (that of training)",
         "set_evaluation_precision(mode)",
         one_of("float32", "training"),
     )
@@ -237,14 +236,14 @@ class MemoryOptions:
 
     checkpoint_stages: str = declare(
         "none",
-        "activation checkpointing: parts of the network whose activations are recomputed in the backward "
-        "pass: none, all (every block), or patterns of module names such as 'stages.0,stages.1.*'",
+        "activation checkpointing: none, all (every block), or patterns of module names such as "
+        "'stages.0,stages.1.*'",
         "set_checkpoint_stages(names)",
         _parts,
     )
     checkpoint_every: int = declare(
         1,
-        "activation checkpointing: use only every n-th of these parts, in the network's order",
+        "activation checkpointing: only every n-th of these modules",
         "set_checkpoint_every(num)",
         at_least(1),
     )
@@ -256,34 +255,31 @@ class SpeedOptions:
 
     channels_last: str = of_run(
         "auto",
-        "channels-last memory format of images: on, off, or auto (on in 16 bits and on CPUs)",
+        "channels-last memory format: on, off, or auto (on in 16 bits and on CPUs)",
         "set_channels_last(mode)",
         one_of("auto", "on", "off"),
     )
     compile: bool = of_run(
         False,
-        "compile the backbone's training step with torch.compile: the first start takes minutes, later "
-        "ones use a cache",
+        "compile the backbone with torch.compile; the first start takes minutes",
         "set_compile(flag)",
     )
     fold_batch_norm: bool = declare(
         False,
-        "in test, predict and evaluation, fold batch norms into the convolutions before them",
+        "fold batch norms into convolutions in test, predict and evaluation",
         "set_fold_batch_norm(flag)",
     )
     overlap_copies: bool = declare(
-        True, "on a GPU, copy the next batch while the current step runs", "set_overlap_copies(flag)"
+        True, "GPU: copy the next batch during the current step", "set_overlap_copies(flag)"
     )
     late_losses: bool = of_run(
         True,
-        "on a GPU, read each loss one step later instead of waiting for it; if False, a bad loss stops the "
-        "run before the update that it belongs to, as on a CPU",
+        "GPU: read each loss one step later, without waiting; False: check it before the update, as on a CPU",
         "set_late_losses(flag)",
     )
     bucket_mb: float = of_run(
         25.0,
-        "MiB of gradients that are summed over the ranks at once, while the backward pass continues (DDP "
-        "buckets)",
+        "size of DDP's gradient buckets, in MiB",
         "set_bucket_mb(mebibytes)",
         more_than(0),
     )

@@ -27,7 +27,7 @@ class TrainOptions:
     )
     micro_batches: int = of_run(
         1,
-        "micro-batches into which a rank's batch is split (gradient accumulation)",
+        "micro-batches per batch of a rank (gradient accumulation)",
         "set_micro_batches(num)",
         at_least(1),
     )
@@ -40,42 +40,41 @@ class TrainOptions:
     epochs: int = of_run(120, "number of epochs", "set_train_epochs(num)", at_least(1))
     epoch_steps: int | None = of_run(
         None,
-        "with several data sets: steps per epoch; when not set, the images of all data sets / global batch "
-        "size",
+        "steps per epoch with several datasets; None: all their images / global batch size",
         "set_epoch_steps(num)",
         at_least(1),
     )
     steps: int | None = of_run(
         None,
-        "maximum number of steps; training stops after them even within an epoch",
+        "maximum number of steps, also within an epoch",
         "set_train_steps(num)",
         at_least(1),
     )
-    calc_acc: bool = of_run(
-        False, "measure the training accuracy (top-1, top-5) at each logged step", "set_calc_acc(calc)"
+    calc_acc: bool = of_run(False, "log the training accuracy, top-1 and top-5", "set_calc_acc(calc)")
+    log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
+    with_test: bool = of_run(
+        True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"
     )
-    log_period: int = of_run(200, "steps between two log lines", "set_log_period(period)", at_least(1))
-    with_test: bool = of_run(True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)")
     test_period: int = of_run(
         0,
-        "steps between evaluations, in addition to the end of each epoch; 0: only at the end of epochs",
+        "steps between evaluations, in addition to those after each epoch; 0: none",
         "set_test_period(period)",
         at_least(0),
     )
     seed: int = of_run(
         0,
-        "random seed of the run: weights, order, augmentation, dropout",
+        "random seed of weights, order, augmentation and dropout",
         "set_seed(seed)",
         between(0, 2**31 - 1),
     )
     deterministic: bool = of_run(
         False,
-        "use deterministic algorithms only: an operation that has none is an error",
+        "use deterministic algorithms only; operations without one fail",
         "set_deterministic(flag)",
     )
     stop_deadline: float = declare(
         60.0,
-        "seconds in which the state must be saved after SIGINT or SIGTERM; then the process ends",
+        "seconds to save the state after SIGINT or SIGTERM",
         "set_stop_deadline(seconds)",
         more_than(0),
     )
@@ -110,81 +109,80 @@ class CheckpointOptions:
 
     save_dir: str = declare(
         "output",
-        "folder or fsspec URL, such as s3://bucket/run, for checkpoints, metrics and plots",
+        "folder or fsspec URL, such as s3://bucket/run, of checkpoints, metrics and plots",
         "set_model_save_dir(directory)",
         _place,
     )
     load_dir: str | None = declare(
         None,
         "checkpoint to resume, test or predict with: a folder, a URL, or 'last' or 'best' in save_dir; "
-        "with 'last', training starts from scratch if there is no checkpoint",
+        "'last' trains from scratch if there is none",
         "set_checkpoint_dir(directory)",
         _place,
     )
     upload_dir: str | None = declare(
         None,
-        "fsspec URL of a folder to which each checkpoint is uploaded, in addition to save_dir",
+        "fsspec URL to which each checkpoint is uploaded, too",
         "set_upload_dir(url)",
         _url,
     )
     download_dir: str | None = declare(
         None,
-        "fsspec URL of a checkpoint that is downloaded to load_dir, or to the cache, and loaded",
+        "fsspec URL of a checkpoint to download to load_dir, or to the cache, and load",
         "set_download_dir(url)",
         _url,
     )
     local_dir: str | None = declare(
         None,
-        "local folder of the checkpoints when save_dir is a URL; when not set, in the cache folder",
+        "local folder of the checkpoints if save_dir is a URL; None: in the cache folder",
         "set_local_save_dir(directory)",
         not_empty,
     )
     hdfs_user: str | None = declare(
         None,
-        "HDFS user name; when not set, HADOOP_USER_NAME or the system's user name",
+        "HDFS user name; None: HADOOP_USER_NAME or the system's user name",
         "set_hdfs_user(name)",
         _user_name,
     )
     new_version: bool = declare(
         False,
-        "save to a new folder version_N in save_dir, next to those of earlier runs",
+        "save to a new folder version_N in save_dir",
         "set_new_version(flag)",
     )
     every_n_epochs: int = declare(
         1,
-        "epochs between checkpoints; the last epoch is always saved; 0: only the last epoch",
+        "epochs between checkpoints; 0: only the last epoch, which is always saved",
         "set_save_every_n_epochs(num)",
         at_least(0),
     )
     every_n_steps: int = declare(
         0,
-        "steps between checkpoints, in addition to those of epochs; 0: none",
+        "steps between additional checkpoints; 0: none",
         "set_save_every_n_steps(num)",
         at_least(0),
     )
     keep_last: int = declare(
         5,
-        "number of newest checkpoints to keep; -1: all",
+        "newest checkpoints to keep; -1: all",
         "set_max_last_checkpoint_num(num)",
         _last_checkpoints,
     )
     save_top_k: int = declare(
         1,
-        "number of best checkpoints to keep in addition; -1: all",
+        "best checkpoints to keep in addition; -1: all",
         "set_save_top_k(num)",
         at_least(-1),
     )
     monitor: str | None = declare(
         None,
-        "metric that decides which checkpoint is best: 'loss', 'lfw accuracy' for the pair file lfw, or "
-        "'val top1' or 'val top5' for val_dir; when not set, the first that the run measures: accuracy on a "
-        "pair file, top-1 on val_dir, the loss",
+        "metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or 'val top1'; None: accuracy on "
+        "the first pair file, else top-1 on val_dir, else the loss",
         "set_monitor(metric)",
         not_empty,
     )
     monitor_mode: str = declare(
         "auto",
-        "whether a higher (max) or lower (min) value of that metric is better; auto: min for a loss",
+        "whether a higher (max) or lower (min) metric is better; auto: min for a loss",
         "set_monitor_mode(mode)",
         one_of("auto", "min", "max"),
     )
@@ -195,13 +193,13 @@ class CheckpointOptions:
     )
     on_error: str = declare(
         "stop",
-        "what to do if a checkpoint cannot be written: stop the run, or continue without it",
+        "if a checkpoint cannot be written: stop the run, or continue without it",
         "set_save_error(policy)",
         one_of("stop", "continue"),
     )
     store_timeout: float = declare(
         120.0,
-        "seconds for which a failing transfer to or from a store is retried",
+        "seconds for which a failing transfer is retried",
         "set_store_timeout(seconds)",
         more_than(0),
     )

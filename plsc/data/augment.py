@@ -1,4 +1,4 @@
-"""Augmentation: each operation draws from (seed, epoch, sample, operation), never from shared state.
+"""Augmentation. Random numbers depend only on (seed, epoch, sample, operation).
 
 To add an operation: give it a new number in ``Operation``, add an option to ``Augmentation``, write a
 function that changes pixels in place, and call it from ``augment``.

@@ -1,7 +1,6 @@
 """Cache samples in memory or on a local disk, up to a limit, as they are first read.
 
-Every epoch reads every sample once, in a new order. Entries are therefore never evicted: with a full cache,
-replacing an entry would remove one that is needed again just as likely.
+Entries are never evicted: every epoch reads every sample once in a new order, so all are equally useful.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class DiskCache:
 
 
 class CachedSource:
-    """A source that reads each image from `source` once, as far as the cache has room.
+    """A source that reads each image from `source` once, while the cache has room.
 
     With ``decoded`` the cache holds pixels at the network's size, otherwise encoded bytes. Images that are
     neither encoded nor uint8 after decoding are not cached.

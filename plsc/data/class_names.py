@@ -1,4 +1,4 @@
-"""Class names by class number, packed into two arrays, in which checkpoints store them, too."""
+"""Class names by class number, packed into two arrays, also in checkpoints."""
 
 from __future__ import annotations
 

@@ -93,7 +93,12 @@ def read_file_list(
     """
     listing = _below(str(data_dir), file_list)
     if not is_url(file_list) and not is_url(listing) and not Path(listing).exists():
-        listing = file_list if Path(file_list).exists() else listing
+        if not Path(file_list).exists():
+            raise DataError(
+                f"{listing} does not exist; create it, with the name of one data file per line, or choose "
+                "another folder"
+            )
+        listing = file_list
     with streamed(listing) as file:
         data = file.read(_MAX_LIST + 1)
     if len(data) > _MAX_LIST:

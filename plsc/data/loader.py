@@ -20,7 +20,7 @@ __all__ = ["Batch", "ReaderLoader", "SourceLoader", "choose_kind", "to_input"]
 
 
 class SourceLoader:
-    """Yield this rank's batches of an indexed source; ``recipe`` says how samples become images.
+    """Yield this rank's batches of an indexed source; ``recipe`` defines how samples become images.
 
     A sample's randomness depends only on (seed, epoch, sample). Batches therefore do not depend on the
     number of ranks or workers, or on the kind of workers.

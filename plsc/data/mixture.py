@@ -122,7 +122,7 @@ class MixturePlan:
     def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:
         """Return this rank's samples of a step of an epoch, int64.
 
-        The datasets are interleaved, so that each part of a batch has images of all, as far as possible.
+        The datasets are interleaved, so that each part of a batch has images of all of them if possible.
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside 0..{self.steps_per_epoch - 1}")

@@ -1,4 +1,4 @@
-"""The order of samples, and which rank reads which: a pure function of seed, epoch and a few counts."""
+"""The order of samples and their distribution over the ranks: a pure function of seed, epoch and counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BatchPlan:
             and ``pool_samples``, ``sequential`` does not shuffle.
 
     Raises:
-        DataError: there is no sample, or ``drop`` leaves no step.
+        DataError: there are no samples, or ``drop`` leaves no step.
     """
 
     num_samples: int

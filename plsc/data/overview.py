@@ -29,7 +29,7 @@ class Overview:
     """A summary of a dataset. Bytes and pixels are those of the samples that were decoded.
 
     Attributes:
-        images_per_class: (lowest number, highest, number of classes with so many images), by powers of 2.
+        images_per_class: (lowest number, highest, number of classes in this range), by powers of 2.
         unused: number of class ids below the largest label without a sample.
         faults: names and faults of the first 20 broken samples.
         first_and_last: see `first_and_last_class`, if classes have names.
@@ -83,7 +83,7 @@ def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> 
     """
     labels = source.labels()
     if len(labels) == 0:
-        raise DataError("the dataset has no samples")
+        raise DataError("the dataset has no samples; check its path")
     ids, counts = np.unique(labels, return_counts=True)
     found = Overview(
         samples=len(labels),

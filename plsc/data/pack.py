@@ -131,7 +131,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _entry(name: str, status: os.stat_result, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
-    """Return a header without user and group, which mean nothing on another machine."""
+    """Return a header without user and group, which may not exist on another machine."""
     entry = tarfile.TarInfo(name)
     entry.type = kind
     entry.size = 0 if kind == tarfile.DIRTYPE else status.st_size

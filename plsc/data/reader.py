@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -29,10 +30,27 @@ def declares_shards(reader: Any) -> bool:
     return getattr(reader, "shards_itself", False) is True
 
 
+def open_reader(reader: Callable[..., Any], title: str, **arguments: int) -> Iterator[Any]:
+    """Return the samples of ``reader(*arguments)``. Raises DataError if it returns no generator."""
+    try:
+        inspect.signature(reader).bind(*arguments.values())
+    except ValueError:  # some functions written in C have no signature
+        pass
+    except TypeError as error:
+        call = f"reader({', '.join(arguments)})"
+        raise DataError(f"the {title} cannot be called as {call} ({error}); change its parameters") from error
+    samples = reader(*arguments.values())
+    if not hasattr(samples, "__iter__"):
+        raise DataError(
+            f"the {title} must return a generator of (image, label), but returned {type(samples).__name__}"
+        )
+    return iter(samples)
+
+
 class ReaderLoader:
     """Yield this rank's batches of ``reader()``, which yields (image [C, H, W], label).
 
-    A stream has no index, so every rank runs the whole generator. A global batch is the next
+    Every rank runs the whole generator. A global batch is the next
     ``global_batch`` samples; sample i of it goes to rank i mod ranks. The generators ``random``,
     ``numpy.random`` and ``torch`` are seeded from (seed, epoch), identically on all ranks, while the reader
     runs, and restored afterwards. All ranks see the same order if the reader draws only from these. A resumed
@@ -111,7 +129,7 @@ class ReaderLoader:
         for batch in batches:
             steps += 1
             yield batch
-        # A self-sharding reader may end on another rank first, so a rank alone does not know the length.
+        # A self-sharding reader may end earlier on another rank.
         if self._steps is None and not self.shards_itself:
             self._steps = steps
 
@@ -123,22 +141,14 @@ class ReaderLoader:
 
     def _run(self, epoch: int, start_step: int) -> Iterator[Batch]:
         randomness = IsolatedRandom(hash_key(self.seed, epoch))
+        arguments = {"rank": self.rank, "ranks": self.ranks} if self.shards_itself else {}
         with randomness.active():
-            samples = self._open()
+            samples = open_reader(self.reader, self.title, **arguments)
         try:
             yield from self._batches(samples, randomness, epoch, start_step)
         finally:
             if hasattr(samples, "close"):
                 samples.close()
-
-    def _open(self) -> Iterator[Any]:
-        samples = self.reader(self.rank, self.ranks) if self.shards_itself else self.reader()
-        if not hasattr(samples, "__iter__"):
-            raise DataError(
-                f"the {self.title} must return a generator of (image, label), but returned "
-                f"{type(samples).__name__}"
-            )
-        return iter(samples)
 
     def _batches(
         self, samples: Iterator[Any], randomness: IsolatedRandom, epoch: int, start_step: int
@@ -198,7 +208,7 @@ class ReaderLoader:
         return stop - first
 
     def _slots(self) -> range:
-        """Which samples of a step this rank uses."""
+        """Return the positions in a global batch of the samples that this rank uses."""
         if self.shards_itself:
             return range(self._samples_per_step)
         return range(self.rank, self.global_batch, self.ranks)

@@ -30,7 +30,7 @@ from plsc.seeds import hash_key
 Request = tuple[int, np.ndarray]
 """The epoch, and the sample indices of one batch."""
 
-MAX_REPLACEMENTS = 16  # if a tenth of the samples is bad, all replacements fail once in 10^16 times
+MAX_REPLACEMENTS = 16  # if a tenth of the samples is bad, all of them fail with probability 1e-16
 LIST_NAME = "bad_samples.txt"
 MAX_LISTED = 100_000  # lines; further bad samples are only counted
 
@@ -185,7 +185,7 @@ class BatchReader:
             if recipe.transform is None:
                 return image
             result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key)
-        except DataError as error:  # an error of the code, not of this image: never skipped
+        except DataError as error:  # an error in the transform, not in the image: never skipped
             raise error.at(self.source.name(index)) from error
         if result.dtype != torch.uint8:
             return result

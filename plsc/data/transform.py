@@ -96,7 +96,7 @@ def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class IsolatedRandom:
-    """A private random state behind ``random``, ``numpy.random`` and torch's CPU generator.
+    """A private random state for ``random``, ``numpy.random`` and torch's CPU generator.
 
     Inside ``active()`` the three global generators continue this state, seeded from ``key``; afterwards they
     are restored. User code that calls ``random.shuffle`` is then reproducible, and dropout in the main

@@ -85,7 +85,7 @@ class WorkerProcesses:
             persistent_workers=num_workers > 0,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
-            # A separate generator: otherwise each epoch draws from the generator that dropout uses.
+            # A separate generator: the global one is used by dropout.
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -216,7 +216,7 @@ def _starting_workers() -> Iterator[None]:
 
     Workers inherit the blocked signals, so that none ends a worker before `_start_worker` has run; the main
     process receives them afterwards. torch's handler would raise anywhere in the program, such as during a
-    save, when a worker dies. Waiting for the next batch detects that, too, within seconds.
+    save, when a worker dies. Waiting for the next batch also detects that, within seconds.
     """
     before = signal.getsignal(signal.SIGCHLD)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

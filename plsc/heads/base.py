@@ -105,7 +105,7 @@ class Head(nn.Module):
         self.centers = centers
         start, stop = self.class_range
         if initial_norm is not None and not 0 < initial_norm < math.inf:
-            raise OptionError(f"initial_norm is {initial_norm}; expected a number above 0")
+            raise OptionError(f"initial_norm is {initial_norm}; expected a number greater than 0")
         rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm)
         shape = (stop - start, emb_size) if centers == 1 else (stop - start, centers, emb_size)
         self.weight = nn.Parameter(rows.view(shape))

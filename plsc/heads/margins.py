@@ -314,7 +314,7 @@ class MagFace(Margin):
 
 
 class CurricularFace(Margin):
-    """psi as ArcFace; other classes that are hard get c (t + c) for c (Huang et al. 2020, sec. 3.2).
+    """psi as ArcFace; hard classes use c (t + c) instead of c (Huang et al. 2020, sec. 3.2).
 
     A class is hard for a sample if its cosine exceeds cos(theta_y + m), also where the angle exceeds pi. t is
     the running mean of the target cosines of the global batch, starts at 0 and is updated before it is used.

@@ -58,7 +58,7 @@ def apply_rule(rule: Rule, rows: Rows, tile: slice, gradients: Tensor, states: S
 
 
 def _sgd(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, indices: Tensor) -> None:
-    """As torch.optim.SGD."""
+    """Apply SGD as torch.optim.SGD."""
     g = g + rule.weight_decay * w
     if rule.momentum:
         m = _read_momentum(states, where, g) * rule.momentum + g

@@ -1,7 +1,7 @@
 """Class sampling as in PartialFC (An et al. 2022, "Killing Two Birds with One Stone").
 
 A step uses the classes of the batch's labels (positives), filled up to a fraction of this rank's classes. The
-others are drawn uniformly without replacement, or partly selected for being close to the batch. A draw
+others are drawn uniformly without replacement, or partly selected by similarity to the batch. A draw
 depends only on (seed, step, micro-batch, rank) and the device type.
 """
 

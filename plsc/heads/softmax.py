@@ -99,7 +99,7 @@ class ForwardContext:
 
     Attributes:
         rows: the selected class weights.
-        stored: `rows`, or with offload the class weights in CPU memory that `rows` is a copy of.
+        stored: `rows`; with offload, the class weights in CPU memory from which `rows` was copied.
         log_total: [B], log of the sum of exp(z_ij) over all classes of all ranks.
         target_row: int64 [B], index among the n rows of the label's (nearest sub-centre's) weights, -1 if not
             local.

@@ -223,6 +223,11 @@ class RowOptimizer(torch.optim.Optimizer):
             if min(value if isinstance(value, tuple) else (value,)) < 0:
                 raise OptionError(f"{name} is {value}; expected 0 or more")
         self.head = head
+        if str(state_dtype).removeprefix("torch.") == "int8" and "int8" not in self.state_dtypes:
+            raise OptionError(
+                f"state_dtype is 'int8', which {self.kind} does not support; use float32 or bfloat16, or the "
+                "optimizer sgd"
+            )
         self._dtype = read_dtype("state_dtype", state_dtype, self.state_dtypes)
         if head.weight.dtype is torch.float64:
             self._dtype = torch.float64

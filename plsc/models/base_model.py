@@ -161,7 +161,7 @@ def _is_plain(value: Any, strings: re.Pattern[str]) -> bool:
 def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:
     """Make a network compute in channels-last memory format, in place; shapes and names do not change.
 
-    weights: convert convolution weights, too; otherwise they are converted in each step.
+    weights: also convert convolution weights; otherwise they are converted in each step.
     """
     network.input_layout = torch.channels_last
     if weights:

@@ -91,10 +91,11 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         nodes.extend(previous for previous, _ in node.next_functions)
 
 
-def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
+def describe(model: nn.Module, image_shape: tuple[int, ...], most_rows: int | None = None) -> str:
     """Return a table of the layers in call order: name, type, output shape, parameters.
 
-    A layer that is called twice has two rows; its parameters are counted once.
+    A layer that is called twice has two rows; its parameters are counted once. With `most_rows`, the rows are
+    the parts of the network, divided further as long as there are not more rows.
 
     Raises:
         OptionError: the network fails for images of ``image_shape`` (C, H, W).
@@ -102,10 +103,14 @@ def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
     rows: list[tuple[str, str, str, str]] = []
     counted: set[int] = set()
 
+    chosen = {name for name, layer in model.named_modules() if name and not any(layer.children())}
+    if most_rows is not None and len(chosen) > most_rows:
+        chosen = _main_parts(model, most_rows)
+
     def note(name: str, layer: nn.Module, output: Any) -> None:
-        if not name or any(layer.children()):
+        if name not in chosen:
             return
-        own = [p for p in layer.parameters(recurse=False) if id(p) not in counted]
+        own = [p for p in layer.parameters() if id(p) not in counted]
         counted.update(id(p) for p in own)
         is_batch = isinstance(output, Tensor) and output.dim() > 0
         shape = str(["b", *output.shape[1:]]).replace("'", "") if is_batch else "-"
@@ -126,6 +131,21 @@ def describe(model: nn.Module, image_shape: tuple[int, ...]) -> str:
         f"{size:,.1f} MiB; {sum(b.numel() for b in model.buffers()):,} numbers in buffers"
     )
     return "\n".join([*lines, totals])
+
+
+def _main_parts(model: nn.Module, most: int) -> set[str]:
+    """Return the names of the children; sequences are replaced by their items up to `most` names."""
+    parts = dict(model.named_children())
+    waiting = list(parts)
+    while waiting:
+        name = waiting.pop(0)
+        items = {f"{name}.{key}": one for key, one in parts[name].named_children()}
+        is_sequence = isinstance(parts[name], (nn.Sequential, nn.ModuleList))
+        if is_sequence and len(parts) - 1 + len(items) <= most:
+            del parts[name]
+            parts |= items
+            waiting += items
+    return set(parts)
 
 
 def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int]:

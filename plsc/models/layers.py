@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _PIECE = 2**17  # elements per piece, so that intermediate results fit into the cache of a core
-_FEW_THREADS = 4  # torch.dot uses one thread; with more threads torch's own way is faster
+_FEW_THREADS = 4  # torch.dot uses one thread; with more threads torch's implementation is faster
 _FEW_CELLS = 49  # cells of an output map; measured by benchmarks/convolution.py
 _CAST = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -19,7 +19,8 @@ class PReLU(nn.PReLU):
     """`nn.PReLU` with a faster gradient of a shared slope on CPUs.
 
     torch stores the slope's gradient per element before it sums them, which took a fifth of a bfloat16 step
-    of ResNet18. On other devices, with one slope per channel, and under torch.compile this is torch's own.
+    of ResNet18. torch's implementation is used on other devices, with one slope per channel, and under
+    torch.compile.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class Conv2d(nn.Conv2d):
     """`nn.Conv2d` with a faster weight gradient for small output maps, in bfloat16 on CPUs.
 
     oneDNN is slow for maps of 2 x 2 to 7 x 7 cells (3 % of the peak speed at 2 x 2). This layer copies the
-    input patches of all images into one matrix and computes the gradient as one product. It uses torch's own
+    input patches of all images into one matrix and computes the gradient as one product. It uses torch's
     convolution for larger maps (the matrix would be too large), in float32 (little gain), with bias, groups
     or dilation, and on other devices.
     """
@@ -165,7 +166,7 @@ def weight_gradient(
 
 
 def use_torch_layers(network: nn.Module) -> None:
-    """Make the `PReLU` and `Conv2d` layers of a network use torch's implementation on CPUs, too."""
+    """Make the `PReLU` and `Conv2d` layers of a network use torch's implementation on CPUs."""
     for module in network.modules():
         if isinstance(module, (PReLU, Conv2d)):
             plain: type[nn.Module] = nn.PReLU if isinstance(module, PReLU) else nn.Conv2d

@@ -64,7 +64,7 @@ def build_model(
 def load_custom(reference: str, **options: object) -> BaseModel:
     """Import ``package.module:Class`` and return an instance; runs the user's code.
 
-    options: passed to __init__ as far as it has parameters of these names.
+    options: passed to __init__ if it has parameters of these names.
 
     Raises:
         OptionError: no such module or class, no subclass of `BaseModel`, or its __init__ fails.

@@ -211,7 +211,7 @@ def implementation_flags(
     if is_sharded and wanted == "auto":
         wanted = "for_loop" if kind.class_name in _NO_FOREACH_WHERE_SHARDED else "foreach"
     elif wanted == "auto":
-        # Measured, see docs/optimizers.md: fused is the fastest. Without it, torch's own default: foreach
+        # Measured (docs/benchmarks/head.md): fused is the fastest. Without it, torch's own default: foreach
         # saves launches on a GPU, for_loop saves temporaries on a CPU.
         unfused = "foreach" if device.type == "cuda" else "for_loop"
         wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else unfused

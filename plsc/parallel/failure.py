@@ -1,9 +1,9 @@
 """Stop all ranks when one of them fails, and on SIGINT or SIGTERM.
 
-A collective may wait for half an hour for a rank that failed. So a failing rank writes its error message to
-the rendezvous store, and a thread on every rank polls the store twice per second. If the main thread does not
-stop by itself, because it hangs in a collective, the polling thread ends the process. A signal sets a flag;
-the ranks exchange it at the next step boundary and stop there together.
+A collective may wait half an hour for a failed rank. So a failing rank writes its error message to the
+rendezvous store, and a thread on every rank polls the store twice per second. If the main thread hangs in a
+collective, this thread ends the process. A signal sets a flag; the ranks exchange it at the next step
+boundary and stop together.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class PlanOptions:
         ):
             given = [name for name in names if getattr(self, name) != getattr(PlanOptions, name)]
             if given and getattr(self, needed) is None:
-                raise OptionError(f"{given[0]} is an option of the {what}; set {needed}, too")
+                raise OptionError(f"{given[0]} is an option of the {what}; also set {needed}")
 
     @property
     def batches(self) -> list[int]:

@@ -64,7 +64,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def _try_lock(lock: Callable[[int, int], None], descriptor: int) -> bool:
-    """Return whether the lock was acquired; True, too, on a file system that does not support locks."""
+    """Return whether the lock was acquired; also True on a file system that does not support locks."""
     try:
         lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Local paths and fsspec URLs: distinguish them, take them apart, and open their clients."""
+"""Local paths and fsspec URLs: distinguish and split them, and open file systems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from plsc.errors import DataError
+from plsc.errors import DataError, did_you_mean
 from plsc.errors import shown as shown
 from plsc.errors import without_secrets as without_secrets
 from plsc.storage.retry import with_retries
@@ -73,9 +73,17 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             f"{shown(url)} needs a client that is not installed; run pip install '{install}'"
         ) from error
     except ValueError:
-        raise DataError(f"{shown(url)}: fsspec does not know the protocol {protocol!r}") from None
+        near = did_you_mean(protocol, fsspec.available_protocols())
+        raise DataError(
+            f"{shown(url)}: unknown protocol {protocol!r}; expected a local path, or a protocol of fsspec, "
+            f"such as s3 or hdfs{near}"
+        ) from None
     except Exception as error:  # each client has its own exceptions
-        raise DataError(f"{shown(url)} cannot be opened ({type(error).__name__})") from None
+        java = ", and that JAVA_HOME, HADOOP_HOME and CLASSPATH are set" if protocol == "hdfs" else ""
+        raise DataError(
+            f"{shown(url)} cannot be opened ({type(error).__name__}); check the server, port and user in the "
+            f"URL{java}"
+        ) from None
 
 
 # HDFS clients by process, server and user.

@@ -34,7 +34,7 @@ def resolve_run(
     """Return the configuration of a run, with the options of the checkpoint that it resumes, if any.
 
     model: the network that the script set, if any. Raises OptionError, and CheckpointError for a checkpoint
-    that is damaged or belongs to other data sets.
+    that is damaged or belongs to other datasets.
     """
     if checkpoint is None:
         return with_margin(options.resolve())
@@ -43,7 +43,7 @@ def resolve_run(
     _check_data_sets(config, path, manifest)
     steps = manifest.scalars.get("steps_per_epoch")
     if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
-        # Even if data sets change, the length of epochs and the schedule do not.
+        # Even if datasets change, the length of epochs and the schedule do not.
         config = config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
     return with_margin(_keep_global_batch(config, path, manifest, ranks))
 
@@ -191,20 +191,20 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
 
 
 def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if only one of checkpoint and run has several data sets.
+    """Raise CheckpointError if only one of checkpoint and run has several datasets.
 
     options: the configuration with the options of the checkpoint.
     """
     saved = saved_heads(path, manifest)
     if saved is None and options.data.datasets:
         raise CheckpointError(
-            f"{path} has a single head, but this run has one head per data set (data.datasets); to start "
+            f"{path} has a single head, but this run has one head per dataset (data.datasets); to start "
             "from its network, use set_pretrained instead of set_checkpoint_dir"
         )
     if saved is not None and not options.data.datasets:
         raise CheckpointError(
-            f"{path} has a head for each of the data sets {', '.join(saved)}, but this run has a single data "
-            "set (data.dataset_dir); to resume, add the data sets with add_dataset; to start from its "
+            f"{path} has a head for each of the datasets {', '.join(saved)}, but this run has a single data "
+            "set (data.dataset_dir); to resume, add the datasets with add_dataset; to start from its "
             "network, use set_pretrained instead of set_checkpoint_dir"
         )
 

@@ -23,7 +23,7 @@ ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that separate unseen
 that end near chance, while the loss falls in both (docs/not_learning.md).
 """
 _MOST_PATIENCE = 2000
-"""Maximum number of steps before a warning: after the warm-up the rank is low for a while in good runs."""
+"""Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
 _SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
 _RISEN, _SURE = (
     1.05,
@@ -150,7 +150,7 @@ def _rank_difference(first: Sequence[float], second: Sequence[float]) -> float:
 class DataWait(Callback):
     """Measures how long the first steps wait for their batches, and suggests a remedy once.
 
-    workers: workers per rank. is_generator: whether a single process makes all batches, whatever `workers`.
+    workers: workers per rank. is_generator: whether one process makes all batches, for any `workers`.
     """
 
     SHARE = 0.05  # smallest share of a step that is reported

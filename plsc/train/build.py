@@ -15,7 +15,7 @@ from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
-from plsc.models import BaseModel
+from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
 from plsc.optim.loss_scaling import LossScaler
@@ -24,7 +24,7 @@ from plsc.optim.schedule import Schedule
 from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, Callbacks, Context
-from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note
+from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note, warmup_note
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
@@ -46,6 +46,8 @@ from plsc.train.optim import (
     with_rate,
 )
 from plsc.train.state import Position, collect_group_numbers
+
+MOST_ROWS = 12  # of the table of layers
 
 
 @dataclass
@@ -128,6 +130,7 @@ def build_run(
     targets: list[Target | HeldOutSet] = []
     if options.train.with_test:
         targets += load_targets(options, user.test_reader)
+    layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
     global_batch = global_batch_size(options, world.size)
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
     data = open_training_data(
@@ -139,7 +142,7 @@ def build_run(
     steps_per_epoch = data.loader.steps_per_epoch
     total_steps = _count_steps(options, steps_per_epoch)
     options = with_rate(options, global_batch, total_steps)
-    # For example plsc.heads.ShardedHead and RowSGD; one head per data set.
+    # For example plsc.heads.ShardedHead and RowSGD; one head per dataset.
     head, row_optimizer = build_heads(options, data.class_num, data.sets, world)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
     # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
@@ -154,13 +157,16 @@ def build_run(
         world.device,
         user.optimizer,
     )
+    rate = build_schedule(options, base_rate, total_steps, steps_per_epoch, user.schedule)
     is_custom = user.model is not None or ":" in options.model.name
     notes = (
+        layers,
         sharding_note,
         *data.notes,
         mode_note(options, world.device),
         frozen_note(network),
         batch_note(global_batch, data.num_samples),
+        warmup_note(rate.warmup_steps, total_steps),
         threads_note(options),
         idle_note(options, constructor_arguments(network) or {} if is_custom else None),
     )
@@ -179,7 +185,7 @@ def build_run(
         optimizer=optimizer,
         row_optimizer=row_optimizer,
         scaler=_build_scaler(options, world.device),
-        rate=build_schedule(options, base_rate, total_steps, steps_per_epoch, user.schedule),
+        rate=rate,
         data=data,
         targets=targets,
         samples=samples,
@@ -205,7 +211,7 @@ def check_combinations(options: Config, ranks: int) -> None:
     check_network_options(options, ranks)
     if "train.epoch_steps" in options.explicit and not options.data.datasets:
         raise OptionError(
-            "train.epoch_steps is only for several data sets (add_dataset); remove it: with one data set, an "
+            "train.epoch_steps is only for several datasets (add_dataset); remove it: with one dataset, an "
             "epoch is one pass over it"
         )
     check_optim(options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Callback:
     """Base class of callbacks. Define one method per event, named like it: ``def after_step(self, context)``.
 
     Attributes:
-        every: call the events of a step in every n-th step only.
+        every: call it only in every n-th step; for events of a step.
         layers: names of the modules of the network whose outputs `Context.layer_output` returns.
         name: key of the state in checkpoints, by default the name of the class.
     """
@@ -213,11 +213,13 @@ class Context:
         }
 
     def _parameter(self, name: str) -> nn.Parameter:
-        known = dict(self.network.named_parameters())
-        known |= {f"head.{key}": value for key, value in self.head.named_parameters()}
-        if name not in known:
-            raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
-        return known[name]
+        modules = {"head.": self.head, "": self.network}
+        for prefix, module in modules.items():
+            with suppress(AttributeError):
+                if name.startswith(prefix):
+                    return module.get_parameter(name.removeprefix(prefix))
+        known = [prefix + key for prefix, one in modules.items() for key, _ in one.named_parameters()]
+        raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
 
 
 class Callbacks:
@@ -283,7 +285,7 @@ class Callbacks:
         return {name for name, _ in self._named()}
 
     def load_state(self, values: Mapping[str, dict[str, Any]], tensors: CallbackTensors) -> None:
-        """Restore the callbacks by name; those that the checkpoint does not have start anew."""
+        """Restore the callbacks by name; those that the checkpoint does not have keep their initial state."""
         states = {name: dict(state) for name, state in values.items()}
         for role, tensor in tensors.items():
             states.setdefault(role.of, {})[role.name] = tensor

@@ -34,10 +34,10 @@ _SCALING = (
 
 
 def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
-    """Return a line that lists options without effect and the reasons, or an empty string.
+    """Return a line that lists options without effect, with the reasons, or an empty string.
 
-    made_with: constructor arguments of a custom network. Options that are set to their default do not count:
-    `set_mixed_precision` sets many.
+    made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
+    because `set_mixed_precision` sets many.
     """
     found = [
         f"{path} ({reason})"
@@ -55,6 +55,16 @@ def batch_note(global_batch: int, num_samples: int | None) -> str:
     return (
         f"note: the global batch of {global_batch} images is larger than the dataset of {num_samples}: each "
         f"step uses every image {global_batch / num_samples:.1f} times"
+    )
+
+
+def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
+    """Return a line if the warm-up is not shorter than the run, else an empty string."""
+    if total_steps is None or warmup_steps < max(2, total_steps):
+        return ""
+    return (
+        f"note: the warm-up takes {warmup_steps} steps and the run {total_steps}, so the learning rate "
+        f"increases until the end; use a shorter warm-up, such as set_warmup_steps({total_steps // 10})"
     )
 
 
@@ -168,7 +178,7 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
         return None
     return (
         f"epoch {position.epoch + 1} of the reader had {position.step_in_epoch} steps, but {expected} were "
-        "expected; correct set_train_image_num, as warm-up, log lines and resuming depend on it"
+        "expected; correct set_train_image_num: warm-up, log lines and resuming depend on it"
     )
 
 

@@ -1,4 +1,4 @@
-"""The classes of a data set: their number, names, and numbering in a resumed run."""
+"""The classes of a dataset: number, names, and numbering in a resumed run."""
 
 from __future__ import annotations
 
@@ -81,13 +81,16 @@ def count_classes(
     notes = []
     if is_bad.any():
         notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
-    has_image = np.zeros(class_num, dtype=bool)
-    has_image[labels[~is_bad]] = True
-    # A class without images on this rank may have images on another one.
-    if world.size == 1 and not has_image.all():
+    if world.size > 1:  # a class without images on this rank may have images on another one
+        return class_num, notes
+    counts = np.bincount(labels[~is_bad], minlength=class_num)
+    notes.append(
+        f"images per class: least {counts.min():,}, median {np.median(counts):,g}, most {counts.max():,}"
+    )
+    if not counts.all():
         notes.append(
-            f"note: {class_num - has_image.sum()} of {class_num} classes have no images, the first one is "
-            f"class {np.argmin(has_image)} (labels count from 0)"
+            f"note: {np.sum(counts == 0)} of {class_num} classes have no images, the first one is "
+            f"class {np.argmin(counts)} (labels count from 0)"
         )
     return class_num, notes
 
@@ -119,16 +122,16 @@ def number_classes(
 
 
 def _check_equal(path: Path, head: str, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
-    """Raise CheckpointError for classes that the checkpoint or the data set lacks."""
-    title = f"the data set {head}" if head else "the data set"
+    """Raise CheckpointError for classes that the checkpoint or the dataset lacks."""
+    title = f"the dataset {head}" if head else "the dataset"
     # `plsc checkpoint classes` does not support several heads.
-    renaming = "rename the data set, so that its head starts from scratch"
+    renaming = "rename the dataset, so that its head starts from scratch"
     added = np.flatnonzero(numbers >= len(saved))
     if len(added):
         command = f"add them with: plsc checkpoint classes {path} NEW --grow {len(added)}"
         raise CheckpointError(
             f"{path} lacks {len(added)} of the {len(own)} classes of {title}, the first one is "
-            f"'{own[added[0]]}'; remove them from the data set, or {renaming if head else command}"
+            f"'{own[added[0]]}'; remove them from the dataset, or {renaming if head else command}"
         )
     lacking = saved.lengths() > 0
     lacking[numbers] = False

@@ -1,11 +1,11 @@
-"""Build the training data and loader of a run from options, data sets and custom readers."""
+"""Build the training data and loader of a run from options, datasets and custom readers."""
 
 from __future__ import annotations
 
 import multiprocessing
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from plsc.config import Config
 from plsc.config.data import DataSet
+from plsc.config.option import shown_value
 from plsc.data.augment import Augmentation
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
@@ -61,7 +62,7 @@ class TrainingData:
         notes: log lines about the data.
         first_sample: index of this rank's first sample, if each rank reads only its own part.
         is_of_ranks: whether the samples of a step depend on the number of ranks.
-        sets: the data sets, if there are several, with one head each.
+        sets: the datasets, if there are several, with one head each.
         class_names: class names by head, '' for a single head; only heads whose classes have names.
     """
 
@@ -75,19 +76,25 @@ class TrainingData:
     class_names: dict[str, ClassNames] = field(default_factory=dict)
 
 
-def is_generator_reader(reader: Any) -> bool:
-    """Return whether a reader is a function that returns a generator, not an indexed dataset."""
-    return callable(reader) and not hasattr(reader, "__getitem__")
+def is_generator_reader(reader: Any, name: str) -> bool:
+    """Return whether a reader is a function that returns a generator, not a map-style dataset.
+
+    Raises OptionError, with the reader's name, if it is neither.
+    """
+    if callable(reader) and not hasattr(reader, "__getitem__"):
+        return True
+    is_dataset = hasattr(reader, "__getitem__") and hasattr(reader, "__len__")
+    if not is_dataset or isinstance(reader, (str, bytes, Mapping, type)):
+        raise OptionError(
+            f"{name} is {shown_value(reader)}; expected a function that returns a generator of (image, "
+            "label), or a map-style torch Dataset (for a folder or file, call set_dataset_dir)"
+        )
+    return False
 
 
 def open_training_source(options: Config, reader: Any) -> Source:
     """Return the source of a Dataset, or of the dataset folder if `reader` is None."""
     if reader is not None:
-        if not (hasattr(reader, "__getitem__") and hasattr(reader, "__len__")):
-            raise OptionError(
-                f"the reader is of type {type(reader).__name__}; expected a function that returns a "
-                "generator, or a map-style torch Dataset"
-            )
         return TorchDatasetSource(reader)
     data = options.data
     return open_source(
@@ -115,7 +122,7 @@ def open_training_data(
     if data.datasets:
         _check_several(options, reader)
         return _open_several(options, world, transform, global_batch, checkpoint)
-    is_generator = reader is not None and is_generator_reader(reader)
+    is_generator = reader is not None and is_generator_reader(reader, "train_reader")
     if is_generator or data.order == "rank_files":
         open_it = _open_generator if is_generator else _open_rank_files
         opened = open_it(options, world, reader, transform, global_batch)
@@ -252,27 +259,27 @@ def _own_part(data_dir: str, world: World) -> str:
 
 
 def _check_several(options: Config, reader: Any) -> None:
-    """Raise OptionError for options that cannot be used with several data sets."""
+    """Raise OptionError for options that cannot be used with several datasets."""
     if reader is not None:
         raise OptionError("both train_reader and data.datasets are set; remove one of them")
     if "head.class_num" in options.explicit and options.head.class_num is not None:
         raise OptionError(
-            "head.class_num is set, but each of the data sets has its own classes; pass class_num to "
+            "head.class_num is set, but each of the datasets has its own classes; pass class_num to "
             "add_dataset, or remove the option"
         )
     if options.data.order == "rank_files":
         raise OptionError(
-            "data.order 'rank_files' cannot be used with several data sets; use 'global', 'block' or "
+            "data.order 'rank_files' cannot be used with several datasets; use 'global', 'block' or "
             "'sequential'"
         )
     if options.data.val_dir is not None:
         raise OptionError(
-            "data.val_dir cannot be used with several data sets, as each has its own classes; use pair files "
+            "data.val_dir cannot be used with several datasets, as each has its own classes; use pair files "
             "(data.val_targets)"
         )
     if options.data.last_batch == "keep":
         raise OptionError(
-            "data.last_batch 'keep' cannot be used with several data sets, as every step has the same number "
+            "data.last_batch 'keep' cannot be used with several datasets, as every step has the same number "
             "of images from each; use 'pad' or 'drop'"
         )
 
@@ -284,7 +291,7 @@ def _open_several(
     global_batch: int,
     checkpoint: OpenedCheckpoint | None,
 ) -> TrainingData:
-    """Open all data sets of `data.datasets`; every step takes a share of its images from each."""
+    """Open all datasets of `data.datasets`; each contributes images to every step."""
     wanted = options.data_sets()
     counts = split_batch(global_batch, [one.weight for one in wanted])
     own_options = [_options_of_set(options, one) for one in wanted]
@@ -306,7 +313,7 @@ def _open_several(
         sets.append(TrainingSet(one.name, own, class_num, len(source), per_step, seed))
         sources.append(source)
         notes.append(
-            f"data set {one.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} classes, "
+            f"dataset {one.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} classes, "
             f"loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
         )
         notes += [f"{one.name}: {note}" for note in about]
@@ -314,8 +321,8 @@ def _open_several(
     joined = JoinedSource([one.name for one in sets], sources, class_nums)
     if options.data.train_image_num not in (None, len(joined)):
         raise OptionError(
-            f"data.train_image_num is {options.data.train_image_num}, but the data sets have {len(joined)} "
-            "images; remove the option, or fix the data sets"
+            f"data.train_image_num is {options.data.train_image_num}, but the datasets have {len(joined)} "
+            "images; remove the option, or fix the datasets"
         )
     steps = _epoch_steps(options, len(joined), global_batch)
     plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
@@ -326,7 +333,7 @@ def _open_several(
 
 
 def _options_of_set(options: Config, one: DataSet) -> Config:
-    """Return the options of a data set, validated before any data is read."""
+    """Return the options of a dataset, validated before any data is read."""
     with _naming(one.name):
         own = options_of(options, one)
         margin_of(own)
@@ -340,7 +347,7 @@ def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
         steps = count_steps(num_samples, global_batch, options.data.last_batch)
     if steps == 0:
         raise DataError(
-            f"data.last_batch 'drop' leaves no step per epoch: the data sets have {num_samples} samples, "
+            f"data.last_batch 'drop' leaves no step per epoch: the datasets have {num_samples} samples, "
             f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
         )
     return steps
@@ -362,13 +369,13 @@ def _share(one: TrainingSet, options: Config) -> Share:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Add the name of the data set to errors."""
+    """Add the name of the dataset to errors."""
     try:
         yield
     except DataError as error:
-        raise error.at(f"data set {name}") from error
+        raise error.at(f"dataset {name}") from error
     except OptionError as error:
-        raise OptionError(f"data set {name}: {error}") from error
+        raise OptionError(f"dataset {name}: {error}") from error
 
 
 def check_save_dir(source: Source, options: Config) -> None:

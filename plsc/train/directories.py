@@ -128,9 +128,10 @@ def list_run_folders(options: Config) -> list[RunFolder]:
 
 
 def find_interrupted(run_folders: list[RunFolder], launches: Collection[str]) -> RunFolder | None:
-    """Return the folder in which ranks were saving that the launcher has restarted, None if there is none.
+    """Return the folder of a run whose ranks the launcher has restarted, None if there is none.
 
-    The note in the lock of a folder names the launcher. Locks of this process belong to an earlier run.
+    The note in the lock of a folder names the launcher. Locks that this process holds belong to an earlier
+    run.
     """
     for run_folder in run_folders:
         note = lock_note(Path(run_folder.local.url))
@@ -186,7 +187,7 @@ def choose_start(
 def open_directories(options: Config, world: World, start: Start) -> Directories:
     """Lock the directories of a run, and clean up after a killed run; a collective.
 
-    Raises CheckpointError on all ranks if another run saves there, if something else has the name of a
+    Raises CheckpointError on all ranks if another run saves there, if another file has the name of a
     checkpoint, if a permission is missing, or if a store does not respond within a minute.
     """
     local = start.local

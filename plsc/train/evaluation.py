@@ -1,4 +1,4 @@
-"""Evaluation on pair files and labelled images, during training and after it; prediction of embeddings."""
+"""Evaluation on pair files and labelled images, and prediction of embeddings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
-from plsc.config.option import name_of
+from plsc.config.option import name_of, shown_value
 from plsc.data.class_names import class_names_of
 from plsc.data.pairs import read_pairs
-from plsc.data.reader import declares_shards
+from plsc.data.reader import declares_shards, open_reader
 from plsc.data.sources.base import FileSource, IndexedSource
-from plsc.data.sources.torch_dataset import TorchDatasetSource
-from plsc.errors import CheckpointError, DataError
+from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
+from plsc.errors import CheckpointError, DataError, OptionError, refusing
 from plsc.evaluate.classification import classify
 from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.verification import VerificationResult, verify
@@ -31,7 +31,7 @@ from plsc.heads import Head
 from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.storage.urls import is_url
+from plsc.storage.urls import is_url, shown
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
@@ -79,11 +79,7 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
     names = options.data.val_targets
     folder = Path(options.data.dataset_dir)
     if test_reader is not None:
-        pair_sets, found = test_reader(str(folder), names or _DEFAULT_TARGET)
-        targets = [
-            Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
-            for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
-        ]
+        targets = _read_targets(test_reader, str(folder), names or _DEFAULT_TARGET)
     else:
         folder = folder.parent if folder.is_file() else folder  # such as the folder of train.rec
         if names is None:
@@ -100,6 +96,22 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
                 f"at least {_FOLDS} pairs, with both same and different classes"
             )
     return targets
+
+
+def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:
+    """Return the pair files of a test reader. Raises OptionError for a wrong reader or result."""
+    if not callable(test_reader):
+        raise OptionError(
+            f"test_reader is {shown_value(test_reader)}; expected a function reader(dataset_dir, val_targets)"
+        )
+    result = test_reader(folder, names)
+    expected = "expected ([(images, is_same), ...], names), as plsc.utils.jpeg_reader.test returns"
+    with refusing("cannot use the result of test_reader", expected):
+        pair_sets, found = result
+        return [
+            Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
+            for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
+        ]
 
 
 def evaluate_targets(
@@ -184,7 +196,7 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     network, config = load_for_run(options, world, user.model, checkpoint)
     network = evaluated(network, config, world)
     reader = user.predict_reader
-    if reader is not None and is_generator_reader(reader):
+    if reader is not None and is_generator_reader(reader, "predict_reader"):
         return _predict_stream(network, reader, config, world)
     source = open_training_source(config, reader)
     class_names, saved = class_names_of(source), read_class_names(*checkpoint)
@@ -211,9 +223,9 @@ def load_network(
     not normalised. For one process, without any collective.
 
     Args:
-        checkpoint: its folder, or its URL; one at a URL is fetched to the cache.
+        checkpoint: its folder, or its URL, from which it is downloaded to the cache.
         model: for a custom network: an instance, or the name of its class, ``package.module:Class``.
-        device: where the network is put.
+        device: device of the network.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit the network.
@@ -237,7 +249,15 @@ def load_with_config(
         options.set("model.name", model if network is None else name_of(type(network)))
     place = os.fspath(checkpoint)
     folder = fetch(place, world) if is_url(place) else Path(place)
-    return load_for_run(options, world, network, (folder, open_checkpoint(folder)))
+    manifest = open_checkpoint(folder)
+    saved = manifest.options.get("model")
+    name = saved.get("name") if isinstance(saved, dict) else None
+    if model is None and isinstance(name, str) and ":" in name:
+        raise CheckpointError(
+            f"{shown(place)} was saved with the custom network {shown_value(name)}, and no code is taken "
+            f"from a checkpoint; pass an instance or its class: load_network(path, model={shown_value(name)})"
+        )
+    return load_for_run(options, world, network, (folder, manifest))
 
 
 def load_for_run(
@@ -303,8 +323,8 @@ def _predict_stream(network: BaseModel, reader: Any, options: Config, world: Wor
     """Predict the images of a generator: every rank reads all images and computes its share of each chunk."""
     parts: list[np.ndarray] = []
     labels: list[int] = []
-    whole = reader(0, 1) if declares_shards(reader) else reader()
-    samples = _images_and_labels(whole)
+    arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
+    samples = _images_and_labels(open_reader(reader, "predict reader", **arguments))
     while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
         images = [image for image, _ in chunk]
         parts.append(_embed(network, images, options, world, "the predict reader", 0))
@@ -316,8 +336,9 @@ def _predict_stream(network: BaseModel, reader: Any, options: Config, world: Wor
 
 
 def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
-    for sample in samples:
-        if isinstance(sample, (tuple, list)):
-            yield sample[0], int(sample[1]) if len(sample) > 1 else -1
+    for index, sample in enumerate(samples):
+        if isinstance(sample, (tuple, list)) and sample:
+            name = f"sample {index} of the predict reader"
+            yield sample[0], whole_number(sample[1], name) if len(sample) > 1 else -1
         else:
             yield sample, -1

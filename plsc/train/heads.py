@@ -1,7 +1,4 @@
-"""Build the heads of a run, one per data set: options, margins and optimizers of the class weights.
-
-`load_head` returns the head of a checkpoint.
-"""
+"""Build the heads of a run, one per dataset, with their optimizers; load the head of a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,9 +58,9 @@ ONLY_SHARDED = (
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """One of several data sets, after it was opened.
+    """One of several datasets, after it was opened.
 
-    options: options of the run with those of this data set and its head. class_num: number of classes.
+    options: options of the run with those of this dataset and its head. class_num: number of classes.
     num_samples: number of images. per_step: images per step over all ranks. seed: seed of its sample order
     and of its head.
     """
@@ -132,9 +129,9 @@ def with_margin(options: Config) -> Config:
 
 
 def options_of(options: Config, one: DataSet) -> Config:
-    """Return the options of a run, overridden by those of one of its data sets.
+    """Return the options of a run, overridden by those of one of its datasets.
 
-    A data set with another loss than the run ignores the run's margin options except the scale. A head that
+    A dataset with another loss than the run ignores the run's margin options except the scale. A head that
     is not sharded ignores options of sharded class weights.
     """
     loss_type = one.loss_type or options.head.loss_type
@@ -159,7 +156,7 @@ def options_of(options: Config, one: DataSet) -> Config:
 def build_heads(
     options: Config, class_num: int, sets: Sequence[TrainingSet], world: World
 ) -> tuple[Head | JointHead, RowOptimizer | JointRows | None]:
-    """Return the head on its device and its row optimizer; for several data sets, joint ones."""
+    """Return the head on its device and its row optimizer; for several datasets, joint ones."""
     if not sets:
         return _build_one(options, class_num, world, options.train.seed)
     heads, rows = {}, {}

@@ -67,7 +67,7 @@ def open_held_out(
         label = f"label {stored[first]}" if own is None else f"class '{own[stored.item(first)]}'"
         raise DataError(
             f"{label} at {source.name(first)} of data.val_dir {place} is not one of the {class_num:,} "
-            f"classes of the training data ({len(unknown):,} of {len(labels):,} images have such labels); fix "
-            "the labels, or remove these images"
+            f"classes of the training data ({len(unknown):,} of {len(labels):,} images have such labels); "
+            "fix the labels, or remove these images"
         )
     return [HeldOutSet(ImagesOf(source, range(len(source))), labels)]

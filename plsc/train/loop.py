@@ -91,7 +91,7 @@ class TrainResult:
     """The outcome of a training run.
 
     Attributes:
-        steps: number of steps, those before a resume included.
+        steps: number of steps, including those before a resume.
         epochs: number of finished epochs.
         metrics: metrics of the last logged step, as in metrics.jsonl.
         evaluation: the last result of each pair file (VerificationResult), and of `data.val_dir`

@@ -67,7 +67,7 @@ class Mean:
     total: float = 0.0
 
     def add(self, loss: float, images: int) -> None:
-        """Add the mean loss of a step over so many images."""
+        """Add the mean loss of a step with this number of images."""
         self.count += images
         self.total += loss * images
 

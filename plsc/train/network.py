@@ -163,7 +163,7 @@ def evaluation_context(options: Config, device: torch.device) -> AbstractContext
 
 
 def set_memory_format(network: BaseModel, options: Config, device: torch.device) -> None:
-    """Switch a network to channels last in place, if `speed.channels_last` says so.
+    """Switch a network to channels last in place, depending on `speed.channels_last`.
 
     With ``auto``, a network that does not support it (because it calls `view` on feature maps) is unchanged.
     Raises OptionError if the option is ``on`` and the network does not support it.
@@ -186,7 +186,7 @@ def set_memory_format(network: BaseModel, options: Config, device: torch.device)
 
 
 def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:
-    """Return whether channels last is faster: on CPUs as measured, on GPUs in 16 bits as NVIDIA documents."""
+    """Return whether channels last is faster: on CPUs, and on GPUs in 16 bits."""
     if options.runtime.dtype == "float64":
         return False
     if not any(isinstance(module, nn.Conv2d) for module in network.modules()):

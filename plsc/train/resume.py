@@ -12,6 +12,7 @@ from torch import Tensor
 from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.load import OpenCheckpoint
 from plsc.checkpoint.manifest import (
+    BACKBONE,
     CALLBACK,
     CLASS_NAMES,
     CLASS_OPTIMIZER,
@@ -21,7 +22,7 @@ from plsc.checkpoint.manifest import (
     Checker,
     Role,
 )
-from plsc.config.option import is_finite_number
+from plsc.config.option import is_finite_number, shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import ShardedHead
@@ -33,11 +34,6 @@ from plsc.train.build import Run, global_batch_size
 from plsc.train.snapshot import own_tensors, seed_generators, take_own
 from plsc.train.state import check_counts, collect_tensors, make_state
 
-_WORDS = {
-    "class_num": "number of classes",
-    "loss_type": "loss type",
-    "num_samples": "number of images (in the middle of an epoch)",
-}
 _HOW_TO_CHANGE = {
     "classes": ", or change the classes with plsc checkpoint classes",
     "embedding size": ", or load only the weights that fit with set_pretrained()",
@@ -134,13 +130,11 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
     here, before = describe_implementation(run.optimizer), scalars.get("optimizer_computed_by")
     if before not in (None, here):
         lines.append(
-            f"the optimizer step is computed by {here} here, by {before} in the checkpoint: results may "
+            f"the optimizer step is computed by {here}, but by {before} in the checkpoint: results may "
             "differ by rounding"
         )
     if fresh:
-        lines.append(
-            f"the checkpoint has no optimizer state for {len(fresh)} parameters: theirs is initialised"
-        )
+        lines.append(f"the checkpoint has no optimizer state for {len(fresh)} parameters: it is initialised")
     return lines
 
 
@@ -163,7 +157,7 @@ def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -
         before = manifest.scalars.get("head_computed_by")
         if run.data.sets:
             before = saved.get(name, {}).get("computed_by")
-        if not (match.dropped or match.added):  # other data sets change the batch sizes of all heads
+        if not (match.dropped or match.added):  # other datasets change the batch sizes of all heads
             head.computed_by = head.resumed_from = None if before is None else str(before)
 
 
@@ -190,7 +184,8 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
                 f"{path} was saved with {what} {theirs}, but this run has {mine}; use the saved value to "
                 f"resume{_HOW_TO_CHANGE.get(what, '')}"
             )
-    if not manifest.step_in_epoch or run.data.sets:  # of several data sets, match_heads has looked
+    _check_network(run, path, manifest)
+    if not manifest.step_in_epoch or run.data.sets:  # _match_heads has checked several datasets
         return
     saved_samples = scalars.get("num_samples")
     if saved_samples != run.data.num_samples:
@@ -203,6 +198,25 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
             f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks, each with its own "
             "data (order 'rank_files', or a reader that shards itself), but this run has "
             f"{run.world.size} ranks; start {manifest.world_size} ranks, or resume from the end of an epoch"
+        )
+
+
+def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError if the network has a tensor that the saved network did not have."""
+    saved = {one.role.name: one.shape for one in manifest.tensors.values() if one.role.kind == BACKBONE}
+    for name, value in run.network.state_dict().items():
+        before, here = saved.get(name), tuple(value.shape)
+        if before == here:
+            continue
+        model = manifest.options.get("model")
+        networks = (model.get("name") if isinstance(model, dict) else None, run.options.model.name)
+        theirs, mine = (f"network {shown_value(one)}" for one in networks)
+        if networks[0] == networks[1]:
+            theirs = f"{name} of shape {list(before)}" if before else f"a {theirs} without {name}"
+            mine = f"{name} of shape {list(here)}"
+        raise CheckpointError(
+            f"{path} was saved with {theirs}, but this run has {mine}; use the saved network to resume, or "
+            "load only the weights that fit with set_pretrained()"
         )
 
 
@@ -230,11 +244,11 @@ class HeadMatch:
         lines = []
         if self.dropped:
             lines.append(
-                f"data sets removed: {', '.join(self.dropped)}; checkpoints of this run will not contain "
+                f"datasets removed: {', '.join(self.dropped)}; checkpoints of this run will not contain "
                 "their heads"
             )
         if self.added:
-            lines.append(f"data sets added: {', '.join(self.added)}; their heads start from scratch")
+            lines.append(f"datasets added: {', '.join(self.added)}; their heads start from scratch")
         return lines
 
     def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
@@ -258,21 +272,24 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
     match = HeadMatch([n for n in saved if n not in here], [n for n in here if n not in saved])
     if len(match.added) == len(here):
         raise CheckpointError(
-            f"{path} has heads of the data sets {', '.join(saved)}, but this run only has others: "
+            f"{path} has heads of the datasets {', '.join(saved)}, but this run only has others: "
             f"{', '.join(match.added)}; keep at least one of them under its name, or use set_pretrained()"
         )
     for one in run.data.sets:
         if one.name not in saved:
             continue
-        mine = {"class_num": one.class_num, "loss_type": one.options.head.loss_type}
+        checked = [
+            ("class_num", "number of classes", one.class_num),
+            ("loss_type", "loss type", one.options.head.loss_type),
+        ]
         if manifest.step_in_epoch:
-            mine["num_samples"] = one.num_samples
-        for key, value in mine.items():
+            checked.append(("num_samples", "number of images (in the middle of an epoch)", one.num_samples))
+        for key, what, mine in checked:
             theirs = saved[one.name].get(key)
-            if theirs != value:
+            if theirs != mine:
                 raise CheckpointError(
-                    f"{path} was saved with {_WORDS[key]} {theirs} for the data set {one.name}, but this run "
-                    f"has {value}; use the saved value to resume"
+                    f"{path} was saved with {what} {theirs} for the dataset {one.name}, but this run has "
+                    f"{mine}; use the saved value to resume"
                 )
     return match
 

@@ -150,7 +150,7 @@ def make_state(
         if parameter is None:
             raise CheckpointError(
                 f"the checkpoint has optimizer state for {name}, which this network does not have; use the "
-                "network that was saved"
+                "saved network"
             )
         if not parameter.requires_grad:  # frozen since the checkpoint was saved
             continue

@@ -64,7 +64,7 @@ class Step:
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
 
-        sizes: those of `StepStatus`, which save the head a synchronisation with the device. is_logged: also
+        sizes: those of `StepStatus`; the head then needs no synchronisation with the device. is_logged: also
         compute metrics that only log lines need. Raises TrainingError for a loss that is not finite; on a
         GPU without loss scaling, `losses` raises it one step later.
         """
@@ -101,7 +101,7 @@ class Step:
         set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
 
     def _set_margins(self, updates: int) -> None:
-        """Set the margin warm-up of every head for the step after so many updates."""
+        """Set the margin warm-up of every head for the step after `updates` updates."""
         steps = self._run.options.head.margin_warmup_steps
         for _, head, _ in each_head(self._run.head, self._run.row_optimizer):
             head.margin.share = min(1.0, (updates + 1) / max(1, steps))
@@ -328,7 +328,7 @@ class LossReader:
         names: Sequence[str],
         is_excused: bool = False,
     ) -> None:
-        """Add the mean loss of a step over so many images; names: samples of this rank.
+        """Add the mean loss of a step, the number of its images, and the names of this rank's samples.
 
         is_excused: the step is skipped, so its loss need not be finite.
         """

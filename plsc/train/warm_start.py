@@ -64,7 +64,7 @@ class WarmStart:
 def start_from_pretrained(run: Run) -> WarmStart | None:
     """Load `model.pretrained`, if set, into network and head; a collective.
 
-    Optimizer, schedule and position are unchanged. So are the head's margin statistics if the file has none.
+    Optimizer, schedule and position are unchanged; also the head's margin statistics if the file has none.
 
     Raises:
         CheckpointError: on all ranks, if the file is missing, damaged or malicious, or nothing matches.

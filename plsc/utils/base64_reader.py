@@ -1,7 +1,7 @@
 """The base64 reader of the original PLSC, under its old import path; a thin layer over ``plsc.data``.
 
-The list of files is split into equal consecutive parts, one per rank. Rank and number of ranks are those with
-which the reader is called, as plsc does (``reader.shards_itself``), else the arguments, else the environment
+The list of files is split into equal consecutive parts, one per rank. plsc passes rank and world size when it
+calls the reader (``reader.shards_itself``). Otherwise they come from the arguments, or from the environment
 variables RANK and WORLD_SIZE, or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM.
 """
 
@@ -120,5 +120,5 @@ def _rank_and_world_size(rank: int | None, ranks: int | None) -> tuple[int, int]
         rank = int(os.environ.get("RANK", os.environ.get("PADDLE_TRAINER_ID", "0")))
         ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("PADDLE_TRAINERS_NUM", "1")))
     if not 0 <= rank < ranks:
-        raise OptionError(f"rank {rank} is outside 0..{ranks - 1}")
+        raise OptionError(f"rank {rank} is outside 0..{ranks - 1}; pass rank and ranks of this process")
     return rank, ranks

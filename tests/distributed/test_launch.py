@@ -116,7 +116,7 @@ def test_a_command_under_launch_leaves_its_message_to_the_launcher(folder):
     code, _, err = run("--nproc", "2", "-m", "plsc.cli", "config", "--train.epochs", "0", cwd=folder)
     assert code == 1
     assert len(err.splitlines()) == 1
-    assert " failed: train.epochs is 0; expected at least 1 " in err
+    assert " failed: train.epochs is 0; expected a number of at least 1 " in err
     assert err.endswith("; see plsc config --help\n")
 
 

@@ -102,7 +102,7 @@ def train(*code: str, **names: Any) -> Run:
 
     handle = register_module_forward_hook(watch)
     try:
-        for block in code:
+        for block in (HEADS, *code):
             exec(compile(block, str(PAGE), "exec"), names)
     finally:
         handle.remove()

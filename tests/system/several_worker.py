@@ -1,4 +1,4 @@
-"""Trains over several data sets on one, two and three ranks in one launch: several_worker.py FOLDER"""
+"""Trains over several datasets on one, two and three ranks in one launch: several_worker.py FOLDER"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ REPO = Path(__file__).parents[2]
 BENCHMARKS = REPO / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from ways import BY_NAME, TEXTBOOK, WAYS  # noqa: E402
+from ways import BASELINE, BY_NAME, WAYS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -39,31 +39,31 @@ def test_every_way_that_can_run_here_makes_its_steps():
     assert [line["way"] for line in said if line["round"] == 1] == [*names[1:], names[0]]
 
 
-def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_the_textbook_does(tmp_path):
+def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_plain_pytorch_does(tmp_path):
     missing = next(way.name for way in WAYS if way.needs_gpu)
     ours = ("plsc, fp32", "plsc, fp32, kept", "plsc, bf16")
-    run("--quick", "--ways", "|".join([TEXTBOOK, missing, *ours]), tmp_path)
+    run("--quick", "--ways", "|".join([BASELINE, missing, *ours]), tmp_path)
     table = (tmp_path / "head.md").read_text()
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if " | " in line]
-    ways = [name for name in BY_NAME if name in (TEXTBOOK, missing, *ours)]
+    ways = [name for name in BY_NAME if name in (BASELINE, missing, *ours)]
     assert rows == ["way", *ways, "way", *ours]  # the second table: beside the plan
     assert [sample["way"] for sample in read(tmp_path, "failed")] == [missing]
 
     memory = {sample["way"]: sample for sample in read(tmp_path, "memory")}
     for name, tolerance in zip(ours, (1e-5, 1e-3, 1e-3), strict=True):
-        assert memory[name]["losses"] == pytest.approx(memory[TEXTBOOK]["losses"], rel=tolerance)
-        assert memory[name]["needed"] == memory[TEXTBOOK]["needed"] == 2 * 2000 * 512 * 4
+        assert memory[name]["losses"] == pytest.approx(memory[BASELINE]["losses"], rel=tolerance)
+        assert memory[name]["needed"] == memory[BASELINE]["needed"] == 2 * 2000 * 512 * 4
     assert {(s["way"], s["round"]) for s in read(tmp_path, "time")} == {
-        (name, turn) for name in (TEXTBOOK, *ours) for turn in range(3)
+        (name, turn) for name in (BASELINE, *ours) for turn in range(3)
     }
     assert (tmp_path / "head-B32.png").stat().st_size > 0
 
 
 def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path):
     slow, greedy = tmp_path / "slow", tmp_path / "greedy"
-    run("--quick", "--ways", TEXTBOOK, "--rival-timeout", 0.1, slow)
+    run("--quick", "--ways", BASELINE, "--rival-timeout", 0.1, slow)
     assert [sample["outcome"] for sample in read(slow, "failed")] == ["over 0.1 s"]
-    run("--classes", 200_000, "--ways", TEXTBOOK, "--memory-limit", 0.5, greedy)
+    run("--classes", 200_000, "--ways", BASELINE, "--memory-limit", 0.5, greedy)
     assert [sample["outcome"] for sample in read(greedy, "failed")] == ["out of memory"]
 
 
@@ -89,7 +89,7 @@ def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_
     samples = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     timed = [(one["way"], one["round"], one["files"]) for one in samples if one["kind"] == "time"]
     ways = {way for way, _, _ in timed}
-    assert {"textbook, fp32", "plsc, fp32", "plsc, bf16"} < ways
+    assert {"plain PyTorch, fp32", "plsc, fp32", "plsc, bf16"} < ways
     assert sorted(timed) == sorted(
         (way, turn, files) for way in ways for turn in (0, 1) for files in (False, True)
     )

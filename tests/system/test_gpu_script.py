@@ -59,7 +59,7 @@ def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path):
 
 def test_what_there_is_no_time_left_for_is_a_row(tmp_path):
     assert run(tmp_path, "2", "--device", "cpu", "--seconds", "0").returncode == 0
-    assert "| textbook, fp32 | arcface | no time left |" in (tmp_path / "slice-2.md").read_text()
+    assert "| plain PyTorch, fp32 | arcface | no time left |" in (tmp_path / "slice-2.md").read_text()
 
 
 def test_a_slice_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):
@@ -98,7 +98,7 @@ def test_at_full_size_a_slice_asks_for_ways_that_exist_and_for_fewer_classes_whe
 
     monkeypatch.setattr(gpu, "measure_apart", measure_apart)
     monkeypatch.setattr(gpu, "run_child", run_child)
-    monkeypatch.setattr(gpu, "beside_the_plan", lambda *_: None)
+    monkeypatch.setattr(gpu, "compare_with_plan", lambda *_: None)
     monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
     monkeypatch.setattr(gpu, "free_memory", lambda: 10**11)
     known = BY_NAME.keys() | {way.name for way in ways("cuda")}

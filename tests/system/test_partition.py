@@ -320,7 +320,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
     ("arguments", "message"),
     [
         (["--nranks", "2"], "--data_dir"),
-        (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt does not exist"),
+        (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt does not exist; create it"),
         (["--data_dir", "/nope", "--nranks", "2", "--verify"], "run the partition without --verify first"),
         (
             ["--data_dir", "/nope", "--nranks", "none"],

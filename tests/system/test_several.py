@@ -1,4 +1,4 @@
-"""Several data sets with a head each, on several ranks."""
+"""Several datasets with a head each, on several ranks."""
 
 from pathlib import Path
 

@@ -54,14 +54,14 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
 @pytest.mark.parametrize(
     ("setter", "value", "expected"),
     [
-        ("set_train_batch_size", 0, "train.batch_size is 0; expected between 1 and"),
+        ("set_train_batch_size", 0, "train.batch_size is 0; expected a number between 1 and"),
         ("set_train_batch_size", -3, "between 1 and 16777216"),
         ("set_train_batch_size", "64", "expected an integer"),
         ("set_train_batch_size", True, "expected an integer"),
         ("set_train_batch_size", 1.5, "expected an integer"),
         ("set_lr", float("nan"), "expected a number"),
         ("set_lr", float("inf"), "expected a number"),
-        ("set_lr", 0, "greater than 0"),
+        ("set_lr", 0, "expected a number greater than 0"),
         ("set_image_shape", (112, 112), "channels, height, width"),
         ("set_image_shape", (2, 112, 112), "1 or 3 channels"),
         ("set_image_shape", "3,112,112", "list of integers"),
@@ -158,6 +158,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
         (["train", "--train.epochs", "2.5"], "train.epochs"),
         (["trian"], "did you mean 'train'"),
         (["predict", "--output", "/no such folder/x.npz"], "does not exist"),
+        (["predict", "--output", "x.csv"], "--output is x.csv; expected the name of an .npz file"),
     ],
 )
 def test_a_wrong_command_line_ends_in_one_line(arguments, said, capsys):

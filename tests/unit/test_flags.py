@@ -32,7 +32,7 @@ def said_of(capsys, *arguments) -> str:
         ),
         ("model.image_shape", "[3,112]", "is [3, 112]; expected (channels, height, width)"),
         ("optim.step_boundaries", "[1,a]", "expected a list of integers"),
-        ("train.epochs", "0", "train.epochs is 0; expected at least 1"),
+        ("train.epochs", "0", "train.epochs is 0; expected a number of at least 1"),
         ("train.epochs", "0", "; see plsc config --help"),
         ("batch_size", "3", "unknown flag --batch_size; did you mean --train.batch_size?"),
         ("lr", "3", "did you mean --optim.lr?"),
@@ -53,7 +53,7 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
         ("train: {batch_size: abc}", ":1: train.batch_size is 'abc'; expected an integer"),
         (
             "\n\ntrain:\n  epochs: 1\n  batch_size: 0",
-            ":5: train.batch_size is 0; expected between 1",
+            ":5: train.batch_size is 0; expected a number between 1",
         ),
         ("optim.lr: fast", ":1: optim.lr is 'fast'; expected a number"),
         (
@@ -172,6 +172,10 @@ def test_setters_become_the_flags_of_the_command_with_their_values():
     )
     assert in_flags_of("train", "set_checkpoint_dir('my run')") == "--checkpoint.load_dir 'my run'"
     assert in_flags_of("train", "set_nothing(1) of preset_lr()") == "set_nothing(1) of preset_lr()"
+    assert in_flags_of("train", "call set_class_num, or use set_lr.") == (
+        "pass --head.class_num, or use --optim.lr."
+    )
+    assert in_flags_of("train", "data/set_lr: use add_dataset") == "data/set_lr: use --data.datasets"
     assert in_flags_of("inspect", "by set_label_column()") == "by --label_column"
     assert in_flags_of("inspect", "see set_lr()") == "see set_lr()"
     assert in_flags_of("plan", "see set_class_num(5)") == "see --head.class_num 5"

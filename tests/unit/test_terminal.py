@@ -1,6 +1,16 @@
+import contextlib
+import fcntl
 import logging
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 
 from plsc.terminal import on_terminal
+from tests.images import write_dataset
 
 LOGGER = logging.getLogger("plsc.some.module")
 
@@ -34,3 +44,28 @@ def test_where_the_user_has_configured_logging_the_terminal_is_left_to_him(messa
         LOGGER.info("hello")
     assert messages == ["hello"]
     assert not any(capsys.readouterr())
+
+
+def test_quiet_leaves_warnings(capsys):
+    with on_terminal(), on_terminal(quiet=True):
+        LOGGER.info("epoch 1")
+        LOGGER.warning("the loss increases")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "plsc: warning: the loss increases\n")
+
+
+def test_a_terminal_shows_a_progress_bar(tmp_path):
+    dataset = write_dataset(tmp_path / "faces", classes=3, per_class=8)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 150, 0, 0))
+    words = [sys.executable, "-m", "plsc.cli", "train", "--train.epochs", "1", "--train.batch_size", "4",
+             "--model.name", "SmallResNet", "--model.image_shape", "[3,16,16]", "--model.emb_size", "8",
+             "--data.dataset_dir", str(dataset), "--checkpoint.save_dir", str(tmp_path / "run")]  # fmt: skip
+    with subprocess.Popen(words, stderr=theirs, stdout=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux: no other process has the terminal open
+            while piece := os.read(ours, 4096):
+                shown += piece
+    assert process.returncode == 0
+    assert re.search(rb"epoch 1/1 100%\|.*\| step 6/6, loss \d\.\d+", shown)

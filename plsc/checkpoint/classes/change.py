@@ -186,7 +186,7 @@ def _has_class_rows(info: TensorInfo, manifest: Manifest) -> bool:
 def _changes(
     opened: OpenCheckpoint, plan: Plan, rows: str, directions: Directions | None
 ) -> dict[str, tuple[Change, ...]]:
-    """Return by key the changes to tensors that go beyond moving rows."""
+    """Return the changes to tensors other than moving rows, by key."""
     weight = opened.tensors[_WEIGHT]
     wanted = (plan.added, weight.shape[-1])
     if directions is not None and tuple(directions.shape) != wanted:

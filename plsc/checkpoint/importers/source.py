@@ -84,7 +84,7 @@ class Source:
     """Weights to import.
 
     Attributes:
-        network: as far as the files name it.
+        network: the fields that the files name.
         backbone: its tensors, by our names.
         is_whole: no backbone tensor may be missing.
         rows: class weights, biases and their momentum, by checkpoint key.
@@ -138,6 +138,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 def square_side(cells: int, downsampling: int) -> int | None:
-    """Return the side of a square image whose final feature map has so many cells, or None."""
+    """Return the side of a square image whose final feature map has this many cells, or None."""
     side = round(cells**0.5)
     return side * downsampling if side * side == cells else None

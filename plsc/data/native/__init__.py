@@ -1,8 +1,7 @@
 """The C library of the data tools (the .c files in this folder), built with the package.
 
-Each function has a Python counterpart, the reference implementation. It is used where the library is missing:
-on other platforms, or without a C compiler. In a source checkout,
-``python setup.py build_ext --inplace`` builds the library.
+Each function has a reference implementation in Python, which is used if the library is missing. To build the
+library in a source checkout, run ``python setup.py build_ext --inplace``.
 """
 
 from __future__ import annotations

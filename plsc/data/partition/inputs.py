@@ -119,7 +119,7 @@ class _NamedStream:
 def list_inputs(data_dir: str, file_list: str) -> list[Input]:
     """Return the files that `file_list` names, in its order. Raises DataError as read_file_list does.
 
-    A file that is listed under two names is an error, too.
+    A file that is listed under two names is also an error.
     """
     locations = read_file_list(data_dir, file_list)
     inputs = [Input(location, fingerprint_of(location)) for location in locations]

@@ -273,7 +273,7 @@ class BucketWriter:
         return (keys & np.uint64(2**self._bits - 1)).astype(np.uint16)
 
     def _claim(self, lines: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each bucket how many lines and bytes it has before these lines."""
+        """Return the number of lines and bytes in each bucket before these lines."""
         with self._lock:
             before = self._lines.copy(), self._sizes.copy()
             self._lines += lines
@@ -318,7 +318,7 @@ def distribute_inputs(
 def batches(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[list[Bucket]]:
     """Yield buckets in key order, as many at a time as the memory can hold; split those that do not fit.
 
-    A single line that does not fit is yielded as a batch of its own.
+    A single line that does not fit is yielded alone.
     """
     batch: list[Bucket] = []
     for bucket in _fitting(buckets, seed, budget):

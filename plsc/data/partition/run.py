@@ -134,7 +134,7 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
         _check_unchanged(inputs)
         _report(counts, options)
         for stray in workspace.path.glob(f"{SAVING}part_*"):
-            stray.unlink()  # left by a killed task that was run again elsewhere
+            stray.unlink()  # left by a killed task that was repeated elsewhere
         manifest = _manifest(options, inputs, counts, sizes, checksums)
         _write_manifest(workspace.path, manifest)
         return manifest

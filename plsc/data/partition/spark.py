@@ -36,7 +36,7 @@ Key = tuple[int, int, int]  # rank, 1 for padding, order within that
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a task needs to send lines to their ranks; it is sent to every executor."""
+    """The data that tasks need to send lines to their ranks; sent to every executor."""
 
     seed: int
     lines_each: int

@@ -32,7 +32,7 @@ _MOST_MANIFEST = 256 * 2**20  # bytes
 class Digest:
     """Sum a 128-bit hash (BLAKE2b) of each line: a digest that does not depend on their order.
 
-    extra: maps line numbers, counted over all files read, to how many additional times they count.
+    extra: additional count of each line number, counted over all files read.
     """
 
     def __init__(

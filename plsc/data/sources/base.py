@@ -28,7 +28,7 @@ class Source(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """Return where the sample is, for messages: ``images/a.jpg (label.txt:12)``."""
+        """Return the location of the sample for messages, such as ``images/a.jpg (label.txt:12)``."""
         ...
 
     def labels(self) -> np.ndarray:
@@ -41,7 +41,7 @@ class IndexedSource:
 
     A format implements `name`, and sets `_files`, `_offsets` and `_lengths`, which locate the samples (and
     implements `_file_numbers` if there are several files); or it implements `_stored_at`. `_image_in`
-    extracts the image from what is stored.
+    extracts the image from the stored bytes.
 
     class_names: the sorted names whose ranks are the labels; None if labels are numbers or come from a label
     map.
@@ -80,7 +80,7 @@ class IndexedSource:
                 yield None
 
     def name(self, index: int) -> str:
-        """Return where the sample is, for messages."""
+        """Return the location of the sample for messages."""
         raise NotImplementedError
 
     def labels(self) -> np.ndarray:

@@ -59,7 +59,7 @@ class LabelReader:
     def extend(self, values: Iterable[Label], place: Callable[[int], str]) -> None:
         """Add the labels of some rows.
 
-        place: returns the location of the row at a position of `values`, with which error messages begin.
+        place: returns the location of a row, by its position in `values`, for messages.
         Raises DataError for a label that is missing, or a number that is not an integer of 0 or more.
         """
         for position, value in enumerate(values):

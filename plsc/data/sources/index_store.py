@@ -39,8 +39,8 @@ _DTYPES = ("|u1", "<i4", "<u4", "<i8", "<u8", "<f4", "<f8")
 class MappedArray(np.ndarray):
     """A read-only array in an index file; its pages are shared by all processes that use it.
 
-    It is pickled as file name and offset, and a worker process maps it again. A part of it (slice, copy) is
-    pickled with its values, as usual.
+    It is pickled as file name and offset; a worker process maps the file again. Slices and copies are pickled
+    with their values.
     """
 
     where: tuple[Any, ...] | None = None

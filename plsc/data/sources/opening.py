@@ -1,4 +1,4 @@
-"""The registry of formats, and how the format of a dataset is recognised from its files."""
+"""The registry of formats, and the recognition of a dataset's format from its files."""
 
 from __future__ import annotations
 

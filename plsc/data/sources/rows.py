@@ -75,7 +75,10 @@ class RowSource(ColumnSource):
         self._title = base_name(shown(location))
         self._folder = parent_of(location)
         self._files = Shards([location])
+        expected = f"expected one line per sample{' below the header' * self._header_rows}"
         _, _, first = next(self._rows(), (1, 0, b""))
+        if not first:
+            raise DataError(f"{shown(location)} is empty; {expected}")
         try:
             self._columns = self._columns_in(first.removesuffix(b"\n"))
             self._image = choose_column(image, self._columns, IMAGE_COLUMNS, "image")
@@ -85,7 +88,7 @@ class RowSource(ColumnSource):
         except DataError as error:
             raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
         kind = f"{self._index_kind()}{'-names' if labels.names_wanted else ''}"
-        index = load_or_build([location], kind, lambda: self._build(labels))
+        index = load_or_build([location], kind, lambda: self._build(labels, expected))
         self._offsets, self._lengths, self._lines = (index[name] for name in ("offsets", "lengths", "lines"))
         try:
             self._is_base64 = _is_base64(self._image_text(self._stored_at(0)))
@@ -137,7 +140,7 @@ class RowSource(ColumnSource):
         check_image_bytes(data.size)
         return data.read_at(0, data.size)
 
-    def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
+    def _build(self, labels: LabelReader, expected: str) -> dict[str, np.ndarray]:
         places = array("q")  # offset, length and first line of each row
         name = shown(self._files.locations[0])
 
@@ -152,7 +155,7 @@ class RowSource(ColumnSource):
 
         labels.extend(found(), lambda _: f"{name}:{places[-1]}")
         if not places:
-            raise DataError(f"{name} contains no samples")
+            raise DataError(f"{name} contains no samples; {expected}")
         offsets, lengths, lines = np.frombuffer(places, np.int64).reshape(-1, 3).T
         return {"offsets": offsets, "lengths": lengths, "lines": lines, **labels.arrays()}
 
@@ -265,7 +268,7 @@ class JsonLinesSource(RowSource):
         return (found for found in text_lines(self._files[0]) if not found[2].isspace())
 
     def _columns_in(self, first: bytes) -> list[str]:
-        return list(_object(first or b"{}"))
+        return list(_object(first))
 
     def _index_kind(self) -> str:
         # A hash of the name, which may contain characters that a file name cannot.

@@ -199,7 +199,7 @@ def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[Tar
 
 
 def _check_end(file: Any) -> None:
-    """Raise TarError unless zeros follow: tarfile takes an invalid header for the end."""
+    """Raise TarError unless only zeros follow: tarfile ends silently at an invalid header."""
     found = file.read(2**16)
     if len(found) < tarfile.BLOCKSIZE:
         raise tarfile.ReadError("it has no end mark")

@@ -17,8 +17,8 @@ class TorchDatasetSource:
 
     The image is a Pillow image, a uint8 array [H, W, C], or a tensor [C, H, W], uint8 or float (taken as
     normalised). Anything else raises DataError. An OSError, which image loaders raise for a bad file, becomes
-    a DataError with the line of the dataset's code. Other exceptions are bugs of the dataset: they pass, with
-    a note that names the sample.
+    a DataError with the line of the dataset's code. Other exceptions are bugs of the dataset; they are raised
+    with a note that names the sample.
     """
 
     def __init__(self, dataset: Any, title: str = "dataset") -> None:
@@ -99,5 +99,5 @@ def whole_number(label: Any, name: str) -> int:
 
 def _place_in_dataset(error: Exception) -> str:
     """Return the location in the dataset's code, because the user does not see the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first frame is ours
+    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first frame is in plsc
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)

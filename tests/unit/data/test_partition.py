@@ -3,10 +3,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -550,15 +549,6 @@ def test_invalid_options_are_refused(wrong):
 def test_the_command_starts_without_importing_torch():
     code = "import sys, plsc.data.partition; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_page_lists_every_option_with_its_default():
-    page = (Path(__file__).parents[3] / "docs/partition.md").read_text()
-    rows = dict(re.findall(r"^\| `--(\w+)` \| (.+?) \|", page, re.MULTILINE))
-    assert set(rows) == {option.name for option in fields(PartitionOptions)}
-    for option in fields(PartitionOptions):
-        if isinstance(option.default, (str, int)) and not isinstance(option.default, bool):
-            assert rows[option.name] == f"`{option.default}`"
 
 
 def test_the_memory_filesystem_of_fsspec_works_as_input_and_output(tmp_path):

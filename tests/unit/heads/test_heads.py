@@ -124,7 +124,7 @@ def test_initial_norm_sets_the_norm_of_class_weights(loss_type):
     head = build_head(loss_type, 500, 64, centers=2, seed=4, initial_norm=2.0)
     torch.testing.assert_close(head.weight, plain * (2.0 / 8 / 0.01))
     assert head.weight.norm(dim=2).mean().item() == pytest.approx(2.0, rel=0.02)
-    with pytest.raises(OptionError, match="initial_norm is 0; expected a number above 0"):
+    with pytest.raises(OptionError, match="initial_norm is 0; expected a number greater than 0"):
         build_head(loss_type, 5, 4, initial_norm=0)
 
 

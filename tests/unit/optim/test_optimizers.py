@@ -2,7 +2,6 @@
 
 import functools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from plsc.optim.optimizers import (
 from plsc.train.optim import check_optim
 
 CPU = torch.device("cpu")
-PAGE = (Path(__file__).parents[3] / "docs/optimizers.md").read_text(encoding="utf-8")
 
 
 def weights(layout=torch.contiguous_format):
@@ -319,17 +317,13 @@ def test_a_group_with_an_unsupported_setting_raises():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_bytes_equal_the_documented_ones(name):
+def test_state_bytes_equal_those_in_the_table(name):
     parameter = nn.Parameter(torch.randn(400, 400))
     optimizer = built([{"params": [parameter]}], optimizer=name)
     steps(optimizer, [parameter], count=1)
     state = optimizer.state[parameter].values()
     size = sum(t.nbytes for t in state if isinstance(t, torch.Tensor)) / parameter.numel()
     assert size == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.03)
-    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}`"))
-    assert f"`{OPTIMIZERS[name].class_name}`" in row
-    assert ("| yes |" in row) == OPTIMIZERS[name].has_fused
-    assert all(option in row for option in OPTIMIZERS[name].takes)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -142,7 +142,7 @@ def test_transfers_include_the_gradients_of_all_parameters():
         ({"model": "ResNet19"}, "unknown model 'ResNet19'"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32"),
         ({"image": 30}, "image_shape is"),
-        ({"micro_batches": 0}, "micro_batches is 0; expected at least 1"),
+        ({"micro_batches": 0}, "micro_batches is 0; expected a number of at least 1"),
         ({"micro_batches": BATCH + 1}, "micro_batches is 17; expected at most the batch size per rank, 16"),
         ({"backbone_optimizer": "a.b:c"}, "a factory is not supported here: use the one of sgd, adam"),
         ({"checkpoint": "layer1"}, "'layer1', which matches no module of SmallResNet"),

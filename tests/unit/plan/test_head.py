@@ -221,7 +221,7 @@ def test_one_rank_sends_nothing():
         ({"classes": 1.5}, "classes is 1.5; expected an integer"),
         ({"classes": math.inf}, "classes is inf; expected a number"),
         ({"classes": math.nan}, "classes is nan; expected a number"),
-        ({"ranks": 0}, "ranks is 0; expected between 1 and 1000000"),
+        ({"ranks": 0}, "ranks is 0; expected a number between 1 and 1000000"),
         ({"embedding": -1}, "embedding is -1; expected"),
         ({"batch": 0}, "batch is 0; expected"),
         ({"batch": [3, 3], "ranks": 3}, "expected one size per rank [(]ranks: 3[)]"),
@@ -268,11 +268,11 @@ def test_the_command_prints_bytes_and_units(capsys):
         ([], "nothing to plan; set classes (--classes) to plan the head, model"),
         (
             ["--model", "ResNet18", "--optimizer", "adamw"],
-            "optimizer is an option of the head; set classes, too",
+            "optimizer is an option of the head; also set classes",
         ),
         (
             ["--classes", "1e3", "--checkpoint", "all"],
-            "checkpoint is an option of the backbone; set model, too",
+            "checkpoint is an option of the backbone; also set model",
         ),
         (["--classes", "many"], "--classes is 'many'; expected a number"),
         (["--classes", "10", "--head.offload", "no way"], "expected True or False"),
@@ -308,7 +308,7 @@ def test_planning_a_head_does_not_import_torch():
     [
         ({"classes": 10**400}, "expected a number"),
         ({"classes": 1e308}, "to 1e+15"),
-        ({"ranks": 10**12}, "expected between 1 and 1000000"),
+        ({"ranks": 10**12}, "expected a number between 1 and 1000000"),
         ({"batch": []}, "expected one batch size per rank, not all 0"),
         ({"ratio": "half"}, "ratio is 'half'; expected a number"),
         ({"offload": "no"}, "offload is 'no'; expected True or False"),
@@ -319,7 +319,7 @@ def test_planning_a_head_does_not_import_torch():
             "image is None; expected an integer or a list of integers",
         ),
         ({"model": "SmallResNet", "image": 2**62}, "the network cannot be planned, "),
-        ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected between 1 and"),
+        ({"model": "SmallResNet", "embedding": 0}, "embedding is 0; expected a number between 1 and"),
         ({"model": "SmallResNet", "checkpoint": None}, "checkpoint is None; expected a string"),
     ],
 )

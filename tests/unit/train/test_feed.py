@@ -46,8 +46,9 @@ def names(feed, epoch=0):
 def test_threads_are_the_default_and_are_said_once(dataset):
     made = feed(dataset)
     assert made.notes == [
+        "images per class: least 5, median 5, most 5",
         "data: 2 threads per rank load images in the background, "
-        "because there is no custom Python code in the data pipeline"
+        "because there is no custom Python code in the data pipeline",
     ]
     assert (made.num_samples, made.class_num) == (20, 4)
 

@@ -116,7 +116,7 @@ def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goe
     last = str(tmp_path / "first/0")
     thawed = start("thawed", checkpoint__load_dir=last, train__epochs=2, optim__freeze=("fc",))
     said = capsys.readouterr().out
-    assert "no optimizer state for 4 parameters: theirs is initialised" in said
+    assert "no optimizer state for 4 parameters: it is initialised" in said
     assert "optim.freeze: ('fc',) here, ('conv', 'norm') in the checkpoint" in said
     changed = {key for key, value in thawed.items() if not value.equal(first[key])}
     assert changed == {key for key in frozen if "conv" in key or "norm" in key}
@@ -168,7 +168,7 @@ def test_another_implementation_is_announced(dataset, tmp_path, capsys):
     options.set("optim.implementation", "for_loop")
     options.set("train.epochs", 2)
     train(options, WORLD)
-    said = "the optimizer step is computed by for_loop on cpu here, by fused on cpu in the checkpoint"
+    said = "the optimizer step is computed by for_loop on cpu, but by fused on cpu in the checkpoint"
     assert said in capsys.readouterr().out
 
 

@@ -183,7 +183,8 @@ def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
 
 def step_entry(step):
     return {
-        "step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "accuracy": None, "images_per_second": 1.0
+        "step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "accuracy": None, "mean_loss": 1.0,
+        "images_per_second": 1.0
     }  # fmt: skip
 
 
@@ -204,7 +205,7 @@ def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
 def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(messages):
     position = Position()
     context = Context(Options().resolve(), nn.Identity(), nn.Identity(), World.single(), position, 10)
-    for step, more in ((1, {}), (2, {"loss": None, "loss_scale": 32768.0, "skipped_steps": 3})):
+    for step, more in ((1, {}), (2, {"mean_loss": None, "loss_scale": 32768.0, "skipped_steps": 3})):
         position.step = step
         context.metrics = {**step_entry(step), **more}
         Progress().logged(context)
@@ -432,7 +433,8 @@ def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
         build_run(options_for(tmp_path / "nested", tmp_path), World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=5)
     run = build_run(options, World.single(), UserParts())
-    assert run.notes[0].startswith("note: 2 of 5 classes have no images, the first one is class 3")
+    assert run.notes[1] == "images per class: least 0, median 3, most 3"
+    assert run.notes[2].startswith("note: 2 of 5 classes have no images, the first one is class 3")
 
 
 def test_the_networks_weights_follow_the_seed(dataset, tmp_path):

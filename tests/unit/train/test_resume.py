@@ -19,7 +19,7 @@ from plsc.train.build import UserParts
 from plsc.train.directories import open_load_dir, open_to_resume
 from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
-from tests.resuming import different, losses_of, options_of, saved_at, train
+from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
 
 WORLD = World.single()
 STEPS_PER_EPOCH = 5  # 18 images, 4 a step, the last batch padded
@@ -276,7 +276,12 @@ def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(datase
 
 
 def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
-    def refused(match, damage=None, **settings):
+    class Scaled(Drawing):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Linear(8, 8)
+
+    def refused(match, damage=None, network=Drawing, **settings):
         options = options_of(
             dataset, tmp_path / "new", checkpoint__load_dir=str(trained / "1"), train__epochs=3,
             data__val_targets="", **settings,
@@ -289,7 +294,7 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
                 damage(manifest)
                 file.write_text(json.dumps(manifest))
             with pytest.raises(CheckpointError, match=match) as caught:
-                train(options, WORLD)
+                train(options, WORLD, network)
         finally:
             file.write_text(sound)
         assert "\n" not in str(caught.value)
@@ -297,6 +302,9 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     refused("classes 6, but this run has 9", head__class_num=9)
     refused("loss type dist_arcface, but this run has dist_cosface", head__loss_type="dist_cosface")
     refused("optimizer Adam, but this run", lambda m: m["scalars"].update(optimizer="Adam"))
+    refused("without scale.weight, but this run has scale.weight of shape", network=Scaled)
+    other = {"model__name": "mine:Scaled", "network": Scaled}
+    refused("with network 'ResNet50', but this run has network 'mine:Scaled'; use the saved", **other)
     refused("optimizer's numbers", lambda m: m["scalars"].update(optimizer_numbers=[1]))
     key = "momentum.backbone.fc.bias"
     refused("manifest says 1099511627776", lambda m: m["tensors"]["rank0.random"].update(shape=[2**40]))

@@ -1,4 +1,4 @@
-"""Runs over several data sets in one process: resuming, leaving one out, and what is refused."""
+"""Runs over several datasets in one process: resuming, leaving one out, and what is refused."""
 
 import json
 import math
@@ -152,7 +152,7 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
     before = tensors_of(saved_at(trained, 7))
     run, said, path = resumed_run(sets, trained, tmp_path, "cars", "glyphs")
     assert [line.split(";")[0] for line in said] == [
-        "data sets removed: faces", "data sets added: cars",
+        "datasets removed: faces", "datasets added: cars",
     ]  # fmt: skip
     saved = {key: tensor for (_, key), tensor in tensors_of(path).items()}
     state = state_of(run)
@@ -199,7 +199,7 @@ def test_runs_with_one_head_and_with_several_do_not_go_on_from_each_other(sets, 
     with pytest.raises(CheckpointError, match=r"has a single head, .* use set_pretrained"):
         train(several, WORLD)
     back = run_options(sets / "faces", tmp_path / "b", checkpoint__load_dir=str(trained / "1"))
-    with pytest.raises(CheckpointError, match="data sets faces, glyphs, but this run has a single data set"):
+    with pytest.raises(CheckpointError, match="datasets faces, glyphs, but this run has a single dataset"):
         train(back, WORLD)
     assert not (tmp_path / "a/0").exists()
     assert not (tmp_path / "b/0").exists()
@@ -211,19 +211,19 @@ def test_a_head_that_changed_is_refused(sets, trained, tmp_path):
             resumed_run(sets, trained, tmp_path, *names, **settings)
         assert "\n" not in str(caught.value)
 
-    refused("heads of the data sets faces, glyphs, but this run only has others: cars", "cars")
-    refused("loss type dist_adaface for the data set faces", head__loss_type="dist_arcface")
+    refused("heads of the datasets faces, glyphs, but this run only has others: cars", "cars")
+    refused("loss type dist_adaface for the dataset faces", head__loss_type="dist_arcface")
     other = tmp_path / "sets"
     shutil.copytree(sets, other)
     lines = (other / "faces/label.txt").read_text().splitlines()
     (other / "faces/label.txt").write_text("\n".join(lines[:-1]) + "\n")
     with pytest.raises(
-        CheckpointError, match=r"images \(in the middle of an epoch\) 18 for the data set faces, .* has 17"
+        CheckpointError, match=r"images \(in the middle of an epoch\) 18 for the dataset faces, .* has 17"
     ):
         resumed_run(other, trained, tmp_path)
-    resumed_run(other, trained, tmp_path, at=5)  # at the end of an epoch a data set may change
+    resumed_run(other, trained, tmp_path, at=5)  # at the end of an epoch a dataset may change
     (other / "faces/label.txt").write_text("\n".join(lines[:-3]) + "\n")
-    with pytest.raises(CheckpointError, match=r"classes 6 for the data set faces, .* has 5"):
+    with pytest.raises(CheckpointError, match=r"classes 6 for the dataset faces, .* has 5"):
         resumed_run(other, trained, tmp_path, at=5)
 
 
@@ -299,7 +299,7 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
         assert "\n" not in str(caught.value)
 
     refused(
-        "data set glyphs: .*missing does not exist",
+        "dataset glyphs: .*missing does not exist",
         DataError,
         values={"path": str(sets / "missing")},
     )
@@ -308,11 +308,11 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
     refused("'rank_files' cannot be used with several", data__order="rank_files")
     refused("last_batch 'keep'", data__last_batch="keep")
     refused("both train_reader and data.datasets", reader=lambda: iter(()))
-    refused("train_image_num is 25, but the data sets have 26", data__train_image_num=25)
-    refused("data set glyphs: head.sample_ratio .* cosface is not sharded", values={
+    refused("train_image_num is 25, but the datasets have 26", data__train_image_num=25)
+    refused("dataset glyphs: head.sample_ratio .* cosface is not sharded", values={
         "loss_type": "cosface", "sample_ratio": 0.5})  # fmt: skip
-    refused("data set glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})
-    refused(r"data set glyphs: label 3 .* outside 0\.\.2", DataError, values={"class_num": 3})
+    refused("dataset glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})
+    refused(r"dataset glyphs: label 3 .* outside 0\.\.2", DataError, values={"class_num": 3})
     refused("'drop' leaves no step", DataError, data__last_batch="drop", train__batch_size=30)
 
 
@@ -320,7 +320,7 @@ def test_the_length_of_an_epoch_can_be_set_over_several_data_sets_only(sets, tmp
     made = options(sets, tmp_path, train__epoch_steps=3)
     assert build_run(made, WORLD, UserParts(Drawing())).total_steps == 6
     made.set("data.datasets", [])
-    with pytest.raises(OptionError, match="epoch_steps is only for several data sets"):
+    with pytest.raises(OptionError, match="epoch_steps is only for several datasets"):
         build_run(made, WORLD, UserParts(Drawing()))
 
 

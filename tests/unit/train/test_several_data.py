@@ -1,4 +1,4 @@
-"""The plan and the source of several data sets, and the options that name them."""
+"""The plan and the source of several datasets, and the options that name them."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_ranks_share_every_step_equally_and_each_data_set_goes_through_epochs_of
             held = np.array([m.sum() for m in mine])
             assert held.sum() == count
             assert held.max() - held.min() <= 1
-            # The ranks' parts end to end are the data set's own order.
+            # The ranks' parts end to end are the dataset's own order.
             seen[k].extend(whole[np.concatenate(mine)] - starts[k])
     for size, samples in zip(sizes, seen, strict=True):
         for start in range(0, len(samples) - size + 1, size):
@@ -158,15 +158,15 @@ def test_data_sets_are_options_like_any_other(tmp_path):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"name": "faces", "path": "x"}, "two data sets are named 'faces'"),
+        ({"name": "faces", "path": "x"}, "two datasets are named 'faces'"),
         ({"name": "a.b", "path": "x"}, "letters, digits, _ and -"),
         ({"name": None, "path": "x"}, "name is None; expected a string"),
-        ({"name": "b", "path": " "}, "data set b: .*path.* non-empty"),
-        ({"name": "b", "path": None}, "data set b: .*path is None; expected a string"),
-        ({"name": "b", "path": "x", "weight": 0}, r"data set b: .*weight.* greater than 0"),
+        ({"name": "b", "path": " "}, "dataset b: .*path.* non-empty"),
+        ({"name": "b", "path": None}, "dataset b: .*path is None; expected a string"),
+        ({"name": "b", "path": "x", "weight": 0}, r"dataset b: .*weight.* greater than 0"),
         ({"name": "b", "path": "x", "weight": float("nan")}, "expected a number"),
         ({"name": "b", "path": "x", "weight": "2"}, "expected a number"),
-        ({"name": "b", "path": "x", "loss_type": "cos"}, "data set b: .* one of dist_softmax"),
+        ({"name": "b", "path": "x", "loss_type": "cos"}, "dataset b: .* one of dist_softmax"),
         (
             {"name": "b", "path": "x", "sample_ratio": 2.0},
             "sample_ratio is 2.0; expected a number greater than 0 and at most 1",

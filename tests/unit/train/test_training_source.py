@@ -6,15 +6,17 @@ import base64
 
 import fsspec
 import pytest
+from torch.utils.data import TensorDataset
 
 from plsc.config import Options
+from plsc.data.reader import ReaderLoader
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.writers import convert
-from plsc.errors import OptionError
+from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
 from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
-from plsc.train.data import open_training_source
+from plsc.train.data import open_training_data, open_training_source
 from plsc.train.evaluation import load_targets
 from plsc.train.loop import run_training
 from tests.images import write_dataset, write_pair_file
@@ -43,6 +45,22 @@ def test_columns_and_the_label_map_reach_the_source(tmp_path):
     assert open_training_source(options, None).labels().tolist() == [9, 8]
     with pytest.raises(OptionError, match="no column has one of the usual names of images"):
         open_training_source(options_of(tmp_path / "train.csv"), None)
+
+
+def test_wrong_readers_are_reported_with_what_was_expected(tmp_path):
+    options, world = options_of(tmp_path).resolve(), World.single()
+    for reader in ("faces", 5, {}, TensorDataset):
+        with pytest.raises(OptionError, match=r"train_reader is .*; expected a function that returns"):
+            open_training_data(options, world, reader, None, 4)
+    with pytest.raises(
+        DataError, match=r"the train reader cannot be called as reader\(\) \(missing .*'path'"
+    ):
+        next(ReaderLoader(lambda path: iter([]), 0, 1, (3, 8, 8), global_batch=4, seed=1).epoch(0))
+    with pytest.raises(OptionError, match=r"test_reader is 'lfw'; expected a function reader\(dataset_dir"):
+        load_targets(options, "lfw")
+    for result in (None, ([1], ["lfw"]), ([], ["lfw"])):
+        with pytest.raises(OptionError, match=r"cannot use the result of test_reader: .*; expected \("):
+            load_targets(options, lambda folder, names, result=result: result)
 
 
 def test_the_training_data_may_be_a_url(tmp_path):
