@@ -82,7 +82,7 @@ def test_accuracy_while_training_and_in_test_is_that_of_the_saved_weights(folder
     assert line in messages
     logged = [one for one in entries if "loss" in one]
     assert all(0 <= one["accuracy"] <= one["accuracy_top5"] <= 1 for one in logged)
-    assert any(f" top5 {logged[-1]['accuracy_top5']:.3f} " in text for text in messages)
+    assert any(f" top-5 {logged[-1]['accuracy_top5']:.3f} " in text for text in messages)
 
     later = entry(train, tmp_path / "other", set_checkpoint_dir=result.checkpoint, **settings)
     assert later.test() == result.evaluation
@@ -125,7 +125,7 @@ def test_classes_that_training_lacks_are_refused_before_it(folders, tmp_path):
         with pytest.raises(error, match=message):
             ins.train()
 
-    refused(flat, numbered, r"label 10 at images/1_0\.png of data\.val_dir .* not one of the 10 .*1 of 2")
+    refused(flat, numbered, r"label 10 at images/1_0\.png .*of data\.val_dir .* not one of the 10 .*1 of 2")
     refused(train, named, r"class 'q' at q/0\.png .* not one of the 10 classes .*\(4 of 17 images")
     refused(flat, val, "class names, such as 'c', but the classes of the training data have no names")
     refused(train, tmp_path / "nowhere", "does not exist")
