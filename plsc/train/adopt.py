@@ -203,8 +203,8 @@ def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
         )
     if saved is not None and not options.data.datasets:
         raise CheckpointError(
-            f"{path} has a head for each of the datasets {', '.join(saved)}, but this run has a single data "
-            "set (data.dataset_dir); to resume, add the datasets with add_dataset; to start from its "
+            f"{path} has a head for each of the datasets {', '.join(saved)}, but this run has a single "
+            "dataset (data.dataset_dir); to resume, add the datasets with add_dataset; to start from its "
             "network, use set_pretrained instead of set_checkpoint_dir"
         )
 
