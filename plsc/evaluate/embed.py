@@ -84,9 +84,9 @@ def embed_images(
 
 
 class ImagesOf(Sequence[Any]):
-    """The images of a source without labels, read on access."""
+    """Images of a source without labels, read on access; which: their indices, a range or int64 [n]."""
 
-    def __init__(self, source: Source, which: range) -> None:
+    def __init__(self, source: Source, which: range | np.ndarray) -> None:
         self._source = source
         self._which = which
 
@@ -97,7 +97,7 @@ class ImagesOf(Sequence[Any]):
         """Return an image; for a slice, a part of the images."""
         if isinstance(index, slice):
             return ImagesOf(self._source, self._which[index])
-        return self._source[self._which[index]][0]
+        return self._source[int(self._which[index])][0]
 
 
 def _decode_ahead(
