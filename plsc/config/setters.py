@@ -606,6 +606,25 @@ class Setters:
         """Set ``train.log_period``: steps between log lines. Default: 200."""
         self.options.set("train.log_period", period)
 
+    def set_loggers(self, loggers: str | Sequence[str]) -> None:
+        """Set ``train.loggers``: where metrics are written: names out of jsonl (metrics.jsonl and
+        loss.png), csv, tensorboard, mlflow and wandb, separated by commas or as a list. Default:
+        'jsonl'.
+        """
+        self.options.set("train.loggers", loggers)
+
+    def set_log_gradient_norm(self, flag: bool) -> None:
+        """Set ``train.log_gradient_norm``: log the 2-norm of the network's gradient at each logged step,
+        before clipping. Default: False.
+        """
+        self.options.set("train.log_gradient_norm", flag)
+
+    def set_log_images(self, flag: bool) -> None:
+        """Set ``train.log_images``: draw the first batch of each epoch and the hardest pairs of each
+        evaluation, to the folder pictures and the loggers. Default: False.
+        """
+        self.options.set("train.log_images", flag)
+
     def set_with_test(self, with_test: bool) -> None:
         """Set ``train.with_test``: evaluate val_targets and val_dir during training. Default: True."""
         self.options.set("train.with_test", with_test)

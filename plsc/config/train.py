@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plsc.config.option import at_least, between, declare, more_than, not_empty, of_run, one_of
-from plsc.errors import OptionError
+from plsc.errors import OptionError, did_you_mean
+
+LOGGER_NAMES = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
+
+
+def logger_names(value: str | Iterable[str]) -> list[str]:
+    """Return the names of `train.loggers`, without repetitions."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return list(dict.fromkeys(filter(None, (part.strip() for part in parts))))
+
+
+def _loggers(value: str | tuple[str, ...]) -> str | None:
+    wrong = [name for name in logger_names(value) if name not in LOGGER_NAMES]
+    return f"names out of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,24 @@ class TrainOptions:
     )
     calc_acc: bool = of_run(False, "log the training accuracy, top-1 and top-5", "set_calc_acc(calc)")
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
+    loggers: str | tuple[str, ...] = declare(
+        "jsonl",
+        "where metrics are written: names out of jsonl (metrics.jsonl and loss.png), csv, tensorboard, "
+        "mlflow and wandb, separated by commas or as a list",
+        "set_loggers(loggers)",
+        _loggers,
+    )
+    log_gradient_norm: bool = declare(
+        False,
+        "log the 2-norm of the network's gradient at each logged step, before clipping",
+        "set_log_gradient_norm(flag)",
+    )
+    log_images: bool = declare(
+        False,
+        "draw the first batch of each epoch and the hardest pairs of each evaluation, to the folder pictures "
+        "and the loggers",
+        "set_log_images(flag)",
+    )
     with_test: bool = of_run(
         True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"
     )

@@ -30,6 +30,7 @@ from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.heads import build_heads, margin_of, sampling_of
 from plsc.train.held_out import HeldOutSet, open_held_out
+from plsc.train.loggers import Logger
 from plsc.train.network import (
     build_trained_network,
     check_network_options,
@@ -62,6 +63,7 @@ class UserParts:
     optimizer: Factory | None = None
     schedule: ScheduleFunction | None = None
     callbacks: tuple[Callback, ...] = ()
+    loggers: tuple[Logger, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from plsc.config import Options
+from plsc.config.train import logger_names
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads import HeadOutput
 from plsc.models.sync_batch_norm import equal_buffers
@@ -30,12 +31,13 @@ from plsc.train.checks import (
     nothing_left,
     stop_at_bad_weights,
 )
-from plsc.train.directories import open_directories, open_start
+from plsc.train.directories import Start, open_directories, open_start
 from plsc.train.ema import WeightAverage
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.loggers import Logging
+from plsc.train.loggers import Logger, check_packages
 from plsc.train.metrics import BadSampleReport, Mean, Meter
 from plsc.train.output import Progress
+from plsc.train.reporting import GradientNorm, Logging, Pictures
 from plsc.train.resume import restore
 from plsc.train.saving import Saver
 from plsc.train.snapshot import seed_generators
@@ -47,10 +49,11 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
     start = open_start(options.resolve(), world)
     config = resolve_run(options, start.checkpoint, world.size, user.model)
+    check_packages(logger_names(config.train.loggers))
     run = build_run(config, world, user, start.checkpoint)
     directories = open_directories(config, world, start)
     try:
-        run = with_output(run, directories.local, is_resumed=start.checkpoint is not None)
+        run = with_output(run, start, user.loggers)
         world.log(start.note)
         lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
@@ -70,18 +73,23 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         directories.release()
 
 
-def with_output(run: Run, folder: Path, is_resumed: bool = False) -> Run:
-    """Return the run with the callbacks that write its metrics to a folder, and that warn about problems."""
-    context = run.callbacks.context
-    context.folder = folder
+def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
+    """Return the run with the callbacks that write its metrics, and that warn about problems.
+
+    loggers: the user's, in addition to those of `train.loggers`.
+    """
+    context, train = run.callbacks.context, run.options.train
+    context.folder = start.local
     decay = run.options.optim.ema_decay
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
         DataWait.of(run.data.loader, run.world),
-        LearningCheck.of(run, is_resumed),
+        LearningCheck.of(run, is_resumed=start.checkpoint is not None),
         Progress(),
-        Logging(),
+        *([GradientNorm()] if train.log_gradient_norm else []),
+        *([Pictures(run.targets)] if train.log_images else []),
+        Logging(loggers, is_same_run=bool(start.resumed)),
     ]
     return replace(run, callbacks=Callbacks(callbacks, context))
 
@@ -210,9 +218,9 @@ class Trainer:
             return not status.has_ended
         if status.has_ended or batch is None:
             return False
-        self._callbacks.context.batch = batch
-        self._callbacks("batch_start")
         is_logged = self._is_logged()
+        self._callbacks.context.batch, self._callbacks.context.is_logged = batch, is_logged
+        self._callbacks("batch_start")
         made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
@@ -267,7 +275,7 @@ class Trainer:
             "bad_samples": self._bad_samples.gather(),
         }
         context = self._callbacks.context
-        metrics = {**context.scalars, **metrics}
+        metrics = {**{name: _finite(value) for name, value in context.scalars.items()}, **metrics}
         context.scalars = {}
         self._result.metrics = context.metrics = metrics
 
