@@ -645,6 +645,54 @@ class Setters:
         """
         self.options.set("train.deterministic", flag)
 
+    def set_limit_train_batches(self, limit: int | float) -> None:
+        """Set ``train.limit_train_batches``: batches per epoch: an integer is their number, a fraction
+        their share; 1.0: all. Default: 1.0.
+        """
+        self.options.set("train.limit_train_batches", limit)
+
+    def set_limit_val_batches(self, limit: int | float) -> None:
+        """Set ``train.limit_val_batches``: batches of each evaluation during training: an integer is their
+        number, a fraction their share; 1.0: all. Default: 1.0.
+        """
+        self.options.set("train.limit_val_batches", limit)
+
+    def set_limit_test_batches(self, limit: int | float) -> None:
+        """Set ``train.limit_test_batches``: batches of test: an integer is their number, a fraction their
+        share; 1.0: all. Default: 1.0.
+        """
+        self.options.set("train.limit_test_batches", limit)
+
+    def set_overfit_batches(self, num: int) -> None:
+        """Set ``train.overfit_batches``: train on the same first batches in every epoch, augmented in the
+        same way; 0: on all. Default: 0.
+        """
+        self.options.set("train.overfit_batches", num)
+
+    def set_fast_dev_run(self, flag: bool) -> None:
+        """Set ``train.fast_dev_run``: run one batch of training, evaluation or test, and save nothing.
+        Default: False.
+        """
+        self.options.set("train.fast_dev_run", flag)
+
+    def set_max_time(self, duration: float | str | None) -> None:
+        """Set ``train.max_time``: maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h';
+        the time before a resume counts. Default: None.
+        """
+        self.options.set("train.max_time", duration)
+
+    def set_check_shape(self, flag: bool) -> None:
+        """Set ``train.check_shape``: print the shapes of the parameters and the output of each layer for
+        the first batch. Default: False.
+        """
+        self.options.set("train.check_shape", flag)
+
+    def set_check_content(self, flag: bool) -> None:
+        """Set ``train.check_content``: also print mean, standard deviation, share of zeros and share of
+        nan and inf of these. Default: False.
+        """
+        self.options.set("train.check_content", flag)
+
     def set_stop_deadline(self, seconds: float) -> None:
         """Set ``train.stop_deadline``: seconds to save the state after SIGINT or SIGTERM. Default: 60.0."""
         self.options.set("train.stop_deadline", seconds)

@@ -130,8 +130,9 @@ def build_run(
     # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
     targets: list[Target | HeldOutSet] = []
+    limit = options.train.limit_val_batches
     if options.train.with_test:
-        targets += load_targets(options, user.test_reader)
+        targets += load_targets(options, user.test_reader, limit, world.size)
     layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
     global_batch = global_batch_size(options, world.size)
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
@@ -140,7 +141,7 @@ def build_run(
     )
     if options.train.with_test:
         names = [target.name for target in targets]
-        targets += open_held_out(options, data.class_num, data.class_names.get(""), names)
+        targets += open_held_out(options, data.class_num, data.class_names.get(""), names, limit, world.size)
     steps_per_epoch = data.loader.steps_per_epoch
     total_steps = _count_steps(options, steps_per_epoch)
     options = with_rate(options, global_batch, total_steps)

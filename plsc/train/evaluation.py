@@ -19,6 +19,7 @@ from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
 from plsc.config.option import name_of, shown_value
 from plsc.data.class_names import class_names_of
+from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
 from plsc.data.reader import declares_shards, open_reader
 from plsc.data.sources.base import FileSource, IndexedSource
@@ -71,10 +72,13 @@ class Target:
     is_same: np.ndarray
 
 
-def load_targets(options: Config, test_reader: TestReader | None = None) -> list[Target]:
+def load_targets(
+    options: Config, test_reader: TestReader | None = None, limit: int | float = 1.0, ranks: int = 1
+) -> list[Target]:
     """Return the pair files that `data.val_targets` names, in order; by default lfw.bin if it exists.
 
-    Raises DataError for a missing or damaged file, or one with too few pairs for ten folds.
+    limit: limit of the batches per file; at least ten pairs are left. Raises DataError for a missing or
+    damaged file, or one with too few pairs for ten folds.
     """
     names = options.data.val_targets
     folder = Path(options.data.dataset_dir)
@@ -95,7 +99,15 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
                 f"{target.name} has {len(target.is_same)} pairs, {same} of them of the same class; expected "
                 f"at least {_FOLDS} pairs, with both same and different classes"
             )
-    return targets
+    batch = options.train.test_batch_size * ranks / 2  # pairs
+    return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]
+
+
+def _limited(target: Target, pairs: np.ndarray) -> Target:
+    if len(pairs) == len(target.is_same):
+        return target
+    images = [target.images[2 * pair + side] for pair in pairs.tolist() for side in (0, 1)]
+    return Target(target.name, images, target.is_same[pairs])
 
 
 def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:
@@ -168,12 +180,14 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     """Return the results of the checkpoint's network on every pair file and on `data.val_dir`, by name."""
     checkpoint = open_load_dir(options.resolve(), world)
     network, config = load_for_run(options, world, user.model, checkpoint)
-    targets: list[Target | HeldOutSet] = [*load_targets(config, user.test_reader)]
+    limit = 1 if config.train.fast_dev_run else config.train.limit_test_batches
+    targets: list[Target | HeldOutSet] = []
+    targets += load_targets(config, user.test_reader, limit, world.size)
     head = None
     if config.data.val_dir is not None:
         head = load_head(*checkpoint, world)
-        names = [target.name for target in targets]
-        targets += open_held_out(config, head.class_num, read_class_names(*checkpoint), names)
+        names, class_names = [target.name for target in targets], read_class_names(*checkpoint)
+        targets += open_held_out(config, head.class_num, class_names, names, limit, world.size)
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "

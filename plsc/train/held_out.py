@@ -10,6 +10,7 @@ import numpy as np
 
 from plsc.config import Config
 from plsc.data.class_names import ClassNames, class_names_of
+from plsc.data.order import spread
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.classification import ClassificationResult
 from plsc.evaluate.embed import ImagesOf
@@ -30,12 +31,17 @@ class HeldOutSet:
 
 
 def open_held_out(
-    options: Config, class_num: int, class_names: ClassNames | None, targets: Sequence[str]
+    options: Config,
+    class_num: int,
+    class_names: ClassNames | None,
+    targets: Sequence[str],
+    limit: int | float,
+    ranks: int,
 ) -> list[HeldOutSet]:
     """Return the held-out set of `data.val_dir` in a list, which is empty if the option is not set.
 
     class_num, class_names: the classes of the head; labels that are names are numbered like them. targets:
-    names of the pair files.
+    names of the pair files. limit: limit of the batches.
 
     Raises:
         DataError: there are no images, or an image has a class that the head lacks.
@@ -70,4 +76,5 @@ def open_held_out(
             f"classes of the training data ({len(unknown):,} of {len(labels):,} images have such labels); "
             "fix the labels, or remove these images"
         )
-    return [HeldOutSet(ImagesOf(source, range(len(source))), labels)]
+    chosen = spread(labels, options.train.test_batch_size * ranks, limit)
+    return [HeldOutSet(ImagesOf(source, chosen), labels[chosen])]

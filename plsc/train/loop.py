@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from plsc.config import Options
-from plsc.config.train import logger_names
+from plsc.config.train import logger_names, seconds_of
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads import HeadOutput
 from plsc.models.sync_batch_norm import equal_buffers
@@ -25,6 +25,7 @@ from plsc.train.adopt import resolve_run
 from plsc.train.advice import DataWait, LearningCheck
 from plsc.train.build import Run, UserParts, build_run, describe_run
 from plsc.train.callbacks import Callback, Callbacks
+from plsc.train.check_layers import LayerTable
 from plsc.train.checks import (
     epoch_warning,
     interrupted,
@@ -34,12 +35,13 @@ from plsc.train.checks import (
 from plsc.train.directories import Start, open_directories, open_start
 from plsc.train.ema import WeightAverage
 from plsc.train.evaluation import evaluate_targets
+from plsc.train.limits import MaxTime, in_temporary_folder, one_step, remove_temporary
 from plsc.train.loggers import Logger, check_packages
 from plsc.train.metrics import BadSampleReport, Mean, Meter
 from plsc.train.output import Progress
 from plsc.train.reporting import GradientNorm, Logging, Pictures
 from plsc.train.resume import restore
-from plsc.train.saving import Saver
+from plsc.train.saving import NoSaver, Saver
 from plsc.train.snapshot import seed_generators
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart, start_from_pretrained
@@ -50,7 +52,12 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     start = open_start(options.resolve(), world)
     config = resolve_run(options, start.checkpoint, world.size, user.model)
     check_packages(logger_names(config.train.loggers))
+    is_trial = config.train.fast_dev_run
+    if is_trial:
+        config = one_step(config, start)
     run = build_run(config, world, user, start.checkpoint)
+    if is_trial:
+        start = in_temporary_folder(start, world)
     directories = open_directories(config, world, start)
     try:
         run = with_output(run, start, user.loggers)
@@ -66,15 +73,17 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             seed_generators(world, config.train.seed)
         for line in [*describe_run(run, start.checkpoint), *lines]:
             world.log(line)
-        result = Trainer(run, Saver(run, directories)).train()
+        result = Trainer(run, NoSaver() if is_trial else Saver(run, directories)).train()
         result.warm_start = warm_start
         return result
     finally:
         directories.release()
+        if is_trial:
+            remove_temporary(directories)
 
 
 def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
-    """Return the run with the callbacks that write its metrics, and that warn about problems.
+    """Return the run with the callbacks of its options, which write its metrics and warn about problems.
 
     loggers: the user's, in addition to those of `train.loggers`.
     """
@@ -89,8 +98,13 @@ def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
         Progress(),
         *([GradientNorm()] if train.log_gradient_norm else []),
         *([Pictures(run.targets)] if train.log_images else []),
-        Logging(loggers, is_same_run=bool(start.resumed)),
     ]
+    if not train.fast_dev_run:
+        callbacks.append(Logging(loggers, is_same_run=bool(start.resumed)))
+    if (seconds := seconds_of(train.max_time)) is not None:
+        callbacks.append(MaxTime(seconds))
+    if train.check_shape or train.check_content:
+        callbacks.append(LayerTable(train.check_content))
     return replace(run, callbacks=Callbacks(callbacks, context))
 
 
@@ -155,6 +169,7 @@ class Trainer:
             self._run.world.log(nothing_left(self._position.step, self._position.epoch))
         try:
             self._callbacks("run_start")
+            self._stop_if_asked()
             with StopSignal(self._options.stop_deadline) as stop:
                 while not self._is_over():
                     self._train_epoch(stop)
@@ -244,7 +259,9 @@ class Trainer:
     def _read(self) -> Generator[Batch, None, None]:
         """Yield the remaining batches of the epoch."""
         run, position = self._run, self._position
-        batches = run.data.loader.epoch(position.epoch, position.step_in_epoch)
+        # An epoch's number decides its order and augmentation.
+        epoch = 0 if self._options.overfit_batches else position.epoch
+        batches = run.data.loader.epoch(epoch, position.step_in_epoch)
         if run.options.speed.overlap_copies:
             return copied_in_side_stream(batches, run.world.device)
         return batches

@@ -86,6 +86,9 @@ def test_accuracy_while_training_and_in_test_is_that_of_the_saved_weights(folder
 
     later = entry(train, tmp_path / "other", set_checkpoint_dir=result.checkpoint, **settings)
     assert later.test() == result.evaluation
+    later.set_limit_test_batches(2)
+    later.set_test_batch_size(3)
+    assert later.test()["val"].count == 6
 
 
 def test_two_ranks_count_each_image_once_and_test_on_any_ranks(folders, tmp_path):
