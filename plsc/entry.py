@@ -355,7 +355,7 @@ class Entry(Setters):
                     f"the logger is {one!r}; expected a name, or an object with the methods write(entry) and "
                     "close()"
                 )
-        super().set_loggers(names)
+        super().set_loggers(",".join(names))
         self._loggers = tuple(custom)
 
     def train(self) -> TrainResult:

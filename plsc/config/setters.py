@@ -219,8 +219,8 @@ class Setters:
 
     def set_dataset_dir(self, directory: str) -> None:
         """Set ``data.dataset_dir``: training data: a folder (label.txt and images/, one folder per class,
-        or base64 files), .rec, .parquet, .tar, .csv, .jsonl or .lmdb files, or an fsspec URL of these.
-        Default: './train_data'.
+        or base64 files), files of another format (docs/formats.md), or an fsspec URL of these. Default:
+        './train_data'.
         """
         self.options.set("data.dataset_dir", directory)
 
@@ -607,21 +607,20 @@ class Setters:
         self.options.set("train.log_period", period)
 
     def set_loggers(self, loggers: str | Sequence[str]) -> None:
-        """Set ``train.loggers``: where metrics are written: names out of jsonl (metrics.jsonl and
-        loss.png), csv, tensorboard, mlflow and wandb, separated by commas or as a list. Default:
-        'jsonl'.
+        """Set ``train.loggers``: where metrics are written: jsonl, csv, tensorboard, mlflow, wandb;
+        separated by commas, or a list. Default: 'jsonl'.
         """
         self.options.set("train.loggers", loggers)
 
     def set_log_gradient_norm(self, flag: bool) -> None:
-        """Set ``train.log_gradient_norm``: log the 2-norm of the network's gradient at each logged step,
-        before clipping. Default: False.
+        """Set ``train.log_gradient_norm``: log the norm of the network's gradient before clipping.
+        Default: False.
         """
         self.options.set("train.log_gradient_norm", flag)
 
     def set_log_images(self, flag: bool) -> None:
-        """Set ``train.log_images``: draw the first batch of each epoch and the hardest pairs of each
-        evaluation, to the folder pictures and the loggers. Default: False.
+        """Set ``train.log_images``: draw the first batch of each epoch and the hardest pairs. Default:
+        False.
         """
         self.options.set("train.log_images", flag)
 

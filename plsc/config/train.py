@@ -93,21 +93,15 @@ class TrainOptions:
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
     loggers: str | tuple[str, ...] = declare(
         "jsonl",
-        "where metrics are written: names out of jsonl (metrics.jsonl and loss.png), csv, tensorboard, "
-        "mlflow and wandb, separated by commas or as a list",
+        "where metrics are written: jsonl, csv, tensorboard, mlflow, wandb; separated by commas, or a list",
         "set_loggers(loggers)",
         _loggers,
     )
     log_gradient_norm: bool = declare(
-        False,
-        "log the 2-norm of the network's gradient at each logged step, before clipping",
-        "set_log_gradient_norm(flag)",
+        False, "log the norm of the network's gradient before clipping", "set_log_gradient_norm(flag)"
     )
     log_images: bool = declare(
-        False,
-        "draw the first batch of each epoch and the hardest pairs of each evaluation, to the folder pictures "
-        "and the loggers",
-        "set_log_images(flag)",
+        False, "draw the first batch of each epoch and the hardest pairs", "set_log_images(flag)"
     )
     with_test: bool = of_run(
         True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"

@@ -15,6 +15,7 @@ from plsc.errors import TrainingError, TrainingInterrupted
 from plsc.parallel.backbone import local_part, original_class_name
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
+from plsc.train.heads import margin_arguments
 from plsc.train.state import Position
 
 _STEPS = ("step", "multi_step")
@@ -102,7 +103,7 @@ def _unused(options: Config, made_with: Mapping[str, Any] | None) -> Iterator[tu
         yield ("optim.cosine_cycles",), schedule
     if optim.schedule != "polynomial":
         yield ("optim.decay_power",), schedule
-    if head.loss_type.removeprefix("dist_") in ("softmax", "normface"):
+    if not any("margin" in name for name in margin_arguments(head.loss_type.removeprefix("dist_"))):
         yield ("head.margin_warmup_steps",), f"head.loss_type is {head.loss_type}"
     if ":" in optim.optimizer and not has_own_rows:
         yield ("optim.lr", "optim.weight_decay"), "the optimizer's factory decides"

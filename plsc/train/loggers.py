@@ -24,7 +24,7 @@ CSV_NAME = "metrics.csv"
 
 @runtime_checkable
 class Logger(Protocol):
-    """A destination of metrics. A class of your own needs only these two methods."""
+    """A destination of metrics. A custom class needs only these two methods."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write the metrics of a step, an evaluation or an epoch, or the paths of pictures by name.
@@ -97,7 +97,7 @@ class Csv:
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write a row, or add to the last one if its step is the same."""
-        row = {"step": str(entry["step"]), **scalars(entry)}
+        row = {"step": str(entry["step"]), "epoch": "", **scalars(entry)}
         if row["step"] == self._row.get("step"):
             row = {**self._row, **row}
             self._file.truncate(self._row_at)
@@ -239,11 +239,12 @@ def check_packages(names: Iterable[str]) -> None:
 
 
 def flat_options(options: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """Return options by path, such as ``train.batch_size``; values other than numbers as strings."""
+    """Return the options that have a value, by path, such as ``train.batch_size``: numbers and strings."""
     return {
-        f"{group}.{name}": value if isinstance(value, (int, float)) else str(value)
+        f"{group}.{name}": value if type(value) in (int, float) else str(value)
         for group, values in options.items()
         for name, value in values.items()
+        if value is not None
     }
 
 
