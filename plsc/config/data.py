@@ -120,6 +120,13 @@ class DataOptions:
         "pair files in the dataset folder, without .bin, separated by commas; None: 'lfw' if lfw.bin exists",
         "set_val_targets(targets)",
     )
+    val_dir: str | None = declare(
+        None,
+        "held-out images of the same classes, a dataset like dataset_dir: top-1 and top-5 accuracy are "
+        "measured when pair files are",
+        "set_val_dir(directory)",
+        not_empty,
+    )
     num_workers: int = declare(
         2,
         "threads or processes per rank that load images; 0: load between steps",

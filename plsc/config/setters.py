@@ -243,6 +243,12 @@ class Setters:
         """
         self.options.set("data.val_targets", targets)
 
+    def set_val_dir(self, directory: str | None) -> None:
+        """Set ``data.val_dir``: held-out images of the same classes, a dataset like dataset_dir: top-1 and
+        top-5 accuracy are measured when pair files are. Default: None.
+        """
+        self.options.set("data.val_dir", directory)
+
     def set_num_workers(self, num: int) -> None:
         """Set ``data.num_workers``: threads or processes per rank that load images; 0: load between steps.
         Default: 2.
@@ -593,7 +599,7 @@ class Setters:
         self.options.set("train.steps", num)
 
     def set_calc_acc(self, calc: bool) -> None:
-        """Set ``train.calc_acc``: log the training accuracy. Default: False."""
+        """Set ``train.calc_acc``: log the training accuracy, top-1 and top-5. Default: False."""
         self.options.set("train.calc_acc", calc)
 
     def set_log_period(self, period: int) -> None:
@@ -619,7 +625,7 @@ class Setters:
         self.options.set("train.log_images", flag)
 
     def set_with_test(self, with_test: bool) -> None:
-        """Set ``train.with_test``: evaluate val_targets during training. Default: True."""
+        """Set ``train.with_test``: evaluate val_targets and val_dir during training. Default: True."""
         self.options.set("train.with_test", with_test)
 
     def set_test_period(self, period: int) -> None:
@@ -761,8 +767,9 @@ class Setters:
         self.options.set("checkpoint.save_top_k", num)
 
     def set_monitor(self, metric: str | None) -> None:
-        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', or such as 'lfw accuracy';
-        None: accuracy on the first pair file, else the loss. Default: None.
+        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or
+        'val top1'; None: accuracy on the first pair file, else top-1 on val_dir, else the loss.
+        Default: None.
         """
         self.options.set("checkpoint.monitor", metric)
 
