@@ -31,6 +31,7 @@ from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
+from plsc.train.data import as_reader
 from plsc.train.evaluation import Prediction, run_prediction, run_test
 from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
@@ -51,8 +52,8 @@ class Entry(OriginalSetters):
         ins.train()
 
     Attributes:
-        train_reader: a function that returns a generator of (image float32 [C, H, W], label), or a map-style
-            torch Dataset of (image, label); replaces the dataset folder.
+        train_reader: a function that returns a generator of (image float32 [C, H, W], label) or of batches
+            of these, a torch Dataset of (image, label), or a DataLoader; replaces the dataset folder.
         train_transform: a transform of training images, after resizing and built-in augmentation: from
             torchvision.transforms.v2 (its input is uint8 [C, H, W]), or called as
             ``f(image=array)["image"]`` like those of albumentations.
@@ -350,9 +351,9 @@ class Entry(OriginalSetters):
             atexit.register(self._world.close)
         user = UserParts(
             self._model,
-            self.train_reader,
+            as_reader(self.train_reader, "train_reader"),
             self.test_reader,
-            self.predict_reader,
+            as_reader(self.predict_reader, "predict_reader"),
             self.train_transform,
             self._optimizer,
             self._schedule,
