@@ -398,7 +398,9 @@ def _naming(name: str) -> Iterator[None]:
 def check_save_dir(source: Source, options: Config) -> None:
     """Raise OptionError if the save folder would become a class folder of the dataset."""
     save_dir = Path(options.checkpoint.save_dir).resolve()
-    if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
+    if not isinstance(source, ImageFolderSource) or isinstance(source.root, str):
+        return
+    if save_dir.is_relative_to(source.root.resolve()):
         raise OptionError(
             f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
             "where every folder is a class; choose a folder outside of it"
